@@ -1,0 +1,147 @@
+"""Engine options: what a user may set (`EngineConfig`) and what they come to on this model and device (`Settings`)."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxspec.errors import ConfigError
+
+PAGE_SIZE = 64
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine. None means: decided from the model and the device when the engine starts."""
+
+    max_model_len: int | None = _option(
+        None, "longest prompt plus output in tokens (default: the model's, at most 4096 on a CPU)"
+    )
+    max_num_seqs: int | None = _option(None, "most requests that run at once (default: 128 on a GPU, 8 on a CPU)")
+    max_num_batched_tokens: int | None = _option(
+        None, "token budget of one step; longer prompts are prefilled in chunks (default: 2048 on a GPU, 256 on a CPU)"
+    )
+    num_gpu_blocks_override: int | None = _option(
+        None, f"number of KV pages of {PAGE_SIZE} tokens, the padding page included, instead of sizing by memory"
+    )
+    gpu_memory_utilization: float = _option(0.9, "part of the GPU's memory that weights and KV pages may take together")
+    dtype: Literal["auto", "bfloat16", "float32"] = _option(
+        "auto", "type of weights, activations and KV (auto: bfloat16 on a GPU, float32 on a CPU)"
+    )
+    tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
+    seed: int = _option(0, "seed for requests that bring none is drawn from this")
+
+    def __post_init__(self):
+        def positive(name: str) -> None:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+            positive(name)
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
+            raise ConfigError(
+                f"num_gpu_blocks_override must be at least 2 (one page is for padding), got {self.num_gpu_blocks_override}"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.dtype not in ("auto", "bfloat16", "float32"):
+            raise ConfigError(f"dtype must be auto, bfloat16 or float32, got {self.dtype!r}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options resolved for one model on one device.
+
+    Attributes:
+        max_slots: rows of the device state: max_num_seqs and the padding slot 0.
+        num_pages: pages of the pool, the padding page 0 included.
+        max_pages: pages that the longest request can hold: columns of the page table.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int
+    dtype: str
+    on_gpu: bool
+    page_size: int = PAGE_SIZE
+
+    @property
+    def max_slots(self) -> int:
+        return self.max_num_seqs + 1
+
+    @property
+    def max_pages(self) -> int:
+        return pages_for(self.max_model_len, self.page_size)
+
+
+def pages_for(tokens: int, page_size: int = PAGE_SIZE) -> int:
+    return -(-tokens // page_size)
+
+
+def resolve_dtype(config: EngineConfig, *, on_gpu: bool) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if on_gpu else "float32"
+
+
+def resolve(
+    config: EngineConfig,
+    *,
+    model_max_position: int,
+    page_bytes: int,
+    free_bytes: int,
+    on_gpu: bool,
+) -> Settings:
+    """Turns options into settings.
+
+    Args:
+        page_bytes: bytes of one KV page over all layers, on one device.
+        free_bytes: bytes that KV pages may take on one device.
+
+    Raises:
+        ConfigError: options that contradict the model or each other; the text names the option to change.
+    """
+    max_model_len = config.max_model_len or (model_max_position if on_gpu else min(model_max_position, 4096))
+    if max_model_len > model_max_position:
+        raise ConfigError(f"max_model_len {max_model_len} is over the model's own limit of {model_max_position} tokens")
+    max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
+    max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens {max_num_batched_tokens} is under max_num_seqs {max_num_seqs}: "
+            "a step could not hold one token of every running request; raise the first or lower the second"
+        )
+    longest = pages_for(max_model_len)
+    if config.num_gpu_blocks_override is not None:
+        num_pages = config.num_gpu_blocks_override
+    else:
+        wanted = max_num_seqs * longest + 1
+        num_pages = int(min(wanted, free_bytes // page_bytes))
+    if num_pages < longest + 1:
+        fits = max((num_pages - 1) * PAGE_SIZE, 0)
+        raise ConfigError(
+            f"{num_pages} KV pages of {PAGE_SIZE} tokens ({num_pages * page_bytes / 2**20:.0f} MiB) cannot hold one request of "
+            f"max_model_len {max_model_len}; lower max_model_len to at most {fits}, or raise "
+            "num_gpu_blocks_override or gpu_memory_utilization"
+        )
+    return Settings(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_pages=num_pages,
+        dtype=resolve_dtype(config, on_gpu=on_gpu),
+        on_gpu=on_gpu,
+    )
+
+
+def np_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a Settings dtype; bfloat16 comes from ml_dtypes, which jax registers."""
+    import jax.numpy as jnp
+
+    return np.dtype(jnp.dtype(name))

@@ -1,0 +1,139 @@
+"""A step's plan as ONE int32 array: each host-to-device copy costs more than many small kernels.
+
+`InputLayout` is the one description of that array; packing (NumPy, on the host) and unpacking (inside the step) both
+follow it.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.config import Settings, pages_for
+from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.request import Request
+from jaxspec.engine.state import NO_ID, STOP_IDS
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """One chunk of one request's known tokens.
+
+    Attributes:
+        start, length: the chunk is tokens[start : start + length].
+        final: it holds the last known token, so a next token follows.
+        forced: the token to take instead of sampling one: a request that was retracted goes on with its own text.
+        next_id: the token after the chunk where it is known (middle chunks), which drafts read; -1 otherwise.
+    """
+
+    request: Request
+    start: int
+    length: int
+    final: bool
+    forced: int = NO_ID
+    next_id: int = NO_ID
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step does: prompt chunks first, then decode rows; and the pages that its rows have newly been given."""
+
+    prefill: tuple[PrefillRow, ...]
+    decode: tuple[Request, ...]
+    page_deltas: tuple[tuple[int, int, int], ...] = ()  # (slot, column, page)
+    needs_full: bool = field(default=False)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(row.length for row in self.prefill)
+
+
+class StepInputs(NamedTuple):
+    """The unpacked array. Padding rows have slot 0; padding deltas and resets too.
+
+    Attributes:
+        chunk_ids: int32 [P].
+        prefill: int32 [E, 6]: slot, start, length, final, forced, next_id.
+        decode_slots: int32 [D].
+        deltas: int32 [M, 3]: slot, column, page.
+        resets: int32 [E, 7 + STOP_IDS]: slot, temperature and top_p as bits, seed low and high, top_k, most tokens,
+            stop ids; slot 0 for rows that do not start a request.
+    """
+
+    chunk_ids: jax.Array
+    prefill: jax.Array
+    decode_slots: jax.Array
+    deltas: jax.Array
+    resets: jax.Array
+
+
+PREFILL_FIELDS = 6
+RESET_FIELDS = 7 + STOP_IDS
+
+
+@dataclass(frozen=True)
+class InputLayout:
+    """Shapes of one bucket's inputs, laid end to end in one int32 array."""
+
+    bucket: Bucket
+    page_size: int
+
+    @property
+    def shapes(self) -> StepInputs:
+        b = self.bucket
+        # A chunk of c tokens opens at most ceil(c / page) + 1 pages, a decode row at most one, and a row that has
+        # just become a decode row one more for its reserve.
+        deltas = pages_for(b.prefill_tokens, self.page_size) + 2 * b.rows
+        return StepInputs(
+            (b.prefill_tokens,), (b.prefill_rows, PREFILL_FIELDS), (b.decode_rows,), (deltas, 3),
+            (b.prefill_rows, RESET_FIELDS),
+        )  # fmt: skip
+
+    @property
+    def size(self) -> int:
+        return sum(int(np.prod(shape)) for shape in self.shapes)
+
+    def split(self, flat):
+        """Views of a flat array [size], NumPy or traced, in the shapes of `StepInputs`."""
+        parts, offset = [], 0
+        for shape in self.shapes:
+            count = int(np.prod(shape))
+            parts.append(flat[offset : offset + count].reshape(shape))
+            offset += count
+        return StepInputs(*parts)
+
+    def pack(self, plan: StepPlan) -> np.ndarray:
+        """The int32 array [size] of a plan that fits the bucket."""
+        flat = np.zeros(self.size, np.int32)
+        views = self.split(flat)
+        offset = 0
+        for e, row in enumerate(plan.prefill):
+            slot = row.request.slot
+            views.chunk_ids[offset : offset + row.length] = row.request.tokens[row.start : row.start + row.length]
+            views.prefill[e] = (slot, row.start, row.length, row.final, row.forced, row.next_id)
+            if row.request.needs_reset:
+                views.resets[e] = reset_record(row.request)
+            offset += row.length
+        views.decode_slots[: len(plan.decode)] = [request.slot for request in plan.decode]
+        if plan.page_deltas:
+            views.deltas[: len(plan.page_deltas)] = plan.page_deltas
+        return flat
+
+
+def reset_record(request: Request) -> np.ndarray:
+    """int32 [RESET_FIELDS]: what a slot must know of the request that it now serves."""
+    params = request.params
+    record = np.full(RESET_FIELDS, NO_ID, np.int32)
+    record[0] = request.slot
+    record[1:3] = np.array([params.temperature, params.top_p], np.float32).view(np.int32)
+    record[3:5] = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
+    record[5:7] = (max(params.top_k, 0), request.max_total)
+    stop_ids = sorted(request.stop_ids)
+    record[7 : 7 + len(stop_ids)] = stop_ids
+    return record
+
+
+def pages_needed(settings: Settings, slots: int) -> int:
+    """Pages that cover `slots` KV slots of a request; slots past the context limit live on the padding page."""
+    return pages_for(min(slots, settings.max_model_len), settings.page_size)

@@ -1,0 +1,184 @@
+"""The engine: requests in, tokens out, one device step at a time. Synchronous, no threads, no text, no HTTP."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxspec.config import Settings, pages_for
+from jaxspec.engine.request import FinishReason, Request, RequestOutput, RequestState
+from jaxspec.engine.runner import Progress, Runner, StepOutput
+from jaxspec.engine.scheduler import Scheduler, reserved_slots
+from jaxspec.engine.step import FLAG_NAN
+from jaxspec.errors import InvalidRequestError
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Gauges and counters since the engine started."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # part of the usable pages that requests hold, 0 to 1
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+class Engine:
+    """Continuous batching over one `Runner`.
+
+    Args:
+        eos_token_ids: ids that end every output unless its request ignores them.
+        seed: from which seeds are drawn for requests that bring none.
+        observer: sees every step's output before its tokens are accepted.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        observer: Callable[[StepOutput], None] | None = None,
+    ):
+        self.runner = runner
+        self._observer = observer
+        self.settings: Settings = runner.settings
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._scheduler = Scheduler(runner.settings, runner.buckets, window=runner.window)
+        self._requests: dict[str, Request] = {}
+        self._finished_early: list[RequestOutput] = []
+        self._seeds = random.Random(seed)
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return self.settings.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._finished_early)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        self.runner.warm_up(progress)
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidRequestError: an id in use, an empty prompt, ids outside the vocabulary, or more tokens than the
+                context or the pool can ever hold.
+        """
+        self.validate(request)
+        params = request.params
+        room = self.max_model_len - request.prompt_len
+        request.max_total = request.prompt_len + min(params.max_tokens or room, room)
+        request.seed = (params.seed if params.seed is not None else self._seeds.getrandbits(64)) & (2**64 - 1)
+        eos = () if params.ignore_eos else self.eos_token_ids
+        request.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        self._requests[request.id] = request
+        self._prompt_tokens += request.prompt_len
+        self._scheduler.add(request)
+
+    def validate(self, request: Request) -> None:
+        """Raises what `add` would raise, and changes nothing."""
+        if request.id in self._requests:
+            raise InvalidRequestError(f"request id {request.id!r} is in use")
+        prompt_len, limit = request.prompt_len, self.max_model_len
+        if prompt_len == 0:
+            raise InvalidRequestError("the prompt is empty: it must hold at least one token", param="prompt")
+        for name, ids in (("prompt", request.tokens), ("stop_token_ids", request.params.stop_token_ids)):
+            outside = next((t for t in ids if not 0 <= t < self.vocab_size), None)
+            if outside is not None:
+                raise InvalidRequestError(
+                    f"token id {outside} in {name} is outside the vocabulary of {self.vocab_size} ids", param=name
+                )
+        max_tokens = request.params.max_tokens
+        if prompt_len + (max_tokens or 1) > limit:
+            asked = f"{max_tokens} output tokens" if max_tokens else "at least one output token"
+            raise InvalidRequestError(
+                f"the prompt has {prompt_len} tokens and {asked} were asked for, {prompt_len + (max_tokens or 1)} in all, "
+                f"but the maximum context length is {limit} tokens",
+                param="max_tokens" if max_tokens and prompt_len < limit else "prompt",
+                code="context_length_exceeded",
+            )
+        longest = min(prompt_len + (max_tokens or limit), limit)
+        slots = min(reserved_slots(longest, k=self.runner.window - 1), limit)
+        needed, usable = pages_for(slots, self.settings.page_size), self._scheduler.pages.usable
+        if needed > usable:
+            raise InvalidRequestError(
+                f"the request may need {needed} KV pages but the pool has {usable}; ask for fewer tokens",
+                param="max_tokens",
+            )
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request in whatever state it is; an unknown id is none of the engine's business."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request)
+            self._finished_early.append(RequestOutput(request_id, (), (), FinishReason.ABORT))
+
+    def step(self) -> list[RequestOutput]:
+        """Plans, runs and reads one device step; at most one output a request."""
+        outputs, self._finished_early = self._finished_early, []
+        plan = self._scheduler.plan()
+        if plan is None:
+            if self._requests and not outputs:
+                raise RuntimeError("requests are waiting but nothing can be scheduled")
+            return outputs
+        now = time.monotonic()
+        for row in plan.prefill:
+            row.request.first_scheduled_time = row.request.first_scheduled_time or now
+        self.runner.dispatch(plan)
+        self._scheduler.dispatched(plan)
+        return outputs + self._process(self.runner.read())
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=1 - scheduler.pages.num_free / scheduler.pages.usable,
+            num_preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def _process(self, step: StepOutput) -> list[RequestOutput]:
+        if self._observer:
+            self._observer(step)
+        outputs = []
+        requests = [*(row.request for row in step.plan.prefill), *step.plan.decode]
+        for request, emitted, flags, ids, logprobs in zip(
+            requests, step.emitted, step.flags, step.ids, step.logprobs, strict=True
+        ):
+            if request.state is RequestState.FINISHED:
+                continue
+            if flags & FLAG_NAN:
+                self._finish(request)
+                error = "the model produced NaN for this request"
+                outputs.append(RequestOutput(request.id, (), (), FinishReason.ERROR, error))
+                continue
+            if not emitted:
+                continue
+            kept, reason = request.accept([int(t) for t in ids[:emitted]])
+            request.computed = len(request.tokens) - 1
+            self._generation_tokens += kept
+            outputs.append(
+                RequestOutput(
+                    request.id, tuple(int(t) for t in ids[:kept]), tuple(float(p) for p in logprobs[:kept]), reason
+                )
+            )
+            if reason:
+                self._finish(request)
+        return outputs
+
+    def _finish(self, request: Request) -> None:
+        self._scheduler.release(request)
+        request.state = RequestState.FINISHED
+        del self._requests[request.id]
+

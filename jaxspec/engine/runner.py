@@ -1,0 +1,149 @@
+"""Runs steps on the device: compiles every bucket ahead of time, dispatches plans, reads their outputs in order."""
+
+import collections
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec.config import Settings
+from jaxspec.engine.batch import InputLayout, StepPlan
+from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
+from jaxspec.engine.state import StepState, state_shapes, zero_state
+from jaxspec.engine.step import Probe, make_step
+from jaxspec.models.decoder import CausalLM
+
+# (done, total, what)
+Progress = Callable[[int, int, str], None]
+
+# A CUDA graph is recorded after an executable's first run, and replayed from the third on.
+WARMUP_RUNS = 3
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A plan with what its step gave, prompt rows before decode rows.
+
+    Attributes:
+        emitted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
+        probe: where the runner was built with `probe`.
+    """
+
+    plan: StepPlan
+    emitted: np.ndarray
+    flags: np.ndarray
+    ids: np.ndarray
+    logprobs: np.ndarray
+    probe: Probe | None = None
+
+
+class _Dispatched:
+    def __init__(self, plan: StepPlan, bucket: Bucket, packed: jax.Array, probe: Probe | None):
+        self.plan, self.bucket, self.packed, self.probe = plan, bucket, packed, probe
+
+
+class Runner:
+    """Holds the parameters, the donated state and the compiled steps.
+
+    After `warm_up` it only calls compiled executables and copies: nothing on the serving path may compile.
+
+    Args:
+        params: nested dict of the model's parameters on `mesh`.
+        probe: also return residual streams and logits of every token (for `compare`; slower).
+    """
+
+    def __init__(
+        self, model: CausalLM, params: dict, settings: Settings, mesh: Mesh, *, window: int = 1, probe: bool = False
+    ):
+        self.settings = settings
+        self.window = window
+        self.buckets = bucket_table(settings)
+        self._graphdef, abstract = nnx.split(model)
+        nnx.replace_by_pure_dict(abstract, params)
+        self._params = abstract
+        self._mesh = mesh
+        self._probe = probe
+        self._shapes = state_shapes(model, settings, mesh)
+        self.state: StepState = zero_state(self._shapes)
+        self._layouts = {b: InputLayout(b, settings.page_size) for b in self.buckets}
+        self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._queue: collections.deque[_Dispatched] = collections.deque()
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+
+    @property
+    def in_flight(self) -> int:
+        """Steps dispatched but not read."""
+        return len(self._queue)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles every bucket and runs each on padding alone, which touches page 0 and slot 0 only."""
+        for done, bucket in enumerate(self.buckets):
+            started = time.monotonic()
+            self._steps[bucket] = self._compile(bucket)
+            for _ in range(WARMUP_RUNS):
+                self._run(bucket, np.zeros(self._layouts[bucket].size, np.int32))[0].block_until_ready()
+            if progress:
+                progress(done + 1, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
+
+    def dispatch(self, plan: StepPlan) -> None:
+        """Starts a step; its output comes from `read`, in order."""
+        bucket = choose_bucket(
+            self.buckets,
+            prefill_tokens=plan.prefill_tokens,
+            prefill_rows=len(plan.prefill),
+            decode_rows=len(plan.decode),
+            full=plan.needs_full,
+        )
+        packed, probe = self._run(bucket, self._layouts[bucket].pack(plan))
+        packed.copy_to_host_async()
+        self._queue.append(_Dispatched(plan, bucket, packed, probe))
+
+    def read(self) -> StepOutput:
+        """Waits for the oldest step that was dispatched and not read."""
+        step = self._queue.popleft()
+        packed = np.asarray(step.packed)
+        E, D = len(step.plan.prefill), len(step.plan.decode)
+        first = step.bucket.prefill_rows
+        rows = np.concatenate([packed[:E], packed[first : first + D]])
+        n = (packed.shape[1] - 2) // 2
+        probe = None if step.probe is None else Probe(*map(np.asarray, step.probe))
+        return StepOutput(
+            step.plan, rows[:, 0], rows[:, 1], rows[:, 2 : 2 + n], rows[:, 2 + n :].view(np.float32), probe
+        )
+
+    def token_offsets(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Where a plan's rows begin in the step's flat token arrays: prompt rows [E], decode rows [D]."""
+        bucket = choose_bucket(
+            self.buckets,
+            prefill_tokens=plan.prefill_tokens,
+            prefill_rows=len(plan.prefill),
+            decode_rows=len(plan.decode),
+            full=plan.needs_full,
+        )
+        lengths = np.array([row.length for row in plan.prefill], np.int64)
+        decode = bucket.prefill_tokens + self.window * np.arange(len(plan.decode))
+        return np.cumsum(lengths) - lengths, decode
+
+    def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        step = make_step(
+            self._graphdef, self._layouts[bucket], self.settings, window=self.window, probe=self._probe
+        )
+        shardings = jax.tree.map(lambda s: s.sharding, self._shapes)
+        out_shardings = (shardings, self._replicated, *([self._replicated] if self._probe else []))
+        inputs = jax.ShapeDtypeStruct((self._layouts[bucket].size,), jnp.int32, sharding=self._replicated)
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
+        # float32 is for parity: without this a GPU would round matmul operands to TF32.
+        exact = jax.default_matmul_precision("highest") if self.settings.dtype == "float32" else contextlib.nullcontext()
+        with exact:
+            return jitted.lower(self._params, self._shapes, inputs).compile()
+
+    def _run(self, bucket: Bucket, inputs: np.ndarray) -> tuple[jax.Array, Probe | None]:
+        out = self._steps[bucket](self._params, self.state, jax.device_put(inputs, self._replicated))
+        self.state = out[0]
+        return out[1], (out[2] if self._probe else None)

@@ -1,0 +1,88 @@
+"""What lives on the device between steps. Donated to every step, never rebuilt on the host."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxspec.config import Settings, np_dtype
+from jaxspec.models.decoder import Cache, CausalLM
+from jaxspec.models.params import TENSOR_AXIS
+from jaxspec.sampling.params import MAX_STOP_TOKEN_IDS
+
+# The model's own end-of-text ids share the row with the request's.
+STOP_IDS = MAX_STOP_TOKEN_IDS + 4
+NO_ID = -1
+
+# Columns of params_f and params_i.
+TEMPERATURE, TOP_P = range(2)
+SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN = range(4)
+
+
+class StepState(NamedTuple):
+    """S = max_num_seqs + 1 slots; slot 0 is the padding row and page 0 the padding page.
+
+    Attributes:
+        kv: per layer the paged caches.
+        page_table: int32 [S, max_pages].
+        seq_len: int32 [S] tokens of each slot whose KV is written.
+        last_token: int32 [S] the newest token, whose KV is not written yet.
+        done: bool [S] the slot's request has met a stop that the device knows; its row emits nothing.
+        params_f: float32 [S, 2] temperature, top_p. params_i: int32 [S, 4] seed (two words), top_k, most tokens.
+        stop_ids: int32 [S, STOP_IDS], -1 for none.
+    """
+
+    kv: Cache
+    page_table: jax.Array
+    seq_len: jax.Array
+    last_token: jax.Array
+    done: jax.Array
+    params_f: jax.Array
+    params_i: jax.Array
+    stop_ids: jax.Array
+
+
+def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh) -> StepState:
+    """Shapes, dtypes and shardings: everything is replicated except keys and values of grouped-query attention."""
+    dtype = np_dtype(settings.dtype)
+
+    def shape(dims: tuple[int, ...], dtype: Any, spec: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+
+    def cache(dims: Any) -> Any:
+        if isinstance(dims[0], int):
+            return shape(dims, dtype)
+        return tuple(shape(d, dtype, PartitionSpec(None, None, TENSOR_AXIS, None)) for d in dims)
+
+    S = settings.max_slots
+    return StepState(
+        kv=tuple(cache(dims) for dims in model.cache_shapes(settings.num_pages, settings.page_size)),
+        page_table=shape((S, settings.max_pages), jnp.int32),
+        seq_len=shape((S,), jnp.int32),
+        last_token=shape((S,), jnp.int32),
+        done=shape((S,), jnp.bool_),
+        params_f=shape((S, 2), jnp.float32),
+        params_i=shape((S, 4), jnp.int32),
+        stop_ids=shape((S, STOP_IDS), jnp.int32),
+    )
+
+
+def zero_state(shapes: StepState) -> StepState:
+    """Zeros everywhere: a masked key still multiplies its value by 0, so fresh pages must be finite."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
+
+
+def kv_page_bytes(model: CausalLM, dtype: str, page_size: int, tensor_parallel: int) -> int:
+    """Bytes of one page over all layers on one device."""
+    itemsize = np_dtype(dtype).itemsize
+    total = 0
+    for dims in model.cache_shapes(1, page_size):
+        arrays = [dims] if isinstance(dims[0], int) else dims
+        split = 1 if isinstance(dims[0], int) else tensor_parallel
+        for array in arrays:
+            size = itemsize
+            for d in array:
+                size *= d
+            total += size // split
+    return total

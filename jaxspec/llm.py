@@ -1,0 +1,228 @@
+"""`LLM`: a model folder in, text out. Joins conversion, loading, tokenizer and engine; the server builds on it too."""
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.config import PAGE_SIZE, EngineConfig, resolve, resolve_dtype
+from jaxspec.engine.request import FinishReason, Request
+from jaxspec.errors import ConfigError, InvalidRequestError
+from jaxspec.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxspec.engine.engine import Engine
+    from jaxspec.engine.runner import Progress
+    from jaxspec.text import TextStream, Tokenizer
+
+# Memory that steps need beside weights, KV pages and logits.
+_WORKSPACE_BYTES = 1 << 30
+# KV pages on a CPU share memory with everything else on the machine.
+_CPU_KV_BYTES = 1 << 30
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result for one prompt.
+
+    Attributes:
+        text: None where the model has no tokenizer.
+        logprobs: of each id under the model's raw distribution, where the request asked for them.
+        error: what went wrong, where finish_reason is "error".
+    """
+
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    logprobs: tuple[float, ...] | None
+    error: str | None = None
+
+
+class LLM:
+    """A model, loaded and warmed up.
+
+    Args:
+        model: "demo" (the embedded one), a converted folder, a Hugging Face folder or a hub id.
+        config: engine options; single options may be given by name instead, as in `LLM("demo", max_num_seqs=4)`.
+        revision: hub revision, for hub ids.
+        progress: called with (done, total, what) while buckets compile.
+        probe, observer: see `Runner` and `Engine`; for `compare`.
+
+    Raises:
+        ModelFormatError, ConfigError: the folder or the options cannot work.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        config: EngineConfig | None = None,
+        *,
+        revision: str | None = None,
+        progress: "Progress | None" = None,
+        probe: bool = False,
+        observer: Any = None,
+        **options: Any,
+    ):
+        config = replace(config or EngineConfig(), **options)
+        # The allocator reads this when jax first touches the GPU, and takes that part of its memory.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+        from convert.convert import resolve_model
+
+        self.model_name = model
+        self.folder = resolve_model(model, revision=revision)
+        self.tokenizer = _load_tokenizer(self.folder)
+        self.engine, self._description = _build_engine(self.folder, config, probe=probe, observer=observer)
+        self._counter = itertools.count()
+        self.engine.warm_up(progress)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Completions of one or many prompts (texts or token ids), in their order.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter that cannot be served; then nothing is generated.
+        """
+        batch = _as_batch(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        if len(each) != len(batch):
+            raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="params")
+        requests = [self.make_request(prompt, p) for prompt, p in zip(batch, each, strict=True)]
+        for request in requests:
+            self.engine.validate(request)
+        return self.run(requests)
+
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequestError("the model has no tokenizer: give the prompt as token ids", param="prompt")
+            prompt = self.tokenizer.encode(prompt)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer: stop strings need one", param="stop")
+        stream = self._text_stream(prompt, params)
+        return Request(f"generate-{next(self._counter)}", prompt, params, stop_rule=stream)
+
+    def run(self, requests: Sequence[Request]) -> list[Completion]:
+        """Runs requests to their end; none is left behind if it is interrupted."""
+        logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
+        ends: dict[str, tuple[FinishReason, str | None]] = {}
+        try:
+            for request in requests:
+                self.engine.add(request)
+            while len(ends) < len(requests):
+                for out in self.engine.step():
+                    logprobs[out.request_id] += out.new_logprobs
+                    if out.finish_reason:
+                        ends[out.request_id] = (out.finish_reason, out.error)
+        finally:
+            for request in requests:
+                self.engine.abort(request.id)
+        return [self._completion(r, *ends[r.id], logprobs[r.id]) for r in requests]
+
+    def describe(self) -> dict[str, str | int]:
+        """What was loaded and how it runs, for people: label -> value, in order."""
+        return self._description
+
+    def _text_stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> "TextStream | None":
+        if self.tokenizer is None:
+            return None
+        from jaxspec.text import TextStream
+
+        return TextStream(self.tokenizer, prompt_ids, params)
+
+    def _completion(
+        self, request: Request, reason: FinishReason, error: str | None, logprobs: list[float]
+    ) -> Completion:
+        stream: Any = request.stop_rule
+        return Completion(
+            prompt_ids=tuple(request.tokens[: request.prompt_len]),
+            ids=tuple(request.tokens[request.prompt_len :]),
+            text=None if stream is None else stream.text,
+            finish_reason=reason.value,
+            logprobs=None if request.params.logprobs is None else tuple(logprobs),
+            error=error,
+        )
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _load_tokenizer(folder: Path) -> "Tokenizer | None":
+    from jaxspec.text import Tokenizer
+
+    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
+
+
+def _build_engine(
+    folder: Path, config: EngineConfig, *, probe: bool, observer: Any
+) -> tuple["Engine", dict[str, str | int]]:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from convert.checkpoint import eos_token_ids, load_params, read_model_config
+    from jaxspec.engine.engine import Engine
+    from jaxspec.engine.runner import Runner
+    from jaxspec.engine.state import kv_page_bytes
+    from jaxspec.models.decoder import CausalLM
+    from jaxspec.models.params import TENSOR_AXIS, count_parameters
+
+    devices = jax.devices()
+    tp = config.tensor_parallel_size
+    if tp > len(devices):
+        raise ConfigError(f"tensor_parallel_size {tp} needs {tp} devices, but there are {len(devices)}")
+    mesh = Mesh(np.array(devices[:tp]), (TENSOR_AXIS,))
+    on_gpu = devices[0].platform == "gpu"
+    dtype = resolve_dtype(config, on_gpu=on_gpu)
+    model_config = read_model_config(folder)
+
+    # Everything that can be refused is refused before the weights are read.
+    model = CausalLM(model_config, dtype)
+    parameters = count_parameters(model)
+    page_bytes = kv_page_bytes(model, dtype, PAGE_SIZE, tp)
+    free = _CPU_KV_BYTES
+    if on_gpu:
+        logits = 6 * 4 * model_config.vocab_size * ((config.max_num_seqs or 128) + 8)
+        itemsize = 4 if dtype == "float32" else 2
+        limit = (devices[0].memory_stats() or {})["bytes_limit"]
+        free = limit - parameters * itemsize // tp - logits - _WORKSPACE_BYTES
+    settings = resolve(
+        config, model_max_position=model_config.max_position, page_bytes=page_bytes, free_bytes=free, on_gpu=on_gpu
+    )
+    params = load_params(folder, model, mesh)
+    runner = Runner(model, params, settings, mesh, probe=probe)
+    engine = Engine(
+        runner,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=eos_token_ids(folder),
+        seed=config.seed,
+        observer=observer,
+    )
+    tokens = (settings.num_pages - 1) * settings.page_size
+    description: dict[str, str | int] = {
+        "Model": str(folder),
+        "Architecture": model_config.architecture,
+        "Parameters": f"{parameters:,}",
+        "Dtype": dtype,
+        "Device": f"{tp} x {devices[0].device_kind} ({devices[0].platform})",
+        "Kernels": "reference (plain XLA)",
+        "Context length": settings.max_model_len,
+        "KV cache bytes per token": page_bytes // PAGE_SIZE,
+        "KV cache": f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * page_bytes / 2**20:.0f} MiB",
+        "Maximum concurrency": f"{tokens / settings.max_model_len:.2f}x at {settings.max_model_len} tokens a request",
+        "Buckets": "; ".join(map(str, runner.buckets)),
+    }
+    return engine, description
+
+

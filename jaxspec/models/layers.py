@@ -1,0 +1,98 @@
+"""Layers that every architecture shares: norms, linear maps, rotary embedding, the dense MLP."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.models.config import RopeConfig, yarn_mscale
+from jaxspec.models.params import Declare
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm, rounded to the input's dtype before the weight as in Hugging Face's T5-style norms."""
+
+    def __init__(self, dim: int, eps: float, declare: Declare):
+        self.eps = eps
+        self.weight = declare((dim,), (None,), "ones")
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., dim] -> [..., dim]
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return weight * normed.astype(x.dtype)
+
+
+def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] with a weight kept as checkpoints store it, [*out, in] -> [..., *out]."""
+    return jnp.tensordot(x, weight, axes=(-1, -1))
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, hidden: int, inner: int, declare: Declare):
+        self.gate_up = declare((2, inner, hidden), (None, "mlp", None))
+        self.down = declare((hidden, inner), (None, "mlp"))
+
+    def __call__(self, x_TH: jax.Array) -> jax.Array:
+        gate_up_T2I = linear(x_TH, self.gate_up[...])
+        return linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...])
+
+
+def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:
+    """Inverse frequencies float32 [dim / 2] and the factor on cos and sin.
+
+    Sources: RoPE arXiv 2104.09864; YaRN arXiv 2309.00071 with DeepSeek's mscale (modeling_deepseek.py);
+    Llama 3.1's rescaling as in transformers' modeling_rope_utils.py.
+    """
+    d, base = config.dim, config.theta
+    inv = 1.0 / base ** (np.arange(0, d, 2, dtype=np.float32) / d)
+    if config.kind == "linear":
+        inv = inv / config.factor
+    elif config.kind == "llama3":
+        length = config.original_max_position
+        wavelength = 2 * math.pi / inv
+        smooth = (length / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        inv = (1 - smooth) * inv / config.factor + smooth * inv
+    elif config.kind == "yarn":
+
+        def turns_at(n: float) -> float:  # the dimension that makes n turns over the original context
+            return d * math.log(config.original_max_position / (n * 2 * math.pi)) / (2 * math.log(base))
+
+        low = max(math.floor(turns_at(config.beta_fast)), 0)
+        high: float = min(math.ceil(turns_at(config.beta_slow)), d - 1)
+        high += 0.001 if low == high else 0.0
+        ramp = np.clip((np.arange(d // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+        inv = inv * (1 - ramp) + inv / config.factor * ramp
+        return inv.astype(np.float32), _yarn_attention_factor(config)
+    return inv.astype(np.float32), 1.0
+
+
+def _yarn_attention_factor(config: RopeConfig) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+    return yarn_mscale(config.factor, 1.0)
+
+
+def rope_tables(config: RopeConfig, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, float32 [T, dim / 2], of int32 positions [T]."""
+    inv, factor = rope_frequencies(config)
+    angles = positions_T.astype(jnp.float32)[:, None] * inv
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the halves of the last axis in float32: x [T, ..., dim], cos and sin [T, dim / 2] -> x's dtype."""
+    shape = (x.shape[0], *(1,) * (x.ndim - 2), cos.shape[-1])
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,44 @@
+"""Where the tokens of one step sit: what attention needs to know, and nothing about requests."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class StepMetadata(NamedTuple):
+    """The layout of a step's T = P + D·n tokens: P prompt tokens of E rows first, then D windows of n tokens.
+
+    Attributes:
+        positions: int32 [T] absolute positions.
+        pages, offsets: int32 [T] where each token's KV goes; padding tokens go to page 0.
+        live: bool [T], false for padding tokens.
+        prefill_tables: int32 [E, max_pages] page tables of the prompt rows.
+        prefill_rows: int32 [P] the row of each prompt token; E for padding.
+        prefill_ends: int32 [E] tokens of each row with this chunk; 0 for padding.
+        decode_tables: int32 [D, max_pages].
+        decode_bounds: int32 [D, n] exclusive causal bounds, at least 1.
+    """
+
+    positions: jax.Array
+    pages: jax.Array
+    offsets: jax.Array
+    live: jax.Array
+    prefill_tables: jax.Array
+    prefill_rows: jax.Array
+    prefill_ends: jax.Array
+    decode_tables: jax.Array
+    decode_bounds: jax.Array
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.prefill_rows.shape[0]
+
+
+def window_bounds(ends: jax.Array, n: int) -> jax.Array:
+    """Exclusive causal bounds [D, n] of windows that end at `ends` [D], their last token included.
+
+    Counts back: row r of a window of n sees the keys at positions < end - (n - 1) + r. Padding rows may have
+    end < n; their bounds are clamped to 1, which only ever reads the padding page.
+    """
+    return jnp.maximum(ends[:, None] - (n - 1) + jnp.arange(n, dtype=jnp.int32), 1)

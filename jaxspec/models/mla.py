@@ -1,0 +1,105 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): decompressed for prompts, absorbed for decoding."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.config import MLAConfig, ModelConfig
+from jaxspec.models.layers import RMSNorm, apply_rope, linear, rms_norm
+from jaxspec.models.metadata import StepMetadata
+from jaxspec.models.params import Declare
+from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_prefill.api import mla_prefill
+
+# A layer's cache: one array [num_pages, page_size, kv_lora_rank + rope_dim].
+LatentCache = jax.Array
+
+
+class MLA(nnx.Module):
+    """Attention over one latent vector a token, shared by all heads.
+
+    The down-projections of queries and latents share one matmul where the model has both. `kv_b_proj` is kept split
+    into W_UK (latent to keys) and W_UV (latent to values), the form that both paths use.
+    """
+
+    def __init__(self, config: ModelConfig, mla: MLAConfig, declare: Declare):
+        H, N = config.hidden_size, config.num_heads
+        L, R, Dq = mla.kv_lora_rank, mla.rope_dim, mla.nope_dim + mla.rope_dim
+        self.mla = mla
+        self.q_lora_rank = mla.q_lora_rank or 0
+        if self.q_lora_rank:
+            self.qkv_a = declare((self.q_lora_rank + L + R, H), (None, None))
+            self.q_norm = RMSNorm(self.q_lora_rank, mla.latent_norm_eps, declare)
+            self.q_b = declare((N, Dq, self.q_lora_rank), ("heads", None, None))
+        else:
+            self.q = declare((N, Dq, H), ("heads", None, None))
+            self.kv_a = declare((L + R, H), (None, None))
+        self.kv_norm = RMSNorm(L, mla.latent_norm_eps, declare)
+        self.w_uk = declare((N, mla.nope_dim, L), ("heads", None, None))
+        self.w_uv = declare((N, mla.v_dim, L), ("heads", None, None))
+        self.o = declare((H, N, mla.v_dim), (None, "heads", None))
+
+    def __call__(
+        self, x_TH: jax.Array, cache: LatentCache, meta: StepMetadata, rope: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, LatentCache]:
+        """Writes the T new latents, then attends: [T, H] -> [T, H] and the new cache."""
+        q_TND, kv_a_TC = self.project(x_TH)
+        cos, sin = rope
+        cache = write_latent(
+            cache, kv_a_TC, self.kv_norm.weight[...], cos, sin, meta.pages, meta.offsets, eps=self.kv_norm.eps
+        )
+        q_nope_TND, q_rope_TNR = jnp.split(q_TND, [self.mla.nope_dim], axis=-1)
+        q_rope_TNR = apply_rope(q_rope_TNR, cos, sin)
+
+        P = meta.num_prefill_tokens
+        out_TNV = jnp.concatenate(
+            [
+                self.attend_prefill(q_nope_TND[:P], q_rope_TNR[:P], cache, meta),
+                self.attend_decode(q_nope_TND[P:], q_rope_TNR[P:], cache, meta.decode_tables, meta.decode_bounds),
+            ]
+        )
+        return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]), cache
+
+    def project(self, x_TH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries [T, N, nope + rope], not yet rotated, and the raw down-projection [T, latent + rope]."""
+        if not self.q_lora_rank:
+            return linear(x_TH, self.q[...]), linear(x_TH, self.kv_a[...])
+        q_a, kv_a = jnp.split(linear(x_TH, self.qkv_a[...]), [self.q_lora_rank], axis=-1)
+        return linear(rms_norm(q_a, self.q_norm.weight[...], self.q_norm.eps), self.q_b[...]), kv_a
+
+    def attend_prefill(
+        self, q_nope_PND: jax.Array, q_rope_PNR: jax.Array, cache: LatentCache, meta: StepMetadata
+    ) -> jax.Array:
+        P = q_nope_PND.shape[0]
+        if P == 0:
+            return jnp.zeros((0, q_nope_PND.shape[1], self.mla.v_dim), q_nope_PND.dtype)
+        return mla_prefill(
+            q_nope_PND,
+            q_rope_PNR,
+            self.w_uk[...],
+            self.w_uv[...],
+            cache,
+            meta.prefill_tables,
+            meta.prefill_rows,
+            meta.positions[:P],
+            meta.prefill_ends,
+            scale=self.mla.softmax_scale,
+        )
+
+    def attend_decode(
+        self, q_nope: jax.Array, q_rope: jax.Array, cache: LatentCache, tables: jax.Array, bounds_Dn: jax.Array
+    ) -> jax.Array:
+        """Queries [D·n, N, ·] of D windows -> [D·n, N, v_dim]."""
+        rows, N, _ = q_nope.shape
+        if rows == 0:
+            return jnp.zeros((0, N, self.mla.v_dim), q_nope.dtype)
+        q_latent = jnp.einsum("tnd,ndl->tnl", q_nope, self.w_uk[...])
+        q = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(*bounds_Dn.shape, N, self.mla.cache_dim)
+        out = mla_decode(
+            q, cache, tables, bounds_Dn, scale=self.mla.softmax_scale, value_dim=self.mla.kv_lora_rank
+        ).reshape(rows, N, self.mla.kv_lora_rank)
+        return jnp.einsum("tnl,nvl->tnv", out, self.w_uv[...])
+
+    def cache_shapes(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        return (num_pages, page_size, self.mla.cache_dim)

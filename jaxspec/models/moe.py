@@ -1,0 +1,49 @@
+"""The mixture-of-experts block: float32 router, routed experts, shared experts."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxspec.models.config import MoEConfig
+from jaxspec.models.layers import MLP
+from jaxspec.models.params import Declare
+from pallas_kernels.moe.api import experts, route_sigmoid, route_softmax
+
+
+class MoE(nnx.Module):
+    """Routed sum plus the shared experts, which are one ungated MLP of their joint width."""
+
+    def __init__(self, hidden: int, config: MoEConfig, declare: Declare):
+        E, inner = config.num_experts, config.expert_dim
+        self.config = config
+        # bf16 logits flip the chosen experts of some tokens, so the router is float32 throughout.
+        self.router = declare((E, hidden), (None, None), dtype=jnp.float32)
+        if config.scoring == "sigmoid":
+            self.router_bias = declare((E,), (None,), "zeros", dtype=jnp.float32)
+        self.gate_up = declare((E, 2, inner, hidden), ("experts", None, None, None))
+        self.down = declare((E, hidden, inner), ("experts", None, None))
+        if config.num_shared:
+            self.shared = MLP(hidden, inner * config.num_shared, declare)
+
+    def __call__(self, x_TH: jax.Array, live_T: jax.Array) -> jax.Array:
+        weights_Tk, ids_Tk = self.route(x_TH)
+        out = experts(x_TH, self.gate_up[...], self.down[...], weights_Tk, ids_Tk, live_T)
+        return out + self.shared(x_TH) if self.config.num_shared else out
+
+    def route(self, x_TH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights float32 [T, k] and expert ids int32 [T, k]."""
+        c = self.config
+        # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
+        logits = jnp.einsum(
+            "th,eh->te", x_TH.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
+        )
+        if c.scoring == "softmax":
+            return route_softmax(
+                logits, top_k=c.top_k, num_groups=c.num_groups, top_groups=c.top_groups, normalize=c.normalize,
+                scale=c.scale,
+            )  # fmt: skip
+        return route_sigmoid(
+            logits, self.router_bias[...], top_k=c.top_k, num_groups=c.num_groups, top_groups=c.top_groups,
+            normalize=c.normalize, scale=c.scale,
+        )  # fmt: skip

@@ -1,0 +1,41 @@
+"""The NextN (MTP) layer of DeepSeek-V3 checkpoints (arXiv 2412.19437 section 2.2), stored as layer `num_hidden_layers`.
+
+Names and order are the checkpoint's: the concatenation is [embedding; hidden], whatever the paper's formula says.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import Block, LayerCache
+from jaxspec.models.layers import RMSNorm, linear, rope_tables
+from jaxspec.models.metadata import StepMetadata
+from jaxspec.models.params import Declare
+
+
+class NextN(nnx.Module):
+    """One decoder block over pairs (token i+1, hidden i). Embedding and head are the target's."""
+
+    def __init__(self, config: ModelConfig, dtype: Any):
+        declare = Declare(dtype)
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
+        self.enorm = RMSNorm(H, eps, declare)
+        self.hnorm = RMSNorm(H, eps, declare)
+        self.eh_proj = declare((H, 2 * H), (None, None))
+        self.layer = Block(config, declare, moe=config.moe is not None)
+        self.norm = RMSNorm(H, eps, declare)
+
+    def __call__(
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
+    ) -> tuple[jax.Array, LayerCache]:
+        """Embeddings of the next tokens and hidden states after the final norm -> the draft's hidden states [T, H].
+
+        The result is normed: it feeds the target's head, and is the next draft step's `hidden_TH`.
+        """
+        x = linear(jnp.concatenate([self.enorm(embedded_TH), self.hnorm(hidden_TH)], axis=-1), self.eh_proj[...])
+        x, cache = self.layer(x, cache, meta, rope_tables(self.config.rope, meta.positions))
+        return self.norm(x), cache

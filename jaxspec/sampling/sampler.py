@@ -1,0 +1,97 @@
+"""Choosing the next token from logits: pure functions on arrays, one row a position.
+
+Randomness is a pure function of (seed, absolute position, stream), so a row's choice does not depend on which rows
+share its batch, nor on how many steps led there.
+"""
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Stream(enum.IntEnum):
+    """Independent streams of randomness at one position."""
+
+    TARGET = 0
+
+
+class SamplingRows(NamedTuple):
+    """Per row: temperature, top_p float32 [R]; top_k int32 [R] (< 1: all); seeds uint32 [R, 2]."""
+
+    temperature: jax.Array
+    top_p: jax.Array
+    top_k: jax.Array
+    seeds: jax.Array
+
+
+def gumbel(seeds: jax.Array, positions: jax.Array, stream: Stream, size: int) -> jax.Array:
+    """Standard Gumbel noise float32 [R, size] from seeds uint32 [R, 2] and positions int32 [R]."""
+
+    def row(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, position), int(stream))
+        return jax.random.gumbel(key, (size,), jnp.float32)
+
+    return jax.vmap(row)(seeds, positions)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """float32 to uint32 with the same order."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    negative = bits >> 31 == 1
+    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_threshold(keys: jax.Array, enough) -> jax.Array:
+    """Largest t [R] for which `enough(keys >= t)` holds, by bisection over the 32 bits of keys uint32 [R, V].
+
+    Thirty-two masked reductions instead of a sort, which would keep a decode step from being one CUDA graph.
+    `enough` maps a mask [R, V] to bool [R] and is monotone: true for the full mask.
+    """
+    t = jnp.zeros(keys.shape[0], jnp.uint32)
+    for bit in range(31, -1, -1):
+        candidate = t | jnp.uint32(1 << bit)
+        t = jnp.where(enough(keys >= candidate[:, None]), candidate, t)
+    return t
+
+
+def mask_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
+    """logits [R, V] with -inf below each row's k-th largest; ties at the border stay; k < 1 keeps all."""
+    V = logits.shape[1]
+    k = jnp.where((top_k < 1) | (top_k > V), V, top_k)
+    keys = _ordered(logits)
+    threshold = _largest_threshold(keys, lambda mask: mask.sum(axis=1) >= k)
+    return jnp.where(keys >= threshold[:, None], logits, -jnp.inf)
+
+
+def mask_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
+    """logits [R, V] with -inf outside the smallest set of likeliest tokens that holds top_p; ties at the border stay."""
+    probabilities = jax.nn.softmax(logits, axis=1)
+    keys = _ordered(probabilities)
+    threshold = _largest_threshold(keys, lambda mask: jnp.where(mask, probabilities, 0.0).sum(axis=1) >= top_p)
+    keep = (keys >= threshold[:, None]) | (top_p >= 1.0)[:, None]
+    return jnp.where(keep, logits, -jnp.inf)
+
+
+def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, full: bool) -> jax.Array:
+    """Next ids int32 [R] from float32 logits [R, V]; greedy where the temperature is 0.
+
+    Args:
+        positions: int32 [R] absolute position of the token to choose.
+        full: also apply top_k and top_p (static).
+    """
+    greedy = rows.temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
+    if full:
+        scaled = mask_top_p(mask_top_k(scaled, rows.top_k), rows.top_p)
+    noisy = scaled + gumbel(rows.seeds, positions, Stream.TARGET, logits.shape[1])
+    return jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=1).astype(jnp.int32)
+
+
+def logprobs_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Log-probabilities float32 [R] of ids [R] under the raw distribution of logits [R, V]."""
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=1)

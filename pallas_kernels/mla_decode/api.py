@@ -1,0 +1,26 @@
+"""Paged multi-head latent attention for decode windows, in the absorbed form."""
+
+import jax
+
+from pallas_kernels.mla_decode import reference
+
+
+def mla_decode(
+    q: jax.Array, latent: jax.Array, page_tables: jax.Array, bounds: jax.Array, *, scale: float, value_dim: int
+) -> jax.Array:
+    """Attention of n query tokens a request over its pages of latents (arXiv 2405.04434, appendix C, absorbed).
+
+    Every query head shares the one latent "key"; the value is the latent's first `value_dim` columns.
+
+    Args:
+        q: [B, n, H, C] queries in latent space, C = latent rank + rope dim.
+        latent: [pages, page_size, C] the layer's cache.
+        page_tables: int32 [B, max_pages]; entries past a request's length may name any page.
+        bounds: int32 [B, n], exclusive: query (b, r) sees the keys at positions < bounds[b, r]. At least 1.
+        scale: softmax scale.
+        value_dim: the latent rank.
+
+    Returns:
+        [B, n, H, value_dim] in q's dtype.
+    """
+    return reference.mla_decode(q, latent, page_tables, bounds, scale=scale, value_dim=value_dim)

@@ -1,0 +1,40 @@
+"""Paged multi-head latent attention for prompt chunks, with keys and values decompressed from the latents."""
+
+import jax
+
+from pallas_kernels.mla_prefill import reference
+
+
+def mla_prefill(
+    q_nope: jax.Array,
+    q_rope: jax.Array,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    latent: jax.Array,
+    page_tables: jax.Array,
+    token_rows: jax.Array,
+    positions: jax.Array,
+    ends: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Causal attention of the prompt tokens of several requests over their pages (arXiv 2405.04434 section 2.1).
+
+    The chunk's own latents must have been written to the pages before.
+
+    Args:
+        q_nope: [P, H, D], q_rope: [P, H, R]: queries of the P chunk tokens, request after request.
+        w_uk: [H, D, L], w_uv: [H, V, L]: up-projections of the latent to keys and values.
+        latent: [pages, page_size, L + R] the layer's cache.
+        page_tables: int32 [E, max_pages]; entries past a request's length may name any page.
+        token_rows: int32 [P], the request (0..E-1) of each token; E for a padding token.
+        positions: int32 [P]: token p sees the keys at positions <= positions[p].
+        ends: int32 [E]: tokens of each request with this chunk; 0 for a padding row.
+        scale: softmax scale.
+
+    Returns:
+        [P, H, V] in q's dtype; 0 for padding tokens.
+    """
+    return reference.mla_prefill(
+        q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale
+    )
