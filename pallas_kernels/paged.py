@@ -55,13 +55,19 @@ class OnlineSoftmax:
         mask: jax.Array,
         weigh: Callable[[jax.Array], jax.Array],
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds one block: scores and mask [*shape, keys]; `weigh` maps weights [*shape, keys] to [*shape, value_dim]."""
+        """Adds one block: scores and mask [*shape, keys]; `weigh` maps weights [*shape, keys] to [*shape, value_dim].
+
+        A row that sees no key of the block keeps its accumulator as it is: another request's values may be NaN, and
+        even a weight of 0 would carry that over.
+        """
         old_max, total, acc = state
         scores = jnp.where(mask, scores, MASKED)
         new_max = jnp.maximum(old_max, scores.max(axis=-1))
         weights = jnp.where(mask, jnp.exp(scores - new_max[..., None]), 0.0)
         shrink = jnp.exp(old_max - new_max)
-        return new_max, total * shrink + weights.sum(axis=-1), acc * shrink[..., None] + weigh(weights)
+        new_acc = acc * shrink[..., None] + weigh(weights)
+        sees = jnp.broadcast_to(mask.any(axis=-1), new_max.shape)[..., None]
+        return new_max, total * shrink + weights.sum(axis=-1), jnp.where(sees, new_acc, acc)
 
     @staticmethod
     def finish(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

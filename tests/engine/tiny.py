@@ -1,0 +1,66 @@
+"""A tiny random DeepSeek-V3 behind the real runner, shared by the engine tests: compiling dominates their time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.config import Settings
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner
+from jaxspec.models.config import read_config
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.params import random_params
+
+VOCAB, EOS = 160, 5
+HF_CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 12,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+SETTINGS = Settings(
+    max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, num_pages=40, dtype="float32", on_gpu=False
+)
+
+
+@functools.cache
+def tiny_runner() -> Runner:
+    model = CausalLM(read_config(HF_CONFIG), jnp.float32)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    runner = Runner(model, random_params(model, mesh, seed=3, randomize_norms=True), SETTINGS, mesh)
+    runner.warm_up()
+    return runner
+
+
+def fill_cache(runner: Runner, value: float) -> None:
+    """Overwrites every page, the padding page included."""
+    runner.state = runner.state._replace(kv=jax.tree.map(lambda a: jnp.full_like(a, value), runner.state.kv))
+
+
+def make_engine(usable_pages: int | None = None, **options) -> Engine:
+    """An engine over the shared runner. Fewer usable pages force retraction without another compilation."""
+    runner = tiny_runner()
+    fill_cache(runner, 0.0)
+    engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), **options)
+    if usable_pages is not None:
+        engine._scheduler.pages.allocate(engine._scheduler.pages.num_free - usable_pages)
+    return engine
+
+
+def run(engine: Engine, requests: list[Request]):
+    """All requests to their ends: ids, log-probabilities, finish reasons by request id."""
+    ids, logprobs, ends = {r.id: [] for r in requests}, {r.id: [] for r in requests}, {}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for out in engine.step():
+            ids[out.request_id] += out.new_ids
+            logprobs[out.request_id] += out.new_logprobs
+            if out.finish_reason:
+                ends[out.request_id] = (out.finish_reason.value, out.error)
+    return ids, logprobs, ends

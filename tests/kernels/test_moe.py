@@ -1,0 +1,65 @@
+"""Routing and routed experts against loops in NumPy."""
+
+import numpy as np
+import pytest
+
+from pallas_kernels.moe.api import experts, route_sigmoid, route_softmax
+from pallas_kernels.moe.reference import TOKEN_BLOCK
+
+
+def numpy_route(logits, bias, *, top_k, num_groups, top_groups, normalize, scale, sigmoid):
+    """Step by step as DeepSeek's model files describe it, one token at a time."""
+    weights, chosen = [], []
+    for row in logits.astype(np.float64):
+        if sigmoid:
+            scores = 1 / (1 + np.exp(-row))
+        else:
+            scores = np.exp(row - row.max())
+            scores /= scores.sum()
+        choice = scores + bias
+        groups = choice.reshape(num_groups, -1)
+        group_score = np.sort(groups, axis=1)[:, -2:].sum(axis=1) if sigmoid else groups.max(axis=1)
+        kept = np.argsort(-group_score)[:top_groups]
+        masked = np.full_like(choice, -np.inf).reshape(num_groups, -1)
+        masked[kept] = groups[kept]
+        ids = np.argsort(-masked.reshape(-1))[:top_k]
+        w = scores[ids]
+        weights.append((w / w.sum() if normalize else w) * scale)
+        chosen.append(ids)
+    return np.array(weights), np.array(chosen)
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (2, 1)])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routing(sigmoid, groups, top_groups, normalize):
+    rng = np.random.default_rng(groups)
+    logits = rng.normal(size=(64, 16)).astype(np.float32)
+    # Negative biases: a mask of 0 instead of -inf would change the choice.
+    bias = rng.normal(size=16).astype(np.float32) - 1.0 if sigmoid else np.zeros(16, np.float32)
+    options = {"top_k": 3, "num_groups": groups, "top_groups": top_groups, "normalize": normalize, "scale": 2.5}
+    weights, ids = route_sigmoid(logits, bias, **options) if sigmoid else route_softmax(logits, **options)
+    want_weights, want_ids = numpy_route(logits, bias, sigmoid=sigmoid, **options)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want_weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 13, TOKEN_BLOCK + 5])
+def test_experts(T):
+    rng = np.random.default_rng(T)
+    E, H, inner, k = 8, 16, 12, 3
+    x = rng.normal(size=(T, H)).astype(np.float32)
+    gate_up, down = rng.normal(size=(E, 2, inner, H)) / 4, rng.normal(size=(E, H, inner)) / 4
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
+    live = rng.uniform(size=T) < 0.8
+    x_with_nan = np.where(live[:, None], x, np.nan).astype(np.float32)
+    out = np.asarray(experts(x_with_nan, gate_up.astype(np.float32), down.astype(np.float32), weights, ids, live))
+    for t in np.flatnonzero(live):
+        want = 0
+        for e, w in zip(ids[t], weights[t], strict=True):
+            gate, up = gate_up[e, 0] @ x[t], gate_up[e, 1] @ x[t]
+            want = want + w * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
+        np.testing.assert_allclose(out[t], want, atol=1e-4)
+    dead = np.asarray(experts(x, gate_up.astype(np.float32), down.astype(np.float32), weights, ids, live))[~live]
+    np.testing.assert_array_equal(dead, 0)
