@@ -1,0 +1,478 @@
+"""Train the embedded demo model: a small DeepSeek-V3 with a NextN (MTP) layer, written as a hub folder.
+
+    python bench/train_demo.py --out DIR                # on a machine with a GPU, about 10 minutes
+    python bench/train_demo.py --out DIR --smoke        # on a CPU, about a minute: every stage, no useful model
+
+DIR receives `target/` (config, bf16 weights, tokenizer, chat template, model card) and `train_demo.json` (the
+measurements). An interrupted run continues from the checkpoint in --work when it is started again.
+
+The model is Hugging Face's DeepseekV3ForCausalLM. Weights are trained as bf16 with a float32 master copy in the
+optimizer, so what is measured and written is what was trained; nothing is rounded at the end. Training replaces the
+library's mixture layer by an equal one that compiles well (`dense_moe_forward`); the evaluation runs the library's own
+forward on the written folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from demo_corpus import Corpus, build_corpus
+from demo_evaluation import evaluate, verify_folder, write_card
+from demo_model import (
+    CONFIG,
+    DRAFT_STEPS,
+    NextN,
+    hub_tensors,
+    mixture_layers,
+    rope_at,
+    to_bfloat16,
+    write_config_and_tokenizer,
+    write_json,
+    write_weights,
+)
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+BIAS_STEP = 0.001  # of the load balancing, DeepSeek-V3 report section 2.1.2 and 4.2
+
+
+@dataclass
+class Phase:
+    """A stretch of training; `share` is its part of the training time."""
+
+    name: str
+    share: float
+    length: int
+    rows: int
+    trains_target: bool
+    draft_steps: int
+    max_steps: int | None = None
+
+
+PHASES = [
+    Phase("joint", 0.60, 1024, 96, True, 1),
+    Phase("joint-long", 0.12, 4096, 24, True, 1),
+    Phase("draft", 0.18, 1024, 64, False, DRAFT_STEPS),
+    Phase("draft-long", 0.10, 4096, 16, False, DRAFT_STEPS),
+]
+SMOKE_PHASES = [
+    Phase("joint", 0.5, 96, 2, True, 1, max_steps=3),
+    Phase("joint-long", 0.1, 160, 1, True, 1, max_steps=1),
+    Phase("draft", 0.4, 96, 2, False, DRAFT_STEPS, max_steps=2),
+]
+
+
+def rank_below(scores: Tensor) -> Tensor:
+    """For each entry of the last axis, how many others are larger: a top-k of a few entries without a sort."""
+    return (scores[..., None, :] > scores[..., :, None]).sum(-1)
+
+
+def routing_weights(gate: nn.Module, flat: Tensor) -> tuple[Tensor, Tensor]:
+    """The noaux_tc router as dense [tokens, experts] weights, and which experts were chosen."""
+    scores = functional.linear(flat.float(), gate.weight.float()).sigmoid()
+    biased = (scores.detach() + gate.e_score_correction_bias).unflatten(-1, (gate.num_group, -1))
+    group_score = torch.where(rank_below(biased) < 2, biased, 0.0).sum(-1)
+    allowed = (rank_below(group_score) < gate.topk_group)[..., None].expand_as(biased)
+    biased = torch.where(allowed, biased, float("-inf")).flatten(-2)
+    chosen = rank_below(biased) < gate.top_k
+    weights = scores * chosen
+    if gate.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * gate.routed_scaling_factor, chosen
+
+
+def dense_moe_forward(moe: DeepseekV3MoE, hidden: Tensor) -> Tensor:
+    """The mixture layer with every expert run on every token.
+
+    With 8 small experts, two wide matrix products beat sorting tokens by expert: no gathers, and it all fuses.
+    """
+    flat = hidden.flatten(0, -2)
+    weights, chosen = routing_weights(moe.gate, flat)
+    if moe.training:
+        moe.load.add_(chosen.sum(0))
+    experts = moe.experts
+    gate_up = functional.linear(flat, experts.gate_up_proj.flatten(0, 1)).unflatten(-1, (experts.num_experts, 2, -1))
+    inner = functional.silu(gate_up[:, :, 0]) * gate_up[:, :, 1] * weights[..., None].to(hidden.dtype)
+    routed = inner.flatten(1) @ experts.down_proj.transpose(1, 2).flatten(0, 1)
+    return routed.view_as(hidden) + moe.shared_experts(hidden)
+
+
+def prepare_for_training(model: DeepseekV3ForCausalLM, nextn: NextN, compiled: bool) -> None:
+    model.set_attn_implementation("draft_chain")
+    for moe in mixture_layers(model, nextn):
+        moe.register_buffer("load", torch.zeros(moe.experts.num_experts, device=model.device), persistent=False)
+        moe.forward = types.MethodType(dense_moe_forward, moe)
+    if compiled:
+        # Layer by layer: the layers share their compiled code, so this takes seconds instead of minutes.
+        torch._dynamo.config.recompile_limit = 64
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+        nextn.compile(dynamic=False)
+
+
+def update_router_biases(modules: list[DeepseekV3MoE], step: float) -> None:
+    """Balance without an auxiliary loss: raise the bias of experts below the mean load, lower the others'."""
+    for moe in modules:
+        moe.gate.e_score_correction_bias.add_((moe.load.mean() - moe.load).sign(), alpha=step)
+        moe.load.zero_()
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Muon's Newton-Schulz iteration on a stack of matrices: singular values towards 1."""
+    x = matrices.bfloat16()
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if wide else x.mT
+
+
+class MuonAdam:
+    """Muon for the matrices inside the layers, Adam for the rest, on float32 masters of bf16 weights."""
+
+    def __init__(self, named_parameters: Iterator[tuple[str, nn.Parameter]]) -> None:
+        by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, tuple[int, int]]]] = {}
+        self.adam_parameters = []
+        for name, parameter in named_parameters:
+            if parameter.ndim == 1 or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
+                self.adam_parameters.append(parameter)
+                continue
+            rows, columns = parameter.shape[-2:]
+            # Each expert's gate and up projections lie in one tensor; Muon works on them one by one.
+            shape = (rows // 2 if name.endswith("gate_up_proj") else rows, columns)
+            by_shape.setdefault(shape, []).append((parameter, shape))
+        self.groups = []
+        for shape, members in by_shape.items():
+            parameters = [parameter for parameter, _ in members]
+            master = torch.cat([p.detach().float().view(-1, *shape) for p in parameters])
+            self.groups.append({"shape": shape, "parameters": parameters, "master": master, "momentum": master * 0})
+        self.adam_masters = [p.detach().float() for p in self.adam_parameters]
+        self.adam = torch.optim.Adam(self.adam_masters, betas=(0.9, 0.95), fused=self.adam_masters[0].is_cuda)
+
+    @torch.no_grad()
+    def step(self, rate: float, weight_decay: float = 0.1) -> None:
+        for group in self.groups:
+            shape, parameters, momentum = group["shape"], group["parameters"], group["momentum"]
+            gradient = torch.cat([p.grad.view(-1, *shape) for p in parameters]).float()
+            momentum.lerp_(gradient, 0.05)
+            update = orthogonalize(gradient.lerp_(momentum, 0.95))
+            # Entries of the size Adam gives them, so that one learning rate serves both (Moonlight's scaling).
+            group["master"].mul_(1 - rate * weight_decay).add_(update, alpha=-0.2 * math.sqrt(max(shape)) * rate)
+            pieces = group["master"].split([p.numel() // math.prod(shape) for p in parameters])
+            torch._foreach_copy_([p.data.view(-1, *shape) for p in parameters], list(pieces))
+        for master, parameter in zip(self.adam_masters, self.adam_parameters, strict=True):
+            master.grad = parameter.grad.float()
+        torch.nn.utils.clip_grad_norm_(self.adam_masters, 1.0)
+        for settings in self.adam.param_groups:
+            settings["lr"] = rate
+        self.adam.step()
+        torch._foreach_copy_([p.data for p in self.adam_parameters], self.adam_masters)
+        for parameter in [*self.adam_parameters, *(p for group in self.groups for p in group["parameters"])]:
+            parameter.grad = None
+
+    def state(self) -> dict:
+        groups = [{key: group[key] for key in ("master", "momentum")} for group in self.groups]
+        return {"groups": groups, "masters": self.adam_masters, "adam": self.adam.state_dict()}
+
+    def load(self, state: dict) -> None:
+        for group, saved in zip(self.groups, state["groups"], strict=True):
+            group["master"].copy_(saved["master"])
+            group["momentum"].copy_(saved["momentum"])
+        torch._foreach_copy_(self.adam_masters, state["masters"])
+        self.adam.load_state_dict(state["adam"])
+
+
+class Windows:
+    """Random windows of the packed token stream, a quarter of them moved back to the start of their document."""
+
+    def __init__(self, corpus: Corpus, device: torch.device, seed: int) -> None:
+        self.tokens = torch.from_numpy(corpus.train).to(device)
+        self.document_starts = corpus.train_starts
+        self.rng = np.random.default_rng(seed)
+        self.pending: dict[int, np.ndarray] = {}
+        self.passes = 0.0
+
+    def sample(self, rows: int, length: int, extra: int) -> Tensor:
+        if len(self.pending.get(length, ())) < rows:
+            offsets = np.arange(self.rng.integers(length), len(self.tokens) - length - extra, length)
+            self.pending[length] = self.rng.permutation(offsets)
+        starts, self.pending[length] = self.pending[length][:rows].copy(), self.pending[length][rows:]
+        snapped = rows // 4
+        places = np.searchsorted(self.document_starts, starts[:snapped], side="right") - 1
+        starts[:snapped] = self.document_starts[places]
+        self.passes += rows * length / len(self.tokens)
+        index = torch.from_numpy(starts).to(self.tokens.device)[:, None]
+        return self.tokens[index + torch.arange(length + extra, device=self.tokens.device)].long()
+
+
+def language_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = functional.linear(hidden, head)
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits
+
+
+def draft_loss(hidden: Tensor, head: Tensor, target_logits: Tensor, labels: Tensor, step: int) -> Tensor:
+    """Divergence from the target's distribution for the same token, plus a little cross entropy with the text.
+
+    Draft step j at position i predicts the token whose target distribution stands at position i + j.
+    """
+    draft = functional.log_softmax(functional.linear(hidden[:, :-step], head).float(), -1)
+    target = functional.log_softmax(target_logits[:, step:].float(), -1)
+    divergence = (target.exp() * (target - draft)).sum(-1).mean()
+    text = -draft.gather(-1, labels[:, :-step, None]).mean()
+    return divergence + 0.1 * text
+
+
+class Trainer:
+    def __init__(self, args: argparse.Namespace, folder: Path, corpus: Corpus, device: torch.device) -> None:
+        torch.manual_seed(args.seed)
+        config = DeepseekV3Config.from_pretrained(folder)
+        self.model = to_bfloat16(DeepseekV3ForCausalLM(config)).to(device).train()
+        self.nextn = to_bfloat16(NextN(config)).to(device).train()
+        compiled = device.type == "cuda"
+        prepare_for_training(self.model, self.nextn, compiled)
+        self.language_loss: Callable = torch.compile(language_loss, dynamic=False) if compiled else language_loss
+        self.draft_loss: Callable = torch.compile(draft_loss, dynamic=False) if compiled else draft_loss
+        self.target_optimizer = MuonAdam(self.model.named_parameters())
+        self.draft_optimizer = MuonAdam(self.nextn.named_parameters())
+        self.args, self.device, self.corpus = args, device, corpus
+        self.windows = Windows(corpus, device, args.seed)
+        self.phases = SMOKE_PHASES if args.smoke else PHASES
+        self.checkpoint = Path(args.work) / f"checkpoint-{'smoke' if args.smoke else 'full'}-{args.seed}.pt"
+        self.done = {"phase": 0, "phase_seconds": 0.0, "seconds": 0.0, "steps": 0, "tokens": 0, "log": [], "phases": {}}
+
+    def save(self) -> None:
+        state = {
+            "done": self.done,
+            "model": self.model.state_dict(),
+            "nextn": self.nextn.state_dict(),
+            "target_optimizer": self.target_optimizer.state(),
+            "draft_optimizer": self.draft_optimizer.state(),
+        }
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        temporary.rename(self.checkpoint)
+
+    def resume(self) -> None:
+        if self.checkpoint.exists():
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            self.done = state["done"]
+            self.model.load_state_dict(state["model"])
+            self.nextn.load_state_dict(state["nextn"])
+            self.target_optimizer.load(state["target_optimizer"])
+            self.draft_optimizer.load(state["draft_optimizer"])
+            self.windows = Windows(self.corpus, self.device, self.args.seed + self.done["steps"])
+
+    def loss(self, phase: Phase, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Total, language-model and draft loss of one batch."""
+        length = phase.length
+        model, head = self.model, self.model.lm_head.weight
+        with torch.set_grad_enabled(phase.trains_target):
+            hidden = model.model(input_ids=window[:, :length], use_cache=False).last_hidden_state
+            language, logits = self.language_loss(hidden, head, window[:, 1 : length + 1])
+        drafted, chain, target_logits = [], [], logits.detach()
+        # In the joint phases the draft's gradient reaches the target's hidden states, embedding and head: it teaches
+        # them to say something of the token after next. Later the target is final and only the draft layer learns.
+        for step in range(1, phase.draft_steps + 1):
+            with torch.set_grad_enabled(phase.trains_target):
+                embedding = model.model.embed_tokens(window[:, step : step + length])
+            hidden = self.nextn(embedding, hidden, rope_at(model, hidden, step - 1), chain)
+            labels = window[:, step + 1 : step + 1 + length]
+            weight = head if phase.trains_target else head.detach()
+            drafted.append(self.draft_loss(hidden, weight, target_logits, labels, step))
+        draft = torch.stack(drafted).mean()
+        return (language + self.args.draft_weight * draft if phase.trains_target else draft), language, draft
+
+    def rates(self, phase: Phase, fraction: float) -> tuple[float, float]:
+        """Learning rates of target and draft: warm-up, constant, then linear to zero over each one's last part."""
+        index = self.phases.index(phase)
+        same = [p for p in self.phases if p.trains_target == phase.trains_target]
+        before = sum(p.share for p in self.phases[:index] if p in same)
+        progress = (before + fraction * phase.share) / sum(p.share for p in same)
+        warm = min(1.0, (self.done["steps"] + 1) / 100)
+        if phase.trains_target:
+            peak = self.args.rate * warm
+            return peak * min(1.0, max(0.01, (1 - progress) / 0.6)), peak
+        return 0.0, self.args.rate * max(0.01, 1 - progress)
+
+    @torch.no_grad()
+    def held_out_loss(self, phase: Phase) -> float:
+        """A quick look at the held-out text, in windows of the phase's shape."""
+        tokens = torch.from_numpy(self.corpus.held_out[: phase.rows * phase.length + 1]).to(self.device).long()
+        rows = (len(tokens) - 1) // phase.length
+        used = rows * phase.length
+        self.model.eval()
+        hidden = self.model.model(input_ids=tokens[:used].view(rows, -1), use_cache=False).last_hidden_state
+        value = self.language_loss(hidden, self.model.lm_head.weight, tokens[1 : used + 1].view(rows, -1))[0].item()
+        self.model.train(phase.trains_target)
+        return value
+
+    def run(self) -> None:
+        for index in range(self.done["phase"], len(self.phases)):
+            self.run_phase(self.phases[index])
+            self.done |= {"phase": index + 1, "phase_seconds": 0.0}
+            self.save()
+
+    def run_phase(self, phase: Phase) -> None:
+        total = self.args.minutes * 60 * phase.share
+        target_moes, draft_moes = mixture_layers(self.model), mixture_layers(self.nextn)
+        before, started, last_look = self.done["phase_seconds"], time.monotonic(), time.monotonic()
+        seconds_before = self.done["seconds"]
+        self.model.train(phase.trains_target)
+        steps, elapsed = 0, before
+        while elapsed < total and (phase.max_steps is None or steps < phase.max_steps):
+            target_rate, draft_rate = self.rates(phase, elapsed / total)
+            window = self.windows.sample(phase.rows, phase.length, phase.draft_steps + 1)
+            loss, language, draft = self.loss(phase, window)
+            loss.backward()
+            self.draft_optimizer.step(draft_rate)
+            update_router_biases(draft_moes, BIAS_STEP * draft_rate / self.args.rate)
+            if phase.trains_target:
+                self.target_optimizer.step(target_rate)
+                update_router_biases(target_moes, BIAS_STEP * target_rate / self.args.rate)
+            steps += 1
+            self.done["steps"] += 1
+            self.done["tokens"] += phase.rows * phase.length
+            if steps % 20 == 0 or steps <= 3:
+                # Reading a loss waits for the GPU, so the clock below cannot run ahead of the work.
+                entry = {"phase": phase.name, "step": self.done["steps"], "loss": round(language.item(), 4),
+                         "draft_loss": round(draft.item(), 4)}  # fmt: skip
+                if not math.isfinite(entry["loss"] + entry["draft_loss"]):
+                    raise FloatingPointError(f"training diverged: {entry}")
+                now = time.monotonic()
+                if now - last_look > 30 or steps == 1 or phase.max_steps:
+                    entry["held_out_loss"] = round(self.held_out_loss(phase), 4)
+                    entry["seconds"] = round(seconds_before + now - started, 1)
+                    self.done["log"].append(entry)
+                    print(json.dumps(entry | {"tokens": self.done["tokens"]}), flush=True)
+                    last_look = now
+                    self.done |= {"phase_seconds": elapsed, "seconds": seconds_before + now - started}
+                    self.save()
+            elapsed = before + time.monotonic() - started
+        seconds = seconds_before + time.monotonic() - started
+        earlier = self.done["phases"].get(phase.name, {"steps": 0})
+        self.done["phases"][phase.name] = {
+            "steps": earlier["steps"] + steps,
+            "seconds": round(elapsed, 1),
+            "sequence_length": phase.length,
+            "sequences_per_step": phase.rows,
+            "trains_target": phase.trains_target,
+            "draft_steps": phase.draft_steps,
+        }
+        self.done["seconds"] = seconds
+
+
+# --- The whole run ---------------------------------------------------------------------------------------------------
+
+
+def describe_environment(device: torch.device) -> dict:
+    environment = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if device.type == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        environment["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+        environment["cuda"] = torch.version.cuda
+    return environment
+
+
+def forward_agreement(trainer: Trainer, folder: Path) -> dict:
+    """The training forward against the library's own on the written folder, on one held-out window."""
+    tokens = torch.from_numpy(trainer.corpus.held_out[None, : trainer.phases[0].length]).to(trainer.device).long()
+    reloaded = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").to(trainer.device).eval()
+    trainer.model.eval()
+    with torch.inference_mode():
+        ours, theirs = (m(input_ids=tokens, use_cache=False).logits.float() for m in (trainer.model, reloaded))
+    return {
+        "relative_logit_difference": round(((ours - theirs).norm() / theirs.norm()).item(), 6),
+        "same_first_choice": round((ours.argmax(-1) == theirs.argmax(-1)).float().mean().item(), 4),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--out", type=Path, required=True, help="where target/ and train_demo.json are written")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/train_demo"), help="corpus cache and checkpoint")
+    parser.add_argument("--minutes", type=float, default=7.6, help="training time, without corpus and evaluation")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=5e-3, help="peak learning rate")
+    parser.add_argument("--draft-weight", type=float, default=0.3, help="weight of the draft loss in the joint phases")
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything, on the CPU")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    started = time.monotonic()
+    if not args.smoke and not torch.cuda.is_available():
+        raise SystemExit("training needs a GPU; --smoke runs every stage on the CPU")
+    device = torch.device("cpu" if args.smoke else "cuda")
+    folder = args.out / "target"
+    corpus, tokenizer = build_corpus(args.work, args.seed, args.smoke)
+    corpus_seconds = time.monotonic() - started
+    print(json.dumps({"corpus_seconds": round(corpus_seconds, 1), **corpus.report["train"]}), flush=True)
+
+    write_config_and_tokenizer(folder, tokenizer)
+    trainer = Trainer(args, folder, corpus, device)
+    trainer.resume()
+    # The cuDNN kernel takes keys and values of different width; on Hopper it is several times faster than the default.
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION] if device.type == "cuda" else [SDPBackend.MATH]):
+        trainer.run()
+    tensors = hub_tensors(trainer.model, trainer.nextn)
+    write_weights(folder, tensors)
+
+    verification = verify_folder(folder, tensors) | forward_agreement(trainer, folder)
+    sizes = {"target": sum(p.numel() for p in trainer.model.parameters()),
+             "nextn": sum(p.numel() for p in trainer.nextn.parameters())}  # fmt: skip
+    options = {"minutes": args.minutes, "seed": args.seed, "rate": args.rate, "draft-weight": args.draft_weight}
+    results = {
+        "command": "python bench/train_demo.py --out DIR" + (" --smoke" if args.smoke else "")
+        + "".join(f" --{name} {value:g}" for name, value in options.items()),
+        "environment": describe_environment(device),
+        "parameters": sizes | {"total": sum(sizes.values())},
+        "config": CONFIG,
+        "training": {
+            "optimizer": "Muon for matrices inside the layers (momentum 0.95, decoupled weight decay 0.1), Adam (0.9, "
+            "0.95) for embedding, head, routers and norms; bf16 weights and gradients, float32 masters",
+            "peak_learning_rate": args.rate,
+            "draft_weight_in_joint_phases": args.draft_weight,
+            "steps": trainer.done["steps"],
+            "tokens": trainer.done["tokens"],
+            "passes_over_the_corpus": round(trainer.done["tokens"] / len(corpus.train), 2),
+            "seconds": round(trainer.done["seconds"], 1),
+            "phases": trainer.done["phases"],
+        },
+        "verification": verification,
+        "evaluation": evaluate(folder, corpus, device, args.smoke),
+        "corpus": corpus.report,
+        "log": trainer.done["log"],
+    }  # fmt: skip
+    results["wall_seconds"] = {"corpus": round(corpus_seconds, 1), "whole_run": round(time.monotonic() - started, 1)}
+    write_card(folder, results)
+    write_json(args.out / "train_demo.json", results)
+    print(
+        json.dumps({key: results[key] for key in ("training", "verification", "evaluation", "wall_seconds")}, indent=1)
+    )
+
+
+if __name__ == "__main__":
+    main()
