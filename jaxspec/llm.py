@@ -171,7 +171,7 @@ def _build_engine(
     import numpy as np
     from jax.sharding import Mesh
 
-    from convert.checkpoint import eos_token_ids, load_params, read_model_config
+    from convert.checkpoint import load_params, read_model_config
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.runner import Runner
     from jaxspec.engine.state import kv_page_bytes
@@ -200,12 +200,12 @@ def _build_engine(
     settings = resolve(
         config, model_max_position=model_config.max_position, page_bytes=page_bytes, free_bytes=free, on_gpu=on_gpu
     )
-    params = load_params(folder, model, mesh)
+    model, params = load_params(folder, mesh, dtype)
     runner = Runner(model, params, settings, mesh, probe=probe)
     engine = Engine(
         runner,
         vocab_size=model_config.vocab_size,
-        eos_token_ids=eos_token_ids(folder),
+        eos_token_ids=model_config.eos_token_ids,
         seed=config.seed,
         observer=observer,
     )

@@ -202,7 +202,7 @@ def _read_moe(hf: Mapping[str, Any], *, v3: bool) -> MoEConfig | None:
     )
 
 
-def _eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
@@ -229,7 +229,7 @@ def _common(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "max_position": hf["max_position_embeddings"],
         "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
         "dtype": hf.get("dtype") or hf.get("torch_dtype") or "bfloat16",
-        "eos_token_ids": _eos_ids(hf.get("eos_token_id")),
+        "eos_token_ids": eos_ids(hf.get("eos_token_id")),
     }
 
 

@@ -1,0 +1,282 @@
+"""Text at the border of the engine, which itself knows only ids: `Tokenizer`, and `TextStream` for one output.
+
+Decoding works on bytes. Every id of a byte-level (or sentencepiece) vocabulary stands for fixed bytes, so the text of a
+sequence is the UTF-8 decoding of the joined bytes, and the incremental form is the standard library's incremental UTF-8
+decoder: it keeps an unfinished character to itself and never has to take anything back.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.errors import InvalidRequestError, ModelFormatError
+from jaxspec.sampling.params import SamplingParams
+
+# Reasoning tags are added tokens that templates parse out of earlier answers; they open no role.
+_REASONING_TAGS = ("<think>", "</think>")
+# Private-use characters stand in for reserved strings while a template is rendered.
+_MARKS = range(0xE000, 0xF900)
+
+
+class Tokenizer:
+    """The tokenizer of a model folder (`tokenizer.json`), and its chat template where it has one.
+
+    All methods may be called from several threads at once: only the immutable Rust object is used.
+
+    Attributes:
+        eos_ids: the model's end-of-text ids, from config.json and generation_config.json.
+    """
+
+    def __init__(self, hf: Any, eos_ids: Iterable[int] = ()):
+        """`hf`: a `transformers.PreTrainedTokenizerFast`."""
+        self._hf = hf
+        self._backend = hf.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eos_ids = frozenset(eos_ids)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._sentencepiece = _is_sentencepiece(self._backend.decoder)
+        self._bytes: dict[int, bytes] = {}
+        template = hf.chat_template if isinstance(hf.chat_template, str) else ""
+        reserved = {
+            token.content
+            for token in added.values()
+            if (token.special or token.content in template)
+            and token.content.strip()
+            and token.content not in _REASONING_TAGS
+        }
+        self._reserved = re.compile("|".join(re.escape(s) for s in sorted(reserved, key=len, reverse=True)) or r"(?!)")
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """Loads a folder's tokenizer. Runs no code from the folder and makes no network request.
+
+        Raises:
+            ModelFormatError: there is no tokenizer.json, or it cannot be read.
+        """
+        folder = Path(folder)
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelFormatError(f"{folder} has no tokenizer (tokenizer.json): use token ids instead of text")
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as e:  # the Rust parser raises bare Exception
+            raise ModelFormatError(f"cannot read the tokenizer in {folder}: {e}") from e
+        return cls(hf, _eos_ids(folder))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer knows; a model may have more rows (padding)."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encodes as Hugging Face does: special-token strings in the text become those tokens."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. (No clean-up of spaces before punctuation.)"""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._sentencepiece else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id stands for; empty for an id beyond the vocabulary."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._backend.id_to_token(token_id) or ""
+            known = _sentencepiece_bytes(token) if self._sentencepiece else _byte_level_bytes(token)
+            self._bytes[token_id] = known
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """One id's text, for log-probabilities; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Renders the folder's own chat template (Jinja sandbox of transformers) and encodes the result.
+
+        Contents cannot forge a role: where one spells a special token, or an added token that the template uses (some
+        vocabularies do not mark their role tokens as special), the spelling is encoded as plain characters. Contents
+        without such strings encode exactly as Hugging Face does.
+
+        Raises:
+            InvalidRequestError: there is no template, or it rejects the messages.
+        """
+        if not self._hf.chat_template:
+            raise InvalidRequestError(
+                "this model has no chat template: use /v1/completions (LLM.generate) with a prompt", param="messages"
+            )
+        plain, marks = self._mark_reserved(messages)
+        try:
+            text = self._hf.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except Exception as e:  # the template is Jinja code: whatever it raises is its verdict on the messages
+            raise InvalidRequestError(f"the chat template rejects these messages: {e}", param="messages") from e
+        if not marks:
+            return self.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for part in re.split(f"([{''.join(marks)}])", text):
+            for piece in marks.get(part, (part,)):
+                ids += self.encode(piece, add_special_tokens=False)
+        return ids
+
+    def _mark_reserved(
+        self, messages: Sequence[Mapping[str, str]]
+    ) -> tuple[list[dict[str, str]], dict[str, Sequence[str]]]:
+        """Replaces reserved strings in all message fields by private-use characters: (messages, mark -> string)."""
+        found = {s for m in messages for value in m.values() for s in self._reserved.findall(value)}
+        if not found:
+            return [dict(m) for m in messages], {}
+        used = {c for m in messages for value in m.values() for c in value if ord(c) in _MARKS}
+        free = (chr(c) for c in _MARKS if chr(c) not in used)
+        mark_of = dict(zip(sorted(found), free, strict=False))
+        if len(mark_of) < len(found):
+            raise InvalidRequestError("the messages use too many private-use characters", param="messages")
+        plain = [{k: self._reserved.sub(lambda hit: mark_of[hit.group()], v) for k, v in m.items()} for m in messages]
+        return plain, {mark: literal for literal, mark in mark_of.items()}
+
+
+class TextStream:
+    """The text of one growing output: incremental decoding and stop strings. Implements `StopRule`.
+
+    Text is *final* once neither a later token nor a stop string can change it; only final text is handed out. The
+    output ends at the first character that completes a stop string (of several that end there, the longest), whatever
+    the tokens' borders, so no part of a stop string ever leaks.
+
+    Attributes:
+        offsets: for each id fed, the number of characters decoded before it (`text_offset` of the completions API).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams):
+        """`prompt_ids` matter where they end inside a character: the output then begins with its missing bytes."""
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._end_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(tokenizer.eos_ids))
+        self._keep_stop = params.include_stop_str_in_output
+        self._matchers = [_StopMatcher(s) for s in params.stop]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(self._visible_bytes(i) for i in prompt_ids[-3:])[-3:])
+        self._text = ""
+        self._final = 0  # characters of _text that nothing can change any more
+        self._taken = 0
+        self.offsets: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """All final text so far."""
+        return self._text[: self._final]
+
+    def take_delta(self) -> str:
+        """The final text that was not taken before."""
+        delta = self._text[self._taken : self._final]
+        self._taken = self._final
+        return delta
+
+    def feed(self, ids: Sequence[int], ended: bool) -> int | None:
+        """Takes the newest ids; returns how many of them to keep where a stop string ends the output, else None.
+
+        The token that completes a stop string is kept (its text is not). With `ended`, these are the last ids: an
+        end-of-text or stop id at their end contributes no text, and everything held back becomes final.
+        """
+        for index, token_id in enumerate(ids):
+            self.offsets.append(len(self._text))
+            ends = ended and index == len(ids) - 1 and token_id in self._end_ids
+            if not ends and self._append(self._decoder.decode(self._visible_bytes(token_id))):
+                return index + 1
+        if ended:
+            if self._append(self._decoder.decode(b"", final=True)):
+                return len(ids)
+            self._final = len(self._text)
+        return None
+
+    def _visible_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
+
+    def _append(self, piece: str) -> bool:
+        """Adds decoded text; True if it completed a stop string, which is then cut off."""
+        start = len(self._text)
+        self._text += piece
+        if not self._matchers:
+            self._final = len(self._text)
+            return False
+        for end, character in enumerate(piece, start + 1):
+            if hits := [m.length for m in self._matchers if m.push(character)]:
+                self._final = end if self._keep_stop else end - max(hits)
+                self._text = self._text[: self._final]
+                return True
+        self._final = len(self._text) - max(m.matched for m in self._matchers)
+        return False
+
+
+class _StopMatcher:
+    """Knuth-Morris-Pratt: how much of a stop string the text's end matches, at constant cost a character."""
+
+    def __init__(self, stop: str):
+        self._stop = stop
+        self.length = len(stop)
+        self.matched = 0
+        self._fallback = [0] * (len(stop) + 1)  # [m]: the longest shorter match that is a suffix of the first m
+        for m in range(1, len(stop)):
+            k = self._fallback[m]
+            while k and stop[m] != stop[k]:
+                k = self._fallback[k]
+            self._fallback[m + 1] = k + 1 if stop[m] == stop[k] else 0
+
+    def push(self, character: str) -> bool:
+        while self.matched and self._stop[self.matched] != character:
+            self.matched = self._fallback[self.matched]
+        if self._stop[self.matched] == character:
+            self.matched += 1
+        return self.matched == self.length
+
+
+def _eos_ids(folder: Path) -> set[int]:
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            ids.update([value] if isinstance(value, int) else value or [])
+    return ids
+
+
+def _is_sentencepiece(decoder: Any) -> bool:
+    """Tells a sentencepiece decoder from a byte-level one; anything else is refused, since its ids have no bytes."""
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    kinds = {d.get("type") for d in [state, *state.get("decoders", [])]}
+    if "ByteLevel" in kinds:
+        return False
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return True
+    raise ModelFormatError(
+        f"tokenizer.json has the decoder {state.get('type')}: byte-level and sentencepiece vocabularies are supported"
+    )
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable bytes are themselves, the 68 others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """A token outside the byte-level alphabet (an added token with a space, say) stands for its own UTF-8 bytes."""
+    try:
+        return bytes(_BYTE_OF_CHARACTER[c] for c in token)
+    except KeyError:
+        return token.encode("utf-8")
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode("utf-8")

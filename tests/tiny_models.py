@@ -1,0 +1,168 @@
+"""Tiny random Hugging Face checkpoints of every supported variant, made with the transformers classes.
+
+Fresh models have unit norms and zero router biases, which hide mistakes, so here everything is random: weights
+N(0, 1 / fan_in), embeddings N(0, 1), norms U(0.5, 1.5), router biases N(0, 0.1).
+"""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Spelling = Literal["hub", "transformers"]
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "hidden_act": "silu", "attention_bias": False,
+    "tie_word_embeddings": False, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_MLA = _COMMON | {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 40, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+}  # fmt: skip
+_V2 = _MLA | {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "scoring_func": "softmax",
+    "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+_V3 = _MLA | {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+_YARN = {
+    "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+_LLAMA = _COMMON | {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 2, "head_dim": 16,
+    "mlp_bias": False,
+}  # fmt: skip
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+# Head size and hidden size are unrelated in Qwen3.
+_QWEN3 = _LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
+
+# Sizes of which several are no multiple of the 128 x 128 blocks, and one whose rotary rows straddle a block boundary.
+_FP8 = _V3 | {
+    "intermediate_size": 160, "moe_intermediate_size": 136, "kv_lora_rank": 120, "torch_dtype": "bfloat16",
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_QUANTIZATION = {
+    "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+}  # fmt: skip
+
+# In hub spelling. "v3-fp8-dequantised" has the weights of "v3-fp8" (same seed) in bfloat16, dequantised by PyTorch.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "v2-lite": _V2 | {"q_lora_rank": None},
+    "v2": _V2,
+    "v2-grouped": _V2
+    | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 16.0},
+    "v3": _V3,
+    "v3-mtp": _V3 | {"num_nextn_predict_layers": 1},
+    "v3-yarn": _V3 | {"rope_scaling": _YARN, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "moonlight": _V3
+    | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.446},
+    "llama": _LLAMA,
+    "llama3-rope": _LLAMA | {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE},
+    "qwen3": _QWEN3,
+    "qwen3-tied": _QWEN3 | {"tie_word_embeddings": True},
+    "v3-fp8": _FP8 | {"quantization_config": _QUANTIZATION},
+    "v3-fp8-dequantised": _FP8,
+}
+VARIANTS = tuple(CONFIGS)
+
+
+def tiny_checkpoint(variant: str, folder: Path, seed: int = 0, *, spelling: Spelling = "hub") -> Path:
+    """Writes the checkpoint of a variant into `folder` and returns it. float32, but for the FP8 pair.
+
+    Args:
+        spelling: of config.json. "hub": `rope_theta`, `rope_scaling`, `topk_method` ... as published models have it.
+            "transformers": what transformers 5 saves (`rope_parameters`, `dtype`; V3 without scoring_func).
+    """
+    import torch
+    import transformers
+
+    hub = copy.deepcopy(CONFIGS[variant])
+    folder.mkdir(parents=True, exist_ok=True)
+    cls = getattr(transformers, hub["architectures"][0])
+    known = {k: v for k, v in hub.items() if k not in ("quantization_config", "torch_dtype")}
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        model = cls(cls.config_class(**known))
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(_random(name, tensor.shape, generator))
+    model.save_pretrained(folder)
+    _rewrite(folder, hub, generator)
+    if spelling == "hub":
+        (folder / "config.json").write_text(json.dumps(hub | {"torch_dtype": hub.get("torch_dtype", "float32")}))
+    return folder
+
+
+def _random(name: str, shape: Any, generator: Any) -> "Tensor":
+    import torch
+
+    if "norm" in name:  # layer norms, and the two of an MTP layer (enorm, hnorm)
+        return torch.rand(shape, generator=generator) + 0.5
+    value = torch.randn(shape, generator=generator)
+    if "bias" in name:
+        return 0.1 * value
+    return value if "embed" in name else value / math.sqrt(shape[-1])
+
+
+def _rewrite(folder: Path, hub: dict[str, Any], generator: Any) -> None:
+    """Adds what transformers does not save: the MTP layer and FP8 weights."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if hub.get("num_nextn_predict_layers"):
+        tensors |= _mtp(tensors, hub, generator)
+    if hub.get("torch_dtype") == "bfloat16":
+        kept = "e_score_correction_bias"
+        tensors = {name: t if name.endswith(kept) else t.bfloat16() for name, t in tensors.items()}
+        tensors = _quantise(tensors, keep="quantization_config" in hub)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _mtp(tensors: "dict[str, Tensor]", hub: dict[str, Any], generator: Any) -> "dict[str, Tensor]":
+    """The NextN layer of DeepSeek-V3 as the hub stores it, its copies of embedding and head included."""
+    H, last = hub["hidden_size"], hub["num_hidden_layers"]
+    old, new = f"model.layers.{last - 1}.", f"model.layers.{last}."
+    shapes = {new + n.removeprefix(old): t.shape for n, t in tensors.items() if n.startswith(old)}
+    shapes |= {f"{new}{n}.weight": (H,) for n in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{new}eh_proj.weight"] = (H, 2 * H)
+    out = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    out[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    out[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return out
+
+
+def _quantise(tensors: "dict[str, Tensor]", *, keep: bool) -> "dict[str, Tensor]":
+    """DeepSeek's block scaling of all attention and MLP projections; without `keep`, dequantised again."""
+    import torch
+
+    out = {}
+    for name, tensor in tensors.items():
+        if "_proj" not in name or "eh_proj" in name:
+            out[name] = tensor
+            continue
+        rows, cols = tensor.shape
+        padded = torch.zeros(-(-rows // 128) * 128, -(-cols // 128) * 128)
+        padded[:rows, :cols] = tensor.float()
+        blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scale = blocks.abs().amax((1, 3)) / 448
+        full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :cols]
+        weight = (tensor.float() / full).to(torch.float8_e4m3fn)
+        if keep:
+            out |= {name: weight, name + "_scale_inv": scale}
+        else:
+            out[name] = (weight.float() * full).bfloat16()
+    return out
