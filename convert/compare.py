@@ -79,7 +79,9 @@ class Report:
         return out
 
     def as_json(self) -> dict[str, Any]:
-        errors = lambda e: {"max": e.maximum, "rms": e.rms}
+        def errors(e):
+            return {"max": e.maximum, "rms": e.rms}
+
         figures = asdict(self)
         figures["layers"] = [errors(e) for e in self.layers]
         figures["logits"] = errors(self.logits)
@@ -180,7 +182,9 @@ def print_report(report: Report) -> None:
         f"max logprob error {report.max_logprob_error:.2e}"
     )
     for d in report.divergences:
-        print(f"  prompt {d.prompt}: first differs at new token {d.position}: {d.expected} became {d.got}, logit gap {d.gap:.3g}")
+        print(
+            f"  prompt {d.prompt}: first differs at new token {d.position}: {d.expected} became {d.got}, logit gap {d.gap:.3g}"
+        )
 
 
 def load_reference(reference: Path, *, num_prompts: int, new_tokens: int) -> list[ReferenceRun]:
@@ -202,13 +206,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `jaxspec compare MODEL --reference ...`."""
     parser.epilog = "`jaxspec compare record FOLDER FILE` saves PyTorch's side for machines without PyTorch."
     parser.add_argument("model", help="what jaxspec runs: demo, a converted folder, a Hugging Face folder or a hub id")
-    parser.add_argument("--reference", type=Path, required=True, help="Hugging Face folder, or a file made by `compare record`")
-    parser.add_argument("--dtype", choices=sorted(THRESHOLDS), default="float32", help="dtype of jaxspec; PyTorch is float32")
+    parser.add_argument(
+        "--reference", type=Path, required=True, help="Hugging Face folder, or a file made by `compare record`"
+    )
+    parser.add_argument(
+        "--dtype", choices=sorted(THRESHOLDS), default="float32", help="dtype of jaxspec; PyTorch is float32"
+    )
     parser.add_argument("--max-num-batched-tokens", type=int, default=64, help="prefill chunk size (default: 64)")
     parser.add_argument("--max-num-seqs", type=int, default=4, help="requests at once (default: 4)")
-    parser.add_argument("--max-logit-error", type=float, help="fail above (default: 2e-4 for float32, none for bfloat16)")
-    parser.add_argument("--min-top1", type=float, help="fail below this top-1 agreement (default: 1, or 0.95 for bfloat16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures as JSON ('-' for standard output)")
+    parser.add_argument(
+        "--max-logit-error", type=float, help="fail above (default: 2e-4 for float32, none for bfloat16)"
+    )
+    parser.add_argument(
+        "--min-top1", type=float, help="fail below this top-1 agreement (default: 1, or 0.95 for bfloat16)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all figures as JSON ('-' for standard output)"
+    )
     _add_sizes(parser)
 
 
@@ -254,7 +268,9 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", choices=["record"], metavar="record")
     parser.add_argument("folder", type=Path, help="Hugging Face folder that PyTorch runs")
     parser.add_argument("file", type=Path, help="where to save the run (.npz)")
-    parser.add_argument("--tokens-only", action="store_true", help="leave out residual streams and logits: a small file")
+    parser.add_argument(
+        "--tokens-only", action="store_true", help="leave out residual streams and logits: a small file"
+    )
     _add_sizes(parser)
 
 

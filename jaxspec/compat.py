@@ -17,11 +17,11 @@ class CompileCounter:
         self._warm_total: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_kwargs: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_kwargs: str | int) -> None:
         if event == _COMPILE_EVENT:
             with self._lock:
                 self.total += 1
-                self.seconds += duration
+                self.seconds += duration_secs
 
     def mark_warm(self) -> None:
         """From now on every compilation is one that warm-up has missed."""

@@ -152,10 +152,8 @@ class LLM:
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    batch: list[Any] = list(prompts)
+    return [batch] if batch and all(isinstance(p, int) for p in batch) else batch
 
 
 def _load_tokenizer(folder: Path) -> "Tokenizer | None":
@@ -224,5 +222,3 @@ def _build_engine(
         "Buckets": "; ".join(map(str, runner.buckets)),
     }
     return engine, description
-
-

@@ -41,6 +41,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._sentencepiece = _is_sentencepiece(self._backend.decoder)
         self._bytes: dict[int, bytes] = {}
+        self._longest_token = max(len(t.encode("utf-8")) for t in self._backend.get_vocab(with_added_tokens=True))
         template = hf.chat_template if isinstance(hf.chat_template, str) else ""
         reserved = {
             token.content
@@ -76,7 +77,12 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes as Hugging Face does: special-token strings in the text become those tokens."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, the batch call lets other threads run meanwhile: a long text takes seconds.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of a text's number of tokens that costs nothing, to refuse a hopeless text unencoded."""
+        return len(text.encode("utf-8")) // self._longest_token
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD. (No clean-up of spaces before punctuation.)"""
@@ -88,7 +94,9 @@ class Tokenizer:
         """The bytes that one id stands for; empty for an id beyond the vocabulary."""
         known = self._bytes.get(token_id)
         if known is None:
-            token = self._backend.id_to_token(token_id) or ""
+            token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**31 else None
+            if token is None:  # any client can name such ids, so they are not remembered
+                return b""
             known = _sentencepiece_bytes(token) if self._sentencepiece else _byte_level_bytes(token)
             self._bytes[token_id] = known
         return known

@@ -5,7 +5,7 @@ follow it.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -80,12 +80,13 @@ class InputLayout:
     page_size: int
 
     @property
-    def shapes(self) -> StepInputs:
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the fields of `StepInputs`, in their order."""
         b = self.bucket
         # A chunk of c tokens opens at most ceil(c / page) + 1 pages, a decode row at most one, and a row that has
         # just become a decode row one more for its reserve.
         deltas = pages_for(b.prefill_tokens, self.page_size) + 2 * b.rows
-        return StepInputs(
+        return (
             (b.prefill_tokens,), (b.prefill_rows, PREFILL_FIELDS), (b.decode_rows,), (deltas, 3),
             (b.prefill_rows, RESET_FIELDS),
         )  # fmt: skip
@@ -94,7 +95,7 @@ class InputLayout:
     def size(self) -> int:
         return sum(int(np.prod(shape)) for shape in self.shapes)
 
-    def split(self, flat):
+    def split(self, flat: Any) -> StepInputs:
         """Views of a flat array [size], NumPy or traced, in the shapes of `StepInputs`."""
         parts, offset = [], 0
         for shape in self.shapes:

@@ -181,4 +181,3 @@ class Engine:
         self._scheduler.release(request)
         request.state = RequestState.FINISHED
         del self._requests[request.id]
-

@@ -19,7 +19,7 @@ from jaxspec.engine.state import StepState, state_shapes, zero_state
 from jaxspec.engine.step import Probe, make_step
 from jaxspec.models.decoder import CausalLM
 
-# (done, total, what)
+# Called with how many of how many buckets are ready, and which one that was.
 Progress = Callable[[int, int, str], None]
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
@@ -112,7 +112,7 @@ class Runner:
         first = step.bucket.prefill_rows
         rows = np.concatenate([packed[:E], packed[first : first + D]])
         n = (packed.shape[1] - 2) // 2
-        probe = None if step.probe is None else Probe(*map(np.asarray, step.probe))
+        probe = None if step.probe is None else jax.tree.map(np.asarray, step.probe)
         return StepOutput(
             step.plan, rows[:, 0], rows[:, 1], rows[:, 2 : 2 + n], rows[:, 2 + n :].view(np.float32), probe
         )
@@ -131,15 +131,15 @@ class Runner:
         return np.cumsum(lengths) - lengths, decode
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        step = make_step(
-            self._graphdef, self._layouts[bucket], self.settings, window=self.window, probe=self._probe
-        )
+        step = make_step(self._graphdef, self._layouts[bucket], self.settings, window=self.window, probe=self._probe)
         shardings = jax.tree.map(lambda s: s.sharding, self._shapes)
         out_shardings = (shardings, self._replicated, *([self._replicated] if self._probe else []))
         inputs = jax.ShapeDtypeStruct((self._layouts[bucket].size,), jnp.int32, sharding=self._replicated)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
         # float32 is for parity: without this a GPU would round matmul operands to TF32.
-        exact = jax.default_matmul_precision("highest") if self.settings.dtype == "float32" else contextlib.nullcontext()
+        exact = (
+            jax.default_matmul_precision("highest") if self.settings.dtype == "float32" else contextlib.nullcontext()
+        )
         with exact:
             return jitted.lower(self._params, self._shapes, inputs).compile()
 

@@ -56,16 +56,17 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh) -> StepState:
         return tuple(shape(d, dtype, PartitionSpec(None, None, TENSOR_AXIS, None)) for d in dims)
 
     S = settings.max_slots
-    return StepState(
-        kv=tuple(cache(dims) for dims in model.cache_shapes(settings.num_pages, settings.page_size)),
-        page_table=shape((S, settings.max_pages), jnp.int32),
-        seq_len=shape((S,), jnp.int32),
-        last_token=shape((S,), jnp.int32),
-        done=shape((S,), jnp.bool_),
-        params_f=shape((S, 2), jnp.float32),
-        params_i=shape((S, 4), jnp.int32),
-        stop_ids=shape((S, STOP_IDS), jnp.int32),
-    )
+    shapes: dict[str, Any] = {
+        "kv": tuple(cache(dims) for dims in model.cache_shapes(settings.num_pages, settings.page_size)),
+        "page_table": shape((S, settings.max_pages), jnp.int32),
+        "seq_len": shape((S,), jnp.int32),
+        "last_token": shape((S,), jnp.int32),
+        "done": shape((S,), jnp.bool_),
+        "params_f": shape((S, 2), jnp.float32),
+        "params_i": shape((S, 4), jnp.int32),
+        "stop_ids": shape((S, STOP_IDS), jnp.int32),
+    }
+    return StepState(**shapes)
 
 
 def zero_state(shapes: StepState) -> StepState:

@@ -13,7 +13,6 @@ from jax import lax
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, StepInputs
 from jaxspec.engine.state import MAX_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, StepState
-from jaxspec.models.decoder import CausalLM
 from jaxspec.models.metadata import StepMetadata, window_bounds
 from jaxspec.sampling.sampler import SamplingRows, logprobs_of, sample
 
@@ -140,7 +139,6 @@ def logit_rows(inputs: StepInputs, n: int) -> jax.Array:
 def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, full: bool) -> RowResult:
     """One token for each row: sampled, or forced for a request that resumes."""
     slots_R = jnp.concatenate([inputs.prefill[:, 0], inputs.decode_slots])
-    E = inputs.prefill.shape[0]
     final_E, forced_E = inputs.prefill[:, 3], inputs.prefill[:, 4]
     ends_E = inputs.prefill[:, 1] + inputs.prefill[:, 2]
     # The token to choose goes behind the prompt chunk, or behind the newest token.

@@ -126,7 +126,7 @@ def read_rope(hf: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeConf
     """The rotary embedding of a Hugging Face config."""
     raw: dict[str, Any] = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
     theta = float(raw.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    kind = raw.get("rope_type") or raw.get("type") or "default"
+    kind: Any = raw.get("rope_type") or raw.get("type") or "default"
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise _unsupported("rope type", kind, "default, linear, yarn, llama3")
     if kind == "default":
@@ -174,7 +174,7 @@ def _read_moe(hf: Mapping[str, Any], *, v3: bool) -> MoEConfig | None:
     if not hf.get("n_routed_experts"):
         return None
     _require(hf, "num_experts_per_tok", "moe_intermediate_size")
-    scoring = hf.get("scoring_func") or ("sigmoid" if v3 else "softmax")
+    scoring: Any = hf.get("scoring_func") or ("sigmoid" if v3 else "softmax")
     method = hf.get("topk_method") or ("noaux_tc" if v3 else "greedy")
     if (scoring, method) not in (
         ("sigmoid", "noaux_tc"),
@@ -182,7 +182,9 @@ def _read_moe(hf: Mapping[str, Any], *, v3: bool) -> MoEConfig | None:
         ("softmax", "group_limited_greedy"),
     ):
         raise _unsupported(
-            "scoring_func, topk_method", (scoring, method), "sigmoid with noaux_tc; softmax with greedy or group_limited_greedy"
+            "scoring_func, topk_method",
+            (scoring, method),
+            "sigmoid with noaux_tc; softmax with greedy or group_limited_greedy",
         )
     if hf.get("moe_layer_freq", 1) != 1:
         raise _unsupported("moe_layer_freq", hf["moe_layer_freq"], "1")

@@ -52,9 +52,14 @@ class GQA(nnx.Module):
         if P:
             parts.append(
                 gqa_prefill(
-                    q_TKGD[:P], *cache, meta.prefill_tables, meta.prefill_rows, meta.positions[:P], meta.prefill_ends,
+                    q_TKGD[:P],
+                    *cache,
+                    meta.prefill_tables,
+                    meta.prefill_rows,
+                    meta.positions[:P],
+                    meta.prefill_ends,
                     scale=scale,
-                )  # fmt: skip
+                )
             )
         if meta.decode_bounds.shape[0]:
             q = q_TKGD[P:].reshape(*meta.decode_bounds.shape, *q_TKGD.shape[1:])

@@ -35,9 +35,7 @@ class MoE(nnx.Module):
         """Weights float32 [T, k] and expert ids int32 [T, k]."""
         c = self.config
         # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
-        logits = jnp.einsum(
-            "th,eh->te", x_TH.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
-        )
+        logits = jnp.einsum("th,eh->te", x_TH.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST)
         if c.scoring == "softmax":
             return route_softmax(
                 logits, top_k=c.top_k, num_groups=c.num_groups, top_groups=c.top_groups, normalize=c.normalize,

@@ -53,7 +53,8 @@ def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
 
 def declarations(model: nnx.Module) -> dict[tuple[str | int, ...], nnx.Variable]:
     """Path -> declared parameter, in a stable order."""
-    return dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    flat: Any = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return dict(flat)
 
 
 def with_shardings(model: nnx.Module, mesh: Mesh) -> dict[tuple[str | int, ...], jax.ShapeDtypeStruct]:

@@ -59,11 +59,17 @@ class SamplingParams:
         check(math.isfinite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         check(len(stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
-        check(all(0 < len(s) <= MAX_STOP_STRING_LENGTH for s in stop), "stop",
-              f"non-empty strings of at most {MAX_STOP_STRING_LENGTH} characters")
+        check(
+            all(0 < len(s) <= MAX_STOP_STRING_LENGTH for s in stop),
+            "stop",
+            f"non-empty strings of at most {MAX_STOP_STRING_LENGTH} characters",
+        )
         check(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
-        check(self.logprobs in (None, 0), "logprobs",
-              "None or 0 (chosen tokens only; the top alternatives are not supported yet)")
+        check(
+            self.logprobs in (None, 0),
+            "logprobs",
+            "None or 0 (chosen tokens only; the top alternatives are not supported yet)",
+        )
 
     @property
     def greedy(self) -> bool:

@@ -173,9 +173,9 @@ def test_requests_that_cannot_be_served():
     ok = SamplingParams(max_tokens=4)
     with pytest.raises(InvalidRequestError, match="empty"):
         engine.add(Request("a", [], ok))
-    with pytest.raises(InvalidRequestError, match="1000.*outside the vocabulary"):
+    with pytest.raises(InvalidRequestError, match=r"1000.*outside the vocabulary"):
         engine.add(Request("a", [5, 1000], ok))
-    with pytest.raises(InvalidRequestError, match="-1.*outside the vocabulary"):
+    with pytest.raises(InvalidRequestError, match=r"-1.*outside the vocabulary"):
         engine.add(Request("a", [-1], ok))
     with pytest.raises(InvalidRequestError, match=r"510 tokens.*4 output.*514.*512") as error:
         engine.add(Request("a", [1] * 510, ok))

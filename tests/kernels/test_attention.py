@@ -64,17 +64,24 @@ def test_mla_decode(n, lengths):
                 np.testing.assert_allclose(out[b, r, h], want, atol=2e-5)
 
 
-@pytest.mark.parametrize(("starts", "chunks"), [((0, 0, 5), (7, 1, 9)), ((30, 0, 0), (21, 0, 0)), ((64, 7, 16), (8, 8, 3))])
+@pytest.mark.parametrize(
+    ("starts", "chunks"), [((0, 0, 5), (7, 1, 9)), ((30, 0, 0), (21, 0, 0)), ((64, 7, 16), (8, 8, 3))]
+)
 def test_mla_prefill(starts, chunks):
     rng = np.random.default_rng(len(starts) + starts[0])
     ends = np.array(starts) + chunks
     pool = Pool(rng, ends, [(L + R,)])
     P, E = sum(chunks) + 3, len(chunks)  # three padding tokens
     rows = np.concatenate([np.repeat(np.arange(E), chunks), [E] * 3]).astype(np.int32)
-    positions = np.concatenate([*(np.arange(s, e) for s, e in zip(starts, ends, strict=True)), [0] * 3]).astype(np.int32)
+    positions = np.concatenate([*(np.arange(s, e) for s, e in zip(starts, ends, strict=True)), [0] * 3]).astype(
+        np.int32
+    )
     q_nope, q_rope = rng.normal(size=(P, H, D)), rng.normal(size=(P, H, R))
     w_uk, w_uv = rng.normal(size=(H, D, L)) / 4, rng.normal(size=(H, V, L)) / 4
-    f32 = lambda *arrays: (jnp.asarray(a, jnp.float32) for a in arrays)
+
+    def f32(*arrays):
+        return (jnp.asarray(a, jnp.float32) for a in arrays)
+
     live_ends = np.where(np.array(chunks) > 0, ends, 0).astype(np.int32)
     out = mla_prefill(
         *f32(q_nope, q_rope, w_uk, w_uv, pool.arrays[0]), pool.tables, rows, positions, live_ends, scale=0.2
@@ -86,7 +93,9 @@ def test_mla_prefill(starts, chunks):
         for h in range(H):
             keys = np.concatenate([context[:, :L] @ w_uk[h].T, context[:, L:]], axis=1)
             query = np.concatenate([q_nope[p, h], q_rope[p, h]])
-            np.testing.assert_allclose(out[p, h], softmax_attention(query, keys, context[:, :L] @ w_uv[h].T, 0.2), atol=5e-5)
+            np.testing.assert_allclose(
+                out[p, h], softmax_attention(query, keys, context[:, :L] @ w_uv[h].T, 0.2), atol=5e-5
+            )
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -113,7 +122,9 @@ def test_gqa_prefill():
     pool = Pool(rng, ends, [(K, D), (K, D)])
     P, E = sum(chunks) + 2, len(chunks)
     rows = np.concatenate([np.repeat(np.arange(E), chunks), [E] * 2]).astype(np.int32)
-    positions = np.concatenate([*(np.arange(s, e) for s, e in zip(starts, ends, strict=True)), [0] * 2]).astype(np.int32)
+    positions = np.concatenate([*(np.arange(s, e) for s, e in zip(starts, ends, strict=True)), [0] * 2]).astype(
+        np.int32
+    )
     q = rng.normal(size=(P, K, G, D)).astype(np.float32)
     out = gqa_prefill(q, *map(jnp.asarray, pool.arrays), pool.tables, rows, positions, ends.astype(np.int32), scale=0.4)
     for p in range(P - 2):

@@ -36,9 +36,7 @@ def compare_with(folder, reference, **options):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    "variant", [v if v in FAST else pytest.param(v, marks=pytest.mark.slow) for v in LIVE]
-)
+@pytest.mark.parametrize("variant", [v if v in FAST else pytest.param(v, marks=pytest.mark.slow) for v in LIVE])
 def test_variant_equals_pytorch(variant, tmp_path):
     """Chunks of 7 tokens, prompts of 3 to 40 and 64 new tokens, so that prefill and decode both cross a page."""
     folder = tiny_checkpoint(variant, tmp_path / "hf")

@@ -19,8 +19,13 @@ sample_full = jax.jit(lambda *a: sample(*a, full=True))
 
 def rows(R, temperature=1.0, top_p=1.0, top_k=0, seed=0):
     seeds = np.stack([np.arange(R) + 1000 * seed, np.full(R, 7)], axis=1).astype(np.uint32)
-    fill = lambda value, dtype: jnp.full(R, value, dtype)
-    return SamplingRows(fill(temperature, jnp.float32), fill(top_p, jnp.float32), fill(top_k, jnp.int32), jnp.asarray(seeds))
+
+    def fill(value, dtype):
+        return jnp.full(R, value, dtype)
+
+    return SamplingRows(
+        fill(temperature, jnp.float32), fill(top_p, jnp.float32), fill(top_k, jnp.int32), jnp.asarray(seeds)
+    )
 
 
 logits_rows = st.lists(st.integers(-40, 40), min_size=V, max_size=V).map(lambda x: np.array([x], np.float32) / 8)
