@@ -101,6 +101,8 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer: give the prompt as token ids", param="prompt")
+            if not prompt:  # the tokenizer may still put a begin token there
+                raise InvalidRequestError("the prompt is empty", param="prompt")
             prompt = self.tokenizer.encode(prompt)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: stop strings need one", param="stop")

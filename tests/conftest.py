@@ -15,6 +15,16 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+@pytest.fixture(scope="session")
+def demo_llm(tmp_path_factory: pytest.TempPathFactory):
+    """The embedded demo model in float32, converted, loaded and compiled once for all tests."""
+    from jaxspec import LLM
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return LLM("demo", dtype="float32", max_model_len=1024, seed=0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips the PyTorch oracle where PyTorch is not installed (Python 3.12)."""
     try:

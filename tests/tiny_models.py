@@ -92,7 +92,9 @@ def tiny_checkpoint(variant: str, folder: Path, seed: int = 0, *, spelling: Spel
     hub = copy.deepcopy(CONFIGS[variant])
     folder.mkdir(parents=True, exist_ok=True)
     cls = getattr(transformers, hub["architectures"][0])
-    known = {k: v for k, v in hub.items() if k not in ("quantization_config", "torch_dtype")}
+    unknown = {"scoring_func", "moe_layer_freq", "quantization_config", "torch_dtype"}
+    unknown |= {"topk_method"} if hub["model_type"] == "deepseek_v3" else set()
+    known = {k: v for k, v in hub.items() if k not in unknown}
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         model = cls(cls.config_class(**known))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.request import FinishReason, Request, RequestOutput, RequestState
 from jaxspec.engine.runner import Progress, Runner, StepOutput
@@ -64,7 +65,9 @@ class Engine:
         return bool(self._requests or self._finished_early)
 
     def warm_up(self, progress: Progress | None = None) -> None:
+        """Compiles and runs every bucket; from then on a compilation is a fault that is counted."""
         self.runner.warm_up(progress)
+        compiles.mark_warm()
 
     def add(self, request: Request) -> None:
         """Queues a request.

@@ -1,0 +1,104 @@
+"""The NextN layer against transformers' MTP class, prefilled and token by token, from a converted checkpoint."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from convert.checkpoint import load_nextn
+from convert.convert import convert_checkpoint
+from convert.safetensors_reader import SafetensorsReader
+from jaxspec.models.metadata import StepMetadata, window_bounds
+from tests.tiny_models import tiny_checkpoint
+
+PAGE, T = 8, 21
+
+
+def torch_nextn(folder, ids):
+    """Embeddings of the next tokens, target hidden states and the draft's hidden states, float32 [T, H]."""
+    import torch
+    import transformers
+    from transformers.masking_utils import create_causal_mask
+    from transformers.modeling_layers import MtpModel
+
+    target = transformers.DeepseekV3ForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    ).eval()
+    layer = MtpModel(target, 1).eval().layers[0]
+    reader = SafetensorsReader(folder)
+    prefix = f"model.layers.{target.config.num_hidden_layers}."
+    source = {
+        name.removeprefix(prefix): torch.from_numpy(np.array(reader.read(name), np.float32))
+        for name in reader.tensors
+        if name.startswith(prefix)
+    }
+    state = {}
+    experts = target.config.n_routed_experts
+    for name in layer.state_dict():
+        hub = name.removeprefix("mtp_block.")
+        hub = "shared_head.norm.weight" if hub == "post_norm.weight" else hub
+        if hub.endswith("experts.gate_up_proj"):
+            part = hub.removesuffix("gate_up_proj")
+            rows = [[source[f"{part}{e}.{k}_proj.weight"] for k in ("gate", "up")] for e in range(experts)]
+            state[name] = torch.stack([torch.cat(pair) for pair in rows])
+        elif hub.endswith("experts.down_proj"):
+            part = hub.removesuffix("down_proj")
+            state[name] = torch.stack([source[f"{part}{e}.down_proj.weight"] for e in range(experts)])
+        else:
+            state[name] = source[hub]
+    layer.load_state_dict(state)
+    with torch.no_grad():
+        hidden = target.model(torch.tensor([ids])).last_hidden_state[:, :-1]
+        embedded = target.model.embed_tokens(torch.tensor([ids[1:]]))
+        positions = torch.arange(hidden.shape[1])[None]
+        x = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
+        mask = create_causal_mask(
+            config=target.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions
+        )
+        out = layer.mtp_block(
+            x, attention_mask=mask, position_ids=positions, position_embeddings=target.model.rotary_emb(x, positions)
+        )
+        draft = layer.post_norm(out[0] if isinstance(out, tuple) else out)
+    return embedded[0].numpy(), hidden[0].numpy(), draft[0].numpy()
+
+
+def metadata(start: int, count: int, *, prefill: bool) -> StepMetadata:
+    """One request on pages 1, 2, 3: a prompt chunk, or one decode window of a token."""
+    positions = np.arange(start, start + count, dtype=np.int32)
+    table = np.array([[1, 2, 3]], np.int32)
+    none = np.zeros((0, 3), np.int32)
+    return StepMetadata(
+        positions=jnp.asarray(positions),
+        pages=jnp.asarray(table[0, positions // PAGE]),
+        offsets=jnp.asarray(positions % PAGE),
+        live=jnp.ones(count, bool),
+        prefill_tables=jnp.asarray(table if prefill else none),
+        prefill_rows=jnp.zeros(count if prefill else 0, jnp.int32),
+        prefill_ends=jnp.full(int(prefill), start + count, jnp.int32),
+        decode_tables=jnp.asarray(none if prefill else table),
+        decode_bounds=window_bounds(jnp.full(int(not prefill), start + count, jnp.int32), 1),
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_hidden_states_equal_pytorch(tmp_path):
+    folder = tiny_checkpoint("v3-mtp", tmp_path / "hf")
+    ids = np.random.default_rng(0).integers(0, 256, T + 1).tolist()
+    embedded, hidden, want = torch_nextn(folder, ids)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    model, params = load_nextn(convert_checkpoint(folder, tmp_path / "out"), mesh, "float32")
+    graphdef, state = nnx.split(model)
+    nnx.replace_by_pure_dict(state, params)
+    run = jax.jit(lambda *args: nnx.merge(graphdef, state)(*args))
+
+    shape = model.layer.attention.cache_shapes(4, PAGE)
+    prefilled, _ = run(embedded, hidden, jnp.zeros(shape), metadata(0, T, prefill=True))
+    np.testing.assert_allclose(prefilled, want, atol=2e-4)
+
+    cache = jnp.zeros(shape)
+    for t in range(T):
+        row, cache = run(embedded[t : t + 1], hidden[t : t + 1], cache, metadata(t, 1, prefill=False))
+        np.testing.assert_allclose(row[0], want[t], atol=2e-4)

@@ -1,0 +1,119 @@
+"""`LLM` on the embedded demo model: parity with PyTorch's recorded run, and what its API promises."""
+
+import numpy as np
+import pytest
+
+from convert.reference import read_record
+from jaxspec import EngineConfig, SamplingParams
+from jaxspec.compat import compiles
+from jaxspec.errors import ConfigError, InvalidRequestError, ModelFormatError
+from jaxspec.llm import LLM
+from serve.demo import RECORD
+
+PROMPT = "def fibonacci(n):"
+GREEDY = SamplingParams(max_tokens=24, temperature=0, logprobs=0)
+
+
+def test_greedy_text_is_pytorchs(demo_llm):
+    """16 prompts of 64 tokens, recorded with `jaxspec compare record`."""
+    reference = read_record(RECORD)
+    assert len(reference) == 16
+    params = [SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, logprobs=0)] * 16
+    for completion, run in zip(demo_llm.generate([r.prompt_ids for r in reference], params), reference, strict=True):
+        assert completion.ids == run.new_ids
+        np.testing.assert_allclose(completion.logprobs, run.logprobs, atol=2e-4)
+
+
+def test_completion_fields(demo_llm):
+    (completion,) = demo_llm.generate(PROMPT, GREEDY)
+    assert completion.prompt_ids == tuple(demo_llm.tokenizer.encode(PROMPT))
+    assert len(completion.ids) == len(completion.logprobs) == 24
+    assert completion.text == demo_llm.tokenizer.decode(completion.ids)
+    assert completion.finish_reason == "length"
+    assert completion.error is None
+    assert all(p <= 0 for p in completion.logprobs)
+    (without,) = demo_llm.generate([PROMPT], SamplingParams(max_tokens=2, temperature=0))
+    assert without.logprobs is None
+
+
+def test_texts_ids_and_lists_are_the_same_prompt(demo_llm):
+    ids = demo_llm.tokenizer.encode(PROMPT)
+    texts = [
+        demo_llm.generate(prompt, GREEDY)[0].text for prompt in (PROMPT, ids, tuple(ids), [PROMPT], [ids], [PROMPT, ids])
+    ]
+    assert len(set(texts)) == 1
+    assert demo_llm.generate([], GREEDY) == []
+
+
+def test_a_stop_string_cuts_text_ids_and_logprobs_alike(demo_llm):
+    (whole,) = demo_llm.generate(PROMPT, SamplingParams(max_tokens=48, temperature=0, logprobs=0))
+    stop = whole.text[20:25]
+    params = SamplingParams(max_tokens=48, temperature=0, logprobs=0, stop=(stop,))
+    (cut,) = demo_llm.generate(PROMPT, params)
+    assert cut.finish_reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.ids == whole.ids[: len(cut.ids)]
+    assert len(cut.ids) == len(cut.logprobs) < 48
+    assert stop in demo_llm.tokenizer.decode(cut.ids)
+
+
+def test_seeds(demo_llm):
+    def text(seed, others=()):
+        params = [SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=s) for s in (seed, *others)]
+        return demo_llm.generate([PROMPT] * len(params), params)[0].text
+
+    assert text(1) == text(1) == text(1, others=(2, 3, 4))
+    assert len({text(seed) for seed in range(4)}) == 4
+
+
+def test_one_bad_prompt_starts_nothing(demo_llm):
+    with pytest.raises(InvalidRequestError, match="empty"):
+        demo_llm.generate([PROMPT, []], GREEDY)
+    with pytest.raises(InvalidRequestError, match="empty"):
+        demo_llm.generate([PROMPT, ""], GREEDY)
+    with pytest.raises(InvalidRequestError, match="maximum context length is 1024"):
+        demo_llm.generate([PROMPT, [5] * 1020], GREEDY)
+    with pytest.raises(InvalidRequestError, match="2 prompts but 1"):
+        demo_llm.generate([PROMPT, PROMPT], [GREEDY])
+    assert not demo_llm.engine.has_work
+    assert demo_llm.engine.stats().kv_cache_usage == 0
+
+
+def test_serving_compiles_nothing(demo_llm):
+    before = compiles.total
+    demo_llm.generate([PROMPT] * 9, SamplingParams(max_tokens=4, top_k=5))
+    assert compiles.total == before
+
+
+def test_an_interrupted_batch_leaves_nothing_behind(demo_llm, monkeypatch):
+    engine = demo_llm.engine
+    step, calls = engine.step, iter(range(10))
+
+    def interrupted():
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        demo_llm.generate([PROMPT] * 3, GREEDY)
+    monkeypatch.undo()
+    engine.step()
+    assert not engine.has_work
+    assert engine.stats().kv_cache_usage == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        ("no/such/folder", {}, ModelFormatError, "no/such/folder"),
+        ("demo", {"max_model_len": 100_000}, ConfigError, "over the model's own limit of 4096"),
+        ("demo", {"num_gpu_blocks_override": 3}, ConfigError, "cannot hold one request"),
+        ("demo", {"tensor_parallel_size": 999}, ConfigError, "needs 999 devices"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_loading(model, options, error, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("convert.checkpoint.load_params", lambda *a, **k: pytest.fail("the weights were read"))
+    with pytest.raises(error, match=message):
+        LLM(model, EngineConfig(**options))
