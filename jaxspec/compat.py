@@ -1,4 +1,4 @@
-"""The differences between supported jax versions, and the events by which jax reports compilation."""
+"""What jaxspec uses of jax beside its stable interface, which may differ between versions: its compilation events."""
 
 import threading
 

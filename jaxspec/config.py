@@ -33,7 +33,7 @@ class EngineConfig:
         "auto", "type of weights, activations and KV (auto: bfloat16 on a GPU, float32 on a CPU)"
     )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
-    seed: int = _option(0, "seed for requests that bring none is drawn from this")
+    seed: int = _option(0, "from which requests that bring no seed of their own get one")
 
     def __post_init__(self):
         def positive(name: str) -> None:

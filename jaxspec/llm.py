@@ -76,7 +76,8 @@ class LLM:
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
         self.tokenizer = _load_tokenizer(self.folder)
-        self.engine, self._description = _build_engine(self.folder, config, probe=probe, observer=observer)
+        self.engine, description = _build_engine(self.folder, config, probe=probe, observer=observer)
+        self._description = {"Model": f"{model} ({self.folder})", **description}
         self._counter = itertools.count()
         self.engine.warm_up(progress)
 
@@ -211,7 +212,6 @@ def _build_engine(
     )
     tokens = (settings.num_pages - 1) * settings.page_size
     description: dict[str, str | int] = {
-        "Model": str(folder),
         "Architecture": model_config.architecture,
         "Parameters": f"{parameters:,}",
         "Dtype": dtype,

@@ -4,14 +4,14 @@
 follow it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.config import Settings, pages_for
-from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.buckets import Bucket, choose_bucket
 from jaxspec.engine.request import Request
 from jaxspec.engine.state import NO_ID, STOP_IDS
 
@@ -42,11 +42,22 @@ class StepPlan:
     prefill: tuple[PrefillRow, ...]
     decode: tuple[Request, ...]
     page_deltas: tuple[tuple[int, int, int], ...] = ()  # (slot, column, page)
-    needs_full: bool = field(default=False)
+    needs_full: bool = False
 
     @property
     def prefill_tokens(self) -> int:
         return sum(row.length for row in self.prefill)
+
+
+def bucket_for(table: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
+    """The smallest bucket that holds a plan."""
+    return choose_bucket(
+        table,
+        prefill_tokens=plan.prefill_tokens,
+        prefill_rows=len(plan.prefill),
+        decode_rows=len(plan.decode),
+        full=plan.needs_full,
+    )
 
 
 class StepInputs(NamedTuple):

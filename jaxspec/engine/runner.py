@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import Settings
-from jaxspec.engine.batch import InputLayout, StepPlan
-from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
+from jaxspec.engine.batch import InputLayout, StepPlan, bucket_for
+from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.state import StepState, state_shapes, zero_state
 from jaxspec.engine.step import Probe, make_step
 from jaxspec.models.decoder import CausalLM
@@ -93,13 +93,7 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order."""
-        bucket = choose_bucket(
-            self.buckets,
-            prefill_tokens=plan.prefill_tokens,
-            prefill_rows=len(plan.prefill),
-            decode_rows=len(plan.decode),
-            full=plan.needs_full,
-        )
+        bucket = bucket_for(self.buckets, plan)
         packed, probe = self._run(bucket, self._layouts[bucket].pack(plan))
         packed.copy_to_host_async()
         self._queue.append(_Dispatched(plan, bucket, packed, probe))
@@ -119,13 +113,7 @@ class Runner:
 
     def token_offsets(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Where a plan's rows begin in the step's flat token arrays: prompt rows [E], decode rows [D]."""
-        bucket = choose_bucket(
-            self.buckets,
-            prefill_tokens=plan.prefill_tokens,
-            prefill_rows=len(plan.prefill),
-            decode_rows=len(plan.decode),
-            full=plan.needs_full,
-        )
+        bucket = bucket_for(self.buckets, plan)
         lengths = np.array([row.length for row in plan.prefill], np.int64)
         decode = bucket.prefill_tokens + self.window * np.arange(len(plan.decode))
         return np.cumsum(lengths) - lengths, decode

@@ -9,8 +9,8 @@ import collections
 import numpy as np
 
 from jaxspec.config import Settings
-from jaxspec.engine.batch import InputLayout, StepPlan
-from jaxspec.engine.buckets import bucket_table, choose_bucket
+from jaxspec.engine.batch import InputLayout, StepPlan, bucket_for
+from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.runner import StepOutput
 
 
@@ -40,13 +40,7 @@ class MockRunner:
 
     def dispatch(self, plan: StepPlan) -> None:
         self.plans.append(plan)
-        bucket = choose_bucket(
-            self.buckets,
-            prefill_tokens=plan.prefill_tokens,
-            prefill_rows=len(plan.prefill),
-            decode_rows=len(plan.decode),
-            full=plan.needs_full,
-        )
+        bucket = bucket_for(self.buckets, plan)
         layout = InputLayout(bucket, self.settings.page_size)
         inputs = layout.split(layout.pack(plan))
         for slot, column, page in inputs.deltas:
