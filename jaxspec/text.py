@@ -124,6 +124,8 @@ class Tokenizer:
         plain, marks = self._mark_reserved(messages)
         try:
             text = self._hf.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+        except ImportError:
+            raise
         except Exception as e:  # the template is Jinja code: whatever it raises is its verdict on the messages
             raise InvalidRequestError(f"the chat template rejects these messages: {e}", param="messages") from e
         if not marks:

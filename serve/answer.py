@@ -1,0 +1,174 @@
+"""Answering a generation request, whole or as server-sent events, and dropping it when its client goes away.
+
+Everything that can be refused is refused before the status line is sent: a stream's 200 means that the engine has
+accepted the request.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve.engine_thread import EngineThread
+from serve.errors import ApiError, as_api_error
+from serve.generation import Choice, Delta, Generation
+from serve.protocol import GenerationBody, Usage
+
+T = TypeVar("T")
+logger = logging.getLogger("jaxspec.serve")
+
+# Proxies close connections on which nothing moves, and a long prompt may take its time.
+PING_SECONDS = 15.0
+# Never seen by anybody: the client has gone. Nginx's number, for the log.
+_CLIENT_GONE = 499
+
+
+class Format(Protocol):
+    """How one endpoint writes its answer."""
+
+    def head(self, *, chunk: bool) -> dict[str, Any]:
+        """id, object, created, model."""
+        ...
+
+    def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]: ...
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """A first chunk of a choice, sent before any output."""
+        ...
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]: ...
+
+
+async def answer(
+    engine: EngineThread, request: Request, body: GenerationBody, choices: Sequence[Choice], form: Format
+) -> Response:
+    """Runs the choices and writes them as `form` says.
+
+    Raises:
+        ApiError, InvalidRequestError: the engine did not accept the request, or failed it before anything was sent.
+    """
+    if body.stream:
+        generation = await until_disconnect(request.receive, engine.submit(choices))
+        if generation is None:
+            return Response(status_code=_CLIENT_GONE)
+        return EventStream(engine, generation, _events(generation, body, form))
+    whole = await until_disconnect(request.receive, _collect(engine, choices))
+    if whole is None:
+        return Response(status_code=_CLIENT_GONE)
+    written = [form.whole(choice, delta) for choice, delta in zip(choices, whole, strict=True)]
+    return JSONResponse({**form.head(chunk=False), "choices": written, "usage": _usage(choices, body.choices)})
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Runs `work` while the client is there; cancels it and returns None as soon as the client has gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _collect(engine: EngineThread, choices: Sequence[Choice]) -> list[Delta]:
+    generation = await engine.submit(choices)
+    try:
+        return await generation.collect()
+    finally:
+        engine.release(generation)
+
+
+class EventStream(Response):
+    """Server-sent events. Sending waits for the client's side, and meanwhile the engine's output is merged."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, engine: EngineThread, generation: Generation, events: AsyncGenerator[bytes, None]):
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._engine = engine
+        self._generation = generation
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+        try:
+            await until_disconnect(receive, self._send_events(send))
+        finally:
+            self._engine.release(self._generation)
+            await self._events.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _events(generation: Generation, body: GenerationBody, form: Format) -> AsyncGenerator[bytes, None]:
+    options = body.stream_options
+    head = form.head(chunk=True)
+
+    def chunk(choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
+        usage = {"usage": _usage(generation.choices, body.choices) if with_usage else None} if options else {}
+        return _event({**head, "choices": choices, **usage})
+
+    continuous = bool(options and options.continuous_usage_stats)
+    try:
+        for choice in generation.choices:
+            if (opening := form.opening(choice)) is not None:
+                yield chunk([opening], with_usage=continuous)
+        async with aclosing(_with_pings(generation.deltas())) as deltas:
+            async for news in deltas:
+                yield chunk([form.chunk(*news)], with_usage=continuous) if news else b": ping\n\n"
+        if options and options.include_usage:
+            yield chunk([], with_usage=True)
+    except Exception as e:
+        if not isinstance(e, ApiError):
+            logger.exception("bug in a stream")
+        yield _event(as_api_error(e).body())
+    yield b"data: [DONE]\n\n"
+
+
+async def _with_pings(source: AsyncIterator[T]) -> AsyncGenerator[T | None, None]:
+    """The items of `source`, and None whenever there was none for a while."""
+    following = asyncio.ensure_future(anext(source, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
+            if done and (item := following.result()) is None:
+                return
+            if done:
+                following = asyncio.ensure_future(anext(source, None))
+            yield item if done else None
+    finally:
+        following.cancel()
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _usage(choices: Sequence[Choice], choices_per_prompt: int) -> Usage:
+    """A prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(c.request.prompt_ids) for c in choices[::choices_per_prompt])
+    completion_tokens = sum(c.num_ids for c in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

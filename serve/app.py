@@ -1,0 +1,108 @@
+"""The FastAPI application: which path does what."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from serve import errors
+from serve.body import JsonRoute
+from serve.chat import create_chat_completion
+from serve.completions import create_completion
+from serve.engine_thread import Phase
+from serve.middleware import ApiKeyAuth, RequestContext
+from serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelCard, ModelList, TokenizeBody
+from serve.service import Service
+from serve.tokenization import detokenize, tokenize
+from serve.version import version
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application. Its lifespan starts the engine thread, which loads the model while requests get 503."""
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        service.engine_thread.start()
+        yield
+        await service.close()
+
+    # No /docs: its page loads scripts from another site. /openapi.json is there, behind the key.
+    app = FastAPI(title="jaxspec", version=version()["jaxspec"], lifespan=lifespan, docs_url=None, redoc_url=None)
+    errors.install(app)
+    app.include_router(_openai_routes(service))
+    app.include_router(_operations_routes(service))
+    if service.settings.api_keys:
+        app.add_middleware(ApiKeyAuth, api_keys=service.settings.api_keys)
+    app.add_middleware(RequestContext, service=service)
+    return app
+
+
+def _openai_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await create_completion(service, request, body)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        return await create_chat_completion(service, request, body)
+
+    @router.post("/tokenize")
+    async def tokenize_text(body: TokenizeBody) -> dict[str, Any]:
+        return await tokenize(service, body)
+
+    @router.post("/detokenize")
+    async def detokenize_ids(body: DetokenizeBody) -> dict[str, Any]:
+        return await detokenize(service, body)
+
+    def card(name: str) -> ModelCard:
+        return ModelCard(id=name, created=service.created, max_model_len=service.model().engine.max_model_len)
+
+    @router.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[card(name) for name in service.settings.names])
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> ModelCard:
+        return card(service.resolve_name(name))
+
+    return router
+
+
+def _operations_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        """Alive: a process that answers otherwise should be restarted."""
+        if service.engine_thread.healthy:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "the engine has failed or is stuck"}, 503)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """May be sent requests: warm-up is done, and the server is not about to end."""
+        engine = service.engine_thread
+        if service.draining:
+            return JSONResponse({"status": "draining"}, 503)
+        if engine.phase is Phase.READY and engine.healthy:
+            return JSONResponse({"status": "ready"})
+        status: dict[str, Any] = {"status": engine.phase.value}
+        if engine.phase is Phase.LOADING and engine.progress is not None:
+            status["done"], status["total"], status["what"] = engine.progress
+        return JSONResponse(status, 503)
+
+    @router.get("/version")
+    async def versions() -> dict[str, str]:
+        return {"version": version()["jaxspec"], **version()}
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router

@@ -1,0 +1,82 @@
+"""POST /v1/completions."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from jaxspec.errors import InvalidRequestError
+from jaxspec.text import Tokenizer
+from serve.answer import answer
+from serve.generation import Choice, Delta
+from serve.logprobs import completion_logprobs
+from serve.protocol import CompletionBody
+from serve.service import Service
+
+# OpenAI's default where a request names no limit.
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create_completion(service: Service, request: Request, body: CompletionBody) -> Response:
+    arrival = time.monotonic()
+    name = service.resolve_name(body.model)
+    tokenizer = service.model().tokenizer
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
+    prompts = [await _ids(service, prompt) for prompt in body.prompts]
+    choices = service.make_choices(prompts, params, arrival)
+    return await answer(service.engine_thread, request, body, choices, _Format(name, body, tokenizer))
+
+
+async def _ids(service: Service, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if not prompt:  # the tokenizer may still put a begin token there
+        raise InvalidRequestError("the prompt is empty", param="prompt")
+    tokenizer = service.tokenizer()
+    service.refuse_hopeless([prompt], "prompt")
+    return await service.in_pool(tokenizer.encode, prompt)
+
+
+class _Format:
+    def __init__(self, model: str, body: CompletionBody, tokenizer: Tokenizer | None):
+        self._body = body
+        self._tokenizer = tokenizer
+        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
+        self._head["model"] = model
+
+    def head(self, *, chunk: bool) -> dict[str, Any]:  # noqa: ARG002 - both forms of completions have one head
+        return self._head
+
+    def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return self._choice(choice, delta, self._echo(choice) + delta.text)
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        return self._choice(choice, Delta(), self._echo(choice)) if self._body.echo else None
+
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return self._choice(choice, delta, delta.text)
+
+    def _choice(self, choice: Choice, delta: Delta, text: str) -> dict[str, Any]:
+        written: dict[str, Any] = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": None if self._body.logprobs is None else completion_logprobs(self._tokenizer, delta),
+            "finish_reason": delta.finish_reason.value if delta.finish_reason else None,
+        }
+        if self._body.return_token_ids:
+            written["token_ids"] = delta.ids
+        return written
+
+    def _echo(self, choice: Choice) -> str:
+        """The prompt as text, as the client wrote it where it wrote text."""
+        if not self._body.echo:
+            return ""
+        prompts: Sequence[str | list[int]] = self._body.prompts
+        prompt = prompts[choice.index // self._body.choices]
+        if isinstance(prompt, str) or self._tokenizer is None:
+            return prompt if isinstance(prompt, str) else ""
+        return self._tokenizer.decode(prompt, skip_special_tokens=self._body.skip_special_tokens)

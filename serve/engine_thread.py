@@ -1,0 +1,240 @@
+"""The one thread that owns the engine: it loads it, feeds it and steps it. The event loop never waits for a step.
+
+Towards the engine: commands, run between two steps. Back to the event loop: one call for each step, with what the step
+added to each choice.
+"""
+
+import asyncio
+import enum
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxspec.errors import InvalidRequestError, JaxspecError
+from serve.errors import ApiError, server_error, unavailable
+from serve.generation import Choice, Delta, Generation
+from serve.metrics import EngineSnapshot, Metrics
+from serve.model import Progress, ServedModel
+
+logger = logging.getLogger("jaxspec.serve")
+
+# After warm-up nothing compiles, so a step that takes this long is stuck, not busy.
+STALL_SECONDS = 120.0
+
+
+class Phase(enum.Enum):
+    LOADING = "loading"
+    READY = "ready"
+    STOPPED = "stopped"  # asked to
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class _Output:
+    generation: Generation
+    choice: Choice
+    delta: Delta
+    error: str | None
+
+
+class EngineThread:
+    """
+    Args:
+        load: makes the model; it runs on the thread.
+        on_phase: called on the event loop when loading has ended and when the thread has ended.
+
+    Attributes:
+        model: None until loaded.
+        progress: (done, total, what) of the loading.
+        failure: what ended the thread, if nobody asked it to end.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Progress], ServedModel],
+        metrics: Metrics,
+        *,
+        on_phase: Callable[[Phase], None] = lambda _phase: None,
+        stall_seconds: float = STALL_SECONDS,
+    ):
+        self._load = load
+        self._metrics = metrics
+        self._on_phase = on_phase
+        self._stall_seconds = stall_seconds
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[str, tuple[Generation, Choice]] = {}  # touched by the engine thread only
+        # Touched by the event loop only; the future is done once the engine has accepted or refused the generation.
+        self._generations: dict[Generation, asyncio.Future[None]] = {}
+        self._stopping = False
+        self._step_started: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # A daemon, because nothing can interrupt a compilation when the process is to end during start-up.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.phase = Phase.LOADING
+        self.model: ServedModel | None = None
+        self.progress: tuple[int, int, str] | None = None
+        self.failure: BaseException | None = None
+
+    # --- on the event loop ---
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """The thread runs, and no step is stuck."""
+        started = self._step_started
+        stuck = started is not None and time.monotonic() - started > self._stall_seconds
+        return self.phase in (Phase.LOADING, Phase.READY) and not stuck
+
+    async def submit(self, choices: Sequence[Choice]) -> Generation:
+        """Hands all choices to the engine, or none: returns once it has accepted them.
+
+        Raises:
+            ApiError, InvalidRequestError: the engine cannot serve them.
+        """
+        if self.phase is not Phase.READY:
+            raise unavailable(f"the engine is {self.phase.value}")
+        generation = Generation(choices, self._abort)
+        accepted = self._generations[generation] = asyncio.get_running_loop().create_future()
+        try:
+            self._commands.put(lambda: self._add(generation, accepted))
+            await accepted
+        except BaseException:
+            self.release(generation)
+            raise
+        return generation
+
+    def release(self, generation: Generation) -> None:
+        """The other end of `submit`: whatever of the generation still runs is aborted."""
+        generation.close()
+        self._generations.pop(generation, None)
+
+    def fail_all(self, error: ApiError) -> None:
+        for generation, accepted in self._generations.items():
+            generation.fail(error)
+            _settle(accepted, error)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    async def stop(self, timeout: float) -> None:
+        """Asks the thread to end after its current step, and waits for that at most `timeout` seconds."""
+        self._stopping = True
+        self._commands.put(lambda: None)  # wakes it up
+        await asyncio.to_thread(self._thread.join, timeout)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        def abort() -> None:
+            assert self.model is not None
+            for request_id in request_ids:
+                self._running.pop(request_id, None)
+                self.model.engine.abort(request_id)
+
+        self._commands.put(abort)
+
+    def _deliver(self, outputs: Sequence[_Output], now: float) -> None:
+        for out in outputs:
+            self._metrics.record(out.choice, out.delta, now)
+            out.generation.put(out.choice, out.delta, out.error)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        if phase is Phase.DEAD:
+            self.fail_all(server_error("the engine has failed"))
+        self._on_phase(phase)
+
+    # --- on the engine thread ---
+
+    def _run(self) -> None:
+        try:
+            self.model = self._load(self._on_progress)
+            self._publish()
+            self._call(self._enter, Phase.READY)
+            self._serve()
+        except JaxspecError as e:  # while loading: the user's to mend, so no traceback
+            self.failure = e
+        except BaseException as e:
+            logger.exception("the engine thread has failed")
+            self.failure = e
+        self._step_started = None
+        self._call(self._enter, Phase.DEAD if self.failure else Phase.STOPPED)
+
+    def _serve(self) -> None:
+        assert self.model is not None
+        engine = self.model.engine
+        while not self._stopping:
+            self._run_commands(wait=not engine.has_work)
+            if not engine.has_work:
+                self._publish()
+                continue
+            self._step_started = time.monotonic()
+            results = engine.step()
+            self._step_started = None
+            outputs = []
+            for result in results:
+                if result.request_id in self._running:
+                    generation, choice = self._running[result.request_id]
+                    outputs.append(_Output(generation, choice, choice.make_delta(result), result.error))
+                    if result.finish_reason is not None:
+                        del self._running[result.request_id]
+            self._publish()
+            if outputs:
+                self._call(self._deliver, outputs, time.monotonic())
+
+    def _run_commands(self, *, wait: bool) -> None:
+        try:
+            self._commands.get(block=wait)()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _add(self, generation: Generation, accepted: asyncio.Future[None]) -> None:
+        """Adds all requests or none. A request that trips over a bug in validation fails alone."""
+        assert self.model is not None
+        engine, requests = self.model.engine, [c.request for c in generation.choices]
+        try:
+            for request in requests:
+                engine.validate(request)
+            for choice in generation.choices:
+                engine.add(choice.request)
+                self._running[choice.request.id] = (generation, choice)
+        except Exception as e:
+            if not isinstance(e, InvalidRequestError):
+                logger.exception("the engine did not accept a request")
+            for request in requests:
+                self._running.pop(request.id, None)
+                engine.abort(request.id)
+            self._call(_settle, accepted, e if isinstance(e, InvalidRequestError) else server_error())
+        else:
+            self._call(_settle, accepted, None)
+
+    def _publish(self) -> None:
+        assert self.model is not None
+        compiles, compiles_after_warmup = self.model.compile_counts()
+        self._metrics.snapshot = EngineSnapshot(self.model.engine.stats(), compiles, compiles_after_warmup)
+
+    def _on_progress(self, done: int, total: int, what: str) -> None:
+        self.progress = (done, total, what)
+
+    def _call(self, function: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the event loop has closed: nobody is left to tell
+            logger.debug("the event loop is gone")
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():  # the client has gone meanwhile
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

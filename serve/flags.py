@@ -1,0 +1,73 @@
+"""Command-line conventions over argparse: errors of one line, `_` for `-` in flags, did-you-mean, engine flags."""
+
+import argparse
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from jaxspec.config import EngineConfig
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class UsageError(Exception):
+    """A command line that cannot be understood: exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` instead of printing the usage and leaving."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str]) -> argparse.Namespace:
+    """Parses, and suggests the flag that an unknown one may have meant."""
+    arguments, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
+    if unknown:
+        used = commands.get(arguments.command or "", parser)
+        flag = unknown[0].partition("=")[0]
+        what = "flag" if flag.startswith("-") else "argument"
+        close = difflib.get_close_matches(flag, used.flags(), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"see {used.prog} --help"
+        raise UsageError(f"unknown {what} {flag} ({hint})")
+    return arguments
+
+
+def _with_dashes(word: str) -> str:
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+def add_engine_flags(parser: Parser) -> None:
+    """One flag for each field of `EngineConfig`; a flag that is not given leaves the field's default alone."""
+    group = parser.add_argument_group("engine")
+    for field, hint in zip(fields(EngineConfig), typing.get_type_hints(EngineConfig).values(), strict=True):
+        text = field.metadata["help"]
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        if field.default is not None:
+            text += f" (default: {field.default})"
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        if typing.get_origin(hint) is typing.Literal:
+            options["choices"] = kinds
+        elif hint is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            kind = kinds[0] if kinds else hint
+            options |= {"type": kind, "metavar": _METAVARS[kind]}
+        group.add_argument(f"--{field.name.replace('_', '-')}", help=text.replace("%", "%%"), **options)
+
+
+def engine_config(arguments: argparse.Namespace) -> tuple[EngineConfig, dict[str, Any]]:
+    """The configuration, and the options that were given."""
+    given = {f.name: getattr(arguments, f.name) for f in fields(EngineConfig) if hasattr(arguments, f.name)}
+    return EngineConfig(**given), given

@@ -1,0 +1,127 @@
+"""Prometheus metrics: vLLM's names after our own prefix, so that its dashboards work (`--metrics-prefix vllm`)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from serve.generation import Choice, Delta
+
+if TYPE_CHECKING:
+    from jaxspec.engine.engine import EngineStats
+
+_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
+    0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_PER_TOKEN = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
+    0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_REQUEST = (
+    0.01, 0.05, 0.1, 0.3, 0.5,
+    0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """The engine's state after its latest step, as the engine thread saw it."""
+
+    stats: "EngineStats"
+    compiles: int
+    compiles_after_warmup: int
+
+
+class Metrics(Collector):
+    """All metrics of one server, in a registry of its own.
+
+    Attributes:
+        snapshot: replaced by the engine thread, read when /metrics is scraped; None while the model loads.
+    """
+
+    def __init__(self, model_name: str, prefix: str = "jaxspec"):
+        self._prefix = prefix
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self.snapshot: EngineSnapshot | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._success = Counter(
+            f"{prefix}:request_success",
+            "Finished requests",
+            [*self._labels, "finished_reason"],
+            registry=self._registry,
+        )
+        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Time between two tokens", _PER_TOKEN)
+        self._per_output_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between two tokens of a request", _PER_TOKEN
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token", _REQUEST)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step", _REQUEST)
+        self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token", _REQUEST)
+        self._decode = self._histogram("request_decode_time_seconds", "First to last token", _REQUEST)
+        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._output_length = self._histogram("request_generation_tokens", "Output tokens of a request", _TOKENS)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"{self._prefix}:{name}", text, list(self._labels), buckets=buckets, registry=self._registry)
+        return family.labels(**self._labels)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def record(self, choice: Choice, delta: Delta, now: float) -> None:
+        """Output of one step for one choice. Latency between tokens counts each token, not each step."""
+        request, new = choice.request, len(delta.ids)
+        if new and choice.first_token_time is None:
+            choice.first_token_time = now
+            self._first_token.observe(now - request.arrival_time)
+        elif new and choice.last_token_time is not None:
+            for _ in range(new):
+                self._inter_token.observe((now - choice.last_token_time) / new)
+        if delta.ids:
+            choice.last_token_time = now
+        if delta.finish_reason is None:
+            return
+        self._success.labels(**self._labels, finished_reason=delta.finish_reason.value).inc()
+        outputs = choice.num_ids + len(delta.ids)
+        self._e2e.observe(now - request.arrival_time)
+        self._prompt_length.observe(len(request.prompt_ids))
+        self._output_length.observe(outputs)
+        if request.first_scheduled_time is not None:
+            self._queue.observe(request.first_scheduled_time - request.arrival_time)
+            if choice.first_token_time is not None:
+                self._prefill.observe(choice.first_token_time - request.first_scheduled_time)
+        if choice.first_token_time is not None:
+            self._decode.observe(now - choice.first_token_time)
+            if outputs > 1:
+                self._per_output_token.observe((now - choice.first_token_time) / (outputs - 1))
+
+    def collect(self) -> Iterable[Metric]:
+        """Gauges and counters that the engine keeps itself, read at scrape time."""
+        if self.snapshot is None:
+            return
+        stats = self.snapshot.stats
+        for name, text, value in (
+            ("num_requests_running", "Requests with KV pages", stats.num_running),
+            ("num_requests_waiting", "Requests without KV pages", stats.num_waiting),
+            ("kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1", stats.kv_cache_usage),
+        ):
+            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(self._labels))
+            gauge.add_metric(list(self._labels.values()), value)
+            yield gauge
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens accepted", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("num_preemptions", "Requests that lost their KV pages to others", stats.num_preemptions),
+            ("jit_compiles", "XLA compilations", self.snapshot.compiles),
+            ("jit_compiles_after_warmup", "XLA compilations that warm-up missed", self.snapshot.compiles_after_warmup),
+        ):
+            counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=list(self._labels))
+            counter.add_metric(list(self._labels.values()), value)
+            yield counter

@@ -1,0 +1,88 @@
+"""Around every request: its id, its line in the log, the API key, the count of requests in flight."""
+
+import hashlib
+import logging
+import re
+import secrets
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.errors import ApiError, server_error
+from serve.service import Service
+
+logger = logging.getLogger("jaxspec.access")
+
+# Load balancers poll these, and have no key.
+OPEN_PATHS = frozenset({"/health", "/ready"})
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class RequestContext:
+    """Outermost: gives the request an id (the client's own where it is harmless), counts it and logs its end.
+
+    Also the last resort for bugs, so that their answer has the usual shape, and an id to find them by in the log.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        offered = Headers(scope=scope).get("x-request-id", "")
+        request_id = offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+        quiet = scope["path"] in _QUIET_PATHS
+        status, start = 0, time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        self._service.in_flight += not quiet
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("bug in a request handler, id=%s", request_id)
+            if status:
+                raise  # the answer has begun: uvicorn breaks the connection off
+            await server_error().response()(scope, receive, send_with_id)
+        finally:
+            self._service.in_flight -= not quiet
+            if not quiet:
+                seconds = time.monotonic() - start
+                logger.info("%s %r %d %.3fs id=%s", scope["method"], scope["path"], status, seconds, request_id)
+
+
+class ApiKeyAuth:
+    """Denies by default: without a key nothing but the open paths answers, unknown paths included."""
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]):
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(Headers(scope=scope)):
+            error = ApiError(
+                401,
+                "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _allowed(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
+        matches = [secrets.compare_digest(digest, known) for known in self._digests]  # all, in constant time
+        return scheme.lower() == "bearer" and any(matches)

@@ -1,0 +1,154 @@
+"""What all endpoints share: the engine thread, the model's names, the tokenising pool, and who may come in."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxspec.engine.request import Request
+from jaxspec.errors import InvalidRequestError
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.text import TextStream, Tokenizer
+from serve.engine_thread import EngineThread, Phase
+from serve.errors import ApiError, unavailable
+from serve.generation import Choice
+from serve.metrics import Metrics
+from serve.model import Progress, ServedModel
+
+T = TypeVar("T")
+
+_TOKENIZER_THREADS = 2
+# How long a device step may take to end once the server stops.
+ENGINE_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """
+    Attributes:
+        model: what to serve, as the user named it.
+        served_model_names: names that clients may use; by default the last part of `model`.
+        api_keys: any of them opens all paths; none means that no key is needed.
+        metrics_prefix: in front of all Prometheus names.
+    """
+
+    model: str
+    served_model_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    metrics_prefix: str = "jaxspec"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.served_model_names or (Path(self.model).name or self.model,)
+
+
+class Service:
+    """
+    Attributes:
+        draining: set when the server is to end: nobody new comes in.
+        in_flight: HTTP requests being answered, the health checks not counted.
+        engine_stop_seconds: how long `close` waits for the step that runs.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        load: Callable[[Progress], ServedModel],
+        *,
+        on_phase: Callable[[Phase], None] = lambda _phase: None,
+        **engine_options: Any,
+    ):
+        self.settings = settings
+        self.metrics = Metrics(settings.names[0], settings.metrics_prefix)
+        self.engine_thread = EngineThread(load, self.metrics, on_phase=on_phase, **engine_options)
+        self.created = int(time.time())
+        self.draining = False
+        self.in_flight = 0
+        self.engine_stop_seconds = ENGINE_STOP_SECONDS
+        self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+
+    async def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        # A model that is still loading cannot be interrupted.
+        loading = self.engine_thread.phase is Phase.LOADING
+        await self.engine_thread.stop(0.0 if loading else self.engine_stop_seconds)
+
+    def model(self) -> ServedModel:
+        """The model, for a request that wants to use it now.
+
+        Raises:
+            ApiError: 503 while it loads, when it has failed, and while the server drains.
+        """
+        if self.draining:
+            raise unavailable("the server is shutting down")
+        phase, model = self.engine_thread.phase, self.engine_thread.model
+        if phase is Phase.LOADING or model is None:
+            raise unavailable("the model is loading")
+        if phase is not Phase.READY:
+            raise unavailable("the engine has stopped")
+        return model
+
+    def resolve_name(self, name: str | None) -> str:
+        """The name to answer with.
+
+        Raises:
+            ApiError: 404 for a name that is not served.
+        """
+        if name is None:
+            return self.settings.names[0]
+        if name not in self.settings.names:
+            served = ", ".join(self.settings.names)
+            raise ApiError(
+                404, f"the model {name!r} does not exist (served: {served})", param="model", code="model_not_found"
+            )
+        return name
+
+    def tokenizer(self) -> Tokenizer:
+        """
+        Raises:
+            InvalidRequestError: the model has none.
+        """
+        tokenizer = self.model().tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
+        return tokenizer
+
+    def refuse_hopeless(self, texts: Iterable[str], param: str) -> None:
+        """
+        Raises:
+            InvalidRequestError: the texts cannot fit the context, which shows before they are encoded.
+        """
+        limit = self.model().engine.max_model_len
+        least = sum(map(self.tokenizer().least_tokens, texts))
+        if least >= limit:
+            raise InvalidRequestError(
+                f"the prompt has at least {least} tokens, but the maximum context length is {limit} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def in_pool(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs what may take long on a long text off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))
+
+    def make_choices(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], arrival_time: float
+    ) -> list[Choice]:
+        """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them."""
+        tokenizer = self.model().tokenizer
+        if tokenizer is None and params[0].stop:
+            raise InvalidRequestError("this model has no tokenizer: stop strings need one", param="stop")
+        prefix = uuid.uuid4().hex
+        choices: list[Choice] = []
+        for prompt_ids in prompts:
+            for each in params:
+                stream = TextStream(tokenizer, prompt_ids, each) if tokenizer else None
+                name = f"{prefix}-{len(choices)}"
+                request = Request(name, prompt_ids, each, stop_rule=stream, arrival_time=arrival_time)
+                choices.append(Choice(len(choices), request, stream))
+        return choices

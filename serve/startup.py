@@ -1,0 +1,55 @@
+"""What `jaxspec serve` prints while it starts: one line each, so that it reads the same in a terminal and in a log."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from serve.model import Progress, ServedModel
+
+# Loading may report every tensor; a log wants a line now and then.
+_PROGRESS_SECONDS = 1.0
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+class ProgressLines:
+    """Prints progress at most once a second, and always its first and last line."""
+
+    def __init__(self) -> None:
+        self._printed = float("-inf")
+        self._started = time.monotonic()
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        now = time.monotonic()
+        if done >= total or now - self._printed >= _PROGRESS_SECONDS:
+            self._printed = now
+            say(f"[{now - self._started:6.1f} s] {done}/{total} {what}")
+
+
+def both(first: Progress, second: Progress) -> Progress:
+    def report(done: int, total: int, what: str) -> None:
+        first(done, total, what)
+        second(done, total, what)
+
+    return report
+
+
+def announce_start(version: str, options: Mapping[str, Any]) -> None:
+    say(f"jaxspec {version}")
+    if options:
+        say("Options: " + ", ".join(f"{name}={value}" for name, value in options.items()))
+
+
+def announce_ready(model: ServedModel, name: str, url: str, *, with_key: bool) -> None:
+    width = max(map(len, model.description), default=0)
+    for label, value in model.description.items():
+        say(f"{label + ':':<{width + 1}} {value}")
+    say(f"Serving {name} at {url}. Try:")
+    key = ' -H "authorization: Bearer $JAXSPEC_API_KEY"' if with_key else ""
+    if model.tokenizer is None:
+        body = f'{{"model": "{name}", "prompt": [1, 2, 3], "max_tokens": 16, "return_token_ids": true}}'
+    else:
+        body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 64}}'
+    say(f"  curl {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'")

@@ -1,0 +1,85 @@
+"""Servers for the tests: the real application on a real port, with whatever engine a test brings."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from serve.model import ServedModel
+from serve.server import bind, http_config
+from serve.service import ServerSettings, Service
+from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
+
+
+@dataclass
+class RunningServer:
+    base_url: str
+    service: Service
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.01)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.base_url + path, **options)
+
+    def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.base_url + path, json=json, timeout=30, **options)
+
+
+StartServer = Callable[..., RunningServer]
+
+
+def _start(load: Callable[[Any], ServedModel], stops: list[Callable[[], None]], **options: Any) -> RunningServer:
+    engine_options = {"stall_seconds": options.pop("stall_seconds")} if "stall_seconds" in options else {}
+    wait_ready = options.pop("wait_ready", True)
+    service = Service(ServerSettings(**{"model": "mock", **options}), load, **engine_options)
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(http_config(service))
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+    stops.append(stop)
+    running = RunningServer(f"http://127.0.0.1:{sock.getsockname()[1]}", service)
+    running.wait_until(lambda: server.started)
+    if wait_ready:
+        running.wait_until(lambda: running.get("/ready").status_code == 200)
+    return running
+
+
+@pytest.fixture
+def start_server() -> Iterator[StartServer]:
+    """`start_server(model, **ServerSettings fields)`; `model` is a `ServedModel` or a function that loads one.
+
+    Also takes `stall_seconds` of the engine thread, and `wait_ready=False`.
+    """
+    stops: list[Callable[[], None]] = []
+
+    def start(model: ServedModel | Callable[[Any], ServedModel], **options: Any) -> RunningServer:
+        load = (lambda _progress: model) if isinstance(model, ServedModel) else model
+        return _start(load, stops, **options)
+
+    yield start
+    for stop in stops:
+        stop()
+
+
+@pytest.fixture(scope="package")
+def mock_server() -> Iterator[RunningServer]:
+    """A server that tests share as long as they leave it as it was."""
+    stops: list[Callable[[], None]] = []
+    yield _start(lambda _progress: served(MockEngine(), byte_tokenizer()), stops)
+    for stop in stops:
+        stop()

@@ -1,0 +1,150 @@
+"""An engine without a model: it honours the contract of `jaxspec.engine.engine.Engine` and writes text by hash.
+
+The output is a pure function of prompt, seed and position, so that every run of a request can be compared with every
+other. Its ids are bytes, characters of several bytes included, and a step yields one to three of them, as speculation does.
+"""
+
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RustTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from jaxspec.engine.request import FinishReason, Request, RequestOutput
+from jaxspec.errors import InvalidRequestError
+from jaxspec.text import Tokenizer
+from serve.model import ServedModel
+
+SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "<|begin|>{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+WORDS = ["alpha", "bêta", "γ", "日本語", "😀", "👩‍👩‍👧", " ", " ", "\n", "\n\n", "stop", "def f(x):"]
+EOS = 257
+
+
+def byte_tokenizer(*, chat: bool = True) -> Tokenizer:
+    """Ids 0-255 are bytes in byte-level order, then the special tokens."""
+    rust = RustTokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template=TEMPLATE if chat else None), [EOS])
+
+
+class MockEngine:
+    """
+    Args:
+        step_seconds: how long a step takes.
+        max_running: rows of a step; the other requests wait.
+
+    Attributes:
+        fail: a step raises this.
+        nan_in: prompts that begin with this id end with an error, as a NaN row does.
+        gate: steps wait for it.
+    """
+
+    vocab_size = 256 + len(SPECIAL)
+
+    def __init__(self, *, max_model_len: int = 512, max_running: int = 16, step_seconds: float = 0.0):
+        self.max_model_len = max_model_len
+        self.aborted: list[str] = []
+        self.fail: Exception | None = None
+        self.nan_in: int | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self._max_running = max_running
+        self._step_seconds = step_seconds
+        self._tokenizer = byte_tokenizer()
+        self._requests: dict[str, Request] = {}
+        self._sources: dict[str, Iterator[int]] = {}
+        self._early: list[RequestOutput] = []
+        self._seeds = itertools.count(1)
+        self._prompt_tokens = self._generation_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._early)
+
+    def validate(self, request: Request) -> None:
+        limit, max_tokens = self.max_model_len, request.params.max_tokens
+        if not request.prompt_len:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        if outside := [i for i in request.tokens if not 0 <= i < self.vocab_size]:
+            raise InvalidRequestError(f"token id {outside[0]} is outside the vocabulary", param="prompt")
+        if request.prompt_len + (max_tokens or 1) > limit:
+            raise InvalidRequestError(
+                f"prompt of {request.prompt_len} and {max_tokens} output tokens exceed the context of {limit}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def add(self, request: Request) -> None:
+        self.validate(request)
+        params = request.params
+        room = self.max_model_len - request.prompt_len
+        request.max_total = request.prompt_len + min(params.max_tokens or room, room)
+        request.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+        request.seed = 0 if params.greedy else (params.seed if params.seed is not None else next(self._seeds))
+        self._prompt_tokens += request.prompt_len
+        self._requests[request.id] = request
+        self._sources[request.id] = self._text(request)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._requests:
+            self.aborted.append(request_id)
+            del self._requests[request_id]
+            self._early.append(RequestOutput(request_id, (), (), FinishReason.ABORT))
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(self._step_seconds)
+        self.gate.wait()
+        if self.fail is not None:
+            raise self.fail
+        outputs, self._early = self._early, []
+        for request in list(self._requests.values())[: self._max_running]:
+            request.first_scheduled_time = request.first_scheduled_time or time.monotonic()
+            if request.tokens[0] == self.nan_in:
+                outputs.append(RequestOutput(request.id, (), (), FinishReason.ERROR, "the model produced NaN"))
+                del self._requests[request.id]
+                continue
+            ids = list(itertools.islice(self._sources[request.id], 1 + len(request.tokens) % 3))
+            kept, reason = request.accept(ids)
+            self._generation_tokens += kept
+            logprobs = tuple(-token / 256 for token in ids[:kept])
+            outputs.append(RequestOutput(request.id, tuple(ids[:kept]), logprobs, reason))
+            if reason:
+                del self._requests[request.id]
+        return outputs
+
+    def stats(self) -> SimpleNamespace:
+        running = min(len(self._requests), self._max_running)
+        return SimpleNamespace(
+            num_running=running,
+            num_waiting=len(self._requests) - running,
+            kv_cache_usage=running / self._max_running,
+            num_preemptions=0,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def _text(self, request: Request) -> Iterator[int]:
+        """Words by hash, with an end-of-text id after about forty words."""
+        prompt = bytes(str(request.tokens), "ascii")
+        for position in itertools.count():
+            digest = hashlib.sha256(prompt + f"/{request.seed}/{position}".encode()).digest()
+            if digest[1] < 6:
+                yield EOS
+            yield from self._tokenizer.encode(WORDS[digest[0] % len(WORDS)])
+
+
+def served(engine: MockEngine, tokenizer: Tokenizer | None) -> ServedModel:
+    return ServedModel(engine, tokenizer, {"Model": "mock", "KV cache": "no pages"}, lambda: (7, 0))

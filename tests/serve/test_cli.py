@@ -1,0 +1,168 @@
+"""The command line, without a model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxspec
+from jaxspec.config import EngineConfig
+from jaxspec.errors import ModelFormatError
+from serve import cli
+from serve.flags import Parser, add_engine_flags, engine_config, parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["convert", "--help"], ["version"]])
+def test_quick_commands_import_nothing_heavy(argv):
+    code = (
+        "import sys, time\nfrom serve.cli import main\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code\n"
+        "heavy = {'jax', 'transformers', 'torch', 'fastapi', 'flax'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "print(time.process_time(), file=sys.stderr)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    times = []  # of the processor: the machine may be busy with other tests
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        times.append(float(done.stderr))
+    assert min(times) < 0.5
+    assert "jaxspec" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["serve", "--max-model-length", "5"],
+            "error: unknown flag --max-model-length (did you mean --max-model-len?)",
+        ),
+        (["serve", "--max_model_length=5"], "error: unknown flag --max-model-length (did you mean --max-model-len?)"),
+        (["serve", "--zzz"], "error: unknown flag --zzz (see jaxspec serve --help)"),
+        (["serve", "a", "b"], "error: unknown argument b (see jaxspec serve --help)"),
+        (["convert", "a"], "error: the following arguments are required: OUT (see jaxspec convert --help)"),
+        (["serve", "--port", "x"], "error: argument --port: invalid int value: 'x' (see jaxspec serve --help)"),
+    ],
+)
+def test_usage_errors_are_one_line(capsys, argv, message):
+    assert run(capsys, *argv) == (2, "", message + "\n")
+
+
+def test_an_unknown_command(capsys):
+    code, _, err = run(capsys, "serv")
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--max-model-len", "0"], "max_model_len must be at least 1, got 0"),
+        (["serve", "--port", "70000"], "--port must be between 0 and 65535, got 70000"),
+        (["serve", "--api-key", ""], "an API key is empty (--api-key or JAXSPEC_API_KEY)"),
+        (["serve", "--api-key-file", "/no/such/file"], None),
+        (["serve", "--metrics-prefix", "a b"], "--metrics-prefix must be a plain name, got 'a b'"),
+        (["serve", "--host", "256.1.1.1", "--port", "0"], None),
+    ],
+)
+def test_what_cannot_work_is_one_line(capsys, argv, message):
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message is None or err == f"error: {message}\n"
+
+
+def test_an_empty_key_variable_does_not_open_the_server(capsys, monkeypatch):
+    monkeypatch.setenv("JAXSPEC_API_KEY", "")
+    assert run(capsys, "serve")[0] == 1
+
+
+def test_keys_come_from_flags_file_and_variable(monkeypatch, tmp_path):
+    (tmp_path / "keys").write_text("two\nthree\n")
+    monkeypatch.setenv("JAXSPEC_API_KEY", "four")
+    parser, commands = cli._parsers([])
+    arguments = parse(parser, commands, ["serve", "--api-key", "one", "--api-key-file", str(tmp_path / "keys")])
+    assert cli._api_keys(arguments) == ("one", "four", "two", "three")
+
+
+def test_jaxspec_errors_have_no_traceback(capsys, monkeypatch):
+    def broken(_arguments):
+        raise ModelFormatError("no config.json\n  in there")
+
+    monkeypatch.setattr(cli, "_convert", broken)
+    assert run(capsys, "convert", "a", "b") == (1, "", "error: no config.json in there\n")
+
+
+def test_control_c(capsys, monkeypatch):
+    def interrupted(_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_convert", interrupted)
+    assert run(capsys, "convert", "a", "b") == (130, "", "error: interrupted\n")
+
+
+def test_engine_flags_are_the_fields_of_the_config():
+    argv = ["serve", "--max-model-len", "100", "--max_num_seqs=3", "--gpu-memory-utilization", "0.5"]
+    config, given = engine_config(parse(*cli._parsers([]), [*argv, "--dtype", "float32"]))
+    assert config == EngineConfig(max_model_len=100, max_num_seqs=3, gpu_memory_utilization=0.5, dtype="float32")
+    assert given == {"max_model_len": 100, "max_num_seqs": 3, "gpu_memory_utilization": 0.5, "dtype": "float32"}
+    parser = Parser(prog="x")
+    add_engine_flags(parser)
+    assert {flag[2:].replace("-", "_") for flag in parser.flags()} - {"help"} == set(EngineConfig.__dataclass_fields__)
+
+
+def test_convert_passes_its_arguments(capsys, monkeypatch, tmp_path):
+    import convert.convert
+
+    seen = {}
+
+    def fake(source, out, **options):
+        seen.update(source=source, out=out, **options)
+        return out
+
+    monkeypatch.setattr(convert.convert, "convert_checkpoint", fake)
+    code, out, _ = run(capsys, "convert", "org/model", str(tmp_path / "out"), "--revision", "main")
+    assert code == 0
+    assert (seen["source"], seen["out"], seen["revision"]) == ("org/model", tmp_path / "out", "main")
+    assert "jaxspec serve" in out
+
+
+def test_benchmarks_need_the_repository(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(jaxspec, "__file__", str(tmp_path / "jaxspec" / "__init__.py"))
+    code, _, err = run(capsys, "bench", "step", "--anything")
+    assert code == 1
+    assert "benchmarks live in the repository" in err
+
+
+def test_the_benchmarks_get_the_rest_of_the_line(capsys, monkeypatch, tmp_path):
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    (tmp_path / "bench" / "__main__.py").write_text("def main(argv):\n    print(argv)\n    return 3\n")
+    monkeypatch.setattr(jaxspec, "__file__", str(tmp_path / "jaxspec" / "__init__.py"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bench"]:
+        monkeypatch.delitem(sys.modules, name)
+    code, out, _ = run(capsys, "bench", "step", "--help")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bench"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert (code, out) == (3, "['step', '--help']\n")
+
+
+def test_no_command_prints_help(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    assert "serve" in out

@@ -1,0 +1,142 @@
+"""A request is dropped when its client goes away, wherever it is: running, waiting, streaming or not."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+from jaxspec.engine.request import FinishReason, Request, RequestOutput
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.text import TextStream
+from serve.generation import Choice, Delta, Generation
+from tests.serve.client_checks import client, stream_texts
+from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
+
+ENDLESS = {"prompt": "hi", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+def send(base_url: str, body: dict) -> socket.socket:
+    """Sends a completion request and leaves the connection open."""
+    request = httpx.Request("POST", f"{base_url}/v1/completions", json=body)
+    head = "".join(f"{k}: {v}\r\n" for k, v in request.headers.items())
+    url = httpx.URL(base_url)
+    connection = socket.create_connection((url.host, url.port))
+    connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("state", ["running", "waiting"])
+def test_a_disconnect_drops_the_request(start_server, stream, state):
+    engine = MockEngine(step_seconds=0.005, max_running=1)
+    server = start_server(served(engine, byte_tokenizer()))
+    connections = [send(server.base_url, ENDLESS | {"stream": stream, "n": 2})]
+    server.wait_until(lambda: engine.stats().generation_tokens > 5)
+    if state == "waiting":  # behind the first one
+        connections.append(send(server.base_url, ENDLESS | {"stream": stream}))
+        server.wait_until(lambda: engine.stats().num_waiting == 2)
+        if stream:  # accepted, so the status line came, and no token yet
+            assert connections[1].recv(12) == b"HTTP/1.1 200"
+        connections[1].close()
+        server.wait_until(lambda: len(engine.aborted) == 1)
+        assert engine.has_work
+    connections[0].close()
+    server.wait_until(lambda: not engine.has_work)
+    assert len(engine.aborted) == (3 if state == "waiting" else 2)
+    server.wait_until(lambda: server.service.in_flight == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_before_the_engine_took_the_request(start_server, stream):
+    engine = MockEngine()
+    server = start_server(served(engine, byte_tokenizer()))
+    engine.gate.clear()
+    first = send(server.base_url, ENDLESS)  # holds the engine thread inside a step
+    server.wait_until(lambda: engine.stats().num_running == 1)
+    second = send(server.base_url, ENDLESS | {"stream": stream})
+    server.wait_until(lambda: server.service.in_flight == 2)
+    for connection in (first, second):
+        connection.close()
+    server.wait_until(lambda: server.service.in_flight == 0)
+    engine.gate.set()
+    server.wait_until(lambda: not engine.has_work)
+    assert stream_texts(server.base_url, model="mock", prompt="hi", max_tokens=5, temperature=0)
+
+
+def test_the_openai_client_may_close_a_stream(start_server):
+    engine = MockEngine(step_seconds=0.005)
+    server = start_server(served(engine, byte_tokenizer()))
+    options = {"prompt": "hi", "max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    stream = client(server.base_url).completions.create(model="mock", stream=True, **options)
+    next(iter(stream))
+    stream.close()
+    server.wait_until(lambda: not engine.has_work)
+    assert len(engine.aborted) == 1
+
+
+def test_output_that_nobody_reads_yet_is_merged():
+    async def run() -> list[Delta]:
+        request = Request("r", [1], SamplingParams(ignore_eos=True))
+        choice = Choice(0, request, TextStream(byte_tokenizer(), [1], request.params))
+        generation = Generation([choice], lambda _ids: None)
+        deltas = generation.deltas()
+        for part in ((70, 71), (72,), (73, 74)):
+            choice.stream.feed(part, False)
+            generation.put(choice, choice.make_delta(RequestOutput("r", part, (-1.0,) * len(part))))
+        first = (await anext(deltas))[1]
+        choice.stream.feed((75,), True)
+        generation.put(choice, choice.make_delta(RequestOutput("r", (75,), (-1.0,), FinishReason.LENGTH)))
+        return [first, *[delta async for _, delta in deltas]]
+
+    first, last = asyncio.run(run())
+    assert (first.ids, first.offsets, first.finish_reason) == ([70, 71, 72, 73, 74], [0, 1, 2, 3, 4], None)
+    assert first.text == byte_tokenizer().decode(first.ids)
+    assert (last.ids, last.offsets, last.finish_reason) == ([75], [5], FinishReason.LENGTH)
+
+
+def test_a_slow_reader_loses_nothing_and_slows_nobody(start_server):
+    engine = MockEngine(max_model_len=20_000)
+    server = start_server(served(engine, byte_tokenizer()))
+    body = ENDLESS | {"max_tokens": 15_000, "logprobs": 0}
+    whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    slow = send(server.base_url, body | {"stream": True})
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    server.wait_until(lambda: not engine.has_work, 30)  # finished, though nothing was read
+    start = time.monotonic()
+    assert server.post("/v1/completions", {"prompt": "hi", "max_tokens": 5}).status_code == 200
+    assert time.monotonic() - start < 1
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    received = bytearray()
+    while b"data: [DONE]" not in received[-100:]:
+        part = slow.recv(1 << 20)
+        assert part
+        received += part
+    slow.close()
+    texts = [
+        json.loads(line[6:])["choices"][0]["text"] for line in received.splitlines() if line.startswith(b"data: {")
+    ]
+    assert "".join(texts) == whole
+
+
+def test_many_aborts_leave_nothing_behind(start_server):
+    engine = MockEngine(step_seconds=0.002)
+    server = start_server(served(engine, byte_tokenizer()))
+
+    def abandon(count: int) -> None:
+        for i in range(count):
+            connection = send(server.base_url, ENDLESS | {"stream": i % 2 == 0})
+            time.sleep(0.003 * (i % 4))
+            connection.close()
+
+    threads = [threading.Thread(target=abandon, args=(40,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server.wait_until(lambda: server.service.in_flight == 0 and not engine.has_work)
+    assert not server.service.engine_thread._running
+    assert not server.service.engine_thread._generations

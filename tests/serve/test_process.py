@@ -1,0 +1,220 @@
+"""The server as a process: port, signals, exit codes, output. The engine is the mock, the rest is what users run."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.client_checks import check_error, sse
+
+ROOT = Path(__file__).parents[2]
+# `jaxspec serve`, with the model's loading replaced.
+SCRIPT = """
+import sys, time
+import serve.model
+from jaxspec.errors import ModelFormatError
+from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
+
+def load(model, config, revision, progress):
+    if model == "broken":
+        raise ModelFormatError("the folder\\nhas no config.json")
+    for i in range(3):
+        progress(i + 1, 3, "compiling")
+        time.sleep(100 if model == "slow" else 0.01)
+    engine = MockEngine(step_seconds=0.02)
+    if model == "dies":
+        engine.fail = RuntimeError("out of luck")
+    return served(engine, byte_tokenizer())
+
+serve.model.load_model = load
+from serve.cli import main
+sys.exit(main())
+"""
+SLOW = {"prompt": "hi", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+class Process:
+    def __init__(self, *arguments: str, **environment: str):
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
+        )
+        self.output = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._popen.stdout
+        for line in self._popen.stdout:
+            self.output += line
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 20
+        while text not in self.output:
+            assert time.monotonic() < deadline, self.output
+            assert self._popen.poll() is None, self.output
+            time.sleep(0.01)
+
+    @property
+    def base_url(self) -> str:
+        self.wait_for("/v1/completions")
+        return self.output.split(" at ")[1].split(". Try")[0]
+
+    def signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def exit_code(self, seconds: float = 10) -> int:
+        code = self._popen.wait(seconds)
+        self._reader.join()
+        return code
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+        self._reader.join()
+        assert self._popen.stdout
+        self._popen.stdout.close()
+
+
+@pytest.fixture
+def start() -> Iterator[type[Process]]:
+    processes: list[Process] = []
+
+    def run(*arguments: str, **environment: str) -> Process:
+        processes.append(Process(*arguments, **environment))
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        process.kill()
+
+
+def test_sigterm_finishes_what_runs_and_lets_nobody_in(start):
+    process = start("mock", "--port", "0")
+    url = process.base_url
+    results: dict[str, object] = {}
+
+    def stream() -> None:
+        results["events"] = sse(url, "/v1/completions", SLOW | {"stream": True})[1]
+
+    threads = [threading.Thread(target=stream)]
+    for thread in threads:
+        thread.start()
+    while 'jaxspec:num_requests_running{engine="0",model_name="mock"} 1.0' not in httpx.get(f"{url}/metrics").text:
+        time.sleep(0.01)
+    process.signal(signal.SIGTERM)
+    process.wait_for("SIGTERM")
+    ready = httpx.get(f"{url}/ready")
+    assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+    assert httpx.get(f"{url}/health").status_code == 200
+    refused = httpx.post(f"{url}/v1/completions", json=SLOW)
+    assert "shutting down" in check_error(refused, 503, None, "service_unavailable")
+    assert refused.headers["retry-after"]
+    for thread in threads:
+        thread.join()
+    assert results["events"][-1] == "[DONE]"
+    assert '"finish_reason":"length"' in results["events"][-2]
+    assert process.exit_code() == 0, process.output
+    assert "Traceback" not in process.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_ends_at_once(start, number):
+    process = start("mock", "--port", "0")
+    assert httpx.get(f"{process.base_url}/health").status_code == 200
+    before = time.monotonic()
+    process.signal(number)
+    assert process.exit_code() == 0, process.output
+    assert time.monotonic() - before < 3
+    assert "Traceback" not in process.output
+
+
+@pytest.mark.parametrize("how", ["timeout", "second signal"])
+def test_what_does_not_finish_in_time_gets_an_error(start, how):
+    process = start("mock", "--port", "0", "--shutdown-timeout", "0.2" if how == "timeout" else "60")
+    url = process.base_url
+    events: list[str] = []
+    body = SLOW | {"max_tokens": 500, "stream": True}
+    thread = threading.Thread(target=lambda: events.extend(sse(url, "/v1/completions", body)[1]))
+    thread.start()
+    while 'num_requests_running{engine="0",model_name="mock"} 1.0' not in httpx.get(f"{url}/metrics").text:
+        time.sleep(0.01)
+    process.signal(signal.SIGTERM)
+    if how == "second signal":
+        process.wait_for("SIGTERM")
+        process.signal(signal.SIGTERM)
+    thread.join()
+    assert events[-1] == "[DONE]"
+    assert '"service_unavailable"' in events[-2]
+    assert process.exit_code() == (0 if how == "timeout" else 128 + signal.SIGTERM), process.output
+    assert "Traceback" not in process.output
+
+
+def test_engine_death_ends_the_process(start):
+    process = start("dies", "--port", "0")
+    check_error(httpx.post(f"{process.base_url}/v1/completions", json=SLOW), 500, None, "server_error")
+    assert process.exit_code() == 1
+    assert "out of luck" in process.output  # in the log, for whoever runs it
+
+
+def test_a_signal_while_loading(start):
+    process = start("slow", "--port", "0")
+    process.wait_for("compiling")
+    process.signal(signal.SIGTERM)
+    assert process.exit_code() == 0, process.output
+    assert "Traceback" not in process.output
+
+
+def test_a_model_that_cannot_be_loaded(start):
+    process = start("broken", "--port", "0")
+    assert process.exit_code() == 1
+    assert process.output.splitlines()[-1] == "error: the folder has no config.json"
+    assert "Traceback" not in process.output
+
+
+def test_the_port_is_taken_before_the_model_loads(start):
+    first = start("slow", "--port", "0", "--log-level", "debug")
+    first.wait_for("Listening on")
+    port = first.output.split("Listening on ")[1].split()[0].rpartition(":")[2]
+    before = time.monotonic()
+    second = start("slow", "--port", port)
+    assert second.exit_code() == 1
+    assert time.monotonic() - before < 3
+    assert second.output.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use")
+    assert httpx.get(f"http://127.0.0.1:{port}/ready").json()["status"] == "loading"
+
+
+def test_what_start_up_prints(start):
+    process = start("mock", "--port", "0", "--max_num-seqs", "4", JAXSPEC_API_KEY="secret-key")
+    url = process.base_url
+    lines = process.output.splitlines()
+    assert lines[0].startswith("jaxspec ")
+    for expected in ("Options: max_num_seqs=4", "Loading mock", "Model:    mock", f"Serving mock at {url}. Try:"):
+        assert expected in lines, process.output
+    assert any("3/3 compiling" in line for line in lines)
+    assert "curl" in lines[-1] or "curl" in process.output
+    assert "secret-key" not in process.output
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    assert httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer secret-key"}).status_code == 200
+    curl = next(line for line in lines if "curl" in line)
+    answer = subprocess.run(
+        ["bash", "-c", curl], capture_output=True, env={**os.environ, "JAXSPEC_API_KEY": "secret-key"}, check=True
+    )
+    assert b'"text_completion"' in answer.stdout
+    assert "without --api-key" not in process.output
+
+
+def test_an_open_server_warns(start):
+    process = start("mock", "--port", "0", "--host", "0.0.0.0")
+    process.wait_for("listening on 0.0.0.0 without --api-key: anybody may use it")
