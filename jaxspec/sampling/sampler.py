@@ -13,9 +13,16 @@ from jax import lax
 
 
 class Stream(enum.IntEnum):
-    """Independent streams of randomness at one position."""
+    """Independent streams of randomness at one position.
 
-    TARGET = 0
+    Noise that a draft has used must not decide about its acceptance, nor about what replaces it: shared noise biases
+    the output. Plain sampling is the case of no drafts, so it uses the bonus stream.
+    """
+
+    BONUS = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RECOVER = 3
 
 
 class SamplingRows(NamedTuple):
@@ -27,15 +34,21 @@ class SamplingRows(NamedTuple):
     seeds: jax.Array
 
 
-def gumbel(seeds: jax.Array, positions: jax.Array, stream: Stream, size: int) -> jax.Array:
-    """Standard Gumbel noise float32 [R, size] from seeds uint32 [R, 2] and positions int32 [R]."""
+def _key(seed: jax.Array, position: jax.Array, stream: jax.Array) -> jax.Array:
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, position), stream)
 
-    def row(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-        key = jax.random.fold_in(jax.random.fold_in(key, position), int(stream))
-        return jax.random.gumbel(key, (size,), jnp.float32)
 
-    return jax.vmap(row)(seeds, positions)
+def gumbel(seeds: jax.Array, positions: jax.Array, streams: jax.Array, size: int) -> jax.Array:
+    """Standard Gumbel noise float32 [R, size] from seeds uint32 [R, 2], positions and streams int32 [R]."""
+    draw = jax.vmap(lambda *row: jax.random.gumbel(_key(*row), (size,), jnp.float32))
+    return draw(seeds, positions, streams)
+
+
+def uniform(seeds: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array:
+    """Uniform numbers in [0, 1), float32 [R]."""
+    draw = jax.vmap(lambda *row: jax.random.uniform(_key(*row), (), jnp.float32))
+    return draw(seeds, positions, jnp.full(positions.shape, int(stream), jnp.int32))
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -76,6 +89,12 @@ def mask_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     return jnp.where(keep, logits, -jnp.inf)
 
 
+def transform(logits: jax.Array, rows: SamplingRows, *, full: bool) -> jax.Array:
+    """Logits [R, V] of the distribution that a row samples from; of greedy rows, as if the temperature were 1."""
+    scaled = logits / jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
+    return mask_top_p(mask_top_k(scaled, rows.top_k), rows.top_p) if full else scaled
+
+
 def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, full: bool) -> jax.Array:
     """Next ids int32 [R] from float32 logits [R, V]; greedy where the temperature is 0.
 
@@ -83,11 +102,9 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, full:
         positions: int32 [R] absolute position of the token to choose.
         full: also apply top_k and top_p (static).
     """
+    streams = jnp.full(positions.shape, int(Stream.BONUS), jnp.int32)
+    noisy = transform(logits, rows, full=full) + gumbel(rows.seeds, positions, streams, logits.shape[1])
     greedy = rows.temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, rows.temperature)[:, None]
-    if full:
-        scaled = mask_top_p(mask_top_k(scaled, rows.top_k), rows.top_p)
-    noisy = scaled + gumbel(rows.seeds, positions, Stream.TARGET, logits.shape[1])
     return jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=1).astype(jnp.int32)
 
 

@@ -1,0 +1,314 @@
+"""Losslessness of speculative verification, on the production functions with the production drafter in the loop.
+
+The toy target and draft are Markov chains: p and q depend on the last token, so that errors at later positions show.
+Each broken sampler that is known from the field is kept as a test of the tests.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.sampling import rejection
+from jaxspec.sampling.rejection import Verified, sample_draft, verify
+from jaxspec.sampling.sampler import SamplingRows, Stream, sample
+
+V, N = 8, 40_000
+CHI2_999 = {7: 24.3, 63: 103.4}  # 0.999 quantiles
+
+
+def chains(distance: float = 1.0):
+    """Target and draft logits [V, V], given the last token."""
+    rng = np.random.default_rng(0)
+    target = rng.normal(size=(V, V)).astype(np.float32) * 1.5
+    return target, (target + distance * rng.normal(size=(V, V))).astype(np.float32)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True), dtype=np.float64)
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, salt=0):
+    seeds = np.stack([np.arange(R), np.full(R, salt)], axis=1).astype(np.uint32)
+    return SamplingRows(
+        jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (R,)),
+        jnp.full(R, top_p, jnp.float32),
+        jnp.full(R, top_k, jnp.int32),
+        jnp.asarray(seeds),
+    )
+
+
+@partial(jax.jit, static_argnames=("k", "full", "one_hot", "drafter", "verifier"))
+def cycle(target, draft, last, rows, position, *, k, full=False, one_hot=False, drafter=sample_draft, verifier=verify):
+    """One speculative cycle from last tokens [R]: drafts k tokens, then verifies them."""
+    R = last.shape[0]
+    ids, log_qs, token = [], [], last
+    for i in range(k):
+        token, log_q = drafter(draft[token], rows, jnp.full(R, position + i))
+        ids.append(token)
+        log_qs.append(log_q)
+    drafts = jnp.stack(ids, axis=1) if k else jnp.zeros((R, 0), jnp.int32)
+    log_q = jnp.stack(log_qs, axis=1) if k else jnp.zeros((R, 0, V))
+    logits = target[jnp.concatenate([last[:, None], drafts], axis=1)]
+    return verifier(
+        logits, drafts, log_q, jnp.full(R, one_hot), jnp.full(R, k), rows, jnp.full(R, position), full=full
+    ), drafts
+
+
+def chi2(counts, p):
+    counts, p = np.asarray(counts, np.float64), np.asarray(p)
+    assert counts[p == 0].sum() == 0, "a token of probability zero was emitted"
+    p, counts = p[p > 0], counts[p > 0]
+    expected = counts.sum() * p
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def first_token_chi2(**options):
+    target, draft = options.pop("chains", chains())
+    last = jnp.full(N, 3)
+    rows = options.pop("rows", sampling_rows(N))
+    verified, _ = cycle(target, draft, last, rows, 100, **options)
+    return chi2(np.bincount(verified.ids[:, 0], minlength=V), softmax(target[3])), verified
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 7])
+def test_the_first_token_follows_the_target(k):
+    statistic, _ = first_token_chi2(k=k)
+    assert statistic < CHI2_999[7]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+def test_second_token_given_the_first(k, temperature):
+    """Pooled over first tokens, among windows that emitted at least two."""
+    target, draft = chains()
+    rows = sampling_rows(N, temperature)
+    verified, _ = cycle(target, draft, jnp.full(N, 3), rows, 100, k=k)
+    ids, accepted = np.asarray(verified.ids), np.asarray(verified.accepted)
+    total, df = 0.0, 0
+    p = softmax(target / temperature)
+    for first in range(V):
+        second = ids[(accepted >= 1) & (ids[:, 0] == first), 1]
+        if len(second) < 400:
+            continue
+        total += chi2(np.bincount(second, minlength=V), p[first])
+        df += V - 1
+    assert df >= 2 * (V - 1)
+    assert total < df + 3.3 * (2 * df) ** 0.5 + 8  # beyond the 0.999 quantile
+
+
+def test_the_bonus_follows_the_target_after_full_acceptance():
+    target, draft = chains(0.2)
+    verified, drafts = cycle(target, draft, jnp.full(N, 3), sampling_rows(N), 100, k=2)
+    full = np.asarray(verified.accepted) == 2
+    last = np.asarray(drafts)[full, 1]
+    bonus = np.asarray(verified.ids)[full, 2]
+    token = np.bincount(last).argmax()
+    assert chi2(np.bincount(bonus[last == token], minlength=V), softmax(target[token])) < CHI2_999[7]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_acceptance_is_exactly_the_overlap(temperature):
+    """Too few acceptances waste the draft, too many are lossy: equality on both sides, at every position."""
+    target, draft = chains()
+    verified, drafts = cycle(target, draft, jnp.full(N, 3), sampling_rows(N, temperature), 100, k=3)
+    overlap = np.minimum(softmax(target / temperature), softmax(draft / temperature)).sum(axis=1)
+    context, accepted = np.full(N, 3), np.asarray(verified.accepted)
+    reached = np.ones(N, bool)
+    for i in range(3):
+        expected = overlap[context[reached]]
+        got = (accepted > i)[reached].sum()
+        sigma = np.sqrt((expected * (1 - expected)).sum())
+        assert abs(got - expected.sum()) < 3 * sigma
+        reached &= accepted > i
+        context = np.asarray(drafts)[:, i]
+
+
+def test_draft_accept_and_recover_noise_are_independent():
+    """p and q of which two residual tokens are left with unequal q: shared noise shows here and almost nowhere else."""
+    p, q = np.array([0.1, 0.6, 0.3]), np.array([0.6, 0.3, 0.1])
+    pad = lambda x: np.log(np.concatenate([x, np.full(V - 3, 1e-30)])).astype(np.float32)  # noqa: E731
+    models = (np.tile(pad(p), (V, 1)), np.tile(pad(q), (V, 1)))
+    R = 200_000
+    verified, _ = cycle(*models, jnp.zeros(R, jnp.int32), sampling_rows(R), 7, k=1)
+    counts = np.bincount(verified.ids[:, 0], minlength=V)[:3]
+    assert ((counts - R * p) ** 2 / (R * p)).sum() < 13.8
+
+
+def test_support_and_extremes():
+    target, draft = chains()
+    R, last = 20_000, jnp.full(20_000, 3)
+    order = np.argsort(-target[3])
+    verified, _ = cycle(target, draft, last, sampling_rows(R, top_k=2), 100, k=3, full=True)
+    assert set(np.asarray(verified.ids[:, 0]).tolist()) == set(order[:2].tolist())
+    same, _ = cycle(target, target, last, sampling_rows(R), 100, k=3)
+    assert (np.asarray(same.accepted) == 3).all()
+    apart = np.full((2, V, V), -1e9, np.float32)
+    apart[0, :, :4], apart[1, :, 4:] = 0, 0
+    disjoint, _ = cycle(apart[0], apart[1], last, sampling_rows(R), 100, k=2)
+    assert (np.asarray(disjoint.accepted) == 0).all()
+    assert chi2(np.bincount(disjoint.ids[:, 0], minlength=V), softmax(apart[0, 0])) < CHI2_999[7]
+    point = np.full((V, V), -1e9, np.float32)
+    point[:, 5] = 0
+    certain, _ = cycle(point, draft, last, sampling_rows(R), 100, k=2)
+    assert (np.asarray(certain.ids[:, 0]) == 5).all()
+
+
+def test_top_k_and_top_p_of_the_target_alone():
+    """q knows nothing of the transforms and need not."""
+    target, draft = chains()
+    for options in ({"top_k": 4}, {"top_p": 0.8}):
+        rows = sampling_rows(N, 0.9, **options)
+        verified, _ = cycle(target, draft, jnp.full(N, 3), rows, 100, k=2, full=True)
+        scaled = target[3] / 0.9
+        probability = softmax(scaled)
+        ranked = np.sort(probability)[::-1]
+        keep = options.get("top_k") or int((ranked.cumsum() < options["top_p"]).sum()) + 1
+        p = np.where(probability >= ranked[keep - 1], probability, 0)
+        assert chi2(np.bincount(verified.ids[:, 0], minlength=V), p / p.sum()) < CHI2_999[7]
+
+
+def test_one_hot_drafts_are_lossless_and_slower():
+    """A sampled draft verified as a point mass, and a greedy draft: both right, with fewer acceptances."""
+    statistic, verified = first_token_chi2(k=3)
+    one_statistic, one_verified = first_token_chi2(k=3, one_hot=True)
+    assert statistic < CHI2_999[7]
+    assert one_statistic < CHI2_999[7]
+    assert one_verified.accepted.mean() < 0.7 * verified.accepted.mean(), "q was not used at all"
+    greedy_statistic, _ = first_token_chi2(k=3, one_hot=True, drafter=greedy_drafter)
+    assert greedy_statistic < CHI2_999[7]
+
+
+def test_rows_of_many_kinds_share_a_batch():
+    """Greedy and random rows, 0 to k drafts, another temperature each: every row is what it is alone, in any order."""
+    rng = np.random.default_rng(4)
+    R, k = 512, 3
+    logits = rng.normal(size=(R, k + 1, V)).astype(np.float32)
+    log_q = np.log(softmax(rng.normal(size=(R, k, V)))).astype(np.float32)
+    args = [
+        logits, rng.integers(0, V, (R, k)).astype(np.int32), log_q, rng.random(R) < 0.3,
+        rng.integers(0, k + 1, R).astype(np.int32),
+    ]  # fmt: skip
+    rows = sampling_rows(R, rng.choice([0.0, 0.7, 1.3], R))
+    positions = rng.integers(0, 1000, R).astype(np.int32)
+    run = jax.jit(partial(verify, full=False))
+    whole = run(*args, rows, positions)
+    order = rng.permutation(R)
+    permuted = run(*(a[order] for a in args), jax.tree.map(lambda a: a[order], rows), positions[order])
+    np.testing.assert_array_equal(permuted.accepted, whole.accepted[order])
+    live = np.arange(k + 1) <= np.asarray(whole.accepted)[:, None]
+    np.testing.assert_array_equal(np.where(live[order], permuted.ids, 0), np.where(live, whole.ids, 0)[order])
+    assert (np.asarray(whole.accepted) <= args[4]).all()
+
+    greedy = np.asarray(rows.temperature) == 0
+    best = logits.argmax(axis=2)
+    for r in np.flatnonzero(greedy):
+        matches = (args[1][r] == best[r, :k]) & (np.arange(k) < args[4][r])
+        a = int(np.cumprod(matches).sum())
+        assert whole.accepted[r] == a
+        np.testing.assert_array_equal(whole.ids[r, : a + 1], best[r, : a + 1])
+
+    none = np.flatnonzero(np.asarray(args[4]) == 0)
+    plain = sample(logits[none, 0], jax.tree.map(lambda a: a[none], rows), positions[none], full=False)
+    np.testing.assert_array_equal(whole.ids[none, 0], plain)  # no drafts: plain sampling, to the token
+
+
+def test_zero_probabilities_and_equal_rounding():
+    """q(x) = 0, p(x) = 0 and p == q never give NaN, an id outside the vocabulary, or an impossible token."""
+    neg = -jnp.inf
+    p = jnp.array([[[0.0, neg, 0.0, neg]] * 2])
+    for q_row, x in (([neg, 0.0, neg, neg], 1), ([neg, neg, 0.0, 0.0], 0), ([0.0, neg, 0.0, neg], 2)):
+        log_q = jax.nn.log_softmax(jnp.array([[q_row]]), axis=-1)
+        for seed in range(20):
+            out = verify(
+                p, jnp.array([[x]]), log_q, jnp.array([False]), jnp.array([1]), sampling_rows(1, salt=seed),
+                jnp.array([0]), full=False,
+            )  # fmt: skip
+            emitted = np.asarray(out.ids[0, : int(out.accepted[0]) + 1])
+            assert set(emitted.tolist()) <= {0, 2}
+            assert bool(out.accepted[0]) == (x == 2)
+
+
+# --- tests of the tests: samplers known to be wrong must fail them ---
+
+
+def greedy_drafter(logits, _rows, _positions):
+    return jnp.argmax(logits, axis=1).astype(jnp.int32), jax.nn.log_softmax(logits, axis=1)
+
+
+def colder_drafter(logits, rows, positions):
+    """Draws at temperature 0.5 and reports q at 1."""
+    ids, _ = sample_draft(logits * 2, rows, positions)
+    return ids, jax.nn.log_softmax(logits, axis=1)
+
+
+def argmax_verifier(logits, drafts, log_q, one_hot, num_drafts, rows, positions, *, full):
+    """ATOM's rule: argmax at the draft positions whatever the temperature, only the bonus is sampled."""
+    greedy = rows._replace(temperature=jnp.zeros_like(rows.temperature))
+    out = verify(logits, drafts, log_q, one_hot, num_drafts, greedy, positions, full=full)
+    sampled = verify(logits, drafts, log_q, one_hot, num_drafts, rows, positions, full=full)
+    return Verified(jnp.where(out.accepted[:, None] == drafts.shape[1], sampled.ids, out.ids), out.accepted)
+
+
+def _resample(logits, rows, positions, ids, accepted):
+    """Puts a fresh draw from p behind the accepted drafts."""
+    p = jnp.take_along_axis(logits, accepted[:, None, None], axis=1)[:, 0]
+    again = sample(p, rows, positions + 5000, full=False)
+    return jnp.where(jnp.arange(ids.shape[1]) == accepted[:, None], again[:, None], ids)
+
+
+def top2_verifier(logits, drafts, _log_q, _one_hot, _num_drafts, rows, positions, *, full):  # noqa: ARG001
+    """Relaxed acceptance: any of the target's two likeliest tokens passes."""
+    _, best = jax.lax.top_k(logits[:, :-1], 2)
+    accepted = jnp.cumprod((best == drafts[..., None]).any(axis=2), axis=1).sum(axis=1)
+    return Verified(_resample(logits, rows, positions, jnp.pad(drafts, ((0, 0), (0, 1))), accepted), accepted)
+
+
+def recover_from_p_verifier(logits, drafts, log_q, one_hot, num_drafts, rows, positions, *, full):
+    """The replacement is drawn from p instead of the residual."""
+    out = verify(logits, drafts, log_q, one_hot, num_drafts, rows, positions, full=full)
+    return Verified(_resample(logits, rows, positions, out.ids, out.accepted), out.accepted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"drafter": greedy_drafter},  # a greedy draft with a full q in the ratio
+        {"drafter": colder_drafter},
+        {"verifier": argmax_verifier},
+        {"verifier": top2_verifier},
+        {"verifier": recover_from_p_verifier},
+    ],
+    ids=["greedy draft, full q", "q of another temperature", "argmax verification", "top-2 relaxed", "recover from p"],
+)
+def test_broken_samplers_are_caught(options):
+    statistic, _ = first_token_chi2(k=3, **options)
+    assert statistic > 2 * CHI2_999[7]
+
+
+def test_shared_noise_is_caught(monkeypatch):
+    """Recovery that reuses the draft's noise, as vLLM once did, fails the independence fixture."""
+    shared = {Stream.RECOVER: Stream.DRAFT}
+    monkeypatch.setattr(
+        rejection,
+        "gumbel",
+        lambda seeds, positions, streams, size: _gumbel_shared(seeds, positions, streams, size, shared),
+    )
+    cycle.clear_cache()
+    try:
+        with pytest.raises(AssertionError):
+            test_draft_accept_and_recover_noise_are_independent()
+    finally:
+        monkeypatch.undo()
+        cycle.clear_cache()
+
+
+def _gumbel_shared(seeds, positions, streams, size, shared):
+    from jaxspec.sampling.sampler import gumbel
+
+    for stream, source in shared.items():
+        streams = jnp.where(streams == int(stream), int(source), streams)
+    return gumbel(seeds, positions, streams, size)
