@@ -1,0 +1,33 @@
+"""`jaxspec bench` and `python -m bench`: one entry point for every benchmark of the engine."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "step": "decode step time, dispatch time and byte floor of each bucket, through the production runner",
+    "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",
+    "parity": "next-token agreement with PyTorch in float32, of PyTorch in bfloat16 and of jaxspec in bfloat16",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one benchmark and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="jaxspec bench", description="Benchmarks; each prints a table and writes JSON."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for name, text in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if argv[:1] == [name]:  # the others' imports are heavy
+            module = importlib.import_module(f"bench.{name}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
