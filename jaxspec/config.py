@@ -8,6 +8,8 @@ import numpy as np
 from jaxspec.errors import ConfigError
 
 PAGE_SIZE = 64
+# Kernels see query windows of at most 8 tokens: the newest one and its drafts.
+MAX_SPECULATIVE_TOKENS = 7
 
 
 def _option(default: Any, text: str) -> Any:
@@ -32,6 +34,9 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = _option(
         "auto", "type of weights, activations and KV (auto: bfloat16 on a GPU, float32 on a CPU)"
     )
+    num_speculative_tokens: int = _option(
+        0, "tokens that the model's own NextN (MTP) layer drafts a step, 0 to 7; 0 decodes without speculation"
+    )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     seed: int = _option(0, "from which requests that bring no seed of their own get one")
 
@@ -47,6 +52,10 @@ class EngineConfig:
             raise ConfigError(
                 f"num_gpu_blocks_override must be at least 2 (one page is for padding), got {self.num_gpu_blocks_override}"
             )
+        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens must be between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.dtype not in ("auto", "bfloat16", "float32"):
@@ -60,6 +69,7 @@ class Settings:
     Attributes:
         max_slots: rows of the device state: max_num_seqs and the padding slot 0.
         num_pages: pages of the pool, the padding page 0 included.
+        window: tokens of a decode row: the newest one and its drafts.
         max_pages: pages that the longest request can hold: columns of the page table.
     """
 
@@ -69,11 +79,16 @@ class Settings:
     num_pages: int
     dtype: str
     on_gpu: bool
+    num_speculative_tokens: int = 0
     page_size: int = PAGE_SIZE
 
     @property
     def max_slots(self) -> int:
         return self.max_num_seqs + 1
+
+    @property
+    def window(self) -> int:
+        return self.num_speculative_tokens + 1
 
     @property
     def max_pages(self) -> int:
@@ -112,10 +127,12 @@ def resolve(
         raise ConfigError(f"max_model_len {max_model_len} is over the model's own limit of {model_max_position} tokens")
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
-    if max_num_batched_tokens < max_num_seqs:
+    window = config.num_speculative_tokens + 1
+    if max_num_batched_tokens < max_num_seqs * window:
         raise ConfigError(
-            f"max_num_batched_tokens {max_num_batched_tokens} is under max_num_seqs {max_num_seqs}: "
-            "a step could not hold one token of every running request; raise the first or lower the second"
+            f"max_num_batched_tokens {max_num_batched_tokens} is under max_num_seqs {max_num_seqs} times {window}: "
+            f"a step could not hold {window} token{'s' if window > 1 else ''} of every running request; "
+            "raise the first or lower the second"
         )
     longest = pages_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
@@ -136,6 +153,7 @@ def resolve(
         max_num_batched_tokens=max_num_batched_tokens,
         num_pages=num_pages,
         dtype=resolve_dtype(config, on_gpu=on_gpu),
+        num_speculative_tokens=config.num_speculative_tokens,
         on_gpu=on_gpu,
     )
 

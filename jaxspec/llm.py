@@ -172,11 +172,12 @@ def _build_engine(
     import numpy as np
     from jax.sharding import Mesh
 
-    from convert.checkpoint import load_params, read_model_config
+    from convert.checkpoint import load_nextn, load_params, read_model_config
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.runner import Runner
     from jaxspec.engine.state import kv_page_bytes
     from jaxspec.models.decoder import CausalLM
+    from jaxspec.models.mtp import NextN
     from jaxspec.models.params import TENSOR_AXIS, count_parameters
 
     devices = jax.devices()
@@ -189,12 +190,20 @@ def _build_engine(
     model_config = read_model_config(folder)
 
     # Everything that can be refused is refused before the weights are read.
+    speculates = config.num_speculative_tokens > 0
+    if speculates and not model_config.num_nextn_layers:
+        raise ConfigError(
+            f"num_speculative_tokens {config.num_speculative_tokens} needs a draft, and {folder} has no NextN (MTP) "
+            "layer; use 0"
+        )
     model = CausalLM(model_config, dtype)
-    parameters = count_parameters(model)
-    page_bytes = kv_page_bytes(model, dtype, PAGE_SIZE, tp)
+    draft = NextN(model_config, dtype) if speculates else None
+    parameters = count_parameters(model) + (count_parameters(draft) if draft else 0)
+    page_bytes = kv_page_bytes(model, dtype, PAGE_SIZE, tp, draft=draft)
     free = _CPU_KV_BYTES
     if on_gpu:
-        logits = 6 * 4 * model_config.vocab_size * ((config.max_num_seqs or 128) + 8)
+        rows = (config.max_num_seqs or 128) * (config.num_speculative_tokens + 1) + 8
+        logits = 6 * 4 * model_config.vocab_size * rows  # of the transforms, and what the drafts were drawn from
         itemsize = 4 if dtype == "float32" else 2
         limit = (devices[0].memory_stats() or {})["bytes_limit"]
         free = limit - parameters * itemsize // tp - logits - _WORKSPACE_BYTES
@@ -202,7 +211,8 @@ def _build_engine(
         config, model_max_position=model_config.max_position, page_bytes=page_bytes, free_bytes=free, on_gpu=on_gpu
     )
     model, params = load_params(folder, mesh, dtype)
-    runner = Runner(model, params, settings, mesh, probe=probe)
+    loaded_draft = load_nextn(folder, mesh, dtype) if speculates else None
+    runner = Runner(model, params, settings, mesh, draft=loaded_draft, probe=probe)
     engine = Engine(
         runner,
         vocab_size=model_config.vocab_size,
@@ -217,6 +227,7 @@ def _build_engine(
         "Dtype": dtype,
         "Device": f"{tp} x {devices[0].device_kind} ({devices[0].platform})",
         "Kernels": "reference (plain XLA)",
+        "Speculation": f"MTP, {settings.num_speculative_tokens} tokens a step" if speculates else "off",
         "Context length": settings.max_model_len,
         "KV cache bytes per token": page_bytes // PAGE_SIZE,
         "KV cache": f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * page_bytes / 2**20:.0f} MiB",

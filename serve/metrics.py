@@ -125,3 +125,24 @@ class Metrics(Collector):
             counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), value)
             yield counter
+        if stats.accepted_per_position:
+            yield from self._speculation(stats)
+
+    def _speculation(self, stats: "EngineStats") -> Iterable[Metric]:
+        """vLLM's four counters. Mean acceptance length is 1 + accepted / drafts; steps beside a prefill count too."""
+        for name, text, value in (
+            ("num_drafts", "Windows verified", stats.num_drafts),
+            ("num_draft_tokens", "Tokens drafted: k for each window", stats.num_draft_tokens),
+            ("num_accepted_tokens", "Drafted tokens that the target agreed with", stats.num_accepted_tokens),
+        ):
+            counter = CounterMetricFamily(f"{self._prefix}:spec_decode_{name}", text, labels=list(self._labels))
+            counter.add_metric(list(self._labels.values()), value)
+            yield counter
+        by_position = CounterMetricFamily(
+            f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by position in the window",
+            labels=[*self._labels, "position"],
+        )
+        for position, accepted in enumerate(stats.accepted_per_position):
+            by_position.add_metric([*self._labels.values(), str(position)], accepted)
+        yield by_position

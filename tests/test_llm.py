@@ -39,7 +39,8 @@ def test_completion_fields(demo_llm):
 def test_texts_ids_and_lists_are_the_same_prompt(demo_llm):
     ids = demo_llm.tokenizer.encode(PROMPT)
     texts = [
-        demo_llm.generate(prompt, GREEDY)[0].text for prompt in (PROMPT, ids, tuple(ids), [PROMPT], [ids], [PROMPT, ids])
+        demo_llm.generate(prompt, GREEDY)[0].text
+        for prompt in (PROMPT, ids, tuple(ids), [PROMPT], [ids], [PROMPT, ids])
     ]
     assert len(set(texts)) == 1
     assert demo_llm.generate([], GREEDY) == []
@@ -103,6 +104,21 @@ def test_an_interrupted_batch_leaves_nothing_behind(demo_llm, monkeypatch):
     assert engine.stats().kv_cache_usage == 0
 
 
+@pytest.mark.slow
+def test_speculation_on_the_demo_model(tmp_path, monkeypatch):
+    """MTP, k = 3: PyTorch's greedy text, and the acceptance floor that shows a broken draft."""
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    llm = LLM("demo", dtype="float32", max_model_len=512, num_speculative_tokens=3)
+    reference = read_record(RECORD)
+    params = [SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, logprobs=0)] * 16
+    for completion, run in zip(llm.generate([r.prompt_ids for r in reference], params), reference, strict=True):
+        assert completion.ids == run.new_ids
+        np.testing.assert_allclose(completion.logprobs, run.logprobs, atol=2e-4)
+    stats = llm.engine.stats()
+    assert 1 + stats.num_accepted_tokens / stats.num_drafts > 3.0
+    assert compiles.after_warmup == 0
+
+
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
@@ -110,10 +126,11 @@ def test_an_interrupted_batch_leaves_nothing_behind(demo_llm, monkeypatch):
         ("demo", {"max_model_len": 100_000}, ConfigError, "over the model's own limit of 4096"),
         ("demo", {"num_gpu_blocks_override": 3}, ConfigError, "cannot hold one request"),
         ("demo", {"tensor_parallel_size": 999}, ConfigError, "needs 999 devices"),
+        ("demo", {"num_speculative_tokens": 3, "max_num_batched_tokens": 16}, ConfigError, "could not hold 4 tokens"),
     ],
 )
 def test_what_cannot_work_is_refused_before_loading(model, options, error, message, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr("convert.checkpoint.load_params", lambda *a, **k: pytest.fail("the weights were read"))
+    monkeypatch.setattr("convert.checkpoint.load_params", lambda *_a, **_k: pytest.fail("the weights were read"))
     with pytest.raises(error, match=message):
         LLM(model, EngineConfig(**options))

@@ -24,6 +24,12 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int
     generation_tokens: int
+    # Over all verified windows: how many there were, k drafts each, and how many drafts the target agreed with, in all
+    # and by position. Mean acceptance length, the bonus token counted, is 1 + accepted / drafts.
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
 
 
 class Engine:
@@ -55,6 +61,8 @@ class Engine:
         self._seeds = random.Random(seed)
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._num_drafts = 0
+        self._accepted_per_position = [0] * self.settings.num_speculative_tokens
 
     @property
     def max_model_len(self) -> int:
@@ -149,11 +157,16 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_drafts * self.settings.num_speculative_tokens,
+            num_accepted_tokens=sum(self._accepted_per_position),
+            accepted_per_position=tuple(self._accepted_per_position),
         )
 
     def _process(self, step: StepOutput) -> list[RequestOutput]:
         if self._observer:
             self._observer(step)
+        self._count_accepted(step)
         outputs = []
         requests = [*(row.request for row in step.plan.prefill), *step.plan.decode]
         for request, emitted, flags, ids, logprobs in zip(
@@ -179,6 +192,15 @@ class Engine:
             if reason:
                 self._finish(request)
         return outputs
+
+    def _count_accepted(self, step: StepOutput) -> None:
+        first = len(step.plan.prefill)
+        windows = step.emitted[first:] > 0
+        if self.settings.num_speculative_tokens:
+            self._num_drafts += int(windows.sum())
+            for position in range(self.settings.num_speculative_tokens):
+                agreed = windows & (step.accepted[first:] > position)
+                self._accepted_per_position[position] += int(agreed.sum())
 
     def _finish(self, request: Request) -> None:
         self._scheduler.release(request)

@@ -16,8 +16,9 @@ from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, StepPlan, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.state import StepState, state_shapes, zero_state
-from jaxspec.engine.step import Probe, make_step
+from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, make_step
 from jaxspec.models.decoder import CausalLM
+from jaxspec.models.mtp import NextN
 
 # Called with how many of how many buckets are ready, and which one that was.
 Progress = Callable[[int, int, str], None]
@@ -31,12 +32,13 @@ class StepOutput:
     """A plan with what its step gave, prompt rows before decode rows.
 
     Attributes:
-        emitted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
+        emitted, accepted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
         probe: where the runner was built with `probe`.
     """
 
     plan: StepPlan
     emitted: np.ndarray
+    accepted: np.ndarray
     flags: np.ndarray
     ids: np.ndarray
     logprobs: np.ndarray
@@ -48,6 +50,13 @@ class _Dispatched:
         self.plan, self.bucket, self.packed, self.probe = plan, bucket, packed, probe
 
 
+def _bind(module: nnx.Module, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
+    """The module's structure, and its state filled with a nested dict of arrays: split once, for good."""
+    graphdef, state = nnx.split(module)
+    nnx.replace_by_pure_dict(state, params)
+    return graphdef, state
+
+
 class Runner:
     """Holds the parameters, the donated state and the compiled steps.
 
@@ -55,21 +64,36 @@ class Runner:
 
     Args:
         params: nested dict of the model's parameters on `mesh`.
+        draft: a NextN layer and its parameters, where the settings ask for speculation.
+        skip_dead: see `make_step`.
         probe: also return residual streams and logits of every token (for `compare`; slower).
     """
 
     def __init__(
-        self, model: CausalLM, params: dict, settings: Settings, mesh: Mesh, *, window: int = 1, probe: bool = False
+        self,
+        model: CausalLM,
+        params: dict,
+        settings: Settings,
+        mesh: Mesh,
+        *,
+        draft: tuple[NextN, dict] | None = None,
+        skip_dead: bool = True,
+        probe: bool = False,
     ):
+        assert (settings.window > 1) == (draft is not None)
         self.settings = settings
-        self.window = window
+        self.window = settings.window
         self.buckets = bucket_table(settings)
-        self._graphdef, abstract = nnx.split(model)
-        nnx.replace_by_pure_dict(abstract, params)
-        self._params = abstract
+        self._skip_dead = skip_dead
+        target_def, target = _bind(model, params)
+        draft_def, drafter = _bind(*draft) if draft else (None, None)
+        self._graphdefs = (target_def, draft_def)
+        self._params = (target, drafter)
         self._mesh = mesh
         self._probe = probe
-        self._shapes = state_shapes(model, settings, mesh)
+        self._shapes = state_shapes(
+            model, settings, mesh, draft=draft[0] if draft else None, num_drafts=self.window - 1
+        )
         self.state: StepState = zero_state(self._shapes)
         self._layouts = {b: InputLayout(b, settings.page_size) for b in self.buckets}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
@@ -108,7 +132,13 @@ class Runner:
         n = (packed.shape[1] - 2) // 2
         probe = None if step.probe is None else jax.tree.map(np.asarray, step.probe)
         return StepOutput(
-            step.plan, rows[:, 0], rows[:, 1], rows[:, 2 : 2 + n], rows[:, 2 + n :].view(np.float32), probe
+            step.plan,
+            emitted=rows[:, 0],
+            accepted=rows[:, 1] >> ACCEPTED_SHIFT,
+            flags=rows[:, 1] & ((1 << ACCEPTED_SHIFT) - 1),
+            ids=rows[:, 2 : 2 + n],
+            logprobs=rows[:, 2 + n :].view(np.float32),
+            probe=probe,
         )
 
     def token_offsets(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +149,14 @@ class Runner:
         return np.cumsum(lengths) - lengths, decode
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        step = make_step(self._graphdef, self._layouts[bucket], self.settings, window=self.window, probe=self._probe)
+        step = make_step(
+            self._graphdefs,
+            self._layouts[bucket],
+            self.settings,
+            window=self.window,
+            probe=self._probe,
+            skip_dead=self._skip_dead,
+        )
         shardings = jax.tree.map(lambda s: s.sharding, self._shapes)
         out_shardings = (shardings, self._replicated, *([self._replicated] if self._probe else []))
         inputs = jax.ShapeDtypeStruct((self._layouts[bucket].size,), jnp.int32, sharding=self._replicated)

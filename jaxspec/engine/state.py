@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import Settings, np_dtype
-from jaxspec.models.decoder import Cache, CausalLM
+from jaxspec.models.decoder import Cache, CausalLM, LayerCache
+from jaxspec.models.mtp import NextN
 from jaxspec.models.params import TENSOR_AXIS
 from jaxspec.sampling.params import MAX_STOP_TOKEN_IDS
 
@@ -31,6 +32,9 @@ class StepState(NamedTuple):
         done: bool [S] the slot's request has met a stop that the device knows; its row emits nothing.
         params_f: float32 [S, 2] temperature, top_p. params_i: int32 [S, 4] seed (two words), top_k, most tokens.
         stop_ids: int32 [S, STOP_IDS], -1 for none.
+        draft_kv: the draft's paged cache, under the same page ids. Like the next two () where nothing drafts.
+        drafts: int32 [S, k] tokens proposed to follow `last_token`.
+        draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from.
     """
 
     kv: Cache
@@ -41,9 +45,14 @@ class StepState(NamedTuple):
     params_f: jax.Array
     params_i: jax.Array
     stop_ids: jax.Array
+    draft_kv: LayerCache = ()
+    drafts: Any = ()
+    draft_log_q: Any = ()
 
 
-def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh) -> StepState:
+def state_shapes(
+    model: CausalLM, settings: Settings, mesh: Mesh, *, draft: NextN | None = None, num_drafts: int = 0
+) -> StepState:
     """Shapes, dtypes and shardings: everything is replicated except keys and values of grouped-query attention."""
     dtype = np_dtype(settings.dtype)
 
@@ -66,6 +75,10 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh) -> StepState:
         "params_i": shape((S, 4), jnp.int32),
         "stop_ids": shape((S, STOP_IDS), jnp.int32),
     }
+    if draft is not None:
+        shapes["draft_kv"] = cache(draft.cache_shapes(settings.num_pages, settings.page_size))
+        shapes["drafts"] = shape((S, num_drafts), jnp.int32)
+        shapes["draft_log_q"] = shape((S, num_drafts, model.config.vocab_size), jnp.float32)
     return StepState(**shapes)
 
 
@@ -74,11 +87,13 @@ def zero_state(shapes: StepState) -> StepState:
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
 
 
-def kv_page_bytes(model: CausalLM, dtype: str, page_size: int, tensor_parallel: int) -> int:
-    """Bytes of one page over all layers on one device."""
+def kv_page_bytes(
+    model: CausalLM, dtype: str, page_size: int, tensor_parallel: int, *, draft: NextN | None = None
+) -> int:
+    """Bytes of one page over all layers, the draft's included, on one device."""
     itemsize = np_dtype(dtype).itemsize
     total = 0
-    for dims in model.cache_shapes(1, page_size):
+    for dims in [*model.cache_shapes(1, page_size), *([draft.cache_shapes(1, page_size)] if draft else [])]:
         arrays = [dims] if isinstance(dims[0], int) else dims
         split = 1 if isinstance(dims[0], int) else tensor_parallel
         for array in arrays:

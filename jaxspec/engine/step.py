@@ -1,4 +1,4 @@
-"""The jitted step: resets, forward pass over prompt chunks and decode windows, sampling, state update.
+"""The jitted step: resets, forward pass over prompt chunks and decode windows, verification, drafting, state update.
 
 Everything that one step tells the next stays on the device; the host only reads the packed output.
 """
@@ -12,12 +12,16 @@ from jax import lax
 
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, StepInputs
+from jaxspec.engine.drafting import kv_places, propose
 from jaxspec.engine.state import MAX_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, StepState
 from jaxspec.models.metadata import StepMetadata, window_bounds
+from jaxspec.sampling.rejection import verify
 from jaxspec.sampling.sampler import SamplingRows, logprobs_of, sample
 
 # Bits of the packed output's flags column.
 FLAG_DONE, FLAG_NAN = 1, 2
+# The count of accepted drafts shares that column.
+ACCEPTED_SHIFT = 8
 
 
 class Probe(NamedTuple):
@@ -28,35 +32,69 @@ class Probe(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """Per row: the one token chosen, its log-probability, whether it is emitted, and the flags."""
+    """What a step chose for each row of R = E + D.
+
+    Attributes:
+        ids, logprobs: [R, n]; the first `emitted` count, those behind `accepted` are stale but legal ids.
+        emitted: int32 [R] tokens that the request gains, cut at its first stop; 0 for middle chunks and dead rows.
+        accepted: int32 [R] drafts that the target agreed with, before any cut; 0 for prompt rows.
+        flags: int32 [R].
+        lengths: int32 [R] tokens whose KV is right after the step; `last` int32 [R], the token behind them.
+        rows: the sampling parameters [R].
+    """
 
     ids: jax.Array
     logprobs: jax.Array
     emitted: jax.Array
+    accepted: jax.Array
     flags: jax.Array
+    lengths: jax.Array
+    last: jax.Array
+    rows: SamplingRows
 
 
-def make_step(graphdef: nnx.GraphDef, layout: InputLayout, settings: Settings, *, window: int = 1, probe: bool = False):
+def make_step(
+    graphdefs: tuple[nnx.GraphDef, nnx.GraphDef | None],
+    layout: InputLayout,
+    settings: Settings,
+    *,
+    window: int = 1,
+    probe: bool = False,
+    skip_dead: bool = True,
+):
     """The step of one bucket: (params, state, inputs int32 [size]) -> (state, packed[, Probe]).
 
     `packed` is int32 [rows, 2 + 2 * window]: tokens emitted, flags, ids, log-probabilities as bits; prompt rows first.
+
+    Args:
+        graphdefs: of the target and of the draft; without a draft the window is 1.
+        skip_dead: in the draft's catch-up, attend for the rows that draft only (False for tests and benchmarks).
     """
 
-    def step(params: dict, state: StepState, flat_inputs: jax.Array):
-        model = nnx.merge(graphdef, params)
+    def step(params: tuple, state: StepState, flat_inputs: jax.Array):
+        target = nnx.merge(graphdefs[0], params[0])
         inputs = layout.split(flat_inputs)
         state = apply_updates(state, inputs)
         ids_T, meta = lay_out(state, inputs, settings, window)
-        everything = tuple(range(len(model.layers) + 1)) if probe else ()
-        output = model(ids_T, state.kv, meta, capture=everything)
+        everything = tuple(range(len(target.layers) + 1)) if probe else ()
+        output = target(ids_T, state.kv, meta, capture=everything)
         rows_R = logit_rows(inputs, window)
-        result = choose(model.logits(output.hidden[rows_R]), state, inputs, full=layout.bucket.variant == "full")
+        full = layout.bucket.variant == "full"
+        result = choose(target.logits(output.hidden[rows_R]), state, inputs, n=window, full=full)
+        was_done = state.done
         state = advance(state._replace(kv=output.cache), inputs, result)
+        if graphdefs[1] is not None:
+            draft = nnx.merge(graphdefs[1], params[1])
+            drafting = (draft, target, output.hidden, meta, inputs, result.ids, result.accepted, result.lengths)
+            state = propose(
+                state, *drafting, last=result.last, rows=result.rows, settings=settings, skip_dead=skip_dead,
+                changed=was_done,
+            )  # fmt: skip
         packed = pack_output(result)
         if not probe:
             return state, packed
         residuals = jnp.stack([c.astype(jnp.float32) for c in output.captured])
-        return state, packed, Probe(residuals, model.logits(output.hidden))
+        return state, packed, Probe(residuals, target.logits(output.hidden))
 
     return step
 
@@ -71,8 +109,10 @@ def apply_updates(state: StepState, inputs: StepInputs) -> StepState:
     slots = or_drop(inputs.resets[:, 0])
     floats = lax.bitcast_convert_type(inputs.resets[:, 1:3], jnp.float32)
     deltas = inputs.deltas
+    # A slot's former pages belong to others by now.
+    page_table = state.page_table.at[slots].set(0, mode="drop")
     return state._replace(
-        page_table=state.page_table.at[or_drop(deltas[:, 0]), deltas[:, 1]].set(deltas[:, 2], mode="drop"),
+        page_table=page_table.at[or_drop(deltas[:, 0]), deltas[:, 1]].set(deltas[:, 2], mode="drop"),
         done=state.done.at[slots].set(False, mode="drop"),
         params_f=state.params_f.at[slots].set(floats, mode="drop"),
         params_i=state.params_i.at[slots].set(inputs.resets[:, 3:7], mode="drop"),
@@ -106,18 +146,19 @@ def lay_out(state: StepState, inputs: StepInputs, settings: Settings, n: int) ->
     bases_D = jnp.where(live_D, state.seq_len[slots_D], 0)
     positions_Dn = bases_D[:, None] + jnp.arange(n, dtype=i32)
     tables_D = jnp.where(live_D[:, None], state.page_table[slots_D], 0)
-    ids_Dn = jnp.where(live_D, state.last_token[slots_D], 0)[:, None]
+    ids_Dn = state.last_token[slots_D][:, None]
+    if n > 1:
+        ids_Dn = jnp.concatenate([ids_Dn, state.drafts[slots_D]], axis=1)
+    ids_Dn = jnp.where(live_D[:, None], ids_Dn, 0)
 
     positions_T = jnp.concatenate([positions_P, positions_Dn.reshape(-1)])
     slots_T = jnp.concatenate([slots_P, jnp.repeat(slots_D, n)])
     live_T = jnp.concatenate([live_P, jnp.repeat(live_D, n)])
-    columns_T = positions_T // settings.page_size
-    inside_T = live_T & (columns_T < settings.max_pages)
-    pages_T = jnp.where(inside_T, state.page_table[slots_T, jnp.minimum(columns_T, settings.max_pages - 1)], 0)
+    pages_T, offsets_T = kv_places(state.page_table, slots_T, positions_T, live_T, settings)
     meta = StepMetadata(
         positions=positions_T,
         pages=pages_T,
-        offsets=positions_T % settings.page_size,
+        offsets=offsets_T,
         live=live_T,
         prefill_tables=jnp.where((slots_E > 0)[:, None], state.page_table[slots_E], 0),
         prefill_rows=row_P,
@@ -136,15 +177,22 @@ def logit_rows(inputs: StepInputs, n: int) -> jax.Array:
     return jnp.concatenate([last_E, P + jnp.arange(D * n, dtype=jnp.int32)])
 
 
-def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, full: bool) -> RowResult:
-    """One token for each row: sampled, or forced for a request that resumes."""
-    slots_R = jnp.concatenate([inputs.prefill[:, 0], inputs.decode_slots])
+def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, n: int, full: bool) -> RowResult:
+    """What each row gains: one sampled (or, for a request that resumes, forced) token, or a verified window.
+
+    Args:
+        logits_RV: float32 [E + D * n, V].
+    """
+    slots_E, slots_D = inputs.prefill[:, 0], inputs.decode_slots
+    slots_R = jnp.concatenate([slots_E, slots_D])
+    E, D = slots_E.shape[0], slots_D.shape[0]
     final_E, forced_E = inputs.prefill[:, 3], inputs.prefill[:, 4]
     ends_E = inputs.prefill[:, 1] + inputs.prefill[:, 2]
-    # The token to choose goes behind the prompt chunk, or behind the newest token.
-    positions_R = jnp.concatenate([ends_E, state.seq_len[inputs.decode_slots] + 1])
-    nan_R = ~jnp.isfinite(logits_RV).all(axis=1)
-    logits_RV = jnp.where(nan_R[:, None], 0.0, logits_RV)
+    # The first token to choose goes behind the prompt chunk, or behind the newest token.
+    positions_R = jnp.concatenate([ends_E, state.seq_len[slots_D] + 1])
+    bad_rows = ~jnp.isfinite(logits_RV).all(axis=1)
+    logits_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV)
+    nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
 
     params_i = state.params_i[slots_R]
     rows = SamplingRows(
@@ -153,40 +201,67 @@ def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, full: 
         top_k=params_i[:, TOP_K],
         seeds=lax.bitcast_convert_type(params_i[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32),
     )
-    ids_R = sample(logits_RV, rows, positions_R, full=full)
-    forced_R = jnp.concatenate([forced_E, jnp.full(inputs.decode_slots.shape, -1, jnp.int32)])
-    is_forced_R = forced_R >= 0
-    ids_R = jnp.where(is_forced_R, forced_R, ids_R)
+    accepted_R = jnp.zeros(E + D, jnp.int32)
+    if n == 1:
+        ids_Rn = sample(logits_RV, rows, positions_R, full=full)[:, None]
+    else:
+        first, window = (jax.tree.map(lambda a, part=part: a[part], rows) for part in (slice(E), slice(E, None)))
+        verified = verify(
+            logits_RV[E:].reshape(D, n, -1),
+            state.drafts[slots_D],
+            state.draft_log_q[slots_D],
+            jnp.zeros(D, bool),
+            jnp.full(D, n - 1, jnp.int32),
+            window,
+            positions_R[E:],
+            full=full,
+        )
+        sampled_E = sample(logits_RV[:E], first, ends_E, full=full)
+        ids_Rn = jnp.concatenate([jnp.pad(sampled_E[:, None], ((0, 0), (0, n - 1))), verified.ids])
+        accepted_R = accepted_R.at[E:].set(verified.accepted)
+    is_forced_R = jnp.concatenate([forced_E >= 0, jnp.zeros(D, bool)])
+    ids_Rn = ids_Rn.at[:E, 0].set(jnp.where(forced_E >= 0, forced_E, ids_Rn[:E, 0]))
 
     live_R = (slots_R > 0) & ~state.done[slots_R]
-    produces_R = live_R & jnp.concatenate([final_E > 0, jnp.ones(inputs.decode_slots.shape, bool)])
+    produces_R = live_R & jnp.concatenate([final_E > 0, jnp.ones(D, bool)])
     nan_R &= live_R
-    stopped_R = (state.stop_ids[slots_R] == ids_R[:, None]).any(axis=1) | (positions_R + 1 >= params_i[:, MAX_LEN])
+    index_n = jnp.arange(n, dtype=jnp.int32)
+    stops_Rn = (state.stop_ids[slots_R][:, None] == ids_Rn[..., None]).any(axis=2)
+    stops_Rn |= positions_R[:, None] + index_n + 1 >= params_i[:, MAX_LEN][:, None]
+    stops_Rn &= index_n <= accepted_R[:, None]
+    stopped_R = stops_Rn.any(axis=1)
+    count_R = jnp.where(stopped_R, jnp.argmax(stops_Rn, axis=1).astype(jnp.int32), accepted_R) + 1
     done_R = (produces_R & ~is_forced_R & stopped_R) | nan_R
+
+    token_Rn = jnp.concatenate([jnp.repeat(jnp.arange(E)[:, None], n, axis=1), E + jnp.arange(D * n).reshape(D, n)])
+    logprobs_Rn = logprobs_of(logits_RV[token_Rn.reshape(-1)], ids_Rn.reshape(-1)).reshape(E + D, n)
     return RowResult(
-        ids=ids_R,
-        logprobs=logprobs_of(logits_RV, ids_R),
-        emitted=(produces_R & ~is_forced_R & ~nan_R).astype(jnp.int32),
+        ids=ids_Rn,
+        logprobs=logprobs_Rn,
+        emitted=jnp.where(produces_R & ~is_forced_R & ~nan_R, count_R, 0),
+        accepted=accepted_R,
         flags=(FLAG_DONE * done_R + FLAG_NAN * nan_R).astype(jnp.int32),
+        lengths=positions_R + accepted_R,
+        last=jnp.take_along_axis(ids_Rn, accepted_R[:, None], axis=1)[:, 0],
+        rows=rows,
     )
 
 
 def advance(state: StepState, inputs: StepInputs, result: RowResult) -> StepState:
     """Lengths, newest tokens and done flags after the step; rows of padding or done slots change nothing."""
     S = state.seq_len.shape[0]
-    slots_E, slots_D = inputs.prefill[:, 0], inputs.decode_slots
-    slots_R = jnp.concatenate([slots_E, slots_D])
+    slots_R = jnp.concatenate([inputs.prefill[:, 0], inputs.decode_slots])
     moved_R = (slots_R > 0) & ~state.done[slots_R]
     target_R = jnp.where(moved_R, slots_R, S)
-    lengths_R = jnp.concatenate([inputs.prefill[:, 1] + inputs.prefill[:, 2], state.seq_len[slots_D] + 1])
     return state._replace(
-        seq_len=state.seq_len.at[target_R].set(lengths_R, mode="drop"),
-        last_token=state.last_token.at[target_R].set(result.ids, mode="drop"),
+        seq_len=state.seq_len.at[target_R].set(result.lengths, mode="drop"),
+        last_token=state.last_token.at[target_R].set(result.last, mode="drop"),
         done=state.done.at[target_R].max(result.flags > 0, mode="drop"),
     )
 
 
 def pack_output(result: RowResult) -> jax.Array:
-    """int32 [rows, 4]: emitted, flags, id, log-probability bits."""
-    bits = lax.bitcast_convert_type(result.logprobs, jnp.int32)
-    return jnp.stack([result.emitted, result.flags, result.ids, bits], axis=1)
+    """int32 [rows, 2 + 2n]: emitted, flags with the accepted drafts above bit 8, ids, log-probability bits."""
+    bits_Rn = lax.bitcast_convert_type(result.logprobs, jnp.int32)
+    flags_R = result.flags + (result.accepted << ACCEPTED_SHIFT)
+    return jnp.concatenate([result.emitted[:, None], flags_R[:, None], result.ids, bits_Rn], axis=1)

@@ -61,6 +61,28 @@ class Block(nnx.Module):
             x_TH = x_TH + (self.mlp(normed, meta.live) if isinstance(self.mlp, MoE) else self.mlp(normed))
         return x_TH, cache
 
+    def catch_up(
+        self,
+        x_TH: jax.Array,
+        live_R: jax.Array,
+        cache: LayerCache,
+        meta: StepMetadata,
+        rope: tuple[jax.Array, jax.Array],
+        tables_R: jax.Array,
+        bounds_R: jax.Array,
+    ) -> tuple[jax.Array, LayerCache]:
+        """The block for R live tokens out of T: all T tokens' keys and values are written, the rest is live only.
+
+        Args:
+            live_R: int32 [R] token indices.
+            tables_R, bounds_R: page tables int32 [R, max_pages] and exclusive causal bounds int32 [R] of the live tokens.
+        """
+        out_RH, cache = self.attention.catch_up(self.input_norm(x_TH), live_R, cache, meta, rope, tables_R, bounds_R)
+        x_RH = x_TH[live_R] + out_RH
+        normed = self.post_norm(x_RH)
+        mlp = self.mlp(normed, meta.live[live_R]) if isinstance(self.mlp, MoE) else self.mlp(normed)
+        return x_RH + mlp, cache
+
 
 class Embedding(nnx.Module):
     def __init__(self, vocab: int, hidden: int, declare: Declare):

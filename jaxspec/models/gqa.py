@@ -67,6 +67,29 @@ class GQA(nnx.Module):
             parts.append(out.reshape(-1, *q_TKGD.shape[1:]))
         return jnp.einsum("tkgd,hkgd->th", jnp.concatenate(parts), self.o[...]), cache
 
+    def catch_up(
+        self,
+        x_TH: jax.Array,
+        live_R: jax.Array,
+        cache: KVCache,
+        meta: StepMetadata,
+        rope: tuple[jax.Array, jax.Array],
+        tables_R: jax.Array,
+        bounds_R: jax.Array,
+    ) -> tuple[jax.Array, KVCache]:
+        """Writes all T keys and values but attends for the R live tokens only, like windows of one: -> [R, H]."""
+        qkv = self.qkv[...]
+        q_RKGD = linear(x_TH[live_R], qkv[:, :-2])
+        kv_TK2D = linear(x_TH, qkv[:, -2:])
+        k_TKD, v_TKD = kv_TK2D[:, :, 0], kv_TK2D[:, :, 1]
+        if self.gqa.qk_norm:
+            q_RKGD, k_TKD = self.q_norm(q_RKGD), self.k_norm(k_TKD)
+        cos, sin = rope
+        q_RKGD, k_TKD = apply_rope(q_RKGD, cos[live_R], sin[live_R]), apply_rope(k_TKD, cos, sin)
+        cache = write_kv(*cache, k_TKD, v_TKD, meta.pages, meta.offsets)
+        out = gqa_decode(q_RKGD[:, None], *cache, tables_R, bounds_R[:, None], scale=self.gqa.softmax_scale)
+        return jnp.einsum("tkgd,hkgd->th", out[:, 0], self.o[...]), cache
+
     def cache_shapes(self, num_pages: int, page_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         shape = (num_pages, page_size, self.gqa.num_kv_heads, self.gqa.head_dim)
         return shape, shape

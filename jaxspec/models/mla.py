@@ -61,6 +61,32 @@ class MLA(nnx.Module):
         )
         return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]), cache
 
+    def catch_up(
+        self,
+        x_TH: jax.Array,
+        live_R: jax.Array,
+        cache: LatentCache,
+        meta: StepMetadata,
+        rope: tuple[jax.Array, jax.Array],
+        tables_R: jax.Array,
+        bounds_R: jax.Array,
+    ) -> tuple[jax.Array, LatentCache]:
+        """Writes all T latents but attends for the R live tokens only, each like a decode window of one: -> [R, H]."""
+        cos, sin = rope
+        if self.q_lora_rank:
+            q_a_RQ = linear(x_TH[live_R], self.qkv_a[: self.q_lora_rank])
+            q_RND = linear(rms_norm(q_a_RQ, self.q_norm.weight[...], self.q_norm.eps), self.q_b[...])
+            kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :])
+        else:
+            q_RND, kv_a_TC = linear(x_TH[live_R], self.q[...]), linear(x_TH, self.kv_a[...])
+        cache = write_latent(
+            cache, kv_a_TC, self.kv_norm.weight[...], cos, sin, meta.pages, meta.offsets, eps=self.kv_norm.eps
+        )
+        q_nope_RND, q_rope_RNR = jnp.split(q_RND, [self.mla.nope_dim], axis=-1)
+        q_rope_RNR = apply_rope(q_rope_RNR, cos[live_R], sin[live_R])
+        out_RNV = self.attend_decode(q_nope_RND, q_rope_RNR, cache, tables_R, bounds_R[:, None])
+        return jnp.einsum("tnv,hnv->th", out_RNV, self.o[...]), cache
+
     def project(self, x_TH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries [T, N, nope + rope], not yet rotated, and the raw down-projection [T, latent + rope]."""
         if not self.q_lora_rank:

@@ -36,6 +36,31 @@ class NextN(nnx.Module):
 
         The result is normed: it feeds the target's head, and is the next draft step's `hidden_TH`.
         """
-        x = linear(jnp.concatenate([self.enorm(embedded_TH), self.hnorm(hidden_TH)], axis=-1), self.eh_proj[...])
-        x, cache = self.layer(x, cache, meta, rope_tables(self.config.rope, meta.positions))
-        return self.norm(x), cache
+        x_TH, rope = self._join(embedded_TH, hidden_TH, meta)
+        x_TH, cache = self.layer(x_TH, cache, meta, rope)
+        return self.norm(x_TH), cache
+
+    def catch_up(
+        self,
+        embedded_TH: jax.Array,
+        hidden_TH: jax.Array,
+        live_R: jax.Array,
+        cache: LayerCache,
+        meta: StepMetadata,
+        tables_R: jax.Array,
+        bounds_R: jax.Array,
+    ) -> tuple[jax.Array, LayerCache]:
+        """As a call, but hidden states [R, H] of the live tokens only; see `Block.catch_up`."""
+        x_TH, rope = self._join(embedded_TH, hidden_TH, meta)
+        x_RH, cache = self.layer.catch_up(x_TH, live_R, cache, meta, rope, tables_R, bounds_R)
+        return self.norm(x_RH), cache
+
+    def cache_shapes(self, num_pages: int, page_size: int) -> Any:
+        """Shape, or shapes, of the draft's own paged cache."""
+        return self.layer.attention.cache_shapes(num_pages, page_size)
+
+    def _join(
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, meta: StepMetadata
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        pair_T2H = jnp.concatenate([self.enorm(embedded_TH), self.hnorm(hidden_TH)], axis=-1)
+        return linear(pair_T2H, self.eh_proj[...]), rope_tables(self.config.rope, meta.positions)

@@ -73,7 +73,14 @@ class MockRunner:
             ids.append(self.last_token[slot])
         logprobs = np.zeros((len(ids), 1), np.float32)
         self._queue.append(
-            StepOutput(plan, np.array(emitted), np.zeros(len(ids), int), np.array(ids)[:, None], logprobs)
+            StepOutput(
+                plan,
+                np.array(emitted),
+                np.zeros(len(ids), int),
+                np.zeros(len(ids), int),
+                np.array(ids)[:, None],
+                logprobs,
+            )
         )
 
     def read(self) -> StepOutput:

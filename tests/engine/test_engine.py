@@ -94,7 +94,7 @@ def test_a_nan_row_ends_its_own_request_only(solo):
     """A token whose embedding is NaN poisons its request; its neighbours and later users of its pages see nothing."""
     engine = make_engine()
     runner = engine.runner
-    embed = runner._params["embed"]["weight"]
+    embed = runner._params[0]["embed"]["weight"]
     clean = embed.get_value()
     used = {t for r in requests() for t in r.prompt_ids} | {t for ids in solo[0].values() for t in ids}
     unused = next(t for t in range(VOCAB) if t not in used)

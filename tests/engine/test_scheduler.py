@@ -201,6 +201,8 @@ def test_requests_that_cannot_be_served():
         ({"num_gpu_blocks_override": 1}, "at least 2"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"dtype": "int4"}, "dtype must be"),
+        ({"num_speculative_tokens": 8}, "between 0 and 7"),
+        ({"num_speculative_tokens": -1}, "between 0 and 7"),
     ],
 )
 def test_options_that_cannot_work(options, message):

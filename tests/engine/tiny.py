@@ -1,5 +1,6 @@
 """A tiny random DeepSeek-V3 behind the real runner, shared by the engine tests: compiling dominates their time."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
+from jaxspec.models.mtp import NextN
 from jaxspec.models.params import random_params
 
 VOCAB, EOS = 160, 5
@@ -21,7 +23,8 @@ HF_CONFIG = {
     "num_attention_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-6, "max_position_embeddings": 512,
     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 12,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
 }  # fmt: skip
 SETTINGS = Settings(
     max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, num_pages=40, dtype="float32", on_gpu=False
@@ -29,22 +32,33 @@ SETTINGS = Settings(
 
 
 @functools.cache
-def tiny_runner() -> Runner:
-    model = CausalLM(read_config(HF_CONFIG), jnp.float32)
+def tiny_runner(k: int = 0, *, skip_dead: bool = True) -> Runner:
+    """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness."""
+    config = read_config(HF_CONFIG)
+    model, draft = CausalLM(config, jnp.float32), NextN(config, jnp.float32)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
-    runner = Runner(model, random_params(model, mesh, seed=3, randomize_norms=True), SETTINGS, mesh)
+    runner = Runner(
+        model,
+        random_params(model, mesh, seed=3, randomize_norms=True),
+        dataclasses.replace(SETTINGS, num_speculative_tokens=k),
+        mesh,
+        draft=(draft, random_params(draft, mesh, seed=4, randomize_norms=True)) if k else None,
+        skip_dead=skip_dead,
+    )
     runner.warm_up()
     return runner
 
 
 def fill_cache(runner: Runner, value: float) -> None:
-    """Overwrites every page, the padding page included."""
-    runner.state = runner.state._replace(kv=jax.tree.map(lambda a: jnp.full_like(a, value), runner.state.kv))
+    """Overwrites every page of target and draft, the padding page included."""
+    state = runner.state
+    kv, draft_kv = jax.tree.map(lambda a: jnp.full_like(a, value), (state.kv, state.draft_kv))
+    runner.state = state._replace(kv=kv, draft_kv=draft_kv)
 
 
-def make_engine(usable_pages: int | None = None, **options) -> Engine:
+def make_engine(usable_pages: int | None = None, *, k: int = 0, skip_dead: bool = True, **options) -> Engine:
     """An engine over the shared runner. Fewer usable pages force retraction without another compilation."""
-    runner = tiny_runner()
+    runner = tiny_runner(k, skip_dead=skip_dead)
     fill_cache(runner, 0.0)
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), **options)
     if usable_pages is not None:
