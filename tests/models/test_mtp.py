@@ -92,7 +92,10 @@ def test_hidden_states_equal_pytorch(tmp_path):
     model, params = load_nextn(convert_checkpoint(folder, tmp_path / "out"), mesh, "float32")
     graphdef, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, params)
-    run = jax.jit(lambda *args: nnx.merge(graphdef, state)(*args))
+
+    @jax.jit
+    def run(*args):
+        return nnx.merge(graphdef, state)(*args)
 
     shape = model.layer.attention.cache_shapes(4, PAGE)
     prefilled, _ = run(embedded, hidden, jnp.zeros(shape), metadata(0, T, prefill=True))

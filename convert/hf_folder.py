@@ -1,0 +1,103 @@
+"""A Hugging Face model folder: its JSON files and weight shards, found without trusting what the folder says.
+
+Nothing outside the folder is ever opened. The one exception is the Hugging Face cache, whose snapshots are symbolic
+links into the `blobs` folder of the same repository.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxspec.errors import ModelFormatError
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+INDEX = "model.safetensors.index.json"
+
+# Far above any real file; stops a hostile one before it fills the memory.
+MAX_JSON_BYTES = 100 * 2**20
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def cache_repository(folder: Path) -> Path | None:
+    """The `models--org--name` folder that a snapshot of the Hugging Face cache belongs to; None for other folders."""
+    snapshot = folder.resolve()
+    repository = snapshot.parent.parent
+    if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
+        return repository
+    return None
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a model folder.
+
+    Raises:
+        ModelFormatError: it does not exist, is not a plain file name, or is a link that leaves the folder.
+    """
+    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+        raise ModelFormatError(f"{folder}: {name!r} points outside its folder (only plain file names are allowed)")
+    path = folder / name
+    if not path.is_file():
+        raise ModelFormatError(f"{folder} has no {name}")
+    root = cache_repository(folder) or folder.resolve()
+    if not path.resolve().is_relative_to(root):
+        raise ModelFormatError(f"{folder}: {name} is a link that points outside its folder")
+    return path
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the folder."""
+    path = inside(folder, name)
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ModelFormatError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as e:
+        raise ModelFormatError(f"{path} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} is not a JSON object")
+    return value
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json, after checking that there is a folder with one."""
+    if not folder.is_dir():
+        raise ModelFormatError(f"{folder} is not a folder")
+    if not (folder / CONFIG).exists():
+        raise ModelFormatError(f"{folder} has no {CONFIG}, so it is not a Hugging Face model folder")
+    return read_json(folder, CONFIG)
+
+
+def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors shards, and the index's tensor -> file name map (empty where the folder has no index).
+
+    Raises:
+        ModelFormatError: no safetensors (pickled weights are named and refused), or an index that is malformed, points
+            outside the folder, or names a file that is not there.
+    """
+    if not (folder / INDEX).exists():
+        names = sorted(p.name for p in folder.glob("*.safetensors"))
+        if "model.safetensors" in names:
+            names = ["model.safetensors"]
+        if not names:
+            raise _no_safetensors(folder)
+        return [inside(folder, name) for name in names], {}
+
+    weight_map = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ModelFormatError(f"{folder / INDEX} has no weight_map of tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise ModelFormatError(f"{folder / INDEX} names {name!r}; only .safetensors files are loaded")
+    return [inside(folder, name) for name in names], weight_map
+
+
+def _no_safetensors(folder: Path) -> ModelFormatError:
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
+    if pickled:
+        return ModelFormatError(
+            f"{folder} has no .safetensors weights; {pickled[0]} is never loaded, because unpickling can run code "
+            "(save the model as safetensors)"
+        )
+    return ModelFormatError(f"{folder} has no .safetensors weights")

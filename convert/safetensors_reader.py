@@ -1,0 +1,168 @@
+"""Reads the tensors of a Hugging Face folder one at a time.
+
+The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with the header's length, a JSON header of
+name -> dtype, shape, byte range, then the bytes. The safetensors library maps whole shards into memory; here every
+tensor is read with plain reads into its own buffer, so that a conversion holds what it is working on and nothing else.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from convert.fp8 import SCALE_SUFFIX, dequantise, scale_shape
+from convert.hf_folder import INDEX, weight_files
+from jaxspec.errors import ModelFormatError
+
+# The limit of the safetensors library itself.
+MAX_HEADER_BYTES = 100_000_000
+FP8 = "F8_E4M3"
+
+DTYPES: dict[str, Any] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    FP8: np.dtype(ml_dtypes.float8_e4m3fn),
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is: `nbytes` bytes from offset `start` of `file`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    nbytes: int
+
+
+class SafetensorsReader:
+    """All tensors of a folder's shards; FP8 weights with block scales read as bfloat16.
+
+    Attributes:
+        files: the shards, in name order.
+        tensors: name -> where it is, without the scales of FP8 weights, which belong to their weight.
+
+    Raises:
+        ModelFormatError: for all that `weight_files` refuses; a damaged or truncated shard; a tensor that two shards
+            hold; an index that does not agree with the shards; an FP8 weight without its scales.
+    """
+
+    def __init__(self, folder: Path):
+        self.files, weight_map = weight_files(folder)
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in self.files:
+            for name, info in read_header(file).items():
+                if name in self.tensors:
+                    raise ModelFormatError(f"tensor {name} is in both {self.tensors[name].file.name} and {file.name}")
+                self.tensors[name] = info
+        for name, file_name in weight_map.items():
+            if name not in self.tensors or self.tensors[name].file.name != file_name:
+                raise ModelFormatError(f"{folder / INDEX} places tensor {name} in {file_name}, which does not hold it")
+        self._scales = {n: self.tensors.pop(n + SCALE_SUFFIX) for n in self._check_scales()}
+
+    def _check_scales(self) -> list[str]:
+        quantised = [name for name, info in self.tensors.items() if info.dtype == FP8]
+        for name in quantised:
+            scale = self.tensors.get(name + SCALE_SUFFIX)
+            if scale is None:
+                raise ModelFormatError(f"tensor {name} is {FP8} and its scales {name}{SCALE_SUFFIX} are missing")
+            expected = scale_shape(self.tensors[name].shape)
+            if len(expected) != 2 or scale.shape != expected or scale.dtype != "F32":
+                raise ModelFormatError(
+                    f"tensor {name}{SCALE_SUFFIX} is {scale.dtype} {list(scale.shape)}; scales of 128 x 128 blocks of "
+                    f"{list(self.tensors[name].shape)} are F32 {list(expected)}"
+                )
+        return quantised
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, in its stored dtype; FP8 is dequantised to bfloat16."""
+        value = _read(name, self.tensors[name])
+        if name in self._scales:
+            return dequantise(value, _read(name + SCALE_SUFFIX, self._scales[name]))
+        return value
+
+
+def _read(name: str, info: TensorInfo) -> np.ndarray:
+    if info.dtype not in DTYPES:
+        raise ModelFormatError(f"tensor {name} has dtype {info.dtype} (supported: {', '.join(DTYPES)})")
+    buffer = np.empty(info.nbytes, np.uint8)
+    with info.file.open("rb", buffering=0) as f:
+        f.seek(info.start)
+        done = 0
+        while done < info.nbytes:  # one read returns at most 2 GiB
+            count = f.readinto(buffer[done:].data)
+            if not count:
+                raise ModelFormatError(f"{info.file} ended inside tensor {name}")
+            done += count
+    return buffer.view(DTYPES[info.dtype]).reshape(info.shape)
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one shard, checked against the format and the file's size."""
+    size = file.stat().st_size
+    with file.open("rb") as f:
+        prefix = f.read(8)
+        if len(prefix) < 8:
+            raise _damaged(file, "it is shorter than a header")
+        length = struct.unpack("<Q", prefix)[0]
+        if length > MAX_HEADER_BYTES:
+            raise _damaged(file, f"its header claims {length} bytes (limit {MAX_HEADER_BYTES})")
+        if 8 + length > size:
+            raise _damaged(file, f"its header claims {length} bytes and the file has {size}")
+        try:
+            header = json.loads(f.read(length), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as e:
+            raise _damaged(file, f"its header is not valid JSON: {e}") from e
+    if not isinstance(header, dict):
+        raise _damaged(file, "its header is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in header.items()}
+    _check_layout(file, tensors, 8 + length, size)
+    return tensors
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"{key!r} occurs twice")
+        out[key] = value
+    return out
+
+
+def _tensor(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound:
+        raise _damaged(file, f"its entry for tensor {name} is malformed")
+    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+        raise _damaged(file, f"tensor {name} is {dtype} {list(shape)} and has {end - begin} bytes")
+    return TensorInfo(dtype, shape, file, base + begin, end - begin)
+
+
+def _check_layout(file: Path, tensors: dict[str, TensorInfo], base: int, size: int) -> None:
+    """The byte ranges must tile the rest of the file, as the format demands: no overlap, no hole, nothing behind."""
+    end = base
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if info.start != end:
+            raise _damaged(file, f"tensor {name} does not start where the one before it ends")
+        end += info.nbytes
+    if end > size:
+        raise _damaged(file, f"it is truncated: {size} bytes of {end}")
+    if end < size:
+        raise _damaged(file, f"it has {size - end} bytes after its last tensor")
+
+
+def _damaged(file: Path, what: str) -> ModelFormatError:
+    return ModelFormatError(f"{file} is not a sound safetensors file: {what}")

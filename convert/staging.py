@@ -1,0 +1,134 @@
+"""Folders that appear complete or not at all, and one writer at a time.
+
+A folder is built under a temporary name beside its destination and renamed into place. While its writer lives it holds
+a lock (flock) on the temporary folder; the kernel drops the lock when a process dies however it dies, so the next
+run can tell leftovers from work in progress.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_INFIX = ".tmp-"
+
+# Called with the name of a point that conversion has reached; tests kill the process there.
+OnEvent = Callable[[str], None]
+
+
+def is_staging(folder: Path) -> bool:
+    """Whether a folder's name is that of an unfinished one."""
+    name = folder.resolve().name
+    return name.startswith(".") and _INFIX in name
+
+
+@contextmanager
+def staged(out: Path, on_event: OnEvent) -> Iterator[Path]:
+    """A new temporary folder that becomes `out` when the block ends without an exception.
+
+    `out` may be absent, empty, or a folder that the caller has decided to replace; it stays as it is until the new one
+    is complete. Leftovers of killed runs for the same `out` are removed first.
+    """
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(out)
+    folder, lock = _locked_folder(out)
+    try:
+        yield folder
+        _sync(folder)
+        _swap_in(folder, out, on_event)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def lock_file(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock on `path` (created, and left in place: removing it would let two holders in)."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _name(out: Path) -> str:
+    return f".{out.name}{_INFIX}{secrets.token_hex(4)}"
+
+
+def _locked_folder(out: Path) -> tuple[Path, int]:
+    while True:
+        folder = out.parent / _name(out)
+        folder.mkdir()
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, fd
+        os.close(fd)  # another run took it for a leftover before it was locked
+
+
+def _remove_leftovers(out: Path) -> None:
+    for folder in out.parent.glob(f".{_escape(out.name)}{_INFIX}*"):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+            except BlockingIOError:
+                pass  # its writer is alive
+            finally:
+                os.close(fd)
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _swap_in(folder: Path, out: Path, on_event: OnEvent) -> None:
+    """Renames `folder` to `out`. A non-empty `out` is moved aside first, and back if the rename fails."""
+    with _locked(out.parent):  # of two that finish together, the later one replaces the earlier one
+        if not out.exists() or not any(out.iterdir()):
+            on_event("rename into place")
+            folder.rename(out)
+        else:
+            old = out.parent / _name(out)
+            on_event("rename the old one away")
+            out.rename(old)
+            try:
+                on_event("rename into place")
+                folder.rename(out)
+            except BaseException:
+                old.rename(out)
+                raise
+            shutil.rmtree(old)
+    _sync_folder(out.parent)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _sync(folder: Path) -> None:
+    """Flushes every file and folder below `folder`, so that the rename never outruns the contents."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            fd = os.open(os.path.join(parent, name), os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+        _sync_folder(Path(parent))
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(fd)
+    os.close(fd)

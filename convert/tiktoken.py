@@ -1,0 +1,129 @@
+"""Makes a tokenizer.json from the tiktoken rank file of Moonshot's models (Kimi-K2, Moonlight).
+
+Those folders hold `tiktoken.model` and Python code that would build the tokenizer. The code is never run; what it does
+is small: byte-level BPE over the ranks, a split pattern with runs of Han characters apart from other letters, and 256
+special ids behind the ranks, named by tokenizer_config.json or else `<|reserved_token_N|>`. (It also cuts runs of more
+than 25000 characters with or without white space before it splits them, to spare tiktoken; this is not repeated here.)
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from jaxspec.errors import ModelFormatError
+
+_CLASS = "TikTokenTokenizer"
+_NUM_SPECIAL = 256
+
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Token bytes -> rank, from lines of base64 and a number. Ranks are token ids, so they must count 0, 1, 2, ..."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            encoded, rank = line.split()
+            ranks[base64.b64decode(encoded, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as e:
+            raise ModelFormatError(f"{file}, line {number} is not a base64 token and its rank") from e
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
+        raise ModelFormatError(f"{file} does not rank all 256 bytes and its tokens 0, 1, 2, ... without gaps")
+    return ranks
+
+
+def build_tokenizer(file: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """A fast tokenizer with the ids that the model's own code gives.
+
+    Args:
+        config: tokenizer_config.json; names the tokenizer class and, in `added_tokens_decoder`, the special tokens.
+
+    Raises:
+        ModelFormatError: a damaged rank file, or the tokenizer of a family whose split pattern is not known here.
+    """
+    if config.get("tokenizer_class", _CLASS) != _CLASS:
+        raise ModelFormatError(
+            f"{file}: tokenizer class {config['tokenizer_class']} is not supported (supported: {_CLASS} of Kimi-K2 and "
+            "Moonlight, or a folder with tokenizer.json)"
+        )
+    ranks = read_ranks(file)
+    special = _special_tokens(len(ranks), config.get("added_tokens_decoder") or {})
+    letters = _byte_letters()
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[b] for b in token)
+
+    vocab = {spell(token): rank for token, rank in ranks.items()} | {t.content: i for i, t in special.items()}
+    merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
+    # A piece that is a token as a whole is taken before any merging, as tiktoken does.
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([special[i] for i in sorted(special)])
+    return tokenizer
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Every split of every token into two tokens, in the order of the merged token's rank.
+
+    tiktoken joins whichever neighbours make the token of lowest rank, however they came about; a list with one split
+    for each token could miss some.
+    """
+    out = []
+    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
+        splits = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+        out += sorted(splits, key=lambda s: (ranks[s[0]], ranks[s[1]]))
+    return out
+
+
+def _special_tokens(first: int, named: Mapping[str, Mapping[str, Any]]) -> dict[int, AddedToken]:
+    out = {i: AddedToken(f"<|reserved_token_{i}|>", special=True) for i in range(first, first + _NUM_SPECIAL)}
+    for key, token in named.items():
+        if int(key) not in out:
+            raise ModelFormatError(
+                f"tokenizer_config.json: special token {token['content']!r} has id {key}, outside "
+                f"{first}..{first + _NUM_SPECIAL - 1}"
+            )
+        flags = {k: bool(token.get(k, False)) for k in ("single_word", "lstrip", "rstrip", "special")}
+        out[int(key)] = AddedToken(token["content"], normalized=False, **flags)
+    return out
+
+
+def _byte_letters() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2's table).
+
+    Printable Latin-1 stands for itself, the other 68 bytes are numbered from U+0100.
+    """
+    out = []
+    shifted = 0
+    for byte in range(256):
+        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE:
+            out.append(chr(byte))
+        else:
+            out.append(chr(0x100 + shifted))
+            shifted += 1
+    return out

@@ -1,0 +1,133 @@
+"""Converted folders that are not, are damaged, or come from another version; and loading over a mesh."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jax.sharding import Mesh
+
+from convert.checkpoint import load_params, read_manifest
+from convert.manifest import LAYOUT_VERSION
+from jaxspec.errors import ModelFormatError
+from tests.convert.edits import edit_config
+
+pytestmark = pytest.mark.torch
+Get = Callable[[str], Path]
+
+
+@pytest.fixture
+def folder(converted: Get, tmp_path: Path) -> Path:
+    return shutil.copytree(converted("llama"), tmp_path / "model")
+
+
+def test_not_a_converted_folder(source: Get, tmp_path: Path):
+    for other in (source("llama"), tmp_path, tmp_path / "gone"):
+        with pytest.raises(ModelFormatError, match="is not a converted folder"):
+            read_manifest(other)
+
+
+def test_other_layout_version(folder: Path):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest |= {"layout_version": LAYOUT_VERSION + 1, "jaxspec_version": "9.9"}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ModelFormatError, match=r"layout version 2 \(written by jaxspec 9\.9\).*convert the model again"
+    ):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layout_version": 1, "jaxspec_version": "0"}'])
+def test_damaged_manifest(folder: Path, text: str):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(ModelFormatError, match="is damaged"):
+        read_manifest(folder)
+
+
+def test_missing_part(folder: Path):
+    shutil.rmtree(folder / "weights" / "001")
+    with pytest.raises(ModelFormatError, match="lacks its part weights/001"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "*"])
+def test_damaged_part(name: str, folder: Path, mesh: Mesh):
+    for file in (folder / "weights" / "001").rglob(name):
+        if file.is_file():
+            file.write_bytes(b"")
+    with pytest.raises(ModelFormatError, match="part 001 cannot be read"):
+        load_params(folder, mesh)
+
+
+def test_truncated_data(folder: Path):
+    """The part's metadata are whole, so Orbax fails half-way. In a process of its own, for it drops coroutines then."""
+    data = max((folder / "weights" / "001").rglob("d/*"), key=lambda f: f.stat().st_size)
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    script = """
+        import sys
+        import jax, numpy as np
+        from jax.sharding import Mesh
+        from convert.checkpoint import load_params
+        from jaxspec.errors import ModelFormatError
+
+        try:
+            load_params(sys.argv[1], Mesh(np.array(jax.devices()[:1]), ("tensor",)))
+        except ModelFormatError as e:
+            print(e)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(folder)], capture_output=True, text=True, check=True
+    )
+    assert "part 001 cannot be read" in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+def test_config_that_does_not_fit_the_weights(converted: Get, folder: Path, mesh: Mesh, tmp_path: Path):
+    edit_config(folder, intermediate_size=64)
+    with pytest.raises(
+        ModelFormatError, match=r"mlp\.(down|gate_up) of shape \[.*96.*\]; config\.json asks for \[.*64"
+    ):
+        load_params(folder, mesh)
+    other = shutil.copytree(converted("v3"), tmp_path / "v3")
+    edit_config(other, q_lora_rank=None)
+    with pytest.raises(ModelFormatError, match=r"part 000 and config\.json disagree on attention\.kv_a"):
+        load_params(other, mesh)
+
+
+def test_two_devices_hold_their_halves(converted: Get):
+    """In a process of its own, because the number of CPU devices is fixed when jax starts."""
+    script = """
+        import sys
+        import jax, numpy as np
+        from jax.sharding import Mesh
+        from convert.checkpoint import load_params, load_nextn
+
+        devices = jax.devices()
+        assert len(devices) == 2
+        for load in (load_params, load_nextn):
+            _, one = load(sys.argv[1], Mesh(np.array(devices[:1]), ("tensor",)))
+            _, two = load(sys.argv[1], Mesh(np.array(devices), ("tensor",)))
+
+            def same(path, whole, split):
+                for shard in split.addressable_shards:
+                    np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
+                return split.sharding.is_fully_replicated
+
+            replicated = jax.tree_util.tree_map_with_path(same, one, two)
+            block = replicated["layers"][1] if "layers" in replicated else replicated["layer"]
+            assert not any(block["attention"][k] for k in ("q_b", "w_uk", "w_uv", "o"))
+            assert block["attention"]["qkv_a"] and block["mlp"]["router"]
+            assert not block["mlp"]["gate_up"] and not block["mlp"]["shared"]["down"]
+        print("checked")
+    """
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(converted("v3-mtp"))],
+        env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout == "checked\n", done.stderr

@@ -1,0 +1,165 @@
+"""Conversion killed at every point where it can leave something behind, and conversions side by side."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from convert.checkpoint import load_params, read_manifest
+from convert.convert import convert_checkpoint
+from convert.staging import staged
+from jaxspec.errors import ModelFormatError
+from tests.convert.edits import edit_config
+
+pytestmark = pytest.mark.torch
+Get = Callable[[str], Path]
+
+FRESH = [*(f"part {p} written" for p in ("embed", "000", "001", "002", "head", "mtp")), "rename into place"]
+REPLACING = [*FRESH[:-1], "rename the old one away", "rename into place"]
+
+KILL = """
+import os, sys
+from convert.convert import convert_checkpoint
+
+def die(name):
+    if name == sys.argv[3]:
+        os._exit(9)
+
+convert_checkpoint(sys.argv[1], sys.argv[2], on_event=die)
+"""
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(point: str) -> Callable[[str], None]:
+    def on_event(name: str) -> None:
+        if name == point:
+            raise Killed
+
+    return on_event
+
+
+def loads(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except ModelFormatError:
+        return False
+    return True
+
+
+def old_conversion(source: Path, out: Path) -> None:
+    convert_checkpoint(source, out)
+    manifest = json.loads((out / "manifest.json").read_text()) | {"layout_version": 0}
+    (out / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_the_points(source: Get, tmp_path: Path):
+    """A new point in the code is a new row in the tests below."""
+    seen: list[str] = []
+    convert_checkpoint(source("v3-mtp"), tmp_path / "out", on_event=seen.append)
+    assert seen == FRESH
+    seen.clear()
+    convert_checkpoint(source("v3-mtp"), tmp_path / "out", on_event=seen.append)
+    assert seen == REPLACING
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("point", FRESH)
+def test_killed_process_leaves_nothing_that_loads(point: str, source: Get, tmp_path: Path, mesh):
+    out = tmp_path / "out"
+    run = subprocess.run([sys.executable, "-c", KILL, str(source("v3-mtp")), str(out), point], check=False)
+    assert run.returncode == 9
+    left = list(tmp_path.iterdir())
+    assert left, "the leftovers are what this test is about"
+    assert not any(loads(path) for path in left)
+    convert_checkpoint(source("v3-mtp"), out)
+    assert list(tmp_path.iterdir()) == [out]
+    load_params(out, mesh)
+
+
+@pytest.mark.parametrize("point", REPLACING)
+def test_killed_process_that_was_replacing_an_older_conversion(point: str, source: Get, tmp_path: Path):
+    out = tmp_path / "out"
+    old_conversion(source("v3-mtp"), out)
+    run = subprocess.run([sys.executable, "-c", KILL, str(source("v3-mtp")), str(out), point], check=False)
+    assert run.returncode == 9
+    assert not any(loads(path) for path in tmp_path.iterdir())
+    convert_checkpoint(source("v3-mtp"), out)
+    assert list(tmp_path.iterdir()) == [out]
+    assert loads(out)
+
+
+@pytest.mark.parametrize("point", FRESH)
+def test_exception_leaves_nothing(point: str, source: Get, tmp_path: Path):
+    """Control-C and the like, where the process lives long enough to clean up."""
+    with pytest.raises(Killed):
+        convert_checkpoint(source("v3-mtp"), tmp_path / "out", on_event=kill_at(point))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("point", REPLACING)
+def test_exception_leaves_the_older_conversion(point: str, source: Get, tmp_path: Path):
+    out = tmp_path / "out"
+    old_conversion(source("v3-mtp"), out)
+    with pytest.raises(Killed):
+        convert_checkpoint(source("v3-mtp"), out, on_event=kill_at(point))
+    assert list(tmp_path.iterdir()) == [out]
+    assert json.loads((out / "manifest.json").read_text())["layout_version"] == 0
+
+
+def test_a_failed_conversion_leaves_a_good_one_alone(converted: Get, source: Get, tmp_path: Path):
+    out = shutil.copytree(converted("llama"), tmp_path / "out")
+    bad = shutil.copytree(source("llama"), tmp_path / "bad")
+    edit_config(bad, intermediate_size=97)
+    with pytest.raises(ModelFormatError):
+        convert_checkpoint(bad, out)
+    assert loads(out)
+
+
+def test_work_in_progress_is_not_a_leftover(tmp_path: Path):
+    """A second run for the same output must not take the first one's folder away."""
+    out = tmp_path / "out"
+    with staged(out, lambda _: None) as first:
+        (first / "x").write_text("first")
+        with pytest.raises(Killed), staged(out, lambda _: None):
+            raise Killed
+        assert (first / "x").read_text() == "first"
+    assert (out / "x").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_leftovers_of_other_outputs_stay(tmp_path: Path):
+    (tmp_path / ".other.tmp-0123").mkdir()
+    (tmp_path / ".out.tmp-0123").mkdir()
+    (tmp_path / ".out.tmp-file").touch()
+    with staged(tmp_path / "out", lambda _: None):
+        pass
+    assert {p.name for p in tmp_path.iterdir()} == {".other.tmp-0123", ".out.tmp-file", "out"}
+
+
+def test_parallel_conversions_to_one_output(source: Get, tmp_path: Path, mesh):
+    """Each builds its own folder; whichever is renamed last is whole."""
+    threads = [threading.Thread(target=convert_checkpoint, args=(source("llama"), tmp_path / "out")) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    load_params(tmp_path / "out", mesh)
+
+
+def test_umask_does_not_lock_others_out(source: Get, tmp_path: Path):
+    old = os.umask(0o022)
+    try:
+        convert_checkpoint(source("llama"), tmp_path / "out")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755

@@ -1,0 +1,87 @@
+"""Key maps against the models' declarations: every parameter is filled once, completely, and by the right numbers."""
+
+import numpy as np
+import pytest
+
+from convert.keymaps import KeyMap, Piece, assemble, check, harmless, key_map, nextn_key_map
+from convert.safetensors_reader import TensorInfo
+from jaxspec.errors import ModelFormatError
+from jaxspec.models.config import ModelConfig, read_config
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.mtp import NextN
+from jaxspec.models.params import declarations
+from tests.tiny_models import CONFIGS, VARIANTS
+
+
+def maps(config: ModelConfig) -> list[tuple[KeyMap, CausalLM | NextN]]:
+    out: list[tuple[KeyMap, CausalLM | NextN]] = [(key_map(config), CausalLM(config, np.float32))]
+    if config.num_nextn_layers:
+        out.append((nextn_key_map(config), NextN(config, np.float32)))
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_is_filled_exactly_once(variant: str):
+    for key_map_, model in maps(read_config(CONFIGS[variant])):
+        declared = declarations(model)
+        assert key_map_.keys() == declared.keys()
+        for path, pieces in key_map_.items():
+            count = np.zeros(declared[path].get_value().shape, int)
+            for piece in pieces:
+                value = np.ones(piece.shape).reshape(piece.view or piece.shape)[piece.take]
+                assert count[piece.at].shape == value.shape, path
+                count[piece.at] += 1
+            assert (count == 1).all(), path
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_number_of_a_tensor_is_used_exactly_once(variant: str):
+    """Splits lose nothing, and permutations are permutations."""
+    used: dict[str, np.ndarray] = {}
+    for key_map_, _ in maps(read_config(CONFIGS[variant])):
+        for pieces in key_map_.values():
+            for p in pieces:
+                used.setdefault(p.name, np.zeros(p.shape, int)).reshape(p.view or p.shape)[p.take] += 1
+    assert all((count == 1).all() for count in used.values())
+
+
+def test_assemble_casts_and_places():
+    pieces = (
+        Piece("a", (2, 3), at=0),
+        Piece("b", (6,), at=1, view=(2, 3), take=(slice(None), [2, 0, 1])),
+    )
+    tensors = {"a": np.arange(6).reshape(2, 3), "b": np.arange(6)}
+    out = assemble(pieces, (2, 2, 3), np.float32, tensors.__getitem__)
+    assert out.dtype == np.float32
+    np.testing.assert_array_equal(out, [[[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]]])
+
+
+def info(*shape: int) -> TensorInfo:
+    return TensorInfo("F32", shape, None, 0, 0)  # type: ignore[arg-type]
+
+
+def test_errors_name_tensors_and_shapes():
+    keys: KeyMap = {("w",): (Piece("w", (2, 3)),), ("v",): (Piece("v", (4,)),)}
+    ignore = harmless(read_config(CONFIGS["llama"]))
+    good = {"w": info(2, 3), "v": info(4)}
+    check([keys], good, ignore)
+    check([keys], good | {"model.layers.0.self_attn.rotary_emb.inv_freq": info(8)}, ignore)
+    for tensors, message in [
+        ({"w": info(2, 3)}, "lacks tensor v$"),
+        ({}, r"lacks tensor w \(and 1 more\)"),
+        (good | {"w": info(3, 2)}, r"tensor w has shape \[3, 2\]; config.json asks for \[2, 3\]"),
+        (good | {"extra": info(1)}, "holds tensor extra, which"),
+        (good | {"model.layers.0.self_attn.rotary_emb.inv_freq.x": info(8)}, "inv_freq.x, which"),
+    ]:
+        with pytest.raises(ModelFormatError, match=message):
+            check([keys], tensors, ignore)
+
+
+def test_harmless_extras_depend_on_the_model():
+    plain, mtp = (harmless(read_config(CONFIGS[v])) for v in ("v3", "v3-mtp"))
+    tied = harmless(read_config(CONFIGS["qwen3-tied"]))
+    copies = ["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"]
+    assert all(mtp.fullmatch(n) and not plain.fullmatch(n) for n in copies)
+    assert tied.fullmatch("lm_head.weight")
+    assert not mtp.fullmatch("lm_head.weight")
+    assert not mtp.fullmatch("model.layers.2.embed_tokens.weight")

@@ -1,0 +1,76 @@
+"""Converting needs memory for the largest part of a model, however many parts there are."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiny_models import CONFIGS
+
+H, WIDTH = 4096, 16384  # gate_up is 256 MiB in bfloat16, the largest tensor that is written
+LARGEST = 2 * WIDTH * H * 2
+CONFIG = CONFIGS["llama"] | {"hidden_size": H, "intermediate_size": WIDTH, "torch_dtype": "bfloat16"}
+
+MEASURE = """
+import sys
+from convert.convert import convert_checkpoint
+
+convert_checkpoint(sys.argv[1], sys.argv[2])
+# Not ru_maxrss, which a new process inherits from the one that started it.
+with open("/proc/self/status") as f:
+    print(next(line.split()[1] for line in f if line.startswith("VmHWM")))
+"""
+
+
+def write_checkpoint(folder: Path, layers: int) -> None:
+    """A Llama of `layers` layers of 384 MiB in one shard each, of random bytes (zeros would not be written out)."""
+    config = CONFIG | {"num_hidden_layers": layers}
+    K, N, D, V = (config[k] for k in ("num_key_value_heads", "num_attention_heads", "head_dim", "vocab_size"))
+    layer = {
+        "input_layernorm": (H,), "post_attention_layernorm": (H,), "self_attn.q_proj": (N * D, H),
+        "self_attn.k_proj": (K * D, H), "self_attn.v_proj": (K * D, H), "self_attn.o_proj": (H, N * D),
+        "mlp.gate_proj": (WIDTH, H), "mlp.up_proj": (WIDTH, H), "mlp.down_proj": (H, WIDTH),
+    }  # fmt: skip
+    shards = [{f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()} for i in range(layers)]
+    shards.append({"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,), "lm_head.weight": (V, H)})
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map = {}
+    noise = np.random.default_rng(0).integers(0, 0x7F, 2**24, np.uint8).tobytes()
+    for number, shapes in enumerate(shards):
+        header, end = {}, 0
+        for name, shape in shapes.items():
+            begin, end = end, end + 2 * int(np.prod(shape))
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+            weight_map[name] = f"model-{number}.safetensors"
+        encoded = json.dumps(header).encode()
+        with (folder / f"model-{number}.safetensors").open("wb") as f:
+            f.write(struct.pack("<Q", len(encoded)) + encoded)
+            for begin in range(0, end, len(noise)):
+                f.write(noise[: end - begin])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def peak_bytes(tmp_path: Path, layers: int) -> int:
+    try:
+        write_checkpoint(tmp_path / "in", layers)
+        command = [sys.executable, "-c", MEASURE, str(tmp_path / "in"), str(tmp_path / "out")]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) * 1024
+    finally:
+        shutil.rmtree(tmp_path / "in", ignore_errors=True)
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_peak_memory_does_not_grow_with_depth(tmp_path: Path, record_property):
+    if shutil.disk_usage(tmp_path).free < 16 * 2**30:
+        pytest.skip("needs 16 GiB of free disk")
+    shallow, deep = (peak_bytes(tmp_path, layers) for layers in (8, 16))
+    record_property("peak_mib", {"8 layers": shallow >> 20, "16 layers": deep >> 20})
+    assert max(shallow, deep) <= 4 * LARGEST + 2**30
+    assert abs(deep - shallow) <= 0.1 * shallow
