@@ -94,8 +94,9 @@ def test_state_is_donated_and_keeps_its_addresses():
     assert [array.unsafe_buffer_pointer() for array in engine.runner.state.kv] == addresses
 
 
-def test_demo_model_says_what_pytorch_said(tmp_path, monkeypatch):
-    """Greedy, float32, against the recorded PyTorch run that `jaxspec demo` checks too."""
+@pytest.mark.parametrize("k", [0, 3])
+def test_demo_model_says_what_pytorch_said(k, tmp_path, monkeypatch):
+    """Greedy, float32, against the recorded PyTorch run that `jaxspec demo` checks too; k = 3 speculates with MTP."""
     from convert.reference import read_record
     from jaxspec.llm import LLM
     from serve.demo import RECORD
@@ -105,9 +106,13 @@ def test_demo_model_says_what_pytorch_said(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
     reference = read_record(RECORD)
     # Few buckets: compiling is most of the time.
-    llm = LLM("demo", dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256)
+    options = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+    llm = LLM("demo", dtype="float32", num_speculative_tokens=k, **options)
     params = [SamplingParams(max_tokens=len(r.new_ids), temperature=0, ignore_eos=True, logprobs=0) for r in reference]
     completions = llm.generate([r.prompt_ids for r in reference], params)
     assert [c.ids for c in completions] == [r.new_ids for r in reference]
     for completion, r in zip(completions, reference, strict=True):
         np.testing.assert_allclose(completion.logprobs, r.logprobs, atol=1e-3)
+    stats = llm.engine.stats()
+    if k:
+        assert 1 + stats.num_accepted_tokens / stats.num_drafts > 3.0
