@@ -336,10 +336,14 @@ def held_out_overlap(held_out: list[Source], train: list[Source]) -> float:
     return sum(h in train_lines for h in lines) / max(len(lines), 1)
 
 
-def build_corpus(cache: Path, seed: int, smoke: bool) -> tuple[Corpus, Tokenizer]:
-    """Corpus and tokenizer, from `cache` if an earlier run with the same settings left them there."""
+def build_corpus(cache: Path, seed: int, smoke: bool, tokenizer: Tokenizer | None = None) -> tuple[Corpus, Tokenizer]:
+    """Corpus and tokenizer, from `cache` if an earlier run with the same settings left them there.
+
+    A given tokenizer is used instead of training one: drafts must read the tokens of the target as delivered.
+    """
     cache.mkdir(parents=True, exist_ok=True)
-    stem = cache / f"corpus-{'smoke' if smoke else 'full'}-{seed}"
+    given = "" if tokenizer is None else "-" + hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:8]
+    stem = cache / f"corpus-{'smoke' if smoke else 'full'}-{seed}{given}"
     arrays_file, tokenizer_file, report_file = (stem.with_suffix(s) for s in (".npz", ".tokenizer.json", ".json"))
     if not report_file.exists():
         files, licences = find_files(stdlib_only=smoke)
@@ -350,7 +354,7 @@ def build_corpus(cache: Path, seed: int, smoke: bool) -> tuple[Corpus, Tokenizer
         train = [source for source in sources if not source.held_out]
         held_out = [source for source in sources if source.held_out]
         train_documents, held_out_documents = make_documents(train, seed), make_documents(held_out, seed)
-        tokenizer = train_tokenizer(train_documents, 3_000_000 if smoke else 40_000_000)
+        tokenizer = tokenizer or train_tokenizer(train_documents, 3_000_000 if smoke else 40_000_000)
         tokenizer.save(str(tokenizer_file))
         train_tokens, train_starts = concatenate(encode_documents(tokenizer, train_documents))
         held_out_tokens, held_out_starts = concatenate(encode_documents(tokenizer, held_out_documents))

@@ -10,10 +10,11 @@ import math
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from demo_corpus import BEGIN, END, PAD, Corpus
-from demo_model import CONFIG, DRAFT_STEPS, NextN, hub_tensors, load_nextn, rope_at
+from demo_model import CONFIG, DRAFT_STEPS, hub_tensors, load_nextn
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM
 
@@ -46,6 +47,16 @@ def verify_folder(folder: Path, tensors: dict[str, Tensor]) -> dict:
     return {"loads_without_missing_keys": True, "weights_equal_trained_weights": True, "tokenizer_round_trips": True}
 
 
+class Draft(Protocol):
+    """What the measurements need of a draft: NextN and the EAGLE3 heads have it."""
+
+    def begin(self, model: DeepseekV3ForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def advance(
+        self, model: DeepseekV3ForCausalLM, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 def held_out_windows(corpus: Corpus, length: int, rows: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """(tokens, next tokens) in consecutive windows, so that every held-out token is predicted once."""
     tokens = torch.from_numpy(corpus.held_out).long()
@@ -56,7 +67,7 @@ def held_out_windows(corpus: Corpus, length: int, rows: int, device: torch.devic
 
 
 @torch.inference_mode()
-def held_out_metrics(model: DeepseekV3ForCausalLM, nextn: NextN, corpus: Corpus, length: int, rows: int) -> dict:
+def held_out_metrics(model: DeepseekV3ForCausalLM, draft: Draft, corpus: Corpus, length: int, rows: int) -> dict:
     """Language-model figures, and how often the draft layer's choice is the target's, on the held-out text.
 
     In draft step j the draft layer is fed the text's own tokens, so the steps are judged one by one here.
@@ -64,7 +75,7 @@ def held_out_metrics(model: DeepseekV3ForCausalLM, nextn: NextN, corpus: Corpus,
     sums = dict.fromkeys(("tokens", "nats", "correct"), 0.0)
     agree, overlap, judged = [0.0] * DRAFT_STEPS, [0.0] * DRAFT_STEPS, [0] * DRAFT_STEPS
     for inputs, labels in held_out_windows(corpus, length, rows, model.device):
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        hidden, state = draft.begin(model, inputs)
         log_target = torch.log_softmax(model.lm_head(hidden).float(), -1)
         best = log_target.argmax(-1)
         sums["tokens"] += labels.numel()
@@ -74,10 +85,10 @@ def held_out_metrics(model: DeepseekV3ForCausalLM, nextn: NextN, corpus: Corpus,
         for step in range(1, DRAFT_STEPS + 1):
             # Past the window's end there is no token to feed; those chains are not judged.
             shifted = torch.roll(inputs, -step, 1)
-            hidden = nextn(model.model.embed_tokens(shifted), hidden, rope_at(model, hidden, step - 1), chain)
-            draft = torch.softmax(model.lm_head(hidden[:, :-step]).float(), -1)
-            agree[step - 1] += (draft.argmax(-1) == best[:, step:]).sum().item()
-            overlap[step - 1] += torch.minimum(draft, log_target[:, step:].exp()).sum().item()
+            state, logits = draft.advance(model, shifted, state, step, chain)
+            proposed = torch.softmax(logits[:, :-step].float(), -1)
+            agree[step - 1] += (proposed.argmax(-1) == best[:, step:]).sum().item()
+            overlap[step - 1] += torch.minimum(proposed, log_target[:, step:].exp()).sum().item()
             judged[step - 1] += best[:, step:].numel()
     bytes_per_token = corpus.report["held_out"]["text_bytes"] / len(corpus.held_out)
     nats = sums["nats"] / sums["tokens"]
@@ -92,6 +103,7 @@ def held_out_metrics(model: DeepseekV3ForCausalLM, nextn: NextN, corpus: Corpus,
     }
 
 
+@torch.inference_mode()
 def continuations(
     model: DeepseekV3ForCausalLM, prompts: list[list[int]], new_tokens: int, temperature: float
 ) -> list[list[int]]:
@@ -118,25 +130,24 @@ def distinct_share(answers: list[list[int]], size: int = 4) -> float:
 
 @torch.inference_mode()
 def chain_acceptance(
-    model: DeepseekV3ForCausalLM, nextn: NextN, prompts: list[list[int]], new_tokens: int, temperature: float
+    model: DeepseekV3ForCausalLM, draft: Draft, prompts: list[list[int]], answers: list[list[int]], settings: dict
 ) -> dict:
     """Speculative decoding with k = 3: the draft proposes its first choices, the target keeps those it decodes itself.
 
-    The target decodes held-out prompts; then the draft chains from every position are computed at once with exactly
-    the cache contents they would have (see `chain_attention`), and each sequence is walked as an engine would: accept,
-    add the target's own token, go on. At a temperature above 0 a draft token counts if the target's sample is that
-    token, which is less than what rejection sampling accepts.
+    `answers` are the target's `continuations` of held-out prompts with `settings`. The draft chains from every position
+    are computed at once with exactly the cache contents they would have (see `chain_attention`), and each sequence is
+    walked as an engine would: accept, add the target's own token, go on. At a temperature above 0 a draft token counts
+    if the target's sample is that token, which is less than what rejection sampling accepts.
     """
-    answers = continuations(model, prompts, new_tokens, temperature)
     sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     length = max(map(len, sequences))
     # Padding on the right: causal attention never sees it.
     text = torch.tensor([s + [PAD] * (length - len(s)) for s in sequences], device=model.device)
-    hidden = model.model(input_ids=text, use_cache=False).last_hidden_state
     fed, chain, right = torch.roll(text, -1, 1), [], []
+    _, state = draft.begin(model, text)
     for step in range(1, DRAFT_STEPS + 1):
-        hidden = nextn(model.model.embed_tokens(fed), hidden, rope_at(model, hidden, step - 1), chain)
-        fed = model.lm_head(hidden).argmax(-1)
+        state, logits = draft.advance(model, fed, state, step, chain)
+        fed = logits.argmax(-1)
         right.append(fed == torch.roll(text, -1 - step, 1))
     accepted_by_position = torch.stack(right).cumprod(0).permute(1, 2, 0).tolist()
     tried, accepted_total, emitted = 0, [0] * DRAFT_STEPS, 0
@@ -153,9 +164,9 @@ def chain_acceptance(
     reached = [tried, *accepted_total]
     return {
         "k": DRAFT_STEPS,
-        "temperature": temperature,
+        "temperature": settings["temperature"],
         "prompts": len(prompts),
-        "new_tokens_per_prompt": new_tokens,
+        "new_tokens_per_prompt": settings["new_tokens"],
         "distinct_4_token_runs": round(distinct_share(answers), 4),
         "verify_steps": tried,
         "mean_acceptance_length": round(emitted / tried, 4),
@@ -180,21 +191,39 @@ def samples(model: DeepseekV3ForCausalLM, folder: Path, new_tokens: int) -> list
     return results
 
 
-def evaluate(folder: Path, corpus: Corpus, device: torch.device, smoke: bool) -> dict:
+def load_target(folder: Path, device: torch.device) -> tuple[DeepseekV3ForCausalLM, str, str]:
+    """The target with the library's own forward, its kind of mixture layer, and a description of the arithmetic."""
     on_gpu = device.type == "cuda"
     experts = "grouped_mm" if on_gpu else "eager"
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", experts_implementation=experts)
-    model = model.to(device).eval()
+    where = "the GPU" if on_gpu else "the CPU"
+    return model.to(device).eval(), experts, f"bf16 on {where}, sdpa attention, {experts} experts"
+
+
+def evaluate_drafts(model: DeepseekV3ForCausalLM, drafts: dict[str, Draft], corpus: Corpus, smoke: bool) -> dict:
+    """Each draft's figures; all of them draft for the same answers of the target."""
+    windows = [(64, 64)] if smoke else [(1024, 16), (4096, 4)]
+    runs = [{"new_tokens": 24 if smoke else 256, "temperature": temperature} for temperature in (0.0, 0.8)]
+    answers = [continuations(model, corpus.prompts, **settings) for settings in runs]
+    return {
+        name: {
+            "held_out": [held_out_metrics(model, draft, corpus, length, rows) for length, rows in windows],
+            "speculative_decoding": [
+                chain_acceptance(model, draft, corpus.prompts, answer, settings)
+                for settings, answer in zip(runs, answers, strict=True)
+            ],
+        }
+        for name, draft in drafts.items()
+    }
+
+
+def evaluate(folder: Path, corpus: Corpus, device: torch.device, smoke: bool) -> dict:
+    model, experts, arithmetic = load_target(folder, device)
     nextn = load_nextn(folder, model.config).to(device)
     nextn.block.mlp.experts.config._experts_implementation = experts
-    windows = [(64, 64)] if smoke else [(1024, 16), (4096, 4)]
     return {
-        "arithmetic": f"bf16 on {'the GPU' if on_gpu else 'the CPU'}, sdpa attention, {experts} experts",
-        "held_out": [held_out_metrics(model, nextn, corpus, length, rows) for length, rows in windows],
-        "speculative_decoding": [
-            chain_acceptance(model, nextn, corpus.prompts, 24 if smoke else 256, temperature)
-            for temperature in (0.0, 0.8)
-        ],
+        "arithmetic": arithmetic,
+        **evaluate_drafts(model, {"nextn": nextn}, corpus, smoke)["nextn"],
         "router_bias_range": [
             [round(gate.min().item(), 4), round(gate.max().item(), 4)]
             for name, gate in [*model.named_buffers(), *nextn.named_buffers()]

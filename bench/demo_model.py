@@ -80,7 +80,7 @@ DRAFT_STEPS = 3
 SHARD_BYTES = 12 * 2**20
 
 
-def chain_attention(  # noqa: PLR0917 - the signature that the library calls
+def chain_attention(
     module: nn.Module,  # noqa: ARG001
     query: Tensor,
     key: Tensor,
@@ -96,6 +96,8 @@ def chain_attention(  # noqa: PLR0917 - the signature that the library calls
     stands at position i + j - 1 and sees what a draft layer sees while it drafts: the first step's entries of the
     positions up to i (made from target hidden states), and its own entries of the steps 2..j.
     """
+    if key.shape[1] < query.shape[1]:  # grouped queries: each key head serves several query heads
+        key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], 1) for t in (key, value))
     if not chain:
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
     else:
@@ -140,6 +142,18 @@ class NextN(nn.Module):
     ) -> Tensor:
         merged = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], -1))
         return self.norm(self.block(merged, position_embeddings=rope, chain=chain))
+
+    def begin(self, model: DeepseekV3ForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's final hidden states, and the state from which the first draft step starts: the same."""
+        hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden, hidden
+
+    def advance(
+        self, model: DeepseekV3ForCausalLM, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step for the chains of all positions: the next state, and logits over the target's vocabulary."""
+        hidden = self(model.model.embed_tokens(fed), state, rope_at(model, state, step - 1), chain)
+        return hidden, model.lm_head(hidden)
 
 
 def rope_at(model: DeepseekV3ForCausalLM, hidden: Tensor, offset: int) -> tuple[Tensor, Tensor]:

@@ -2,14 +2,15 @@
 
     python bench/train_demo.py --out DIR                # on a machine with a GPU, about 10 minutes
     python bench/train_demo.py --out DIR --smoke        # on a CPU, about a minute: every stage, no useful model
+    python bench/train_demo.py --out DIR --drafts       # the EAGLE3 heads for the target: see train_eagle3.py
 
 DIR receives `target/` (config, bf16 weights, tokenizer, chat template, model card) and `train_demo.json` (the
 measurements). An interrupted run continues from the checkpoint in --work when it is started again.
 
 The model is Hugging Face's DeepseekV3ForCausalLM. Weights are trained as bf16 with a float32 master copy in the
 optimizer, so what is measured and written is what was trained; nothing is rounded at the end. Training replaces the
-library's mixture layer by an equal one that compiles well (`dense_moe_forward`); the evaluation runs the library's own
-forward on the written folder.
+library's mixture layer by an equal one that compiles well (`demo_training.dense_moe_forward`); the evaluation runs the
+library's own forward on the written folder.
 """
 
 from __future__ import annotations
@@ -17,17 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
-import subprocess
 import time
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-import transformers
 from demo_corpus import Corpus, build_corpus
 from demo_evaluation import evaluate, verify_folder, write_card
 from demo_model import (
@@ -42,12 +38,20 @@ from demo_model import (
     write_json,
     write_weights,
 )
-from torch import Tensor, nn
+from demo_training import (
+    MuonAdam,
+    Windows,
+    describe_environment,
+    prepare_for_training,
+    update_router_biases,
+)
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from train_eagle3 import train_drafts
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
+DELIVERED_TARGET = Path(__file__).resolve().parents[1] / "jaxspec" / "demo" / "target"
 BIAS_STEP = 0.001  # of the load balancing, DeepSeek-V3 report section 2.1.2 and 4.2
 
 
@@ -77,151 +81,6 @@ SMOKE_PHASES = [
 ]
 
 
-def rank_below(scores: Tensor) -> Tensor:
-    """For each entry of the last axis, how many others are larger: a top-k of a few entries without a sort."""
-    return (scores[..., None, :] > scores[..., :, None]).sum(-1)
-
-
-def routing_weights(gate: nn.Module, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The noaux_tc router as dense [tokens, experts] weights, and which experts were chosen."""
-    scores = functional.linear(flat.float(), gate.weight.float()).sigmoid()
-    biased = (scores.detach() + gate.e_score_correction_bias).unflatten(-1, (gate.num_group, -1))
-    group_score = torch.where(rank_below(biased) < 2, biased, 0.0).sum(-1)
-    allowed = (rank_below(group_score) < gate.topk_group)[..., None].expand_as(biased)
-    biased = torch.where(allowed, biased, float("-inf")).flatten(-2)
-    chosen = rank_below(biased) < gate.top_k
-    weights = scores * chosen
-    if gate.norm_topk_prob:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * gate.routed_scaling_factor, chosen
-
-
-def dense_moe_forward(moe: DeepseekV3MoE, hidden: Tensor) -> Tensor:
-    """The mixture layer with every expert run on every token.
-
-    With 8 small experts, two wide matrix products beat sorting tokens by expert: no gathers, and it all fuses.
-    """
-    flat = hidden.flatten(0, -2)
-    weights, chosen = routing_weights(moe.gate, flat)
-    if moe.training:
-        moe.load.add_(chosen.sum(0))
-    experts = moe.experts
-    gate_up = functional.linear(flat, experts.gate_up_proj.flatten(0, 1)).unflatten(-1, (experts.num_experts, 2, -1))
-    inner = functional.silu(gate_up[:, :, 0]) * gate_up[:, :, 1] * weights[..., None].to(hidden.dtype)
-    routed = inner.flatten(1) @ experts.down_proj.transpose(1, 2).flatten(0, 1)
-    return routed.view_as(hidden) + moe.shared_experts(hidden)
-
-
-def prepare_for_training(model: DeepseekV3ForCausalLM, nextn: NextN, compiled: bool) -> None:
-    model.set_attn_implementation("draft_chain")
-    for moe in mixture_layers(model, nextn):
-        moe.register_buffer("load", torch.zeros(moe.experts.num_experts, device=model.device), persistent=False)
-        moe.forward = types.MethodType(dense_moe_forward, moe)
-    if compiled:
-        # Layer by layer: the layers share their compiled code, so this takes seconds instead of minutes.
-        torch._dynamo.config.recompile_limit = 64
-        for layer in model.model.layers:
-            layer.compile(dynamic=False)
-        nextn.compile(dynamic=False)
-
-
-def update_router_biases(modules: list[DeepseekV3MoE], step: float) -> None:
-    """Balance without an auxiliary loss: raise the bias of experts below the mean load, lower the others'."""
-    for moe in modules:
-        moe.gate.e_score_correction_bias.add_((moe.load.mean() - moe.load).sign(), alpha=step)
-        moe.load.zero_()
-
-
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """Muon's Newton-Schulz iteration on a stack of matrices: singular values towards 1."""
-    x = matrices.bfloat16()
-    wide = x.shape[-2] <= x.shape[-1]
-    x = x if wide else x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x if wide else x.mT
-
-
-class MuonAdam:
-    """Muon for the matrices inside the layers, Adam for the rest, on float32 masters of bf16 weights."""
-
-    def __init__(self, named_parameters: Iterator[tuple[str, nn.Parameter]]) -> None:
-        by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, tuple[int, int]]]] = {}
-        self.adam_parameters = []
-        for name, parameter in named_parameters:
-            if parameter.ndim == 1 or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")):
-                self.adam_parameters.append(parameter)
-                continue
-            rows, columns = parameter.shape[-2:]
-            # Each expert's gate and up projections lie in one tensor; Muon works on them one by one.
-            shape = (rows // 2 if name.endswith("gate_up_proj") else rows, columns)
-            by_shape.setdefault(shape, []).append((parameter, shape))
-        self.groups = []
-        for shape, members in by_shape.items():
-            parameters = [parameter for parameter, _ in members]
-            master = torch.cat([p.detach().float().view(-1, *shape) for p in parameters])
-            self.groups.append({"shape": shape, "parameters": parameters, "master": master, "momentum": master * 0})
-        self.adam_masters = [p.detach().float() for p in self.adam_parameters]
-        self.adam = torch.optim.Adam(self.adam_masters, betas=(0.9, 0.95), fused=self.adam_masters[0].is_cuda)
-
-    @torch.no_grad()
-    def step(self, rate: float, weight_decay: float = 0.1) -> None:
-        for group in self.groups:
-            shape, parameters, momentum = group["shape"], group["parameters"], group["momentum"]
-            gradient = torch.cat([p.grad.view(-1, *shape) for p in parameters]).float()
-            momentum.lerp_(gradient, 0.05)
-            update = orthogonalize(gradient.lerp_(momentum, 0.95))
-            # Entries of the size Adam gives them, so that one learning rate serves both (Moonlight's scaling).
-            group["master"].mul_(1 - rate * weight_decay).add_(update, alpha=-0.2 * math.sqrt(max(shape)) * rate)
-            pieces = group["master"].split([p.numel() // math.prod(shape) for p in parameters])
-            torch._foreach_copy_([p.data.view(-1, *shape) for p in parameters], list(pieces))
-        for master, parameter in zip(self.adam_masters, self.adam_parameters, strict=True):
-            master.grad = parameter.grad.float()
-        torch.nn.utils.clip_grad_norm_(self.adam_masters, 1.0)
-        for settings in self.adam.param_groups:
-            settings["lr"] = rate
-        self.adam.step()
-        torch._foreach_copy_([p.data for p in self.adam_parameters], self.adam_masters)
-        for parameter in [*self.adam_parameters, *(p for group in self.groups for p in group["parameters"])]:
-            parameter.grad = None
-
-    def state(self) -> dict:
-        groups = [{key: group[key] for key in ("master", "momentum")} for group in self.groups]
-        return {"groups": groups, "masters": self.adam_masters, "adam": self.adam.state_dict()}
-
-    def load(self, state: dict) -> None:
-        for group, saved in zip(self.groups, state["groups"], strict=True):
-            group["master"].copy_(saved["master"])
-            group["momentum"].copy_(saved["momentum"])
-        torch._foreach_copy_(self.adam_masters, state["masters"])
-        self.adam.load_state_dict(state["adam"])
-
-
-class Windows:
-    """Random windows of the packed token stream, a quarter of them moved back to the start of their document."""
-
-    def __init__(self, corpus: Corpus, device: torch.device, seed: int) -> None:
-        self.tokens = torch.from_numpy(corpus.train).to(device)
-        self.document_starts = corpus.train_starts
-        self.rng = np.random.default_rng(seed)
-        self.pending: dict[int, np.ndarray] = {}
-        self.passes = 0.0
-
-    def sample(self, rows: int, length: int, extra: int) -> Tensor:
-        if len(self.pending.get(length, ())) < rows:
-            offsets = np.arange(self.rng.integers(length), len(self.tokens) - length - extra, length)
-            self.pending[length] = self.rng.permutation(offsets)
-        starts, self.pending[length] = self.pending[length][:rows].copy(), self.pending[length][rows:]
-        snapped = rows // 4
-        places = np.searchsorted(self.document_starts, starts[:snapped], side="right") - 1
-        starts[:snapped] = self.document_starts[places]
-        self.passes += rows * length / len(self.tokens)
-        index = torch.from_numpy(starts).to(self.tokens.device)[:, None]
-        return self.tokens[index + torch.arange(length + extra, device=self.tokens.device)].long()
-
-
 def language_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = functional.linear(hidden, head)
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits
@@ -246,7 +105,7 @@ class Trainer:
         self.model = to_bfloat16(DeepseekV3ForCausalLM(config)).to(device).train()
         self.nextn = to_bfloat16(NextN(config)).to(device).train()
         compiled = device.type == "cuda"
-        prepare_for_training(self.model, self.nextn, compiled)
+        prepare_for_training(self.model, [self.nextn], compiled)
         self.language_loss: Callable = torch.compile(language_loss, dynamic=False) if compiled else language_loss
         self.draft_loss: Callable = torch.compile(draft_loss, dynamic=False) if compiled else draft_loss
         self.target_optimizer = MuonAdam(self.model.named_parameters())
@@ -381,20 +240,6 @@ class Trainer:
 # --- The whole run ---------------------------------------------------------------------------------------------------
 
 
-def describe_environment(device: torch.device) -> dict:
-    environment = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    if device.type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        environment["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-        environment["cuda"] = torch.version.cuda
-    return environment
-
-
 def forward_agreement(trainer: Trainer, folder: Path) -> dict:
     """The training forward against the library's own on the written folder, on one held-out window."""
     tokens = torch.from_numpy(trainer.corpus.held_out[None, : trainer.phases[0].length]).to(trainer.device).long()
@@ -412,12 +257,18 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--out", type=Path, required=True, help="where target/ and train_demo.json are written")
     parser.add_argument("--work", type=Path, default=Path("/tmp/train_demo"), help="corpus cache and checkpoint")
-    parser.add_argument("--minutes", type=float, default=7.6, help="training time, without corpus and evaluation")
+    parser.add_argument(
+        "--minutes", type=float, help="training time, without corpus and evaluation; default 7.6 or 4.5"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument("--draft-weight", type=float, default=0.3, help="weight of the draft loss in the joint phases")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything, on the CPU")
-    return parser.parse_args()
+    parser.add_argument("--drafts", action="store_true", help="train the EAGLE3 heads for --target, nothing else")
+    parser.add_argument("--target", type=Path, default=DELIVERED_TARGET, help="with --drafts: the target's folder")
+    args = parser.parse_args()
+    args.minutes = args.minutes or (4.5 if args.drafts else 7.6)
+    return args
 
 
 def main() -> None:
@@ -426,6 +277,9 @@ def main() -> None:
     if not args.smoke and not torch.cuda.is_available():
         raise SystemExit("training needs a GPU; --smoke runs every stage on the CPU")
     device = torch.device("cpu" if args.smoke else "cuda")
+    if args.drafts:
+        train_drafts(args, device)
+        return
     folder = args.out / "target"
     corpus, tokenizer = build_corpus(args.work, args.seed, args.smoke)
     corpus_seconds = time.monotonic() - started

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from convert import hub
-from convert.checkpoint import MTP, parts_of, write_part
+from convert.checkpoint import MTP, WEIGHTS, parts_of, write_part
 from convert.digests import ShardDigests
-from convert.hf_folder import CONFIG, GENERATION_CONFIG, cache_repository, read_hf_config, read_json
+from convert.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, cache_repository, inside, read_hf_config, read_json
 from convert.keymaps import KeyMap, ParamPath, Pieces, assemble, check, harmless, key_map, nextn_key_map, nextn_prefix
 from convert.manifest import (
     LAYOUT_VERSION,
@@ -27,7 +27,7 @@ from convert.manifest import (
 from convert.progress import Progress, Silent
 from convert.safetensors_reader import SafetensorsReader
 from convert.staging import OnEvent, lock_file, staged
-from convert.tokenizer_files import copy_tokenizer, write_json
+from convert.tokenizer_files import TOKENIZER_FILES, copy_tokenizer, write_json
 from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
@@ -86,7 +86,7 @@ def resolve_model(
         ModelFormatError: there is no such model, or it cannot be converted.
     """
     folder = _demo_folder() if model == DEMO else _source_folder(str(model), revision)
-    if (folder / MANIFEST).exists():
+    if (folder / MANIFEST).exists() and (folder / WEIGHTS).is_dir():
         read_manifest(folder)
         return folder
     read_config(read_hf_config(folder))
@@ -226,11 +226,11 @@ def _identity(folder: Path) -> tuple[str, str | None]:
 def _cache_name(folder: Path) -> str:
     """A name that changes with the folder's place, configuration, weights, tokenizer and our layout."""
     digest = hashlib.sha256(f"{LAYOUT_VERSION}\0{folder.resolve()}".encode())
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".jinja", ".model", ".txt") and path.is_file():
-            digest.update(f"\0{path.name}\0".encode() + path.read_bytes())
-        elif path.suffix == ".safetensors":
-            stat = path.stat()
-            digest.update(f"\0{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    for name in (CONFIG, GENERATION_CONFIG, INDEX, *TOKENIZER_FILES):
+        if (folder / name).exists():
+            digest.update(f"\0{name}\0".encode() + inside(folder, name).read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        stat = path.stat()
+        digest.update(f"\0{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
     label = re.sub(r"[^\w.-]", "_", _identity(folder)[0].replace("/", "--"))
     return f"{label}-{digest.hexdigest()[:16]}"

@@ -2,25 +2,12 @@
 
 from pathlib import Path
 
+from convert.hf_folder import CONFIG, GENERATION_CONFIG, INDEX
+from convert.tokenizer_files import TOKENIZER_FILES
 from jaxspec.errors import ModelFormatError
 
 # Nothing here can run: no Python, no pickles. Sub-folders hold other formats of the same weights.
-ALLOWED = (
-    "*.safetensors",
-    "model.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "tiktoken.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+ALLOWED = ("*.safetensors", INDEX, CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)
 
 
 def download(model: str, revision: str | None) -> Path:

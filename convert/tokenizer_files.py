@@ -19,6 +19,7 @@ COPIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TOKENIZER_FILES = (*COPIED, TOKENIZER_CONFIG, TIKTOKEN)
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:

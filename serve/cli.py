@@ -166,6 +166,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    # Orbax starts jax's backend, which on a GPU would reserve most of its memory for nothing.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from convert.convert import convert_checkpoint
     from convert.progress import console
 

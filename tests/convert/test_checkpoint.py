@@ -55,34 +55,27 @@ def test_missing_part(folder: Path):
         read_manifest(folder)
 
 
-@pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "*"])
-def test_damaged_part(name: str, folder: Path, mesh: Mesh):
+LOAD = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh
+from convert.checkpoint import load_params
+from jaxspec.errors import ModelFormatError
+
+try:
+    load_params(sys.argv[1], Mesh(np.array(jax.devices()[:1]), ("tensor",)))
+except ModelFormatError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize("name", ["*", "_METADATA", "manifest.ocdbt", "d/*"])
+def test_damaged_part(name: str, folder: Path):
+    """In a process of its own: where Orbax fails half-way, it drops coroutines that Python complains about later."""
     for file in (folder / "weights" / "001").rglob(name):
         if file.is_file():
-            file.write_bytes(b"")
-    with pytest.raises(ModelFormatError, match="part 001 cannot be read"):
-        load_params(folder, mesh)
-
-
-def test_truncated_data(folder: Path):
-    """The part's metadata are whole, so Orbax fails half-way. In a process of its own, for it drops coroutines then."""
-    data = max((folder / "weights" / "001").rglob("d/*"), key=lambda f: f.stat().st_size)
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    script = """
-        import sys
-        import jax, numpy as np
-        from jax.sharding import Mesh
-        from convert.checkpoint import load_params
-        from jaxspec.errors import ModelFormatError
-
-        try:
-            load_params(sys.argv[1], Mesh(np.array(jax.devices()[:1]), ("tensor",)))
-        except ModelFormatError as e:
-            print(e)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(folder)], capture_output=True, text=True, check=True
-    )
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    done = subprocess.run([sys.executable, "-c", LOAD, str(folder)], capture_output=True, text=True, check=True)
     assert "part 001 cannot be read" in done.stdout
     assert done.stdout.count("\n") == 1
 

@@ -51,6 +51,13 @@ def test_hugging_face_folder_is_converted_once(source: Get, cache: Path, mesh):
 
 
 @pytest.mark.torch
+def test_manifest_of_something_else(source: Get, cache: Path, tmp_path: Path):
+    folder = shutil.copytree(source("llama"), tmp_path / "model")
+    (folder / "manifest.json").write_text('{"name": "a web application"}')
+    assert resolve_model(folder).parent == cache
+
+
+@pytest.mark.torch
 def test_cache_is_private(source: Get, cache: Path):
     resolve_model(source("llama"))
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiktoken
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
@@ -19,6 +18,8 @@ from convert.convert import convert_checkpoint
 from convert.tiktoken import PATTERN, _byte_letters, build_tokenizer, read_ranks
 from jaxspec.errors import ModelFormatError
 from tests.convert.edits import edit_config
+
+tiktoken = pytest.importorskip("tiktoken")
 
 CORPUS = [
     "The quick brown fox doesn't jump over the lazy dog; it's 12345 or 67 metres, they'll say. HTTPServer camelCase",
@@ -67,7 +68,7 @@ def tokenizer_config(first: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def oracle(ranks: dict[bytes, int]) -> tiktoken.Encoding:
+def oracle(ranks: dict[bytes, int]) -> "tiktoken.Encoding":
     first = len(ranks)
     names = {first + i: f"<|reserved_token_{first + i}|>" for i in range(256)}
     names |= {first + i: name for name, i in SPECIAL.items()}
@@ -99,7 +100,7 @@ texts = st.lists(pieces, max_size=12).map("".join)
 @example(text="".join(CORPUS))
 @example(text="<|im_user|>你好<|im_end|><|reserved_token_705|>")
 @example(text="aaaaaaaaaaaaaaa" * 20)
-def test_same_ids_and_text_as_tiktoken(text: str, ours: Tokenizer, oracle: tiktoken.Encoding):
+def test_same_ids_and_text_as_tiktoken(text: str, ours: Tokenizer, oracle: "tiktoken.Encoding"):
     expected = oracle.encode(text, allowed_special="all")
     assert ours.encode(text).ids == expected
     assert ours.decode(expected, skip_special_tokens=False) == text
@@ -140,7 +141,7 @@ def test_special_tokens(ours: Tokenizer, ranks: dict[bytes, int]):
 
 @pytest.mark.torch
 def test_converted_folder_loads_without_remote_code(
-    source: Callable[[str], Path], ranks: dict[bytes, int], oracle: tiktoken.Encoding, tmp_path: Path
+    source: Callable[[str], Path], ranks: dict[bytes, int], oracle: "tiktoken.Encoding", tmp_path: Path
 ):
     folder = shutil.copytree(source("moonlight"), tmp_path / "in")
     write_ranks(folder / "tiktoken.model", ranks)
