@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from jaxspec.config import Settings
 from jaxspec.engine.batch import StepInputs
+from jaxspec.engine.result import RowResult
 from jaxspec.engine.state import StepState
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.metadata import StepMetadata
 from jaxspec.models.mtp import NextN
 from jaxspec.sampling.rejection import sample_draft
-from jaxspec.sampling.sampler import SamplingRows
 
 
 def kv_places(
@@ -28,7 +28,7 @@ def kv_places(
     return jnp.where(live & (columns < settings.max_pages), pages, 0), positions % settings.page_size
 
 
-def next_tokens(inputs: StepInputs, ids_Rn: jax.Array, last_R: jax.Array) -> jax.Array:
+def next_tokens(inputs: StepInputs, result: RowResult) -> jax.Array:
     """The token that follows each of the step's T tokens, int32 [T].
 
     Within a chunk it is the chunk's own; behind a middle chunk the prompt's, behind a final one the token just chosen.
@@ -37,10 +37,10 @@ def next_tokens(inputs: StepInputs, ids_Rn: jax.Array, last_R: jax.Array) -> jax
     P, E = inputs.chunk_ids.shape[0], inputs.prefill.shape[0]
     lengths_E, next_E = inputs.prefill[:, 2], inputs.prefill[:, 5]
     ends_E = jnp.cumsum(lengths_E)
-    following_E = jnp.where(next_E >= 0, next_E, last_R[:E])
+    following_E = jnp.where(next_E >= 0, next_E, result.last[:E])
     last_of_row_E = jnp.where(lengths_E > 0, ends_E - 1, P)  # padding rows: dropped
     shifted_P = jnp.roll(inputs.chunk_ids, -1).at[last_of_row_E].set(following_E, mode="drop")
-    return jnp.concatenate([shifted_P, ids_Rn[E:].reshape(-1)])
+    return jnp.concatenate([shifted_P, result.ids[E:].reshape(-1)])
 
 
 def propose(
@@ -50,35 +50,30 @@ def propose(
     hidden_TH: jax.Array,
     meta: StepMetadata,
     inputs: StepInputs,
-    ids_Rn: jax.Array,
-    accepted_R: jax.Array,
-    lengths_R: jax.Array,
+    result: RowResult,
     *,
-    last: jax.Array,
-    rows: SamplingRows,
+    was_done: jax.Array,
     settings: Settings,
     skip_dead: bool,
-    changed: jax.Array,
 ) -> StepState:
     """Writes the draft's KV of all T tokens and proposes k tokens for every row that has a newest token.
 
     Args:
         hidden_TH: the target's hidden states after its final norm.
-        ids_Rn, accepted_R, lengths_R, last: of the step's result.
+        was_done: bool [S] slots that were done before the step: their drafts stay as they are.
         skip_dead: attend, project and run the MLP only for the one token of each row that drafts.
-        changed: bool [S] slots that were done before the step: theirs stay as they are.
     """
     k = state.drafts.shape[1]
     slots_E, slots_D = inputs.prefill[:, 0], inputs.decode_slots
     slots_R = jnp.concatenate([slots_E, slots_D])
     E, D, P = slots_E.shape[0], slots_D.shape[0], inputs.chunk_ids.shape[0]
     last_of_row_E = jnp.maximum(jnp.cumsum(inputs.prefill[:, 2]) - 1, 0)
-    windows_D = P + jnp.arange(D, dtype=jnp.int32) * ids_Rn.shape[1]
-    live_R = jnp.concatenate([last_of_row_E, windows_D + accepted_R[E:]])
+    windows_D = P + jnp.arange(D, dtype=jnp.int32) * result.ids.shape[1]
+    live_R = jnp.concatenate([last_of_row_E, windows_D + result.accepted[E:]])
     tables_R = jnp.concatenate([meta.prefill_tables, meta.decode_tables])
-    bounds_R = jnp.maximum(lengths_R, 1)
+    bounds_R = jnp.maximum(result.lengths, 1)
 
-    embedded_TH = target.embed_ids(next_tokens(inputs, ids_Rn, last))
+    embedded_TH = target.embed_ids(next_tokens(inputs, result))
     if skip_dead:
         h_RH, cache = draft.catch_up(embedded_TH, hidden_TH, live_R, state.draft_kv, meta, tables_R, bounds_R)
     else:
@@ -92,16 +87,16 @@ def propose(
     log_q: list[jax.Array] = []
     for i in range(k):
         if i > 0:
-            positions_R = lengths_R + i - 1  # drafts count forward from the newest token
+            positions_R = result.lengths + i - 1  # drafts count forward from the newest token
             pages_R, offsets_R = kv_places(tables_R, jnp.arange(E + D), positions_R, drafts_R, settings)
             h_RH, cache = draft(
                 target.embed_ids(ids[-1]), h_RH, cache,
                 _single_tokens(positions_R, pages_R, offsets_R, drafts_R, tables_R),
             )  # fmt: skip
-        id_R, log_q_RV = sample_draft(target.logits(h_RH), rows, lengths_R + 1 + i)
+        id_R, log_q_RV = sample_draft(target.logits(h_RH), result.rows, result.lengths + 1 + i)
         ids.append(id_R)
         log_q.append(log_q_RV)
-    target_R = jnp.where(drafts_R & ~changed[slots_R], slots_R, state.seq_len.shape[0])
+    target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, state.seq_len.shape[0])
     return state._replace(
         draft_kv=cache,
         drafts=state.drafts.at[target_R].set(jnp.stack(ids, axis=1), mode="drop"),

@@ -13,6 +13,7 @@ from jax import lax
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, StepInputs
 from jaxspec.engine.drafting import kv_places, propose
+from jaxspec.engine.result import RowResult
 from jaxspec.engine.state import MAX_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, StepState
 from jaxspec.models.metadata import StepMetadata, window_bounds
 from jaxspec.sampling.rejection import verify
@@ -29,28 +30,6 @@ class Probe(NamedTuple):
 
     residuals: jax.Array
     logits: jax.Array
-
-
-class RowResult(NamedTuple):
-    """What a step chose for each row of R = E + D.
-
-    Attributes:
-        ids, logprobs: [R, n]; the first `emitted` count, those behind `accepted` are stale but legal ids.
-        emitted: int32 [R] tokens that the request gains, cut at its first stop; 0 for middle chunks and dead rows.
-        accepted: int32 [R] drafts that the target agreed with, before any cut; 0 for prompt rows.
-        flags: int32 [R].
-        lengths: int32 [R] tokens whose KV is right after the step; `last` int32 [R], the token behind them.
-        rows: the sampling parameters [R].
-    """
-
-    ids: jax.Array
-    logprobs: jax.Array
-    emitted: jax.Array
-    accepted: jax.Array
-    flags: jax.Array
-    lengths: jax.Array
-    last: jax.Array
-    rows: SamplingRows
 
 
 def make_step(
@@ -85,10 +64,9 @@ def make_step(
         state = advance(state._replace(kv=output.cache), inputs, result)
         if graphdefs[1] is not None:
             draft = nnx.merge(graphdefs[1], params[1])
-            drafting = (draft, target, output.hidden, meta, inputs, result.ids, result.accepted, result.lengths)
             state = propose(
-                state, *drafting, last=result.last, rows=result.rows, settings=settings, skip_dead=skip_dead,
-                changed=was_done,
+                state, draft, target, output.hidden, meta, inputs, result,
+                was_done=was_done, settings=settings, skip_dead=skip_dead,
             )  # fmt: skip
         packed = pack_output(result)
         if not probe:
