@@ -39,7 +39,7 @@ def solo():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [1, K, 7])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.full), K, 7])
 def test_greedy_text_is_that_of_plain_decoding(plain, k):
     engine = make_engine(k=k)
     assert_equal_runs(run(engine, greedy_requests()), plain)

@@ -37,13 +37,14 @@ def compare_with(folder, reference, **options):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("variant", [v if v in FAST else pytest.param(v, marks=pytest.mark.slow) for v in LIVE])
-def test_variant_equals_pytorch(variant, tmp_path):
+@pytest.mark.parametrize("prompts", [4, pytest.param(16, marks=pytest.mark.full)])
+def test_variant_equals_pytorch(variant, prompts, tmp_path):
     """Chunks of 7 tokens, prompts of 3 to 40 and 64 new tokens, so that prefill and decode both cross a page."""
     folder = tiny_checkpoint(variant, tmp_path / "hf")
-    _, report = run_compare(folder, prompts=4, new_tokens=64)
+    _, report = run_compare(folder, prompts=prompts, new_tokens=64)
     assert report.logits.maximum <= MAX_LOGIT_ERROR
     assert report.top1_agreement == 1.0
-    assert report.identical == report.prompts == 4
+    assert report.identical == report.prompts == prompts
     assert report.kl_max < 1e-6
     assert report.max_logprob_error <= MAX_LOGIT_ERROR
     assert len(report.layers) == 4
