@@ -37,7 +37,7 @@ serve.model.load_model = load
 from serve.cli import main
 sys.exit(main())
 """
-SLOW = {"prompt": "hi", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+SLOW = {"prompt": "hi", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
 class Process:
