@@ -131,7 +131,8 @@ class MockEngine:
             num_running=running,
             num_waiting=len(self._requests) - running,
             kv_cache_usage=running / self._max_running,
-            num_preemptions=0, accepted_per_position=(),
+            num_preemptions=0,
+            accepted_per_position=(),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
         )
