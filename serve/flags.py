@@ -63,8 +63,15 @@ def add_engine_flags(parser: Parser) -> None:
             options["action"] = argparse.BooleanOptionalAction
         else:
             kind = kinds[0] if kinds else hint
-            options |= {"type": kind, "metavar": _METAVARS[kind]}
+            if typing.get_origin(kind) is tuple:
+                options |= {"type": _numbers, "metavar": "N,N,..."}
+            else:
+                options |= {"type": kind, "metavar": _METAVARS[kind]}
         group.add_argument(f"--{field.name.replace('_', '-')}", help=text.replace("%", "%%"), **options)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def engine_config(arguments: argparse.Namespace) -> tuple[EngineConfig, dict[str, Any]]:
