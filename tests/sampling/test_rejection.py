@@ -31,13 +31,15 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, salt=0):
+def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, salt=0, greedy_drafts=False):
     seeds = np.stack([np.arange(R), np.full(R, salt)], axis=1).astype(np.uint32)
     return SamplingRows(
         jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (R,)),
         jnp.full(R, top_p, jnp.float32),
+        jnp.full(R, min_p, jnp.float32),
         jnp.full(R, top_k, jnp.int32),
         jnp.asarray(seeds),
+        jnp.broadcast_to(greedy_drafts, (R,)),
     )
 
 
