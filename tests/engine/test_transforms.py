@@ -11,6 +11,7 @@ from flax import nnx
 from jaxspec.compat import compiles
 from jaxspec.engine.batch import InputLayout, PrefillRow, StepPlan
 from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.step import apply_updates, lay_out
 from jaxspec.errors import InvalidRequestError
@@ -351,3 +352,48 @@ def test_huge_numbers_do_not_reach_the_device():
     ids, _, ends = run(make_engine(), [Request("r", PROMPT, params)])
     assert ends["r"] == ("length", None)
     assert len(ids["r"]) == 512 - len(PROMPT)
+
+
+def poison_rules(runner) -> None:
+    """What former requests may have left in the slots."""
+    state = runner.state
+    runner.state = state._replace(
+        counts=jnp.full_like(state.counts, 2**31 - 1),
+        bias_ids=jnp.full_like(state.bias_ids, 7),
+        bias_values=jnp.full_like(state.bias_values, np.nan),
+    )
+
+
+def test_what_slots_held_before_does_not_matter():
+    poison_rules(tiny_runner())
+    assert_equal_runs(run(make_engine(), list(mixed_requests())), mixed_solo(0))
+
+
+@pytest.mark.slow
+def test_lean_and_full_buckets_share_slots(monkeypatch):
+    """Lean buckets leave counts and biases as they are; their requests move to full ones and back, to the same text."""
+
+    def table(settings):
+        shapes = ((0, 0, settings.max_num_seqs), (64, 4, settings.max_num_seqs))
+        return tuple(Bucket(*shape, variant) for shape in shapes for variant in ("lean", "full"))
+
+    shared = tiny_runner()
+    monkeypatch.setattr("jaxspec.engine.runner.bucket_table", table)
+    make_runner = tiny_runner.__wrapped__
+    runner = make_runner(0)
+    poison_rules(runner)
+    used = []
+    engine = Engine(
+        runner, vocab_size=VOCAB, eos_token_ids=(EOS,), observer=lambda step: used.append(step.plan.needs_full)
+    )
+    lean = [
+        Request(f"l{i}", [*PROMPT, i], SamplingParams(max_tokens=60, temperature=i % 2, seed=i, ignore_eos=True))
+        for i in range(20)
+    ]
+    batch = [*lean[:10], *mixed_requests(), *lean[10:]]
+    got = run(engine, batch)
+    assert set(used) == {True, False}
+    assert shared is tiny_runner()
+    alone = run(make_engine(), [Request(r.id, r.prompt_ids, r.params) for r in lean])
+    want = mixed_solo(0)
+    assert_equal_runs(got, (want[0] | alone[0], want[1] | alone[1]))

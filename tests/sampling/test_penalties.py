@@ -128,3 +128,27 @@ def test_top_logprobs_against_a_sort(size):
     np.testing.assert_array_equal(ids, want)
     for r in range(64):
         np.testing.assert_allclose(values[r], np.log(softmax(logits[r].astype(np.float64)))[want[r]], atol=1e-5)
+
+
+def test_nothing_here_breaks_a_cuda_graph():
+    """No sort and no control flow in what a GPU is given: a decode step must be one CUDA graph."""
+    logits, positions = jax.ShapeDtypeStruct((W, 4, V), jnp.float32), jax.ShapeDtypeStruct((W,), jnp.int32)
+    drafts = jax.ShapeDtypeStruct((W, 3), jnp.int32)
+    rules = rules_of(list(random_requests(np.random.default_rng(0))))
+    rows = SamplingRows(
+        jnp.ones(W),
+        jnp.ones(W),
+        jnp.zeros(W),
+        jnp.zeros(W, jnp.int32),
+        jnp.zeros((W, 2), jnp.uint32),
+        jnp.zeros(W, bool),
+    )
+
+    def everything(logits, drafts, rules, positions, rows):
+        x = adjust(logits, drafts, rules, positions)[:, 0]
+        return transform(x, rows, full=True), top_logprobs(logits[:, 0], 20)
+
+    traced = jax.jit(everything).trace(logits, drafts, rules, positions, rows)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for breaker in ("sort", "while", "case", "if", "custom_call"):
+        assert f"stablehlo.{breaker}" not in text, breaker
