@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec import compile_cache
 from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, PAGE_SIZE, EngineConfig, resolve, resolve_dtype
-from jaxspec.engine.request import FinishReason, Request
+from jaxspec.engine.request import Alternatives, FinishReason, Request
 from jaxspec.errors import ConfigError, InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 
@@ -33,6 +33,7 @@ class Completion:
     Attributes:
         text: None where the model has no tokenizer.
         logprobs: of each id under the model's raw distribution, where the request asked for them.
+        top_logprobs: of each position the likeliest (id, log-probability) pairs, where the request asked for N > 0.
         error: what went wrong, where finish_reason is "error".
     """
 
@@ -42,6 +43,7 @@ class Completion:
     finish_reason: str
     logprobs: tuple[float, ...] | None
     error: str | None = None
+    top_logprobs: tuple[Alternatives, ...] | None = None
 
 
 class LLM:
@@ -117,6 +119,7 @@ class LLM:
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs requests to their end; none is left behind if it is interrupted."""
         logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
+        tops: dict[str, list[Alternatives]] = {r.id: [] for r in requests}
         ends: dict[str, tuple[FinishReason, str | None]] = {}
         try:
             for request in requests:
@@ -124,12 +127,13 @@ class LLM:
             while len(ends) < len(requests):
                 for out in self.engine.step():
                     logprobs[out.request_id] += out.new_logprobs
+                    tops[out.request_id] += out.new_top_logprobs
                     if out.finish_reason:
                         ends[out.request_id] = (out.finish_reason, out.error)
         finally:
             for request in requests:
                 self.engine.abort(request.id)
-        return [self._completion(r, *ends[r.id], logprobs[r.id]) for r in requests]
+        return [self._completion(r, *ends[r.id], logprobs[r.id], tops[r.id]) for r in requests]
 
     def describe(self) -> dict[str, str | int]:
         """What was loaded and how it runs, for people: label -> value, in order."""
@@ -143,7 +147,12 @@ class LLM:
         return TextStream(self.tokenizer, prompt_ids, params)
 
     def _completion(
-        self, request: Request, reason: FinishReason, error: str | None, logprobs: list[float]
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: str | None,
+        logprobs: list[float],
+        tops: list[Alternatives],
     ) -> Completion:
         stream: Any = request.stop_rule
         return Completion(
@@ -153,6 +162,7 @@ class LLM:
             finish_reason=reason.value,
             logprobs=None if request.params.logprobs is None else tuple(logprobs),
             error=error,
+            top_logprobs=tuple(tops) if request.params.logprobs else None,
         )
 
 
@@ -202,7 +212,8 @@ def _build_engine(
     free = _CPU_KV_BYTES
     if on_gpu:
         rows = (config.max_num_seqs or 128) * ((config.num_speculative_tokens or 0) + 1) + 8
-        logits = 6 * 4 * model_config.vocab_size * rows  # of the transforms, and what the drafts were drawn from
+        # Of the transforms, what the drafts were drawn from, and the counts of each slot.
+        logits = 8 * 4 * model_config.vocab_size * rows
         itemsize = 4 if dtype == "float32" else 2
         limit = (devices[0].memory_stats() or {})["bytes_limit"]
         free = limit - parameters * itemsize // tp - logits - _WORKSPACE_BYTES

@@ -172,6 +172,7 @@ class TextStream:
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._end_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(tokenizer.eos_ids))
         self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
         self._matchers = [_StopMatcher(s) for s in params.stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(b"".join(self._visible_bytes(i) for i in prompt_ids[-3:])[-3:])
@@ -212,14 +213,16 @@ class TextStream:
         return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
 
     def _append(self, piece: str) -> bool:
-        """Adds decoded text; True if it completed a stop string, which is then cut off."""
+        """Adds decoded text; True if it completed a stop string that may end the output, which is then cut off."""
         start = len(self._text)
+        may_stop = len(self.offsets) > self._min_tokens  # like an end-of-text id: behind so many tokens
         self._text += piece
         if not self._matchers:
             self._final = len(self._text)
             return False
         for end, character in enumerate(piece, start + 1):
-            if hits := [m.length for m in self._matchers if m.push(character)]:
+            hits = [m.length for m in self._matchers if m.push(character)]
+            if hits and may_stop:
                 self._final = end if self._keep_stop else end - max(hits)
                 self._text = self._text[: self._final]
                 return True
@@ -242,11 +245,15 @@ class _StopMatcher:
             self._fallback[m + 1] = k + 1 if stop[m] == stop[k] else 0
 
     def push(self, character: str) -> bool:
+        """Whether the stop string ends with this character; the search then goes on, for there may be a later one."""
         while self.matched and self._stop[self.matched] != character:
             self.matched = self._fallback[self.matched]
         if self._stop[self.matched] == character:
             self.matched += 1
-        return self.matched == self.length
+        if self.matched < self.length:
+            return False
+        self.matched = self._fallback[self.length]
+        return True
 
 
 def _eos_ids(folder: Path) -> set[int]:

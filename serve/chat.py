@@ -21,7 +21,7 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
     tokenizer = service.tokenizer()
     # None: to the end of the context.
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.sampling_params(max_tokens=max_tokens, logprobs=0 if body.logprobs else None)
+    params = body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives)
     messages = [m.rendered() for m in body.messages]
     service.refuse_hopeless((m["content"] for m in messages), "messages")
     prompt = await service.in_pool(tokenizer.apply_chat_template, messages)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxspec.engine.request import FinishReason, Request, RequestOutput
+from jaxspec.engine.request import Alternatives, FinishReason, Request, RequestOutput
 from jaxspec.text import TextStream
 from serve.errors import ApiError, server_error
 
@@ -16,6 +16,7 @@ class Delta:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)  # empty where none were asked for
     offsets: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -23,6 +24,7 @@ class Delta:
         self.text += other.text
         self.ids += other.ids
         self.logprobs += other.logprobs
+        self.top_logprobs += other.top_logprobs
         self.offsets += other.offsets
         self.finish_reason = other.finish_reason
 
@@ -57,6 +59,7 @@ class Choice:
             self.stream.take_delta() if self.stream else "",
             list(output.new_ids),
             list(output.new_logprobs),
+            list(output.new_top_logprobs),
             self.stream.offsets[start : self.num_taken] if self.stream else [0] * len(output.new_ids),
             output.finish_reason,
         )

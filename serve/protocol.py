@@ -4,16 +4,17 @@ Numbers are strict (no `"5"`, no `true`) and finite. Ranges of sampling paramete
 lengths against the context by the engine: here are only types, and limits on how much one call may ask for.
 
 A parameter that would change the output and is not supported is an error, as is a name that is not known at all (it
-might be a misspelt parameter); neutral values such as `presence_penalty: 0` pass.
+might be a misspelt parameter); neutral values such as `suffix: ""` pass.
 """
 
 import difflib
+import re
 from typing import Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 32
@@ -26,20 +27,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning": ("",),
     "reasoning_content": ("",),
     "reasoning_effort": ("none",),
     "refusal": ("",),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
@@ -47,7 +42,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -64,6 +58,15 @@ IGNORED = frozenset(
         "user",
     )
 )
+
+
+# Parameters that `SamplingParams` knows by the same name, where a request gives them.
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "num_speculative_tokens", "stop",
+)  # fmt: skip
+# An object's keys are strings. The length bounds the number that they are read as.
+_TOKEN_ID = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 def _invalid(param: str, message: str) -> PydanticCustomError:
@@ -107,6 +110,13 @@ class GenerationBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    num_speculative_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -121,6 +131,8 @@ class GenerationBody(Body):
             raise _invalid("stream_options", "stream_options needs stream to be true")
         if self.best_of not in (None, self.choices):
             raise _invalid("best_of", "best_of is not supported (only equal to n)")
+        if not all(_TOKEN_ID.fullmatch(name) for name in self.logit_bias or {}):
+            raise _invalid("logit_bias", "logit_bias must have token ids as keys")
         return self
 
     @property
@@ -133,7 +145,8 @@ class GenerationBody(Body):
         Raises:
             InvalidRequestError: a value out of range.
         """
-        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "stop": self.stop}
+        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         options: dict[str, Any] = {
             "max_tokens": max_tokens,
             "logprobs": logprobs,
@@ -141,7 +154,8 @@ class GenerationBody(Body):
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
             "include_stop_str_in_output": self.include_stop_str_in_output,
-            **{name: value for name, value in given.items() if value is not None},
+            "logit_bias": bias,
+            **given,
         }
         if self.seed is None:
             return [SamplingParams(**options)] * self.choices
@@ -195,6 +209,18 @@ class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def alternatives(self) -> int | None:
+        """`SamplingParams.logprobs` of the two fields."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+        return self
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> "ChatBody":

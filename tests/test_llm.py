@@ -46,15 +46,28 @@ def test_texts_ids_and_lists_are_the_same_prompt(demo_llm):
     assert demo_llm.generate([], GREEDY) == []
 
 
+def test_alternatives(demo_llm):
+    """A greedy text takes the likeliest each time; three alternatives are the first of twenty."""
+    asked = [SamplingParams(max_tokens=24, temperature=0, logprobs=count) for count in (0, 3, 20)]
+    none, three, twenty = demo_llm.generate([PROMPT] * 3, asked)
+    assert none.top_logprobs is None
+    assert none.ids == three.ids == twenty.ids
+    for position, (token, logprob) in enumerate(zip(three.ids, three.logprobs, strict=True)):
+        alternatives = twenty.top_logprobs[position]
+        assert alternatives[0] == (token, pytest.approx(logprob, abs=1e-5))
+        assert [t for t, _ in three.top_logprobs[position]] == [t for t, _ in alternatives[:3]]
+        assert sum(np.exp(p) for _, p in alternatives) <= 1 + 1e-3
+
+
 def test_a_stop_string_cuts_text_ids_and_logprobs_alike(demo_llm):
     (whole,) = demo_llm.generate(PROMPT, SamplingParams(max_tokens=48, temperature=0, logprobs=0))
     stop = whole.text[20:25]
-    params = SamplingParams(max_tokens=48, temperature=0, logprobs=0, stop=(stop,))
+    params = SamplingParams(max_tokens=48, temperature=0, logprobs=2, stop=(stop,))
     (cut,) = demo_llm.generate(PROMPT, params)
     assert cut.finish_reason == "stop"
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.ids == whole.ids[: len(cut.ids)]
-    assert len(cut.ids) == len(cut.logprobs) < 48
+    assert len(cut.ids) == len(cut.logprobs) == len(cut.top_logprobs) < 48
     assert stop in demo_llm.tokenizer.decode(cut.ids)
 
 

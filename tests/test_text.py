@@ -119,6 +119,25 @@ def test_stop_strings_at_any_split(text, stops, cuts, include):
         assert ("".join(deltas), kept) == (text[:end] if include else text[: end - length], end)
 
 
+@given(
+    text=st.text("abc", min_size=1, max_size=20),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(1, 5), max_size=8),
+    least=st.integers(0, 12),
+)
+def test_stop_strings_wait_for_min_tokens(text, stops, cuts, least):
+    """Oracle: one token a character; the first stop string that ends behind more than `least` of them."""
+    ends = [end for end in range(least + 1, len(text) + 1) if any(text[:end].endswith(s) for s in stops)]
+    params = SamplingParams(stop=tuple(stops), min_tokens=least, max_tokens=None)
+    deltas, kept = run(split(byte_ids(text), cuts), params)
+    if not ends:
+        assert ("".join(deltas), kept) == (text, None)
+        return
+    longest = max(len(s) for s in stops if text[: ends[0]].endswith(s))
+    assert "".join(deltas) == text[: ends[0] - longest]
+    assert kept == ends[0]
+
+
 def test_nothing_of_a_stop_string_leaks_before_it_is_decided():
     deltas, kept = run([[i] for i in byte_ids("one\n-\n\ntwo")], SamplingParams(stop=("\n\n",)))
     assert deltas == ["o", "n", "e", "", "\n-", "", ""]

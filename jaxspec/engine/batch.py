@@ -13,7 +13,8 @@ import numpy as np
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.buckets import Bucket, choose_bucket
 from jaxspec.engine.request import Request
-from jaxspec.engine.state import NO_ID, STOP_IDS
+from jaxspec.engine.state import NO_ID, PARAMS_F, PARAMS_I, STOP_IDS
+from jaxspec.sampling.params import MAX_LOGIT_BIAS
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class StepPlan:
     def prefill_tokens(self) -> int:
         return sum(row.length for row in self.prefill)
 
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Of each row, prompt rows before decode rows."""
+        return (*(row.request for row in self.prefill), *self.decode)
+
 
 def bucket_for(table: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
     """The smallest bucket that holds a plan."""
@@ -68,8 +74,9 @@ class StepInputs(NamedTuple):
         prefill: int32 [E, 6]: slot, start, length, final, forced, next_id.
         decode_slots: int32 [D].
         deltas: int32 [M, 3]: slot, column, page.
-        resets: int32 [E, 7 + STOP_IDS]: slot, temperature and top_p as bits, seed low and high, top_k, most tokens,
-            stop ids; slot 0 for rows that do not start a request.
+        resets: int32 [E, RESET_FIELDS]: slot, params_f as bits, params_i, stop ids; slot 0 for rows that do not start a
+            request.
+        biases: int32 [E, 2 * MAX_LOGIT_BIAS] of the same rows: ids, values as bits. No rows in a "lean" bucket.
     """
 
     chunk_ids: jax.Array
@@ -77,10 +84,14 @@ class StepInputs(NamedTuple):
     decode_slots: jax.Array
     deltas: jax.Array
     resets: jax.Array
+    biases: jax.Array
 
 
 PREFILL_FIELDS = 6
-RESET_FIELDS = 7 + STOP_IDS
+# Where a reset record's parts begin.
+RESET_INTS = 1 + PARAMS_F
+RESET_STOPS = RESET_INTS + PARAMS_I
+RESET_FIELDS = RESET_STOPS + STOP_IDS
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ class InputLayout:
         deltas = pages_for(b.prefill_tokens, self.page_size) + 2 * b.rows
         return (
             (b.prefill_tokens,), (b.prefill_rows, PREFILL_FIELDS), (b.decode_rows,), (deltas, 3),
-            (b.prefill_rows, RESET_FIELDS),
+            (b.prefill_rows, RESET_FIELDS), (b.prefill_rows * (b.variant == "full"), 2 * MAX_LOGIT_BIAS),
         )  # fmt: skip
 
     @property
@@ -126,6 +137,8 @@ class InputLayout:
             views.prefill[e] = (slot, row.start, row.length, row.final, row.forced, row.next_id)
             if row.request.needs_reset:
                 views.resets[e] = reset_record(row.request)
+                if len(views.biases):
+                    views.biases[e] = bias_record(row.request)
             offset += row.length
         views.decode_slots[: len(plan.decode)] = [request.slot for request in plan.decode]
         if plan.page_deltas:
@@ -136,14 +149,32 @@ class InputLayout:
 def reset_record(request: Request) -> np.ndarray:
     """int32 [RESET_FIELDS]: what a slot must know of the request that it now serves."""
     params = request.params
+    floats = (
+        params.temperature, params.top_p, params.min_p,
+        params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+    )  # fmt: skip
+    seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
+    top_k = min(max(params.top_k, 0), np.iinfo(np.int32).max)
+    # Past the longest text the two are the same, and unlike min_tokens it fits the type.
+    min_total = min(request.prompt_len + params.min_tokens, request.max_total)
     record = np.full(RESET_FIELDS, NO_ID, np.int32)
     record[0] = request.slot
-    record[1:3] = np.array([params.temperature, params.top_p], np.float32).view(np.int32)
-    record[3:5] = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
-    record[5:7] = (max(params.top_k, 0), request.max_total)
+    record[1:RESET_INTS] = np.array(floats, np.float32).view(np.int32)
+    record[RESET_INTS:RESET_STOPS] = (
+        *seed, top_k, request.max_total, request.prompt_len, min_total,
+        len(params.logit_bias), request.num_drafts, params.greedy_drafts,
+    )  # fmt: skip
     stop_ids = sorted(request.stop_ids)
-    record[7 : 7 + len(stop_ids)] = stop_ids
+    record[RESET_STOPS : RESET_STOPS + len(stop_ids)] = stop_ids
     return record
+
+
+def bias_record(request: Request) -> np.ndarray:
+    """int32 [2 * MAX_LOGIT_BIAS]: a request's logit biases, ids and then values."""
+    record = np.zeros((2, MAX_LOGIT_BIAS), np.int32)
+    for index, (token, value) in enumerate(request.params.logit_bias.items()):
+        record[:, index] = (token, np.float32(value).view(np.int32))
+    return record.reshape(-1)
 
 
 def pages_needed(settings: Settings, slots: int) -> int:

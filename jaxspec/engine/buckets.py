@@ -12,8 +12,8 @@ Variant = Literal["lean", "full"]
 class Bucket:
     """Shape of one executable: up to P prompt tokens of E rows, D decode rows, and what its sampler can do.
 
-    Variant "lean" samples greedily or by temperature; "full" also knows top_k and top_p. A row's tokens are the same
-    in both.
+    Variant "lean" samples greedily or by temperature; "full" knows every sampling parameter and the likeliest
+    alternatives. The tokens of a row that needs no more than "lean" are the same in both.
     """
 
     prefill_tokens: int

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.request import FinishReason, Request, RequestOutput, RequestState
@@ -24,8 +26,9 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int
     generation_tokens: int
-    # Over all verified windows: how many there were, k drafts each, and how many drafts the target agreed with, in all
-    # and by position. Mean acceptance length, the bonus token counted, is 1 + accepted / drafts.
+    # Over all verified windows of requests that speculate: how many there were, how many drafts counted in them, and how
+    # many of these the target agreed with, in all and by position. Mean acceptance length, the bonus token counted, is
+    # 1 + accepted / drafts.
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -61,7 +64,7 @@ class Engine:
         self._seeds = random.Random(seed)
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._num_drafts = 0
+        self._num_drafts = self._num_draft_tokens = 0
         self._accepted_per_position = [0] * self.settings.num_speculative_tokens
 
     @property
@@ -91,6 +94,8 @@ class Engine:
         request.seed = (params.seed if params.seed is not None else self._seeds.getrandbits(64)) & (2**64 - 1)
         eos = () if params.ignore_eos else self.eos_token_ids
         request.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        k, wanted = self.settings.num_speculative_tokens, params.num_speculative_tokens
+        request.num_drafts = k if wanted is None else min(wanted, k)
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_len
         self._scheduler.add(request)
@@ -102,13 +107,18 @@ class Engine:
         prompt_len, limit = request.prompt_len, self.max_model_len
         if prompt_len == 0:
             raise InvalidRequestError("the prompt is empty: it must hold at least one token", param="prompt")
-        for name, ids in (("prompt", request.tokens), ("stop_token_ids", request.params.stop_token_ids)):
+        params = request.params
+        for name, ids in (
+            ("prompt", request.tokens),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias)),
+        ):
             outside = next((t for t in ids if not 0 <= t < self.vocab_size), None)
             if outside is not None:
                 raise InvalidRequestError(
                     f"token id {outside} in {name} is outside the vocabulary of {self.vocab_size} ids", param=name
                 )
-        max_tokens = request.params.max_tokens
+        max_tokens = params.max_tokens
         if prompt_len + (max_tokens or 1) > limit:
             asked = f"{max_tokens} output tokens" if max_tokens else "at least one output token"
             raise InvalidRequestError(
@@ -158,7 +168,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_drafts * self.settings.num_speculative_tokens,
+            num_draft_tokens=self._num_draft_tokens,
             num_accepted_tokens=sum(self._accepted_per_position),
             accepted_per_position=tuple(self._accepted_per_position),
         )
@@ -168,9 +178,8 @@ class Engine:
             self._observer(step)
         self._count_accepted(step)
         outputs = []
-        requests = [*(row.request for row in step.plan.prefill), *step.plan.decode]
-        for request, emitted, flags, ids, logprobs in zip(
-            requests, step.emitted, step.flags, step.ids, step.logprobs, strict=True
+        for row, (request, emitted, flags, ids, logprobs) in enumerate(
+            zip(step.plan.requests, step.emitted, step.flags, step.ids, step.logprobs, strict=True)
         ):
             if request.state is RequestState.FINISHED:
                 continue
@@ -186,7 +195,11 @@ class Engine:
             self._generation_tokens += kept
             outputs.append(
                 RequestOutput(
-                    request.id, tuple(int(t) for t in ids[:kept]), tuple(float(p) for p in logprobs[:kept]), reason
+                    request.id,
+                    tuple(int(t) for t in ids[:kept]),
+                    tuple(float(p) for p in logprobs[:kept]),
+                    reason,
+                    new_top_logprobs=step.alternatives(row, kept, request.params.logprobs or 0),
                 )
             )
             if reason:
@@ -195,12 +208,12 @@ class Engine:
 
     def _count_accepted(self, step: StepOutput) -> None:
         first = len(step.plan.prefill)
-        windows = step.emitted[first:] > 0
-        if self.settings.num_speculative_tokens:
-            self._num_drafts += int(windows.sum())
-            for position in range(self.settings.num_speculative_tokens):
-                agreed = windows & (step.accepted[first:] > position)
-                self._accepted_per_position[position] += int(agreed.sum())
+        drafted = np.array([r.num_drafts for r in step.plan.decode], int) * (step.emitted[first:] > 0)
+        self._num_drafts += int((drafted > 0).sum())
+        self._num_draft_tokens += int(drafted.sum())
+        for position in range(self.settings.num_speculative_tokens):
+            agreed = (drafted > 0) & (step.accepted[first:] > position)
+            self._accepted_per_position[position] += int(agreed.sum())
 
     def _finish(self, request: Request) -> None:
         self._scheduler.release(request)

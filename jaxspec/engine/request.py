@@ -8,6 +8,9 @@ from typing import Protocol
 
 from jaxspec.sampling.params import SamplingParams
 
+# The likeliest (id, log-probability) pairs at one position, likeliest first.
+Alternatives = tuple[tuple[int, float], ...]
+
 
 class StopRule(Protocol):
     """A rule that lives on the host, such as stop strings. The engine knows nothing of text: it only asks."""
@@ -43,6 +46,8 @@ class RequestOutput:
     new_logprobs: tuple[float, ...]  # of the raw distribution, one for each new id
     finish_reason: FinishReason | None = None
     error: str | None = None
+    # One for each new id where the request asked for alternatives, else none.
+    new_top_logprobs: tuple[Alternatives, ...] = ()
 
 
 @dataclass(eq=False)
@@ -57,6 +62,7 @@ class Request:
         sent_pages: how many of `pages` the device's page table knows.
         needs_reset: the device does not yet know that the slot serves this request.
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
+        num_drafts: how many drafts of a window may be accepted.
     """
 
     id: str
@@ -77,6 +83,7 @@ class Request:
     seed: int = field(default=0, init=False)
     max_total: int = field(default=0, init=False)
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
+    num_drafts: int = field(default=0, init=False)
     aborted: bool = field(default=False, init=False)
     num_preemptions: int = field(default=0, init=False)
     first_scheduled_time: float | None = field(default=None, init=False)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxspec.sampling.logprobs import TopLogprobs
 from jaxspec.sampling.sampler import SamplingRows
 
 
@@ -17,6 +18,7 @@ class RowResult(NamedTuple):
         flags: int32 [R].
         lengths: int32 [R] tokens whose KV is right after the step; `last` int32 [R], the token behind them.
         rows: the sampling parameters [R].
+        top: [R, n, N] the likeliest ids at the position of each of `ids`; None in a "lean" bucket.
     """
 
     ids: jax.Array
@@ -27,3 +29,4 @@ class RowResult(NamedTuple):
     lengths: jax.Array
     last: jax.Array
     rows: SamplingRows
+    top: TopLogprobs | None

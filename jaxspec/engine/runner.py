@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, StepPlan, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.request import Alternatives
 from jaxspec.engine.state import StepState, state_shapes, zero_state
-from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, make_step
+from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, StepArrays, make_step
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 
@@ -36,6 +37,8 @@ class StepOutput:
 
     Attributes:
         emitted, accepted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
+        top_ids: int32 [rows, n, MAX_LOGPROBS] likeliest ids at each position, top_logprobs float32 likewise; where a row
+            of the plan asked for alternatives.
         probe: where the runner was built with `probe`.
     """
 
@@ -45,12 +48,27 @@ class StepOutput:
     flags: np.ndarray
     ids: np.ndarray
     logprobs: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
     probe: Probe | None = None
+
+    def alternatives(self, row: int, kept: int, count: int) -> tuple[Alternatives, ...]:
+        """The `count` likeliest ids at each of a row's first `kept` positions; nothing for a count of 0."""
+        if not count:
+            return ()
+        assert self.top_ids is not None
+        assert self.top_logprobs is not None
+        pairs = zip(
+            self.top_ids[row, :kept, :count].tolist(), self.top_logprobs[row, :kept, :count].tolist(), strict=True
+        )
+        return tuple(tuple(zip(ids, values, strict=True)) for ids, values in pairs)
 
 
 class _Dispatched:
-    def __init__(self, plan: StepPlan, bucket: Bucket, packed: jax.Array, probe: Probe | None):
-        self.plan, self.bucket, self.packed, self.probe = plan, bucket, packed, probe
+    def __init__(self, plan: StepPlan, bucket: Bucket, arrays: StepArrays):
+        self.plan, self.bucket, self.arrays = plan, bucket, arrays
+        # Most plans never copy it: no row wants alternatives.
+        self.top = arrays.top if any(request.params.logprobs for request in plan.requests) else None
 
 
 def _bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
@@ -121,7 +139,7 @@ class Runner:
                 bucket = compiling[future]
                 self._steps[bucket] = future.result()
                 for _ in range(WARMUP_RUNS):
-                    self._run(bucket, np.zeros(self._layouts[bucket].size, np.int32))[0].block_until_ready()
+                    self._run(bucket, np.zeros(self._layouts[bucket].size, np.int32)).packed.block_until_ready()
                 if progress:
                     progress(done, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
         finally:
@@ -130,19 +148,26 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order."""
         bucket = bucket_for(self.buckets, plan)
-        packed, probe = self._run(bucket, self._layouts[bucket].pack(plan))
-        packed.copy_to_host_async()
-        self._queue.append(_Dispatched(plan, bucket, packed, probe))
+        step = _Dispatched(plan, bucket, self._run(bucket, self._layouts[bucket].pack(plan)))
+        step.arrays.packed.copy_to_host_async()
+        if step.top is not None:
+            step.top.copy_to_host_async()
+        self._queue.append(step)
 
     def read(self) -> StepOutput:
         """Waits for the oldest step that was dispatched and not read."""
         step = self._queue.popleft()
-        packed = np.asarray(step.packed)
         E, D = len(step.plan.prefill), len(step.plan.decode)
         first = step.bucket.prefill_rows
-        rows = np.concatenate([packed[:E], packed[first : first + D]])
-        n = (packed.shape[1] - 2) // 2
-        probe = None if step.probe is None else jax.tree.map(np.asarray, step.probe)
+
+        def live(array: jax.Array) -> np.ndarray:
+            values = np.asarray(array)
+            return np.concatenate([values[:E], values[first : first + D]])
+
+        rows = live(step.arrays.packed)
+        n = (rows.shape[1] - 2) // 2
+        top_ids, top_bits = (None, None) if step.top is None else np.split(live(step.top), 2, axis=2)
+        probe = None if step.arrays.probe is None else jax.tree.map(np.asarray, step.arrays.probe)
         return StepOutput(
             step.plan,
             emitted=rows[:, 0],
@@ -150,6 +175,8 @@ class Runner:
             flags=rows[:, 1] & ((1 << ACCEPTED_SHIFT) - 1),
             ids=rows[:, 2 : 2 + n],
             logprobs=rows[:, 2 + n :].view(np.float32),
+            top_ids=top_ids,
+            top_logprobs=None if top_bits is None else np.ascontiguousarray(top_bits).view(np.float32),
             probe=probe,
         )
 
@@ -170,7 +197,7 @@ class Runner:
             skip_dead=self._skip_dead,
         )
         shardings = jax.tree.map(lambda s: s.sharding, self._shapes)
-        out_shardings = (shardings, self._replicated, *([self._replicated] if self._probe else []))
+        out_shardings = (shardings, self._replicated)
         inputs = jax.ShapeDtypeStruct((self._layouts[bucket].size,), jnp.int32, sharding=self._replicated)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
         # float32 is for parity: without this a GPU would round matmul operands to TF32.
@@ -180,7 +207,6 @@ class Runner:
         with exact:
             return jitted.lower(self._params, self._shapes, inputs).compile()
 
-    def _run(self, bucket: Bucket, inputs: np.ndarray) -> tuple[jax.Array, Probe | None]:
-        out = self._steps[bucket](self._params, self.state, jax.device_put(inputs, self._replicated))
-        self.state = out[0]
-        return out[1], (out[2] if self._probe else None)
+    def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
+        self.state, arrays = self._steps[bucket](self._params, self.state, jax.device_put(inputs, self._replicated))
+        return arrays

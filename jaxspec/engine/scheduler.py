@@ -4,6 +4,8 @@ One token budget a step: running requests decode first, prompt chunks take what 
 retracts the longest decoding one, which is prefilled again later and goes on with the same text.
 """
 
+from dataclasses import replace
+
 from jaxspec.config import Settings
 from jaxspec.engine.batch import PrefillRow, StepPlan, pages_needed
 from jaxspec.engine.buckets import Bucket
@@ -65,8 +67,8 @@ class Scheduler:
             row.request.computed = row.start + row.length
             if row.final:
                 row.request.state = RequestState.DECODE
-        full = any(_needs_full(r) for r in [*decode, *(row.request for row in prefill)])
-        return StepPlan(tuple(prefill), tuple(decode), tuple(deltas), full)
+        plan = StepPlan(tuple(prefill), tuple(decode), tuple(deltas))
+        return replace(plan, needs_full=any(map(_needs_full, plan.requests)))
 
     def dispatched(self, plan: StepPlan) -> None:
         """The plan's array has been packed: the device will know these slots."""
@@ -157,5 +159,8 @@ class Scheduler:
 
 
 def _needs_full(request: Request) -> bool:
+    """Every step of such a request is one of a "full" bucket: only these keep count of what it holds."""
     params = request.params
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1)
+    penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+    masked = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    return bool(penalised or masked or params.logit_bias or params.min_tokens or params.logprobs)

@@ -10,15 +10,16 @@ from jaxspec.config import Settings, np_dtype
 from jaxspec.models.decoder import Cache, CausalLM, LayerCache
 from jaxspec.models.draft import Draft
 from jaxspec.models.params import TENSOR_AXIS
-from jaxspec.sampling.params import MAX_STOP_TOKEN_IDS
+from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 # The model's own end-of-text ids share the row with the request's.
 STOP_IDS = MAX_STOP_TOKEN_IDS + 4
 NO_ID = -1
 
 # Columns of params_f and params_i.
-TEMPERATURE, TOP_P = range(2)
-SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN = range(4)
+PARAMS_F, PARAMS_I = 6, 9
+TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(PARAMS_F)
+SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN, PROMPT_LEN, MIN_TOTAL, NUM_BIAS, NUM_DRAFTS, GREEDY_DRAFTS = range(PARAMS_I)
 
 
 class StepState(NamedTuple):
@@ -30,8 +31,13 @@ class StepState(NamedTuple):
         seq_len: int32 [S] tokens of each slot whose KV is written.
         last_token: int32 [S] the newest token, whose KV is not written yet.
         done: bool [S] the slot's request has met a stop that the device knows; its row emits nothing.
-        params_f: float32 [S, 2] temperature, top_p. params_i: int32 [S, 4] seed (two words), top_k, most tokens.
+        params_f: float32 [S, PARAMS_F] temperature, top_p, min_p and penalties.
+        params_i: int32 [S, PARAMS_I] seed (two words), top_k, most tokens, prompt length, length before which no stop id
+            may come, number of biases, drafts of a window that count, whether these are the draft's argmax.
         stop_ids: int32 [S, STOP_IDS], -1 for none.
+        counts: int32 [S, V] how often each id was output, and whether the prompt holds it (see `LogitRules`); right for
+            requests that run in "full" buckets from their start. Like the next two, "lean" buckets leave it alone.
+        bias_ids: int32 [S, MAX_LOGIT_BIAS], of which the first NUM_BIAS count; bias_values float32 likewise.
         draft_kv: the draft's paged cache, under the same page ids. Like the next two () where nothing drafts.
         drafts: int32 [S, k] tokens proposed to follow `last_token`.
         draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from.
@@ -45,6 +51,9 @@ class StepState(NamedTuple):
     params_f: jax.Array
     params_i: jax.Array
     stop_ids: jax.Array
+    counts: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
     draft_kv: LayerCache = ()
     drafts: Any = ()
     draft_log_q: Any = ()
@@ -71,9 +80,12 @@ def state_shapes(
         "seq_len": shape((S,), jnp.int32),
         "last_token": shape((S,), jnp.int32),
         "done": shape((S,), jnp.bool_),
-        "params_f": shape((S, 2), jnp.float32),
-        "params_i": shape((S, 4), jnp.int32),
+        "params_f": shape((S, PARAMS_F), jnp.float32),
+        "params_i": shape((S, PARAMS_I), jnp.int32),
         "stop_ids": shape((S, STOP_IDS), jnp.int32),
+        "counts": shape((S, model.config.vocab_size), jnp.int32),
+        "bias_ids": shape((S, MAX_LOGIT_BIAS), jnp.int32),
+        "bias_values": shape((S, MAX_LOGIT_BIAS), jnp.float32),
     }
     if draft is not None:
         shapes["draft_kv"] = cache(draft.cache_shapes(settings.num_pages, settings.page_size))

@@ -11,13 +11,27 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.config import Settings
-from jaxspec.engine.batch import InputLayout, StepInputs
+from jaxspec.engine.batch import RESET_INTS, RESET_STOPS, InputLayout, StepInputs
 from jaxspec.engine.drafting import kv_places, propose
 from jaxspec.engine.result import RowResult
-from jaxspec.engine.state import MAX_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, StepState
+from jaxspec.engine.rules import adjusted_logits, count_chosen, count_prefilled, reset_rules
+from jaxspec.engine.state import (
+    GREEDY_DRAFTS,
+    MAX_LEN,
+    MIN_P,
+    NUM_DRAFTS,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    StepState,
+)
 from jaxspec.models.metadata import StepMetadata, window_bounds
+from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
+from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.rejection import verify
-from jaxspec.sampling.sampler import SamplingRows, logprobs_of, sample
+from jaxspec.sampling.sampler import SamplingRows, sample
 
 # Bits of the packed output's flags column.
 FLAG_DONE, FLAG_NAN = 1, 2
@@ -32,6 +46,20 @@ class Probe(NamedTuple):
     logits: jax.Array
 
 
+class StepArrays(NamedTuple):
+    """What the host may read of a step. Rows are the bucket's, prompt rows first.
+
+    Attributes:
+        packed: int32 [rows, 2 + 2n]: tokens emitted, flags, ids, log-probabilities as bits.
+        top: int32 [rows, n, 2 * MAX_LOGPROBS]: likeliest ids, log-probabilities as bits; None in a "lean" bucket.
+        probe: where it was asked for.
+    """
+
+    packed: jax.Array
+    top: jax.Array | None
+    probe: Probe | None
+
+
 def make_step(
     graphdefs: tuple[nnx.GraphDef, nnx.GraphDef | None],
     layout: InputLayout,
@@ -41,9 +69,7 @@ def make_step(
     probe: bool = False,
     skip_dead: bool = True,
 ):
-    """The step of one bucket: (params, state, inputs int32 [size]) -> (state, packed[, Probe]).
-
-    `packed` is int32 [rows, 2 + 2 * window]: tokens emitted, flags, ids, log-probabilities as bits; prompt rows first.
+    """The step of one bucket: (params, state, inputs int32 [size]) -> (state, StepArrays).
 
     Args:
         graphdefs: of the target and of the draft; without a draft the window is 1.
@@ -53,34 +79,36 @@ def make_step(
     def step(params: tuple, state: StepState, flat_inputs: jax.Array):
         target = nnx.merge(graphdefs[0], params[0])
         inputs = layout.split(flat_inputs)
-        state = apply_updates(state, inputs)
+        full = layout.bucket.variant == "full"
+        state = apply_updates(state, inputs, full=full)
         ids_T, meta = lay_out(state, inputs, settings, window)
+        if full:
+            state = count_prefilled(state, inputs, meta)
         draft = None if graphdefs[1] is None else nnx.merge(graphdefs[1], params[1])
         wanted = () if draft is None else draft.capture
         captured_ids = tuple(range(len(target.layers) + 1)) if probe else wanted
         output = target(ids_T, state.kv, meta, capture=captured_ids)
         captured = dict(zip(captured_ids, output.captured, strict=True))
         rows_R = logit_rows(inputs, window)
-        full = layout.bucket.variant == "full"
         result = choose(target.logits(output.hidden[rows_R]), state, inputs, n=window, full=full)
         was_done = state.done
-        state = advance(state._replace(kv=output.cache), inputs, result)
+        state = advance(state._replace(kv=output.cache), inputs, result, full=full)
         if draft is not None:
             features_TH = draft.features(output.hidden, tuple(captured[i] for i in wanted))
             state = propose(
                 state, draft, target, features_TH, meta, inputs, result,
                 was_done=was_done, settings=settings, skip_dead=skip_dead,
             )  # fmt: skip
-        packed = pack_output(result)
-        if not probe:
-            return state, packed
-        residuals = jnp.stack([c.astype(jnp.float32) for c in output.captured])
-        return state, packed, Probe(residuals, target.logits(output.hidden))
+        seen = None
+        if probe:
+            residuals = jnp.stack([c.astype(jnp.float32) for c in output.captured])
+            seen = Probe(residuals, target.logits(output.hidden))
+        return state, StepArrays(pack_output(result), pack_top(result), seen)
 
     return step
 
 
-def apply_updates(state: StepState, inputs: StepInputs) -> StepState:
+def apply_updates(state: StepState, inputs: StepInputs, *, full: bool) -> StepState:
     """Gives slots their new requests and pages. Padding records name slot 0, whose row must stay as it is."""
     S = state.page_table.shape[0]
 
@@ -88,16 +116,18 @@ def apply_updates(state: StepState, inputs: StepInputs) -> StepState:
         return jnp.where(slots > 0, slots, S)
 
     slots = or_drop(inputs.resets[:, 0])
-    floats = lax.bitcast_convert_type(inputs.resets[:, 1:3], jnp.float32)
+    floats = lax.bitcast_convert_type(inputs.resets[:, 1:RESET_INTS], jnp.float32)
     deltas = inputs.deltas
+    if full:
+        state = reset_rules(state, inputs, slots)
     # A slot's former pages belong to others by now.
     page_table = state.page_table.at[slots].set(0, mode="drop")
     return state._replace(
         page_table=page_table.at[or_drop(deltas[:, 0]), deltas[:, 1]].set(deltas[:, 2], mode="drop"),
         done=state.done.at[slots].set(False, mode="drop"),
         params_f=state.params_f.at[slots].set(floats, mode="drop"),
-        params_i=state.params_i.at[slots].set(inputs.resets[:, 3:7], mode="drop"),
-        stop_ids=state.stop_ids.at[slots].set(inputs.resets[:, 7:], mode="drop"),
+        params_i=state.params_i.at[slots].set(inputs.resets[:, RESET_INTS:RESET_STOPS], mode="drop"),
+        stop_ids=state.stop_ids.at[slots].set(inputs.resets[:, RESET_STOPS:], mode="drop"),
     )
 
 
@@ -179,25 +209,28 @@ def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, n: int
     rows = SamplingRows(
         temperature=state.params_f[slots_R, TEMPERATURE],
         top_p=state.params_f[slots_R, TOP_P],
+        min_p=state.params_f[slots_R, MIN_P],
         top_k=params_i[:, TOP_K],
         seeds=lax.bitcast_convert_type(params_i[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32),
+        greedy_drafts=params_i[:, GREEDY_DRAFTS] > 0,
     )
+    adjusted_RV = adjusted_logits(logits_RV, state, inputs, positions_R, n) if full else logits_RV
     accepted_R = jnp.zeros(E + D, jnp.int32)
     if n == 1:
-        ids_Rn = sample(logits_RV, rows, positions_R, full=full)[:, None]
+        ids_Rn = sample(adjusted_RV, rows, positions_R, full=full)[:, None]
     else:
         first, window = (jax.tree.map(lambda a, part=part: a[part], rows) for part in (slice(E), slice(E, None)))
         verified = verify(
-            logits_RV[E:].reshape(D, n, -1),
+            adjusted_RV[E:].reshape(D, n, -1),
             state.drafts[slots_D],
             state.draft_log_q[slots_D],
-            jnp.zeros(D, bool),
-            jnp.full(D, n - 1, jnp.int32),
+            window.greedy_drafts,
+            params_i[E:, NUM_DRAFTS],
             window,
             positions_R[E:],
             full=full,
         )
-        sampled_E = sample(logits_RV[:E], first, ends_E, full=full)
+        sampled_E = sample(adjusted_RV[:E], first, ends_E, full=full)
         ids_Rn = jnp.concatenate([jnp.pad(sampled_E[:, None], ((0, 0), (0, n - 1))), verified.ids])
         accepted_R = accepted_R.at[E:].set(verified.accepted)
     is_forced_R = jnp.concatenate([forced_E >= 0, jnp.zeros(D, bool)])
@@ -215,6 +248,10 @@ def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, n: int
     done_R = (produces_R & ~is_forced_R & stopped_R) | nan_R
 
     token_Rn = jnp.concatenate([jnp.repeat(jnp.arange(E)[:, None], n, axis=1), E + jnp.arange(D * n).reshape(D, n)])
+    top = None
+    if full:
+        of_token = top_logprobs(logits_RV, min(MAX_LOGPROBS, logits_RV.shape[1]))
+        top = TopLogprobs(*(values[token_Rn] for values in of_token))
     logprobs_Rn = logprobs_of(logits_RV[token_Rn.reshape(-1)], ids_Rn.reshape(-1)).reshape(E + D, n)
     return RowResult(
         ids=ids_Rn,
@@ -225,15 +262,18 @@ def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, n: int
         lengths=positions_R + accepted_R,
         last=jnp.take_along_axis(ids_Rn, accepted_R[:, None], axis=1)[:, 0],
         rows=rows,
+        top=top,
     )
 
 
-def advance(state: StepState, inputs: StepInputs, result: RowResult) -> StepState:
-    """Lengths, newest tokens and done flags after the step; rows of padding or done slots change nothing."""
+def advance(state: StepState, inputs: StepInputs, result: RowResult, *, full: bool) -> StepState:
+    """Lengths, newest tokens, counts and done flags after the step; rows of padding or done slots change nothing."""
     S = state.seq_len.shape[0]
     slots_R = jnp.concatenate([inputs.prefill[:, 0], inputs.decode_slots])
     moved_R = (slots_R > 0) & ~state.done[slots_R]
     target_R = jnp.where(moved_R, slots_R, S)
+    if full:
+        state = state._replace(counts=count_chosen(state.counts, inputs, result, target_R))
     return state._replace(
         seq_len=state.seq_len.at[target_R].set(result.lengths, mode="drop"),
         last_token=state.last_token.at[target_R].set(result.last, mode="drop"),
@@ -246,3 +286,10 @@ def pack_output(result: RowResult) -> jax.Array:
     bits_Rn = lax.bitcast_convert_type(result.logprobs, jnp.int32)
     flags_R = result.flags + (result.accepted << ACCEPTED_SHIFT)
     return jnp.concatenate([result.emitted[:, None], flags_R[:, None], result.ids, bits_Rn], axis=1)
+
+
+def pack_top(result: RowResult) -> jax.Array | None:
+    """int32 [rows, n, 2 * MAX_LOGPROBS]: likeliest ids, then log-probability bits."""
+    if result.top is None:
+        return None
+    return jnp.concatenate([result.top.ids, lax.bitcast_convert_type(result.top.values, jnp.int32)], axis=2)

@@ -1,7 +1,8 @@
 """What a user may ask of the sampler for one request."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jaxspec.errors import InvalidRequestError
 
@@ -9,6 +10,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 # Stop ids are compared on the device, in a row of fixed width that also holds the model's own end-of-text ids.
 MAX_STOP_TOKEN_IDS = 12
+# Width of a request's row of biases on the device.
+MAX_LOGIT_BIAS = 300
+# Alternatives that a step reports of each position.
+MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -21,21 +26,38 @@ class SamplingParams:
         top_k: keep the k most likely tokens (ties at the border are kept); 0 or -1 means all.
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p (after temperature and
             top_k); in (0, 1].
+        min_p: drop tokens less likely than min_p times the likeliest (after temperature, before top_k); in [0, 1].
+        presence_penalty: taken from the logit of every token that the output holds; in [-2, 2].
+        frequency_penalty: taken from a token's logit for each time that the output holds it; in [-2, 2].
+        repetition_penalty: of every token that prompt or output hold, divides a positive logit and multiplies a
+            negative one; in (0, 10].
+        logit_bias: id -> value in [-100, 100], added to its logit before the penalties; at most 300 ids.
+        min_tokens: end-of-text ids, stop_token_ids and stop texts end nothing before so many tokens came before them.
         seed: 64-bit seed; the same prompt, parameters and seed give the same text whatever shares the batch.
             None draws a fresh one.
         stop: texts that end the generation; removed from the text unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the generation, besides the model's end-of-text ids.
         ignore_eos: go on past the model's end-of-text ids.
-        logprobs: None for none; 0 for the log-probability of each chosen token (of the model's raw distribution,
-            before temperature, top_k and top_p).
+        logprobs: None for none; 0 for the log-probability of each chosen token; N up to 20 for those of the N likeliest
+            tokens at each position too. All are of the model's raw distribution, before any of the above changes it.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the matched stop string at the end of the text.
+        num_speculative_tokens: at most so many drafts of each window count, 0 switches speculation off; None means as
+            many as the engine drafts. Changes the speed and not the distribution.
+        greedy_drafts: propose the draft's likeliest tokens although the request samples. Lossless too: a draft is then
+            accepted with the target's probability of it.
     """
 
     max_tokens: int | None = 16
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -43,11 +65,15 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    num_speculative_tokens: int | None = None
+    greedy_drafts: bool = False
 
     def __post_init__(self):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        bias = dict(self.logit_bias)
+        object.__setattr__(self, "logit_bias", bias)
 
         def check(ok: bool, param: str, wanted: str) -> None:
             if not ok:
@@ -65,10 +91,23 @@ class SamplingParams:
             f"non-empty strings of at most {MAX_STOP_STRING_LENGTH} characters",
         )
         check(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
+        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        check(-2 <= self.presence_penalty <= 2, "presence_penalty", "in [-2, 2]")
+        check(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "in [-2, 2]")
+        check(0 < self.repetition_penalty <= 10, "repetition_penalty", "in (0, 10]")
+        if len(bias) > MAX_LOGIT_BIAS or not all(isinstance(t, int) and -100 <= v <= 100 for t, v in bias.items()):
+            raise InvalidRequestError(
+                f"logit_bias must map at most {MAX_LOGIT_BIAS} ids to values in [-100, 100]", param="logit_bias"
+            )
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        check(0 <= self.min_tokens <= most, "min_tokens", "from 0 to max_tokens")
         check(
-            self.logprobs in (None, 0),
-            "logprobs",
-            "None or 0 (chosen tokens only; the top alternatives are not supported yet)",
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"None or from 0 to {MAX_LOGPROBS}"
+        )
+        check(
+            self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
+            "num_speculative_tokens",
+            "None or at least 0",
         )
 
     @property

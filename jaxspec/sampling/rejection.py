@@ -24,7 +24,8 @@ class Verified(NamedTuple):
 def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draft ids int32 [R] and log q float32 [R, V] from a draft's logits [R, V], at the request's temperature.
 
-    Greedy rows draft their argmax. Top-k and top-p are the target's: any q is lossless as long as it is the true one.
+    Greedy rows, and those with `greedy_drafts`, draft their argmax: their log q is not to be looked at. All transforms
+    but the temperature are the target's alone: any q is lossless as long as it is the true one.
 
     Args:
         positions: int32 [R] absolute position of the drafted token.
@@ -32,7 +33,8 @@ def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
     scaled = logits / jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
     streams = jnp.full(positions.shape, int(Stream.DRAFT), jnp.int32)
     noisy = scaled + gumbel(rows.seeds, positions, streams, logits.shape[1])
-    chosen = jnp.where((rows.temperature == 0)[:, None], logits, noisy)
+    greedy = (rows.temperature == 0) | rows.greedy_drafts
+    chosen = jnp.where(greedy[:, None], logits, noisy)
     return jnp.argmax(chosen, axis=1).astype(jnp.int32), jax.nn.log_softmax(scaled, axis=1)
 
 
@@ -50,14 +52,15 @@ def verify(
     """Verifies D windows of k drafts each.
 
     Args:
-        logits: float32 [D, k + 1, V] of the target; row i decides about draft i, the last one is for the bonus.
+        logits: float32 [D, k + 1, V] of the target, after the request's rules; row i decides about draft i, the last one
+            is for the bonus.
         drafts: int32 [D, k].
         log_q: float32 [D, k, V] of the distributions that the drafts were drawn from.
         one_hot: bool [D]: the drafts are a point mass (drafted greedily, or given); log_q is not looked at.
         num_drafts: int32 [D], 0 to k: drafts from there on do not count.
         rows: the requests' parameters, [D].
         positions: int32 [D] absolute position of the first token to choose.
-        full: also apply top_k and top_p (static).
+        full: also apply min_p, top_k and top_p (static).
     """
     D, n, V = logits.shape
     k = n - 1

@@ -26,12 +26,17 @@ class Stream(enum.IntEnum):
 
 
 class SamplingRows(NamedTuple):
-    """Per row: temperature, top_p float32 [R]; top_k int32 [R] (< 1: all); seeds uint32 [R, 2]."""
+    """Per row: temperature, top_p, min_p float32 [R]; top_k int32 [R] (< 1: all); seeds uint32 [R, 2].
+
+    greedy_drafts bool [R]: drafts are the draft's argmax, a point mass.
+    """
 
     temperature: jax.Array
     top_p: jax.Array
+    min_p: jax.Array
     top_k: jax.Array
     seeds: jax.Array
+    greedy_drafts: jax.Array
 
 
 def _key(seed: jax.Array, position: jax.Array, stream: jax.Array) -> jax.Array:
@@ -89,10 +94,18 @@ def mask_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     return jnp.where(keep, logits, -jnp.inf)
 
 
+def mask_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
+    """logits [R, V] with -inf where a probability is under min_p [R] times the largest; 0 keeps all."""
+    border = logits.max(axis=1) + jnp.log(min_p)
+    return jnp.where(logits < border[:, None], -jnp.inf, logits)
+
+
 def transform(logits: jax.Array, rows: SamplingRows, *, full: bool) -> jax.Array:
     """Logits [R, V] of the distribution that a row samples from; of greedy rows, as if the temperature were 1."""
     scaled = logits / jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
-    return mask_top_p(mask_top_k(scaled, rows.top_k), rows.top_p) if full else scaled
+    if not full:
+        return scaled
+    return mask_top_p(mask_top_k(mask_min_p(scaled, rows.min_p), rows.top_k), rows.top_p)
 
 
 def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, full: bool) -> jax.Array:
@@ -100,15 +113,9 @@ def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, full:
 
     Args:
         positions: int32 [R] absolute position of the token to choose.
-        full: also apply top_k and top_p (static).
+        full: also apply min_p, top_k and top_p (static).
     """
     streams = jnp.full(positions.shape, int(Stream.BONUS), jnp.int32)
     noisy = transform(logits, rows, full=full) + gumbel(rows.seeds, positions, streams, logits.shape[1])
     greedy = rows.temperature == 0
     return jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=1).astype(jnp.int32)
-
-
-def logprobs_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Log-probabilities float32 [R] of ids [R] under the raw distribution of logits [R, V]."""
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=1)

@@ -9,9 +9,10 @@ import collections
 import numpy as np
 
 from jaxspec.config import Settings
-from jaxspec.engine.batch import InputLayout, StepPlan, bucket_for
+from jaxspec.engine.batch import RESET_INTS, InputLayout, StepPlan, bucket_for
 from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.runner import StepOutput
+from jaxspec.engine.state import SEED_LOW
 
 
 def next_token(tokens, seed: int, vocab: int) -> int:
@@ -48,7 +49,7 @@ class MockRunner:
                 self.page_table[slot, column] = page
         for record in inputs.resets:
             if record[0]:
-                low, high = record[3:5].view(np.uint32)
+                low, high = record[RESET_INTS + SEED_LOW :][:2].view(np.uint32)
                 self.seeds[record[0]] = int(low) | int(high) << 32
         self._check(plan)
         emitted, ids = [], []

@@ -31,19 +31,24 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, salt=0):
+def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, salt=0, greedy_drafts=False):
     seeds = np.stack([np.arange(R), np.full(R, salt)], axis=1).astype(np.uint32)
     return SamplingRows(
         jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (R,)),
         jnp.full(R, top_p, jnp.float32),
+        jnp.full(R, min_p, jnp.float32),
         jnp.full(R, top_k, jnp.int32),
         jnp.asarray(seeds),
+        jnp.broadcast_to(greedy_drafts, (R,)),
     )
 
 
-@partial(jax.jit, static_argnames=("k", "full", "one_hot", "drafter", "verifier"))
-def cycle(target, draft, last, rows, position, *, k, full=False, one_hot=False, drafter=sample_draft, verifier=verify):
-    """One speculative cycle from last tokens [R]: drafts k tokens, then verifies them."""
+@partial(jax.jit, static_argnames=("k", "full", "drafter", "verifier"))
+def cycle(
+    target, draft, last, rows, position, *,
+    k, num_drafts=None, full=False, one_hot=False, drafter=sample_draft, verifier=verify,
+):  # fmt: skip
+    """One speculative cycle from last tokens [R]: drafts k tokens, then verifies them, or the first `num_drafts` [R]."""
     R = last.shape[0]
     ids, log_qs, token = [], [], last
     for i in range(k):
@@ -53,9 +58,9 @@ def cycle(target, draft, last, rows, position, *, k, full=False, one_hot=False, 
     drafts = jnp.stack(ids, axis=1) if k else jnp.zeros((R, 0), jnp.int32)
     log_q = jnp.stack(log_qs, axis=1) if k else jnp.zeros((R, 0, V))
     logits = target[jnp.concatenate([last[:, None], drafts], axis=1)]
-    return verifier(
-        logits, drafts, log_q, jnp.full(R, one_hot), jnp.full(R, k), rows, jnp.full(R, position), full=full
-    ), drafts
+    point_mass = rows.greedy_drafts | one_hot
+    num_drafts = jnp.full(R, k) if num_drafts is None else num_drafts
+    return verifier(logits, drafts, log_q, point_mass, num_drafts, rows, jnp.full(R, position), full=full), drafts
 
 
 def chi2(counts, p):
@@ -157,16 +162,20 @@ def test_support_and_extremes():
     assert (np.asarray(certain.ids[:, 0]) == 5).all()
 
 
-def test_top_k_and_top_p_of_the_target_alone():
+def test_masks_of_the_target_alone():
     """q knows nothing of the transforms and need not."""
     target, draft = chains()
-    for options in ({"top_k": 4}, {"top_p": 0.8}):
+    for options in ({"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.3}):
         rows = sampling_rows(N, 0.9, **options)
         verified, _ = cycle(target, draft, jnp.full(N, 3), rows, 100, k=2, full=True)
         scaled = target[3] / 0.9
         probability = softmax(scaled)
         ranked = np.sort(probability)[::-1]
-        keep = options.get("top_k") or int((ranked.cumsum() < options["top_p"]).sum()) + 1
+        keep = {
+            "top_k": options.get("top_k", 0),
+            "top_p": int((ranked.cumsum() < options.get("top_p", 0)).sum()) + 1,
+            "min_p": int((ranked >= options.get("min_p", 0) * ranked[0]).sum()),
+        }[next(iter(options))]
         p = np.where(probability >= ranked[keep - 1], probability, 0)
         assert chi2(np.bincount(verified.ids[:, 0], minlength=V), p / p.sum()) < CHI2_999[7]
 
@@ -180,6 +189,32 @@ def test_one_hot_drafts_are_lossless_and_slower():
     assert one_verified.accepted.mean() < 0.7 * verified.accepted.mean(), "q was not used at all"
     greedy_statistic, _ = first_token_chi2(k=3, one_hot=True, drafter=greedy_drafter)
     assert greedy_statistic < CHI2_999[7]
+
+
+def test_gated_and_greedily_drafted_rows_are_lossless():
+    """In one batch, sampled and greedy drafts of which 0 to k count: every kind follows the target, first and second."""
+    target, draft = chains()
+    rng = np.random.default_rng(6)
+    k, R = 3, 4 * N
+    greedy_drafts, num_drafts = rng.random(R) < 0.5, rng.integers(0, k + 1, R)
+    rows = sampling_rows(R, greedy_drafts=jnp.asarray(greedy_drafts))
+    verified, drafts = cycle(target, draft, jnp.full(R, 3), rows, 100, k=k, num_drafts=jnp.asarray(num_drafts))
+    ids, accepted = np.asarray(verified.ids), np.asarray(verified.accepted)
+    assert (accepted <= num_drafts).all()
+    assert (np.asarray(drafts)[greedy_drafts, 0] == draft[3].argmax()).all()
+    p = softmax(target)
+    for point_mass in (False, True):
+        for number in range(k + 1):
+            kind = (greedy_drafts == point_mass) & (num_drafts == number)
+            assert chi2(np.bincount(ids[kind, 0], minlength=V), p[3]) < CHI2_999[7]
+            first = ids[kind & (accepted >= 1), 0]
+            if not number:
+                assert not len(first)
+                continue
+            token = np.bincount(first).argmax()
+            second = ids[kind & (accepted >= 1) & (ids[:, 0] == token), 1]
+            assert len(second) > 400
+            assert chi2(np.bincount(second, minlength=V), p[token]) < CHI2_999[7]
 
 
 def test_rows_of_many_kinds_share_a_batch():

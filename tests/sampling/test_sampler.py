@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.errors import InvalidRequestError
+from jaxspec.sampling.logprobs import logprobs_of
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.sampler import SamplingRows, logprobs_of, mask_top_k, mask_top_p, sample
+from jaxspec.sampling.sampler import SamplingRows, mask_top_k, mask_top_p, sample
 
 V = 12
 mask_top_k, mask_top_p = jax.jit(mask_top_k), jax.jit(mask_top_p)
@@ -17,14 +18,19 @@ sample_lean = jax.jit(lambda *a: sample(*a, full=False))
 sample_full = jax.jit(lambda *a: sample(*a, full=True))
 
 
-def rows(R, temperature=1.0, top_p=1.0, top_k=0, seed=0):
+def rows(R, temperature=1.0, top_p=1.0, top_k=0, seed=0, min_p=0.0):
     seeds = np.stack([np.arange(R) + 1000 * seed, np.full(R, 7)], axis=1).astype(np.uint32)
 
     def fill(value, dtype):
         return jnp.full(R, value, dtype)
 
     return SamplingRows(
-        fill(temperature, jnp.float32), fill(top_p, jnp.float32), fill(top_k, jnp.int32), jnp.asarray(seeds)
+        fill(temperature, jnp.float32),
+        fill(top_p, jnp.float32),
+        fill(min_p, jnp.float32),
+        fill(top_k, jnp.int32),
+        jnp.asarray(seeds),
+        fill(False, bool),
     )
 
 
@@ -126,7 +132,22 @@ def test_logprobs_are_of_the_raw_distribution():
         ({"stop": ("",)}, "stop"),
         ({"stop": ("x" * 300,)}, "stop"),
         ({"stop_token_ids": tuple(range(20))}, "stop_token_ids"),
-        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_p": float("nan")}, "min_p"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"logit_bias": {3: 101}}, "logit_bias"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
     ],
 )
 def test_bad_parameters_name_themselves(options, param):

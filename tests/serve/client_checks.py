@@ -218,12 +218,19 @@ def check_bad_requests(base_url: str) -> None:
     for value in (float("nan"), float("inf"), -1, "0.5", True, []):
         completion(400, "temperature", temperature=value)
     for param, value in {
-        "max_tokens": 0, "top_p": 0, "top_k": -2, "seed": 2**70, "n": 17, "stop": [""], "logprobs": 5, "best_of": 3,
-        "stop_token_ids": ["a"], "stream": "yes", "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"5": 1},
-        "min_p": 0.1, "min_tokens": 1, "repetition_penalty": 1.1, "suffix": "x", "response_format": {"type": "json_object"},
+        "max_tokens": 0, "top_p": 0, "top_k": -2, "seed": 2**70, "n": 17, "stop": [""], "logprobs": 21, "best_of": 3,
+        "stop_token_ids": ["a"], "stream": "yes", "presence_penalty": 2.5, "frequency_penalty": -3, "logit_bias": {"5": 101},
+        "min_p": 1.1, "min_tokens": 5, "repetition_penalty": 0, "num_speculative_tokens": -1,
+        "suffix": "x", "response_format": {"type": "json_object"},
         "tools": [{}], "guided_json": {}, "temprature": 1, "prompt_logprobs": 1, "chat_template": "x",
     }.items():  # fmt: skip
         if param != "stream":
+            completion(400, param, **{param: value})
+    for bias in ({"a": 1}, {"-1": 1}, {"1.5": 1}, {"999999999": 1}, {"9" * 30: 1}, {"5": "1"}, {"5": None}, {"5": True}, [5],
+                 {str(i): 0 for i in range(301)}):  # fmt: skip
+        completion(400, "logit_bias", logit_bias=bias)
+    for param in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens"):
+        for value in (float("nan"), "0.5"):
             completion(400, param, **{param: value})
     completion(400, "stop", stop=["x" * 257])
     completion(400, "stop", stop=["x"] * 17)
@@ -263,7 +270,10 @@ def check_bad_requests(base_url: str) -> None:
     chat(400, "messages", messages=[{"role": "wizard", "content": "hi"}])
     chat(400, "messages", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
     chat(400, "tool_calls", messages=[{"role": "assistant", "content": "", "tool_calls": [{}]}])
-    chat(400, "top_logprobs", logprobs=True, top_logprobs=2)
+    chat(400, "top_logprobs", logprobs=True, top_logprobs=21)
+    chat(400, "top_logprobs", logprobs=True, top_logprobs=-1)
+    chat(400, "top_logprobs", logprobs=False, top_logprobs=2)
+    chat(400, "top_logprobs", top_logprobs=2)
     chat(400, "logprobs", logprobs=1)
     chat(400, "max_completion_tokens", max_completion_tokens=5)
     chat(400, "response_format", response_format={"type": "json_object"})
@@ -273,6 +283,7 @@ def check_bad_requests(base_url: str) -> None:
 def check_neutral_values_pass(base_url: str) -> None:
     neutral = {
         "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "repetition_penalty": 1.0, "min_p": 0,
+        "min_tokens": 0, "num_speculative_tokens": None,
         "best_of": 1, "suffix": None, "user": "someone", "response_format": {"type": "text"}, "top_k": -1,
     }  # fmt: skip
     body = {"model": model_name(base_url), "prompt": "hi", "max_tokens": 4, "temperature": 0}
@@ -301,6 +312,49 @@ def check_logprobs(base_url: str) -> None:
     assert len(content) == answer.usage.completion_tokens
     spelled = b"".join(bytes(token.bytes) for token in content).decode("utf-8", "replace")
     assert spelled.startswith(answer.choices[0].message.content)
+    assert all(token.top_logprobs == [] for token in content)
+
+
+def check_top_logprobs(base_url: str) -> None:
+    """N alternatives at each position; the completions form also holds the chosen token. Streamed as whole."""
+    name = model_name(base_url)
+    options: dict[str, Any] = {"model": name, "prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0, "logprobs": 5}
+    options["extra_body"] = {"return_token_ids": True}
+    whole = client(base_url).completions.create(**options).choices[0]
+    tops, chosen = whole.logprobs.top_logprobs, whole.logprobs.tokens
+    assert len(tops) == len(chosen) == len(whole.token_ids)
+    for top, token, value in zip(tops, chosen, whole.logprobs.token_logprobs, strict=True):
+        assert top[token] == value
+        assert 1 <= len(top) <= 6  # parts of characters are spelt alike
+        assert all(p <= 0 for p in top.values())
+    streamed = [c.choices[0].logprobs for c in client(base_url).completions.create(stream=True, **options)]
+    assert [top for part in streamed for top in part.top_logprobs] == tops
+
+    chat: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
+    chat |= {"logprobs": True, "top_logprobs": 20, "temperature": 0}
+    content = client(base_url).chat.completions.create(**chat).choices[0].logprobs.content
+    for token in content:
+        assert len(token.top_logprobs) == 20
+        values = [top.logprob for top in token.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert all(bytes(top.bytes).decode("utf-8", "replace") == top.token for top in token.top_logprobs)
+    parts = [c.choices[0].logprobs for c in client(base_url).chat.completions.create(stream=True, **chat) if c.choices]
+    assert [token for part in parts if part for token in part.content] == content
+
+
+def check_penalties_and_bias(base_url: str) -> None:
+    """Every parameter of the sampler is taken, whole and streamed, and gives legal answers."""
+    extra = {
+        "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3, "num_speculative_tokens": 1, "top_k": 50,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {"5": -100, "6": 1.5},
+    }  # fmt: skip
+    body = {"model": model_name(base_url), "prompt": "hi", "max_tokens": 12, "seed": 4, **extra}
+    whole = httpx.post(f"{base_url}/v1/completions", json=body, timeout=120)
+    assert whole.status_code == 200, whole.text
+    assert 3 < whole.json()["usage"]["completion_tokens"] <= 12
+    _, events = sse(base_url, "/v1/completions", {**body, "stream": True})
+    text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+    assert text == whole.json()["choices"][0]["text"]
 
 
 ALL = [
@@ -314,4 +368,6 @@ ALL = [
     check_bad_requests,
     check_neutral_values_pass,
     check_logprobs,
+    check_top_logprobs,
+    check_penalties_and_bias,
 ]

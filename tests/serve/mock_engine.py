@@ -78,8 +78,9 @@ class MockEngine:
         limit, max_tokens = self.max_model_len, request.params.max_tokens
         if not request.prompt_len:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        if outside := [i for i in request.tokens if not 0 <= i < self.vocab_size]:
-            raise InvalidRequestError(f"token id {outside[0]} is outside the vocabulary", param="prompt")
+        for param, ids in (("prompt", request.tokens), ("logit_bias", request.params.logit_bias)):
+            if outside := [i for i in ids if not 0 <= i < self.vocab_size]:
+                raise InvalidRequestError(f"token id {outside[0]} is outside the vocabulary", param=param)
         if request.prompt_len + (max_tokens or 1) > limit:
             raise InvalidRequestError(
                 f"prompt of {request.prompt_len} and {max_tokens} output tokens exceed the context of {limit}",
@@ -120,10 +121,17 @@ class MockEngine:
             kept, reason = request.accept(ids)
             self._generation_tokens += kept
             logprobs = tuple(-token / 256 for token in ids[:kept])
-            outputs.append(RequestOutput(request.id, tuple(ids[:kept]), logprobs, reason))
+            count = request.params.logprobs or 0
+            tops = tuple(self._alternatives(token, count) for token in ids[:kept]) if count else ()
+            outputs.append(RequestOutput(request.id, tuple(ids[:kept]), logprobs, reason, new_top_logprobs=tops))
             if reason:
                 del self._requests[request.id]
         return outputs
+
+    def _alternatives(self, token: int, count: int) -> tuple[tuple[int, float], ...]:
+        """A multiple of 3 is not among the likeliest itself."""
+        first = token if token % 3 else token + 1
+        return tuple(((first + i) % self.vocab_size, -first / 256 - i) for i in range(count))
 
     def stats(self) -> SimpleNamespace:
         running = min(len(self._requests), self._max_running)
@@ -140,11 +148,14 @@ class MockEngine:
     def _text(self, request: Request) -> Iterator[int]:
         """Words by hash, with an end-of-text id after about forty words."""
         prompt = bytes(str(request.tokens), "ascii")
+        count = 0
         for position in itertools.count():
             digest = hashlib.sha256(prompt + f"/{request.seed}/{position}".encode()).digest()
-            if digest[1] < 6:
+            if digest[1] < 6 and count >= request.params.min_tokens:
                 yield EOS
-            yield from self._tokenizer.encode(WORDS[digest[0] % len(WORDS)])
+            word = self._tokenizer.encode(WORDS[digest[0] % len(WORDS)])
+            count += len(word)
+            yield from word
 
 
 def served(engine: MockEngine, tokenizer: Tokenizer | None) -> ServedModel:
