@@ -37,6 +37,11 @@ class EngineConfig:
     num_speculative_tokens: int = _option(
         0, "tokens that the model's own NextN (MTP) layer drafts a step, 0 to 7; 0 decodes without speculation"
     )
+    synthetic_acceptance_length: float | None = _option(
+        None,
+        "for benchmarks only, the text is worthless: accept a random number of drafts, whatever the model says, so that a "
+        "window yields this many tokens on average (1 to 1 + num_speculative_tokens)",
+    )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     seed: int = _option(0, "from which requests that bring no seed of their own get one")
 
@@ -80,6 +85,7 @@ class Settings:
     dtype: str
     on_gpu: bool
     num_speculative_tokens: int = 0
+    synthetic_acceptance_length: float | None = None
     page_size: int = PAGE_SIZE
 
     @property
@@ -134,6 +140,14 @@ def resolve(
             f"a step could not hold {window} token{'s' if window > 1 else ''} of every running request; "
             "raise the first or lower the second"
         )
+    synthetic = config.synthetic_acceptance_length
+    if synthetic is not None and not (window > 1 and 1 <= synthetic <= window):
+        raise ConfigError(
+            f"synthetic_acceptance_length must be between 1 and {window} (num_speculative_tokens and the target's own "
+            f"token), got {synthetic:g}"
+            if window > 1
+            else "synthetic_acceptance_length needs speculation: num_speculative_tokens of at least 1"
+        )
     longest = pages_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         num_pages = config.num_gpu_blocks_override
@@ -154,6 +168,7 @@ def resolve(
         num_pages=num_pages,
         dtype=resolve_dtype(config, on_gpu=on_gpu),
         num_speculative_tokens=config.num_speculative_tokens,
+        synthetic_acceptance_length=synthetic,
         on_gpu=on_gpu,
     )
 

@@ -13,6 +13,7 @@ from jaxspec.errors import ConfigError, InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxspec.engine.acceptance import Acceptance
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.runner import Progress
     from jaxspec.text import TextStream, Tokenizer
@@ -33,6 +34,9 @@ class Completion:
         text: None where the model has no tokenizer.
         logprobs: of each id under the model's raw distribution, where the request asked for them.
         error: what went wrong, where finish_reason is "error".
+        accepted: of each id, whether it is a draft that the target agreed with (and not the target's own choice).
+        acceptance: how many drafts were accepted in how many windows; None without speculation.
+        synthetic_acceptance_length: the option, where it is set: then the ids are not the model's.
     """
 
     prompt_ids: tuple[int, ...]
@@ -41,6 +45,9 @@ class Completion:
     finish_reason: str
     logprobs: tuple[float, ...] | None
     error: str | None = None
+    accepted: tuple[bool, ...] = ()
+    acceptance: "Acceptance | None" = None
+    synthetic_acceptance_length: float | None = None
 
 
 class LLM:
@@ -113,6 +120,7 @@ class LLM:
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Runs requests to their end; none is left behind if it is interrupted."""
         logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
+        accepted: dict[str, list[bool]] = {r.id: [] for r in requests}
         ends: dict[str, tuple[FinishReason, str | None]] = {}
         try:
             for request in requests:
@@ -120,12 +128,13 @@ class LLM:
             while len(ends) < len(requests):
                 for out in self.engine.step():
                     logprobs[out.request_id] += out.new_logprobs
+                    accepted[out.request_id] += [i < out.num_accepted for i in range(len(out.new_ids))]
                     if out.finish_reason:
                         ends[out.request_id] = (out.finish_reason, out.error)
         finally:
             for request in requests:
                 self.engine.abort(request.id)
-        return [self._completion(r, *ends[r.id], logprobs[r.id]) for r in requests]
+        return [self._completion(r, *ends[r.id], logprobs[r.id], accepted[r.id]) for r in requests]
 
     def describe(self) -> dict[str, str | int]:
         """What was loaded and how it runs, for people: label -> value, in order."""
@@ -139,7 +148,7 @@ class LLM:
         return TextStream(self.tokenizer, prompt_ids, params)
 
     def _completion(
-        self, request: Request, reason: FinishReason, error: str | None, logprobs: list[float]
+        self, request: Request, reason: FinishReason, error: str | None, logprobs: list[float], accepted: list[bool]
     ) -> Completion:
         stream: Any = request.stop_rule
         return Completion(
@@ -149,6 +158,9 @@ class LLM:
             finish_reason=reason.value,
             logprobs=None if request.params.logprobs is None else tuple(logprobs),
             error=error,
+            accepted=tuple(accepted),
+            acceptance=request.acceptance,
+            synthetic_acceptance_length=self.engine.settings.synthetic_acceptance_length,
         )
 
 
@@ -228,6 +240,7 @@ def _build_engine(
         "Device": f"{tp} x {devices[0].device_kind} ({devices[0].platform})",
         "Kernels": "reference (plain XLA)",
         "Speculation": f"MTP, {settings.num_speculative_tokens} tokens a step" if speculates else "off",
+        **_synthetic(settings.synthetic_acceptance_length),
         "Context length": settings.max_model_len,
         "KV cache bytes per token": page_bytes // PAGE_SIZE,
         "KV cache": f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * page_bytes / 2**20:.0f} MiB",
@@ -235,3 +248,7 @@ def _build_engine(
         "Buckets": "; ".join(map(str, runner.buckets)),
     }
     return engine, description
+
+
+def _synthetic(length: float | None) -> dict[str, str | int]:
+    return {} if length is None else {"Synthetic acceptance": f"{length:g} tokens a window; the text is worthless"}

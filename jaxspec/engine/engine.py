@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
+from jaxspec.engine.acceptance import Acceptance, acceptance_of
 from jaxspec.engine.request import FinishReason, Request, RequestOutput, RequestState
 from jaxspec.engine.runner import Progress, Runner, StepOutput
 from jaxspec.engine.scheduler import Scheduler, reserved_slots
@@ -24,12 +25,7 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int
     generation_tokens: int
-    # Over all verified windows: how many there were, k drafts each, and how many drafts the target agreed with, in all
-    # and by position. Mean acceptance length, the bonus token counted, is 1 + accepted / drafts.
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
+    acceptance: Acceptance | None = None  # over all requests; None without speculation
 
 
 class Engine:
@@ -61,8 +57,10 @@ class Engine:
         self._seeds = random.Random(seed)
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._num_drafts = 0
-        self._accepted_per_position = [0] * self.settings.num_speculative_tokens
+        self._windows = self._no_windows()
+
+    def _no_windows(self) -> list[int]:
+        return [0] * self.settings.window if self.settings.num_speculative_tokens else []
 
     @property
     def max_model_len(self) -> int:
@@ -91,6 +89,7 @@ class Engine:
         request.seed = (params.seed if params.seed is not None else self._seeds.getrandbits(64)) & (2**64 - 1)
         eos = () if params.ignore_eos else self.eos_token_ids
         request.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        request.windows = self._no_windows()
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_len
         self._scheduler.add(request)
@@ -157,20 +156,16 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_drafts * self.settings.num_speculative_tokens,
-            num_accepted_tokens=sum(self._accepted_per_position),
-            accepted_per_position=tuple(self._accepted_per_position),
+            acceptance=acceptance_of(self._windows),
         )
 
     def _process(self, step: StepOutput) -> list[RequestOutput]:
         if self._observer:
             self._observer(step)
-        self._count_accepted(step)
         outputs = []
         requests = [*(row.request for row in step.plan.prefill), *step.plan.decode]
-        for request, emitted, flags, ids, logprobs in zip(
-            requests, step.emitted, step.flags, step.ids, step.logprobs, strict=True
+        for row, (request, emitted, accepted, flags, ids, logprobs) in enumerate(
+            zip(requests, step.emitted, step.accepted, step.flags, step.ids, step.logprobs, strict=True)
         ):
             if request.state is RequestState.FINISHED:
                 continue
@@ -181,26 +176,28 @@ class Engine:
                 continue
             if not emitted:
                 continue
+            if row >= len(step.plan.prefill):
+                self._count_window(request, int(accepted))
             kept, reason = request.accept([int(t) for t in ids[:emitted]])
             request.computed = len(request.tokens) - 1
             self._generation_tokens += kept
             outputs.append(
                 RequestOutput(
-                    request.id, tuple(int(t) for t in ids[:kept]), tuple(float(p) for p in logprobs[:kept]), reason
+                    request.id,
+                    tuple(int(t) for t in ids[:kept]),
+                    tuple(float(p) for p in logprobs[:kept]),
+                    reason,
+                    num_accepted=min(int(accepted), kept),
                 )
             )
             if reason:
                 self._finish(request)
         return outputs
 
-    def _count_accepted(self, step: StepOutput) -> None:
-        first = len(step.plan.prefill)
-        windows = step.emitted[first:] > 0
-        if self.settings.num_speculative_tokens:
-            self._num_drafts += int(windows.sum())
-            for position in range(self.settings.num_speculative_tokens):
-                agreed = windows & (step.accepted[first:] > position)
-                self._accepted_per_position[position] += int(agreed.sum())
+    def _count_window(self, request: Request, accepted: int) -> None:
+        if self._windows:
+            request.windows[accepted] += 1
+            self._windows[accepted] += 1
 
     def _finish(self, request: Request) -> None:
         self._scheduler.release(request)
