@@ -2,12 +2,12 @@
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import PAGE_SIZE, EngineConfig, resolve, resolve_dtype
+from jaxspec.config import PAGE_SIZE, EngineConfig, resolve, resolve_dtype, with_speculative_config
 from jaxspec.engine.request import FinishReason, Request
 from jaxspec.errors import ConfigError, InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
@@ -56,6 +56,7 @@ class LLM:
     Args:
         model: "demo" (the embedded one), a converted folder, a Hugging Face folder or a hub id.
         config: engine options; single options may be given by name instead, as in `LLM("demo", max_num_seqs=4)`.
+        speculative_config: speculation as vLLM has it: see `with_speculative_config`.
         revision: hub revision, for hub ids.
         progress: called with (done, total, what) while buckets compile.
         probe, observer: see `Runner` and `Engine`; for `compare`.
@@ -69,6 +70,7 @@ class LLM:
         model: str = "demo",
         config: EngineConfig | None = None,
         *,
+        speculative_config: Mapping[str, Any] | None = None,
         revision: str | None = None,
         progress: "Progress | None" = None,
         probe: bool = False,
@@ -76,6 +78,8 @@ class LLM:
         **options: Any,
     ):
         config = replace(config or EngineConfig(), **options)
+        if speculative_config is not None:
+            config = with_speculative_config(config, speculative_config)
         # The allocator reads this when jax first touches the GPU, and takes that part of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
         from convert.convert import resolve_model
