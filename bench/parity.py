@@ -117,7 +117,13 @@ class TeacherForced:
         from jaxspec.llm import LLM
 
         self.llm = LLM(
-            "demo", dtype=dtype, max_model_len=length + 1, max_num_seqs=LLM_ROWS, probe=True, observer=self._observe
+            "demo",
+            dtype=dtype,
+            max_model_len=length + 1,
+            max_num_seqs=LLM_ROWS,
+            num_speculative_tokens=0,  # every text's own tokens are fed, one a step
+            probe=True,
+            observer=self._observe,
         )
         self._top: dict[str, dict[int, int]] = {}
         self._gap: dict[str, dict[int, float]] = {}

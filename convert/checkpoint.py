@@ -3,7 +3,8 @@
     manifest.json, config.json, generation_config.json, tokenizer files
     weights/embed, weights/000, weights/001, ..., weights/head, weights/mtp
 
-A part holds the parameters of one layer (or the embedding, or final norm and head, or the NextN layer) under the names
+A converted EAGLE3 draft has the part weights/draft instead, and embed and head where it brings its own. A part holds
+the parameters of one layer (or the embedding, or final norm and head, or the NextN layer) under the names
 of `jaxspec.models`, so that a loader holds one part at a time beside what it has placed on the devices.
 """
 
@@ -23,11 +24,12 @@ from convert.manifest import Manifest, read_manifest
 from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import ModelConfig, eos_ids, read_config
 from jaxspec.models.decoder import CausalLM
+from jaxspec.models.eagle3 import is_eagle3
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import dotted, nest, with_shardings
 
 WEIGHTS = "weights"
-EMBED, HEAD, MTP = "embed", "head", "mtp"
+EMBED, HEAD, MTP, DRAFT = "embed", "head", "mtp", "draft"
 
 # A loader reads whole chunks: small enough that a shard of a mesh reads little that it does not need, large enough
 # for the disk.
@@ -135,7 +137,12 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 def read_model_config(folder: Path) -> ModelConfig:
     """The model configuration of a converted (or Hugging Face) folder, with the merged end-of-sequence ids."""
-    return dataclasses.replace(read_config(read_hf_config(folder)), eos_token_ids=eos_token_ids(folder))
+    hf = read_hf_config(folder)
+    if is_eagle3(hf):
+        raise ModelFormatError(
+            f"{folder} is an EAGLE3 draft, not a model: name it as speculative_model beside its model"
+        )
+    return dataclasses.replace(read_config(hf), eos_token_ids=eos_token_ids(folder))
 
 
 def load_params(folder: Path, mesh: Mesh, dtype: Any = None) -> tuple[CausalLM, dict[str | int, Any]]:

@@ -247,7 +247,7 @@ def run(args: argparse.Namespace) -> int:
         max_model_len=longest + 1,
         max_num_seqs=min(args.max_num_seqs, args.max_num_batched_tokens),
         max_num_batched_tokens=args.max_num_batched_tokens,
-        num_speculative_tokens=0,  # the collector reads one position a decode row
+        num_speculative_tokens=0,  # the collector reads one token of each decode row
     )
     report = compare(llm, collector, reference)
     logit_error, top1, identical = THRESHOLDS[args.dtype]

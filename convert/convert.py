@@ -11,10 +11,22 @@ from typing import Any
 import numpy as np
 
 from convert import hub
-from convert.checkpoint import MTP, WEIGHTS, parts_of, write_part
+from convert.checkpoint import DRAFT, MTP, WEIGHTS, parts_of, write_part
 from convert.digests import ShardDigests
+from convert.draft import eagle3_source, part_of
 from convert.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, cache_repository, inside, read_hf_config, read_json
-from convert.keymaps import KeyMap, ParamPath, Pieces, assemble, check, harmless, key_map, nextn_key_map, nextn_prefix
+from convert.keymaps import (
+    EAGLE3_HARMLESS,
+    KeyMap,
+    ParamPath,
+    Pieces,
+    assemble,
+    check,
+    harmless,
+    key_map,
+    nextn_key_map,
+    nextn_prefix,
+)
 from convert.manifest import (
     LAYOUT_VERSION,
     MANIFEST,
@@ -31,10 +43,13 @@ from convert.tokenizer_files import TOKENIZER_FILES, copy_tokenizer, write_json
 from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
+from jaxspec.models.eagle3 import Eagle3, is_eagle3, read_eagle3_config
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import count_parameters, declarations
 
 DEMO = "demo"
+# The embedded model and its EAGLE3 drafts: name -> folder in jaxspec/demo.
+EMBEDDED = {DEMO: "target", f"{DEMO}/eagle3-llama": "eagle3-llama", f"{DEMO}/eagle3-mla": "eagle3-mla"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -77,7 +92,7 @@ def resolve_model(
     cache_dir: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """The converted folder of a model: "demo", a converted folder, a Hugging Face folder or a hub id.
+    """The converted folder of a model or draft: one of `EMBEDDED`, a converted or Hugging Face folder, or a hub id.
 
     What is not converted yet is converted once, into `cache_dir` (default: $JAXSPEC_CACHE or ~/.cache/jaxspec). Changed
     weights or configurations get a new entry. Of two processes that need the same one, the second waits.
@@ -85,11 +100,12 @@ def resolve_model(
     Raises:
         ModelFormatError: there is no such model, or it cannot be converted.
     """
-    folder = _demo_folder() if model == DEMO else _source_folder(str(model), revision)
+    folder = _embedded(str(model)) if model in EMBEDDED else _source_folder(str(model), revision)
     if (folder / MANIFEST).exists() and (folder / WEIGHTS).is_dir():
         read_manifest(folder)
         return folder
-    read_config(read_hf_config(folder))
+    hf = read_hf_config(folder)
+    (read_eagle3_config if is_eagle3(hf) else read_config)(hf)
 
     cache = Path(cache_dir or os.environ.get("JAXSPEC_CACHE") or Path.home() / ".cache" / "jaxspec").expanduser()
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,12 +116,12 @@ def resolve_model(
     return cache / name
 
 
-def _demo_folder() -> Path:
+def _embedded(name: str) -> Path:
     import jaxspec.demo
 
-    folder = Path(jaxspec.demo.__path__[0]) / "target"
+    folder = Path(jaxspec.demo.__path__[0]) / EMBEDDED[name]
     if not folder.is_dir():
-        raise ModelFormatError(f"the embedded demo model is missing from this installation ({folder})")
+        raise ModelFormatError(f"the embedded model {name} is missing from this installation ({folder})")
     return folder
 
 
@@ -148,7 +164,7 @@ class _Job:
     dtype: Any
 
 
-def _jobs(model: CausalLM | NextN, pieces: KeyMap) -> dict[ParamPath, _Job]:
+def _jobs(model: CausalLM | NextN | Eagle3, pieces: KeyMap) -> dict[ParamPath, _Job]:
     out = {}
     for path, variable in declarations(model).items():
         value = variable.get_value()
@@ -156,28 +172,60 @@ def _jobs(model: CausalLM | NextN, pieces: KeyMap) -> dict[ParamPath, _Job]:
     return out
 
 
-def _convert(folder: Path, work: Path, progress: Progress, on_event: OnEvent) -> None:
-    """Fills the folder `work`, its manifest last."""
-    hf = read_hf_config(folder)
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """What a checkpoint becomes.
+
+    Attributes:
+        parts: part -> path in the part -> how to make it, in model order.
+        ignore: tensors that it may hold beside those.
+        parameters: of the model or draft; `nextn_parameters`: of a model's NextN layer.
+    """
+
+    parts: dict[str, dict[ParamPath, _Job]]
+    ignore: re.Pattern[str]
+    parameters: int
+    nextn_parameters: int = 0
+
+
+def _model_source(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> _Source:
     config = read_config(hf)
-    _check_quantisation(hf)
-    reader = SafetensorsReader(folder)
-    # bfloat16 would round float16's values, float32 holds them.
-    dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
     target, nextn = CausalLM(config, np.dtype(dtype)), None
     parts = parts_of(_jobs(target, key_map(config)))
     # Whoever saves a model with transformers keeps the config's word of a NextN layer and loses its weights.
     if config.num_nextn_layers and any(name.startswith(nextn_prefix(config)) for name in reader.tensors):
         nextn = NextN(config, np.dtype(dtype))
         parts[MTP] = _jobs(nextn, nextn_key_map(config))
-    check(
-        [{path: job.pieces for path, job in jobs.items()} for jobs in parts.values()], reader.tensors, harmless(config)
+    return _Source(
+        parts, harmless(config), count_parameters(target), count_parameters(nextn) if nextn is not None else 0
     )
-    sizes = {part: _source_bytes(jobs, reader) for part, jobs in parts.items()}
+
+
+def _draft_source(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> _Source:
+    model, pieces = eagle3_source(hf, reader, dtype)
+    parts: dict[str, dict[ParamPath, _Job]] = {DRAFT: {}}
+    for path, job in _jobs(model, pieces).items():
+        parts.setdefault(part_of(path), {})[path] = job
+    return _Source(parts, EAGLE3_HARMLESS, count_parameters(model))
+
+
+def _convert(folder: Path, work: Path, progress: Progress, on_event: OnEvent) -> None:
+    """Fills the folder `work`, its manifest last."""
+    hf = read_hf_config(folder)
+    draft = is_eagle3(hf)
+    config = read_eagle3_config(hf).model if draft else read_config(hf)
+    _check_quantisation(hf)
+    reader = SafetensorsReader(folder)
+    # bfloat16 would round float16's values, float32 holds them.
+    dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
+    source = (_draft_source if draft else _model_source)(hf, reader, dtype)
+    maps = [{path: job.pieces for path, job in jobs.items()} for jobs in source.parts.values()]
+    check(maps, reader.tensors, source.ignore)
+    sizes = {part: _source_bytes(jobs, reader) for part, jobs in source.parts.items()}
 
     progress.start(f"converting {folder.name}", sum(sizes.values()))
     with closing(progress), ShardDigests(reader.files) as digests:
-        for part, jobs in parts.items():
+        for part, jobs in source.parts.items():
             values = {path: assemble(job.pieces, job.shape, job.dtype, reader.read) for path, job in jobs.items()}
             write_part(work, part, values)
             # Not kept until the next part is in memory, too.
@@ -188,14 +236,14 @@ def _convert(folder: Path, work: Path, progress: Progress, on_event: OnEvent) ->
 
     _write_configs(folder, hf, work)
     copy_tokenizer(folder, work)
-    source, revision = _identity(folder)
+    name, revision = _identity(folder)
     manifest = Manifest(
-        source=source,
+        source=name,
         revision=revision,
         shards=shards,
-        parts=tuple(parts),
-        parameters=count_parameters(target),
-        nextn_parameters=count_parameters(nextn) if nextn is not None else 0,
+        parts=tuple(source.parts),
+        parameters=source.parameters,
+        nextn_parameters=source.nextn_parameters,
         dtype=dtype,
         jaxspec_version=jaxspec_version(),
     )

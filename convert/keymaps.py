@@ -18,6 +18,7 @@ import numpy as np
 from convert.safetensors_reader import TensorInfo
 from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
+from jaxspec.models.eagle3 import Eagle3Config
 
 ParamPath = tuple[str | int, ...]
 Index = int | slice | EllipsisType | tuple[Any, ...]
@@ -77,6 +78,42 @@ def nextn_prefix(config: ModelConfig) -> str:
     return f"model.layers.{config.num_layers}."
 
 
+def eagle3_key_map(config: Eagle3Config, *, prefix: str, own_embedding: bool, own_head: bool) -> KeyMap:
+    """An EAGLE3 head: paths of `Eagle3` -> pieces. Its layer is stored under `prefix`, "midlayer." or "layers.0."."""
+    model = config.model
+    H, Vd = model.hidden_size, config.draft_vocab_size
+    out: KeyMap = {
+        ("fc",): (Piece("fc.weight", (H, config.num_captured * H)),),
+        ("norm", "weight"): (Piece("norm.weight", (H,)),),
+    }
+    for ours, theirs in (
+        ("input_norm", "input_layernorm"), ("hidden_norm", "hidden_norm"), ("post_norm", "post_attention_layernorm"),
+    ):  # fmt: skip
+        out[ours, "weight"] = (Piece(f"{prefix}{theirs}.weight", (H,)),)
+    attention = model.attention
+    name = f"{prefix}self_attn."
+    layer = {
+        "attention": (
+            _mla(model, attention, name, 2 * H)
+            if isinstance(attention, MLAConfig)
+            else _gqa(model, attention, name, 2 * H)
+        ),
+        "mlp": _mlp(H, model.mlp_dim, f"{prefix}mlp."),
+    }
+    out |= {(part, *path): pieces for part, m in layer.items() for path, pieces in m.items()}
+    if own_embedding:
+        out["embed", "weight"] = (Piece("embed_tokens.weight", (model.vocab_size, H)),)
+    if own_head:
+        out["head", "weight"] = (Piece("lm_head.weight", (Vd, H)),)
+    if config.reduced:
+        out["d2t",] = (Piece("d2t", (Vd,)),)
+    return out
+
+
+# The map back from the target's vocabulary to the draft's, which nothing needs.
+EAGLE3_HARMLESS = re.compile("t2d")
+
+
 def harmless(config: ModelConfig) -> re.Pattern[str]:
     """Matches tensors that checkpoints are known to hold and no model needs."""
     patterns = [r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"]
@@ -114,9 +151,9 @@ def _block(config: ModelConfig, prefix: str, *, moe: bool) -> KeyMap:
     attention = config.attention
     parts: dict[str, KeyMap] = {
         "attention": (
-            _mla(config, attention, f"{prefix}self_attn.")
+            _mla(config, attention, f"{prefix}self_attn.", H)
             if isinstance(attention, MLAConfig)
-            else _gqa(config, attention, f"{prefix}self_attn.")
+            else _gqa(config, attention, f"{prefix}self_attn.", H)
         )
     }
     if moe:
@@ -139,7 +176,7 @@ def _halves(start: int, dim: int) -> np.ndarray:
     return np.concatenate([np.arange(start), pairs[0::2], pairs[1::2]])
 
 
-def _mla(config: ModelConfig, mla: MLAConfig, prefix: str) -> KeyMap:
+def _mla(config: ModelConfig, mla: MLAConfig, prefix: str, inputs: int) -> KeyMap:
     H, N, L, Q = config.hidden_size, config.num_heads, mla.kv_lora_rank, mla.q_lora_rank or 0
     R, D, V = mla.rope_dim, mla.nope_dim, mla.v_dim
     interleaved = config.rope.interleaved
@@ -147,17 +184,17 @@ def _mla(config: ModelConfig, mla: MLAConfig, prefix: str) -> KeyMap:
     kv_rows: Index = (_halves(L, R),) if interleaved else ...
 
     def kv_a(at: Index) -> Piece:
-        return Piece(f"{prefix}kv_a_proj_with_mqa.weight", (L + R, H), at, take=kv_rows)
+        return Piece(f"{prefix}kv_a_proj_with_mqa.weight", (L + R, inputs), at, take=kv_rows)
 
-    def q(name: str, inputs: int) -> Pieces:
-        return (Piece(f"{prefix}{name}.weight", (N * (D + R), inputs), view=(N, D + R, inputs), take=q_rows),)
+    def q(name: str, width: int) -> Pieces:
+        return (Piece(f"{prefix}{name}.weight", (N * (D + R), width), view=(N, D + R, width), take=q_rows),)
 
     def kv_b(rows: slice) -> Pieces:
         return (Piece(f"{prefix}kv_b_proj.weight", (N * (D + V), L), view=(N, D + V, L), take=(slice(None), rows)),)
 
-    queries: KeyMap = {("q",): q("q_proj", H), ("kv_a",): (kv_a(...),)}
+    queries: KeyMap = {("q",): q("q_proj", inputs), ("kv_a",): (kv_a(...),)}
     if Q:
-        q_a = Piece(f"{prefix}q_a_proj.weight", (Q, H), slice(0, Q))
+        q_a = Piece(f"{prefix}q_a_proj.weight", (Q, inputs), slice(0, Q))
         queries = {
             ("qkv_a",): (q_a, kv_a(slice(Q, None))),
             ("q_norm", "weight"): (Piece(f"{prefix}q_a_layernorm.weight", (Q,)),),
@@ -171,14 +208,14 @@ def _mla(config: ModelConfig, mla: MLAConfig, prefix: str) -> KeyMap:
     }
 
 
-def _gqa(config: ModelConfig, gqa: GQAConfig, prefix: str) -> KeyMap:
+def _gqa(config: ModelConfig, gqa: GQAConfig, prefix: str, inputs: int) -> KeyMap:
     H, K, D = config.hidden_size, gqa.num_kv_heads, gqa.head_dim
     G = config.num_heads // K
     out: KeyMap = {
         ("qkv",): (
-            Piece(f"{prefix}q_proj.weight", (K * G * D, H), (slice(None), slice(0, G)), view=(K, G, D, H)),
-            Piece(f"{prefix}k_proj.weight", (K * D, H), (slice(None), G), view=(K, D, H)),
-            Piece(f"{prefix}v_proj.weight", (K * D, H), (slice(None), G + 1), view=(K, D, H)),
+            Piece(f"{prefix}q_proj.weight", (K * G * D, inputs), (slice(None), slice(0, G)), view=(K, G, D, inputs)),
+            Piece(f"{prefix}k_proj.weight", (K * D, inputs), (slice(None), G), view=(K, D, inputs)),
+            Piece(f"{prefix}v_proj.weight", (K * D, inputs), (slice(None), G + 1), view=(K, D, inputs)),
         ),
         ("o",): (Piece(f"{prefix}o_proj.weight", (H, K * G * D), view=(H, K, G, D)),),
     }

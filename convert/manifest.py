@@ -23,8 +23,9 @@ class Manifest:
     source: the hub id, or the name of the folder, that was converted.
     revision: the commit of a hub model; None for a plain folder.
     shards: file name -> SHA-256 (hexadecimal) of every source shard.
-    parts: the folders under `weights/`, in model order; "mtp" where the model has a NextN layer.
-    parameters: of the target model; `nextn_parameters`: of the NextN layer, 0 without one.
+    parts: the folders under `weights/`, in model order; "mtp" where the model has a NextN layer; "draft" for an EAGLE3
+        draft, then "embed" and "head" where it brings its own.
+    parameters: of the model (or the draft); `nextn_parameters`: of the NextN layer, 0 without one.
     dtype: of the stored weights; parameters that a model declares float32 are float32.
     """
 

@@ -29,6 +29,8 @@ DTYPES: dict[str, Any] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     FP8: np.dtype(ml_dtypes.float8_e4m3fn),
+    "I64": np.dtype(np.int64),  # d2t of EAGLE3 drafts
+    "BOOL": np.dtype(np.bool_),
 }
 
 

@@ -12,6 +12,8 @@ from jaxspec.errors import ConfigError
 PAGE_SIZE = 64
 # Kernels see query windows of at most 8 tokens: the newest one and its drafts.
 MAX_SPECULATIVE_TOKENS = 7
+# What speculation starts with where nobody says how many: the published heads are trained for about three steps.
+DEFAULT_SPECULATIVE_TOKENS = 3
 
 
 def _option(default: Any, text: str) -> Any:
@@ -36,8 +38,15 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = _option(
         "auto", "type of weights, activations and KV (auto: bfloat16 on a GPU, float32 on a CPU)"
     )
-    num_speculative_tokens: int = _option(
-        0, "tokens that the model's own NextN (MTP) layer drafts a step, 0 to 7; 0 decodes without speculation"
+    num_speculative_tokens: int | None = _option(
+        None, "tokens drafted a step, 0 to 7; 0 decodes without speculation (default: 3 with a draft or demo, else 0)"
+    )
+    speculative_model: str | None = _option(
+        None,
+        "an EAGLE3 draft: a folder, a hub id, demo/eagle3-llama or demo/eagle3-mla (default: the model's NextN layer)",
+    )
+    speculative_capture_layers: tuple[int, ...] | None = _option(
+        None, "target layers that the EAGLE3 draft reads, as in draft configurations (default: as its own says)"
     )
     synthetic_acceptance_length: float | None = _option(
         None,
@@ -59,10 +68,12 @@ class EngineConfig:
             raise ConfigError(
                 f"num_gpu_blocks_override must be at least 2 (one page is for padding), got {self.num_gpu_blocks_override}"
             )
-        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        if self.num_speculative_tokens is not None and not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"num_speculative_tokens must be between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}"
             )
+        if self.num_speculative_tokens == 0 and self.speculative_model is not None:
+            raise ConfigError("num_speculative_tokens is 0, but speculative_model names a draft: leave one of them out")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.dtype not in ("auto", "bfloat16", "float32"):
@@ -101,9 +112,13 @@ def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> E
     if method not in (None, "mtp", "eagle3"):
         raise ConfigError(f"method in speculative_config must be mtp or eagle3, got {method!r}")
     if method == "mtp" and (model or config.speculative_model):
-        raise ConfigError("method mtp takes the model's own NextN layer: leave the draft model out, or use method eagle3")
+        raise ConfigError(
+            "method mtp takes the model's own NextN layer: leave the draft model out, or use method eagle3"
+        )
     if method == "eagle3" and not model:
-        raise ConfigError(f"method eagle3 needs a draft: give its model in speculative_config, as in {_SPECULATIVE_EXAMPLE}")
+        raise ConfigError(
+            f"method eagle3 needs a draft: give its model in speculative_config, as in {_SPECULATIVE_EXAMPLE}"
+        )
     tokens = given.get("num_speculative_tokens", config.num_speculative_tokens)
     return replace(
         config,
@@ -181,7 +196,8 @@ def resolve(
         raise ConfigError(f"max_model_len {max_model_len} is over the model's own limit of {model_max_position} tokens")
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
-    window = config.num_speculative_tokens + 1
+    num_speculative_tokens = config.num_speculative_tokens or 0
+    window = num_speculative_tokens + 1
     if max_num_batched_tokens < max_num_seqs * window:
         raise ConfigError(
             f"max_num_batched_tokens {max_num_batched_tokens} is under max_num_seqs {max_num_seqs} times {window}: "
@@ -215,7 +231,7 @@ def resolve(
         max_num_batched_tokens=max_num_batched_tokens,
         num_pages=num_pages,
         dtype=resolve_dtype(config, on_gpu=on_gpu),
-        num_speculative_tokens=config.num_speculative_tokens,
+        num_speculative_tokens=num_speculative_tokens,
         synthetic_acceptance_length=synthetic,
         on_gpu=on_gpu,
     )

@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import PAGE_SIZE, EngineConfig, resolve, resolve_dtype, with_speculative_config
+from jaxspec.config import (
+    DEFAULT_SPECULATIVE_TOKENS,
+    PAGE_SIZE,
+    EngineConfig,
+    resolve,
+    resolve_dtype,
+    with_speculative_config,
+)
 from jaxspec.engine.request import FinishReason, Request
 from jaxspec.errors import ConfigError, InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
@@ -82,8 +89,10 @@ class LLM:
             config = with_speculative_config(config, speculative_config)
         # The allocator reads this when jax first touches the GPU, and takes that part of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
-        from convert.convert import resolve_model
+        from convert.convert import DEMO, resolve_model
 
+        if config.num_speculative_tokens is None and (model == DEMO or config.speculative_model is not None):
+            config = replace(config, num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS)
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
         self.tokenizer = _load_tokenizer(self.folder)
@@ -188,12 +197,13 @@ def _build_engine(
     import numpy as np
     from jax.sharding import Mesh
 
-    from convert.checkpoint import load_nextn, load_params, read_model_config
+    from convert.checkpoint import load_params, read_model_config
+    from convert.convert import resolve_model
+    from convert.draft import plan_draft
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.runner import Runner
     from jaxspec.engine.state import kv_page_bytes
     from jaxspec.models.decoder import CausalLM
-    from jaxspec.models.mtp import NextN
     from jaxspec.models.params import TENSOR_AXIS, count_parameters
 
     devices = jax.devices()
@@ -206,19 +216,13 @@ def _build_engine(
     model_config = read_model_config(folder)
 
     # Everything that can be refused is refused before the weights are read.
-    speculates = config.num_speculative_tokens > 0
-    if speculates and not model_config.num_nextn_layers:
-        raise ConfigError(
-            f"num_speculative_tokens {config.num_speculative_tokens} needs a draft, and {folder} has no NextN (MTP) "
-            "layer; use 0"
-        )
+    plan = plan_draft(config, folder, model_config, dtype, resolve_model)
     model = CausalLM(model_config, dtype)
-    draft = NextN(model_config, dtype) if speculates else None
-    parameters = count_parameters(model) + (count_parameters(draft) if draft else 0)
-    page_bytes = kv_page_bytes(model, dtype, PAGE_SIZE, tp, draft=draft)
+    parameters = count_parameters(model) + (count_parameters(plan.model) if plan else 0)
+    page_bytes = kv_page_bytes(model, dtype, PAGE_SIZE, tp, draft=plan.model if plan else None)
     free = _CPU_KV_BYTES
     if on_gpu:
-        rows = (config.max_num_seqs or 128) * (config.num_speculative_tokens + 1) + 8
+        rows = (config.max_num_seqs or 128) * ((config.num_speculative_tokens or 0) + 1) + 8
         logits = 6 * 4 * model_config.vocab_size * rows  # of the transforms, and what the drafts were drawn from
         itemsize = 4 if dtype == "float32" else 2
         limit = (devices[0].memory_stats() or {})["bytes_limit"]
@@ -226,9 +230,9 @@ def _build_engine(
     settings = resolve(
         config, model_max_position=model_config.max_position, page_bytes=page_bytes, free_bytes=free, on_gpu=on_gpu
     )
+    draft = plan.load(mesh) if plan else None  # small, and its data may be refused
     model, params = load_params(folder, mesh, dtype)
-    loaded_draft = load_nextn(folder, mesh, dtype) if speculates else None
-    runner = Runner(model, params, settings, mesh, draft=loaded_draft, probe=probe)
+    runner = Runner(model, params, settings, mesh, draft=draft, probe=probe)
     engine = Engine(
         runner,
         vocab_size=model_config.vocab_size,
@@ -243,7 +247,7 @@ def _build_engine(
         "Dtype": dtype,
         "Device": f"{tp} x {devices[0].device_kind} ({devices[0].platform})",
         "Kernels": "reference (plain XLA)",
-        "Speculation": f"MTP, {settings.num_speculative_tokens} tokens a step" if speculates else "off",
+        "Speculation": f"{plan.name}, {settings.num_speculative_tokens} tokens a step" if plan else "off",
         **_synthetic(settings.synthetic_acceptance_length),
         "Context length": settings.max_model_len,
         "KV cache bytes per token": page_bytes // PAGE_SIZE,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from jaxspec.config import EngineConfig, with_speculative_config
 from jaxspec.errors import ConfigError
 
-_METAVARS = {int: "N", float: "X", str: "TEXT", tuple[int, ...]: "N,N"}
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class UsageError(Exception):
@@ -65,9 +65,10 @@ def add_engine_flags(parser: Parser) -> None:
             options["action"] = argparse.BooleanOptionalAction
         else:
             kind = kinds[0] if kinds else hint
-            options |= {"type": kind, "metavar": _METAVARS[kind]}
             if typing.get_origin(kind) is tuple:
-                options |= {"type": _numbers}
+                options |= {"type": _numbers, "metavar": "N,N,..."}
+            else:
+                options |= {"type": kind, "metavar": _METAVARS[kind]}
         group.add_argument(f"--{field.name.replace('_', '-')}", help=text.replace("%", "%%"), **options)
     group.add_argument(
         "--speculative-config",
@@ -79,7 +80,10 @@ def add_engine_flags(parser: Parser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from e
 
 
 def engine_config(arguments: argparse.Namespace) -> tuple[EngineConfig, dict[str, Any]]:

@@ -11,8 +11,8 @@ from jaxspec.engine.batch import StepInputs
 from jaxspec.engine.result import RowResult
 from jaxspec.engine.state import StepState
 from jaxspec.models.decoder import CausalLM
+from jaxspec.models.draft import Draft
 from jaxspec.models.metadata import StepMetadata
-from jaxspec.models.mtp import NextN
 from jaxspec.sampling.rejection import sample_draft
 
 
@@ -45,9 +45,9 @@ def next_tokens(inputs: StepInputs, result: RowResult) -> jax.Array:
 
 def propose(
     state: StepState,
-    draft: NextN,
+    draft: Draft,
     target: CausalLM,
-    hidden_TH: jax.Array,
+    features_TH: jax.Array,
     meta: StepMetadata,
     inputs: StepInputs,
     result: RowResult,
@@ -59,7 +59,7 @@ def propose(
     """Writes the draft's KV of all T tokens and proposes k tokens for every row that has a newest token.
 
     Args:
-        hidden_TH: the target's hidden states after its final norm.
+        features_TH: what the draft reads of the target (`Draft.features`).
         was_done: bool [S] slots that were done before the step: their drafts stay as they are.
         skip_dead: attend, project and run the MLP only for the one token of each row that drafts.
     """
@@ -73,11 +73,11 @@ def propose(
     tables_R = jnp.concatenate([meta.prefill_tables, meta.decode_tables])
     bounds_R = jnp.maximum(result.lengths, 1)
 
-    embedded_TH = target.embed_ids(next_tokens(inputs, result))
+    embedded_TH = draft.embed_ids(target, next_tokens(inputs, result))
     if skip_dead:
-        h_RH, cache = draft.catch_up(embedded_TH, hidden_TH, live_R, state.draft_kv, meta, tables_R, bounds_R)
+        h_RH, cache = draft.catch_up(embedded_TH, features_TH, live_R, state.draft_kv, meta, tables_R, bounds_R)
     else:
-        h_TH, cache = draft(embedded_TH, hidden_TH, state.draft_kv, meta)
+        h_TH, cache = draft(embedded_TH, features_TH, state.draft_kv, meta)
         h_RH = h_TH[live_R]
 
     # A middle chunk has no newest token: what it drafts is never read, and must not touch its pages.
@@ -90,10 +90,10 @@ def propose(
             positions_R = result.lengths + i - 1  # drafts count forward from the newest token
             pages_R, offsets_R = kv_places(tables_R, jnp.arange(E + D), positions_R, drafts_R, settings)
             h_RH, cache = draft(
-                target.embed_ids(ids[-1]), h_RH, cache,
+                draft.embed_ids(target, ids[-1]), h_RH, cache,
                 _single_tokens(positions_R, pages_R, offsets_R, drafts_R, tables_R),
             )  # fmt: skip
-        id_R, log_q_RV = sample_draft(target.logits(h_RH), result.rows, result.lengths + 1 + i)
+        id_R, log_q_RV = sample_draft(draft.logits(target, h_RH), result.rows, result.lengths + 1 + i)
         ids.append(id_R)
         log_q.append(log_q_RV)
     target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, state.seq_len.shape[0])

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.state import StepState, state_shapes, zero_state
 from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, make_step
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.mtp import NextN
+from jaxspec.models.draft import Draft
 
 # Called with how many of how many buckets are ready, and which one that was.
 Progress = Callable[[int, int, str], None]
@@ -50,7 +51,7 @@ class _Dispatched:
         self.plan, self.bucket, self.packed, self.probe = plan, bucket, packed, probe
 
 
-def _bind(module: nnx.Module, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
+def _bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
     """The module's structure, and its state filled with a nested dict of arrays: split once, for good."""
     graphdef, state = nnx.split(module)
     nnx.replace_by_pure_dict(state, params)
@@ -64,7 +65,7 @@ class Runner:
 
     Args:
         params: nested dict of the model's parameters on `mesh`.
-        draft: a NextN layer and its parameters, where the settings ask for speculation.
+        draft: what proposes tokens, and its parameters, where the settings ask for speculation.
         skip_dead: see `make_step`.
         probe: also return residual streams and logits of every token (for `compare`; slower).
     """
@@ -76,7 +77,7 @@ class Runner:
         settings: Settings,
         mesh: Mesh,
         *,
-        draft: tuple[NextN, dict] | None = None,
+        draft: tuple[Draft, dict] | None = None,
         skip_dead: bool = True,
         probe: bool = False,
     ):

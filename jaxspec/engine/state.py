@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import Settings, np_dtype
 from jaxspec.models.decoder import Cache, CausalLM, LayerCache
-from jaxspec.models.mtp import NextN
+from jaxspec.models.draft import Draft
 from jaxspec.models.params import TENSOR_AXIS
 from jaxspec.sampling.params import MAX_STOP_TOKEN_IDS
 
@@ -51,7 +51,7 @@ class StepState(NamedTuple):
 
 
 def state_shapes(
-    model: CausalLM, settings: Settings, mesh: Mesh, *, draft: NextN | None = None, num_drafts: int = 0
+    model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None, num_drafts: int = 0
 ) -> StepState:
     """Shapes, dtypes and shardings: everything is replicated except keys and values of grouped-query attention."""
     dtype = np_dtype(settings.dtype)
@@ -88,7 +88,7 @@ def zero_state(shapes: StepState) -> StepState:
 
 
 def kv_page_bytes(
-    model: CausalLM, dtype: str, page_size: int, tensor_parallel: int, *, draft: NextN | None = None
+    model: CausalLM, dtype: str, page_size: int, tensor_parallel: int, *, draft: Draft | None = None
 ) -> int:
     """Bytes of one page over all layers, the draft's included, on one device."""
     itemsize = np_dtype(dtype).itemsize

@@ -55,8 +55,11 @@ def make_step(
         inputs = layout.split(flat_inputs)
         state = apply_updates(state, inputs)
         ids_T, meta = lay_out(state, inputs, settings, window)
-        everything = tuple(range(len(target.layers) + 1)) if probe else ()
-        output = target(ids_T, state.kv, meta, capture=everything)
+        draft = None if graphdefs[1] is None else nnx.merge(graphdefs[1], params[1])
+        wanted = () if draft is None else draft.capture
+        captured_ids = tuple(range(len(target.layers) + 1)) if probe else wanted
+        output = target(ids_T, state.kv, meta, capture=captured_ids)
+        captured = dict(zip(captured_ids, output.captured, strict=True))
         rows_R = logit_rows(inputs, window)
         full = layout.bucket.variant == "full"
         result = choose(
@@ -65,10 +68,10 @@ def make_step(
         )  # fmt: skip
         was_done = state.done
         state = advance(state._replace(kv=output.cache), inputs, result)
-        if graphdefs[1] is not None:
-            draft = nnx.merge(graphdefs[1], params[1])
+        if draft is not None:
+            features_TH = draft.features(output.hidden, tuple(captured[i] for i in wanted))
             state = propose(
-                state, draft, target, output.hidden, meta, inputs, result,
+                state, draft, target, features_TH, meta, inputs, result,
                 was_done=was_done, settings=settings, skip_dead=skip_dead,
             )  # fmt: skip
         packed = pack_output(result)

@@ -21,20 +21,23 @@ class MLA(nnx.Module):
 
     The down-projections of queries and latents share one matmul where the model has both. `kv_b_proj` is kept split
     into W_UK (latent to keys) and W_UV (latent to values), the form that both paths use.
+
+    Args:
+        input_dim: width of the input where it is not the hidden size (EAGLE3 drafts read two hiddens at once).
     """
 
-    def __init__(self, config: ModelConfig, mla: MLAConfig, declare: Declare):
-        H, N = config.hidden_size, config.num_heads
+    def __init__(self, config: ModelConfig, mla: MLAConfig, declare: Declare, *, input_dim: int | None = None):
+        H, N, inputs = config.hidden_size, config.num_heads, input_dim or config.hidden_size
         L, R, Dq = mla.kv_lora_rank, mla.rope_dim, mla.nope_dim + mla.rope_dim
         self.mla = mla
         self.q_lora_rank = mla.q_lora_rank or 0
         if self.q_lora_rank:
-            self.qkv_a = declare((self.q_lora_rank + L + R, H), (None, None))
+            self.qkv_a = declare((self.q_lora_rank + L + R, inputs), (None, None))
             self.q_norm = RMSNorm(self.q_lora_rank, mla.latent_norm_eps, declare)
             self.q_b = declare((N, Dq, self.q_lora_rank), ("heads", None, None))
         else:
-            self.q = declare((N, Dq, H), ("heads", None, None))
-            self.kv_a = declare((L + R, H), (None, None))
+            self.q = declare((N, Dq, inputs), ("heads", None, None))
+            self.kv_a = declare((L + R, inputs), (None, None))
         self.kv_norm = RMSNorm(L, mla.latent_norm_eps, declare)
         self.w_uk = declare((N, mla.nope_dim, L), ("heads", None, None))
         self.w_uv = declare((N, mla.v_dim, L), ("heads", None, None))
@@ -43,7 +46,7 @@ class MLA(nnx.Module):
     def __call__(
         self, x_TH: jax.Array, cache: LatentCache, meta: StepMetadata, rope: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, LatentCache]:
-        """Writes the T new latents, then attends: [T, H] -> [T, H] and the new cache."""
+        """Writes the T new latents, then attends: [T, input_dim] -> [T, H] and the new cache."""
         q_TND, kv_a_TC = self.project(x_TH)
         cos, sin = rope
         cache = write_latent(

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Block, LayerCache
+from jaxspec.models.decoder import Block, CausalLM, LayerCache
 from jaxspec.models.layers import RMSNorm, linear, rope_tables
 from jaxspec.models.metadata import StepMetadata
 from jaxspec.models.params import Declare
 
 
 class NextN(nnx.Module):
-    """One decoder block over pairs (token i+1, hidden i). Embedding and head are the target's."""
+    """One decoder block over pairs (token i+1, hidden i): a `Draft` with the target's embedding and head."""
+
+    # Reads nothing of the target but its last hidden state.
+    capture: tuple[int, ...] = ()
 
     def __init__(self, config: ModelConfig, dtype: Any):
         declare = Declare(dtype)
@@ -28,6 +31,15 @@ class NextN(nnx.Module):
         self.eh_proj = declare((H, 2 * H), (None, None))
         self.layer = Block(config, declare, moe=config.moe is not None)
         self.norm = RMSNorm(H, eps, declare)
+
+    def features(self, hidden_TH: jax.Array, captured: tuple[jax.Array, ...]) -> jax.Array:  # noqa: ARG002
+        return hidden_TH
+
+    def embed_ids(self, target: CausalLM, ids_T: jax.Array) -> jax.Array:
+        return target.embed_ids(ids_T)
+
+    def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
+        return target.logits(hidden_RH)
 
     def __call__(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata

@@ -129,5 +129,5 @@ def _draw(key: jax.Array, init: Init, randomize_norms: bool, std: float, target:
     return jax.jit(draw, out_shardings=target.sharding)(key)
 
 
-def count_parameters(model: nnx.Module) -> int:
+def count_parameters(model: Any) -> int:
     return sum(int(np.prod(v.get_value().shape)) for v in declarations(model).values())

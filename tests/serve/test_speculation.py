@@ -68,7 +68,9 @@ def test_without_speculation_the_metrics_are_null(mock_server):
 
 def counters(server) -> dict[str, float]:
     families = text_string_to_metric_families(server.get("/metrics").text)
-    return {s.name.partition("spec_decode_")[2] + s.labels.get("position", ""): s.value for f in families for s in f.samples}
+    return {
+        s.name.partition("spec_decode_")[2] + s.labels.get("position", ""): s.value for f in families for s in f.samples
+    }
 
 
 def test_the_counters_are_the_sum_over_requests(server):

@@ -1,0 +1,57 @@
+"""What a draft must be able to do. The step, the runner and the loader know this interface and no draft in particular.
+
+A draft reads, for each token of the target's step, the pair (embedding of the next token, something of the target's
+hidden states at this one), and goes on from its own hidden state: token p + 1 pairs with hidden state p, at position p.
+"""
+
+from typing import Any, Protocol
+
+import jax
+
+from jaxspec.models.decoder import CausalLM, LayerCache
+from jaxspec.models.metadata import StepMetadata
+
+
+class Draft(Protocol):
+    """One draft layer with a paged cache of its own, under the target's page ids. An nnx module.
+
+    Attributes:
+        capture: ascending ids of the target's residual streams that `features` reads; see `CausalLM.__call__`.
+    """
+
+    capture: tuple[int, ...]
+
+    def features(self, hidden_TH: jax.Array, captured: tuple[jax.Array, ...]) -> jax.Array:
+        """What the draft reads of the target: [T, H] from its final-normed hidden states and the captured streams."""
+        ...
+
+    def embed_ids(self, target: CausalLM, ids_T: jax.Array) -> jax.Array:
+        """[T, H] of ids int32 [T]."""
+        ...
+
+    def __call__(
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
+    ) -> tuple[jax.Array, LayerCache]:
+        """Hidden states [T, H] for `logits` and for the next draft step's `hidden_TH`, and the written cache."""
+        ...
+
+    def catch_up(
+        self,
+        embedded_TH: jax.Array,
+        hidden_TH: jax.Array,
+        live_R: jax.Array,
+        cache: LayerCache,
+        meta: StepMetadata,
+        tables_R: jax.Array,
+        bounds_R: jax.Array,
+    ) -> tuple[jax.Array, LayerCache]:
+        """As a call over all T tokens, but hidden states [R, H] of the live tokens alone; see `Block.catch_up`."""
+        ...
+
+    def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
+        """float32 [R, V] over the target's vocabulary; -inf for tokens that the draft cannot propose."""
+        ...
+
+    def cache_shapes(self, num_pages: int, page_size: int) -> Any:
+        """Shape, or shapes, of the paged cache."""
+        ...

@@ -1,0 +1,236 @@
+"""EAGLE3 drafts (arXiv 2503.01840): one decoder layer over fused hidden states of the target.
+
+Formulas and names are those of the published heads, `LlamaForCausalLMEagle3` and `Eagle3DeepseekV2ForCausalLM`:
+
+    x      = fc(concat of the captured residual streams)      once; later draft steps read the draft's own y
+    a      = concat(input_norm(embedding), hidden_norm(x))    twice the hidden size, embedding first
+    z      = x + attention(a);  y = z + mlp(post_norm(z));  logits = head(norm(y))
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxspec.errors import ConfigError, ModelFormatError
+from jaxspec.models.config import MLAConfig, ModelConfig, read_deepseek, read_llama
+from jaxspec.models.decoder import CausalLM, Embedding, LayerCache
+from jaxspec.models.gqa import GQA
+from jaxspec.models.layers import MLP, RMSNorm, linear, rope_tables
+from jaxspec.models.metadata import StepMetadata
+from jaxspec.models.mla import MLA
+from jaxspec.models.params import Declare
+
+READERS = {
+    "LlamaForCausalLMEagle3": read_llama,
+    "Eagle3LlamaForCausalLM": read_llama,
+    "Eagle3DeepseekV2ForCausalLM": read_deepseek,
+    "Eagle3DeepseekV3ForCausalLM": read_deepseek,
+}
+# Options of other heads that would change the formulas above, with the values that do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "fc_norm": (False,), "use_aux_norm": (False,), "norm_output": (False,), "norm_before_residual": (False,),
+    "norm_before_fc": (False,), "logit_scale": (1, 1.0), "use_aux_hidden_state": (True,),
+    "num_aux_hidden_states": (3,),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE3 head.
+
+    Attributes:
+        model: sizes of its one layer; the vocabulary and the hidden size are the target's.
+        draft_vocab_size: tokens that it can propose; d2t maps them to the target's where they are fewer.
+        layer_ids: the target layers named by its configuration, in either convention; None where it names none.
+    """
+
+    model: ModelConfig
+    draft_vocab_size: int
+    layer_ids: tuple[int, ...] | None
+
+    @property
+    def num_captured(self) -> int:
+        return 3 if self.layer_ids is None else len(self.layer_ids)
+
+    @property
+    def reduced(self) -> bool:
+        return self.draft_vocab_size < self.model.vocab_size
+
+
+def is_eagle3(hf: Mapping[str, Any]) -> bool:
+    return any(name in READERS for name in hf.get("architectures") or [])
+
+
+def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
+    """The configuration of an EAGLE3 head's `config.json`.
+
+    Raises:
+        ModelFormatError: an option that is not supported.
+    """
+    architecture = next(name for name in hf["architectures"] if name in READERS)
+    inner = hf.get("eagle_config") or {}
+    for key, neutral in _NEUTRAL.items():
+        value = inner.get(key, hf.get(key))
+        if value is not None and value not in neutral:
+            raise ModelFormatError(f"config.json has {key}={value!r}, which EAGLE3 drafts are not supported with")
+    if hf.get("num_hidden_layers", 1) != 1:
+        raise ModelFormatError(f"config.json has num_hidden_layers={hf['num_hidden_layers']}; EAGLE3 drafts have 1")
+    # Configurations derived from a mixture of experts may keep its keys; the layer is dense all the same.
+    model = dataclasses.replace(READERS[architecture](hf, architecture), moe=None, num_nextn_layers=0)
+    if hf.get("target_hidden_size", model.hidden_size) != model.hidden_size:
+        raise ModelFormatError(
+            f"config.json has target_hidden_size={hf['target_hidden_size']} and hidden_size={model.hidden_size}; drafts "
+            "of another width than their target's are not supported"
+        )
+    if isinstance(model.attention, MLAConfig):
+        # The heads' training code builds the latent norms with the model's eps, unlike the targets' model files.
+        attention = dataclasses.replace(model.attention, latent_norm_eps=model.rms_norm_eps)
+        model = dataclasses.replace(model, attention=attention)
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = inner.get(key, hf.get(key))
+    draft_vocab = hf.get("draft_vocab_size") or model.vocab_size
+    if not 0 < draft_vocab <= model.vocab_size:
+        raise ModelFormatError(
+            f"config.json has draft_vocab_size={draft_vocab}, more than its vocab_size {model.vocab_size}"
+        )
+    return Eagle3Config(model, draft_vocab, tuple(ids) if ids is not None else None)
+
+
+def capture_layers(layer_ids: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """Which residual streams of the target an EAGLE3 draft reads, ascending: id i is the one entering layer i.
+
+    Two conventions are published. Lists that begin with 1 name layers by their output (1 is the stream entering layer
+    2), all others by their input. Without a list: 2, L // 2 and L - 3, the paper's choice.
+
+    Raises:
+        ConfigError: an id outside the target, or one that occurs twice.
+    """
+    ids = (2, num_layers // 2, num_layers - 3) if layer_ids is None else tuple(layer_ids)
+    named = f"layers {list(ids)}" + (" (the default)" if layer_ids is None else "")
+    if layer_ids is not None and ids and ids[0] == 1:
+        ids = tuple(i + 1 for i in ids)
+    if not ids or any(not 0 <= i <= num_layers for i in ids):
+        raise ConfigError(f"an EAGLE3 draft cannot capture {named} of a target of {num_layers} layers")
+    if len(set(ids)) < len(ids):
+        raise ConfigError(
+            f"an EAGLE3 draft cannot capture {named}: a layer occurs twice; name others with speculative_capture_layers"
+        )
+    return tuple(sorted(ids))
+
+
+def check_fit(draft: Eagle3Config, target: ModelConfig) -> None:
+    """Raises ConfigError where a draft cannot have been made for a target."""
+    for what, ours, theirs in (
+        ("hidden size", draft.model.hidden_size, target.hidden_size),
+        ("vocabulary", draft.model.vocab_size, target.vocab_size),
+    ):
+        if ours != theirs:
+            raise ConfigError(f"the draft does not fit the model: its {what} is {ours}, the model's is {theirs}")
+
+
+def check_d2t(d2t: np.ndarray, vocab_size: int) -> None:
+    """Checks the offsets [Vd] from draft ids to target ids.
+
+    Raises:
+        ModelFormatError: an id outside the target's vocabulary, or a target id that two draft ids stand for.
+    """
+    ids = np.arange(len(d2t)) + d2t.astype(np.int64)
+    if outside := ids[(ids < 0) | (ids >= vocab_size)].tolist():
+        raise ModelFormatError(f"d2t maps a draft token to id {outside[0]}, outside the vocabulary of {vocab_size} ids")
+    if len(np.unique(ids)) < len(ids):
+        raise ModelFormatError("d2t maps two draft tokens to the same id")
+
+
+class Eagle3(nnx.Module):
+    """One decoder layer whose attention reads twice the hidden size.
+
+    Args:
+        capture: the target's residual streams that `fc` fuses; see `capture_layers`.
+        own_embedding, own_head: the checkpoint brings its own; otherwise the target's are used.
+    """
+
+    def __init__(
+        self, config: Eagle3Config, dtype: Any, *, capture: tuple[int, ...], own_embedding: bool, own_head: bool
+    ):
+        declare = Declare(dtype)
+        model = config.model
+        H, eps = model.hidden_size, model.rms_norm_eps
+        self.config = config
+        self.capture = capture
+        self.own_embedding, self.own_head = own_embedding, own_head
+        assert len(capture) == config.num_captured
+        self.fc = declare((H, len(capture) * H), (None, None))
+        self.input_norm = RMSNorm(H, eps, declare)
+        self.hidden_norm = RMSNorm(H, eps, declare)
+        self.attention: MLA | GQA
+        if isinstance(model.attention, MLAConfig):
+            self.attention = MLA(model, model.attention, declare, input_dim=2 * H)
+        else:
+            self.attention = GQA(model, model.attention, declare, input_dim=2 * H)
+        self.post_norm = RMSNorm(H, eps, declare)
+        self.mlp = MLP(H, model.mlp_dim, declare)
+        self.norm = RMSNorm(H, eps, declare)
+        if own_embedding:
+            self.embed = Embedding(model.vocab_size, H, declare)
+        if own_head:
+            self.head = Embedding(config.draft_vocab_size, H, declare)
+        if config.reduced:
+            # Offsets: draft token j is the target's token j + d2t[j].
+            self.d2t = declare((config.draft_vocab_size,), (None,), "zeros", jnp.int32)
+
+    def features(self, hidden_TH: jax.Array, captured: tuple[jax.Array, ...]) -> jax.Array:  # noqa: ARG002
+        return linear(jnp.concatenate(captured, axis=-1), self.fc[...])
+
+    def embed_ids(self, target: CausalLM, ids_T: jax.Array) -> jax.Array:
+        return jnp.take(self.embed.weight[...], ids_T, axis=0) if self.own_embedding else target.embed_ids(ids_T)
+
+    def __call__(
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
+    ) -> tuple[jax.Array, LayerCache]:
+        """Hidden states before the final norm: later draft steps read them as they are."""
+        pair_T2H, rope = self._join(embedded_TH, hidden_TH, meta)
+        out_TH, cache = self.attention(pair_T2H, cache, meta, rope)
+        return self._finish(hidden_TH + out_TH), cache
+
+    def catch_up(
+        self,
+        embedded_TH: jax.Array,
+        hidden_TH: jax.Array,
+        live_R: jax.Array,
+        cache: LayerCache,
+        meta: StepMetadata,
+        tables_R: jax.Array,
+        bounds_R: jax.Array,
+    ) -> tuple[jax.Array, LayerCache]:
+        pair_T2H, rope = self._join(embedded_TH, hidden_TH, meta)
+        out_RH, cache = self.attention.catch_up(pair_T2H, live_R, cache, meta, rope, tables_R, bounds_R)
+        return self._finish(hidden_TH[live_R] + out_RH), cache
+
+    def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
+        normed_RH = self.norm(hidden_RH)
+        if not self.own_head:
+            return target.logits(normed_RH)
+        logits = linear(normed_RH, self.head.weight[...]).astype(jnp.float32)
+        if not self.config.reduced:
+            return logits
+        ids = jnp.arange(self.config.draft_vocab_size) + self.d2t[...]
+        everything = jnp.full((logits.shape[0], self.config.model.vocab_size), -jnp.inf, jnp.float32)
+        return everything.at[:, ids].set(logits)
+
+    def cache_shapes(self, num_pages: int, page_size: int) -> Any:
+        return self.attention.cache_shapes(num_pages, page_size)
+
+    def _join(
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, meta: StepMetadata
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        pair_T2H = jnp.concatenate([self.input_norm(embedded_TH), self.hidden_norm(hidden_TH)], axis=-1)
+        return pair_T2H, rope_tables(self.config.model.rope, meta.positions)
+
+    def _finish(self, x_RH: jax.Array) -> jax.Array:
+        return x_RH + self.mlp(self.post_norm(x_RH))
