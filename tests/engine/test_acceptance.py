@@ -1,10 +1,13 @@
 """Acceptance statistics and synthetic acceptance in the real engine: chunks beside windows, stops, retraction."""
 
+import functools
+
 import numpy as np
 import pytest
 
 from jaxspec.engine.acceptance import Acceptance
 from tests.engine.test_engine import requests
+from tests.engine.test_scheduler import make_engine as make_mock_engine
 from tests.engine.tiny import make_engine, run
 
 K, MEAN = 3, 2.6
@@ -12,10 +15,10 @@ K, MEAN = 3, 2.6
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[None, MEAN], ids=["model", "synthetic"])
-def finished(request):
-    """An engine and its requests, all at their ends; few pages, so that some were retracted on the way."""
-    engine = make_engine(usable_pages=9, k=K, synthetic=request.param)
+@functools.cache
+def finished(synthetic):
+    """An engine, its requests at their ends, and the accepted drafts in each one's output; some were retracted."""
+    engine = make_engine(usable_pages=9, k=K, synthetic=synthetic)
     batch = requests()
     accepted = dict.fromkeys((r.id for r in batch), 0)
     for each in batch:
@@ -27,8 +30,9 @@ def finished(request):
     return engine, batch, accepted
 
 
-def test_identities(finished):
-    engine, batch, accepted = finished
+@pytest.mark.parametrize("synthetic", [None, MEAN])
+def test_identities(synthetic):
+    engine, batch, accepted = finished(synthetic)
     for request in batch:
         one = request.acceptance
         assert sum(one.histogram) == one.num_steps
@@ -52,11 +56,8 @@ def test_what_came_since():
     assert Acceptance((5, 2, 1)).since(Acceptance((3, 2, 0))) == Acceptance((2, 0, 1))
 
 
-def test_synthetic_acceptance_has_the_mean_that_was_asked_for(finished):
-    engine = finished[0]
-    if engine.settings.synthetic_acceptance_length is None:
-        pytest.skip("the model decides")
-    total = engine.stats().acceptance
+def test_synthetic_acceptance_has_the_mean_that_was_asked_for():
+    total = finished(MEAN)[0].stats().acceptance
     part = MEAN - 2
     sigma = (part * (1 - part) / total.num_steps) ** 0.5
     assert total.num_steps > 50
@@ -66,10 +67,9 @@ def test_synthetic_acceptance_has_the_mean_that_was_asked_for(finished):
     assert abs(second - part) <= 3 * sigma
 
 
-def test_synthetic_acceptance_is_the_same_alone_and_in_a_batch(finished):
-    engine, batch, _ = finished
-    synthetic = engine.settings.synthetic_acceptance_length
-    for known in batch[:2]:
+@pytest.mark.parametrize("synthetic", [None, MEAN])
+def test_acceptance_is_the_same_alone_and_in_a_batch(synthetic):
+    for known in finished(synthetic)[1][:2]:
         (again,) = [r for r in requests() if r.id == known.id]
         run(make_engine(k=K, synthetic=synthetic), [again])
         assert again.windows == known.windows
@@ -77,7 +77,7 @@ def test_synthetic_acceptance_is_the_same_alone_and_in_a_batch(finished):
 
 
 def test_without_speculation_there_are_no_statistics():
-    engine = make_engine()
+    engine = make_mock_engine()
     (request,) = requests()[:1]
     run(engine, [request])
     assert request.acceptance is None
