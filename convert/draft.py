@@ -117,6 +117,11 @@ def _declare(folder: Path, config: Eagle3Config, capture: tuple[int, ...], dtype
     return Eagle3(config, np.dtype(dtype), capture=capture, own_embedding=EMBED in parts, own_head=HEAD in parts)
 
 
+def is_draft(folder: Path) -> bool:
+    """Whether a folder holds an EAGLE3 draft and not a model."""
+    return is_eagle3(read_hf_config(folder))
+
+
 def part_of(path: ParamPath) -> str:
     """The part that a parameter of `Eagle3` is stored in."""
     return {"embed": EMBED, "head": HEAD}.get(str(path[0]), DRAFT)

@@ -54,6 +54,10 @@ class EngineConfig:
         "window yields this many tokens on average (1 to 1 + num_speculative_tokens)",
     )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
+    compilation_cache_dir: str | None = _option(
+        None,
+        "folder that keeps compiled steps (default: xla in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: nowhere)",
+    )
     seed: int = _option(0, "from which requests that bring no seed of their own get one")
 
     def __post_init__(self):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxspec import compile_cache
 from jaxspec.config import (
     DEFAULT_SPECULATIVE_TOKENS,
     PAGE_SIZE,
@@ -93,6 +94,7 @@ class LLM:
 
         if config.num_speculative_tokens is None and (model == DEMO or config.speculative_model is not None):
             config = replace(config, num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS)
+        compile_cache.enable(config.compilation_cache_dir)
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
         self.tokenizer = _load_tokenizer(self.folder)

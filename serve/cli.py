@@ -174,10 +174,12 @@ def _convert(arguments: argparse.Namespace) -> int:
     # Orbax starts jax's backend, which on a GPU would reserve most of its memory for nothing.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from convert.convert import convert_checkpoint
+    from convert.draft import is_draft
     from convert.progress import console
 
     out = convert_checkpoint(arguments.source, arguments.out, revision=arguments.revision, progress=console())
-    print(f"Converted {arguments.source} into {out}. Try: jaxspec serve {out}")
+    use = f"jaxspec serve MODEL --speculative-model {out}" if is_draft(out) else f"jaxspec serve {out}"
+    print(f"Converted {arguments.source} into {out}. Try: {use}")
     return 0
 
 

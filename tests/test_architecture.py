@@ -17,6 +17,7 @@ LAYERS = {
     "pallas_kernels": (),
     "jaxspec.errors": (),
     "jaxspec.compat": (),
+    "jaxspec.compile_cache": ("jaxspec.errors",),
     "jaxspec.config": ("jaxspec.errors",),
     "jaxspec.sampling": ("jaxspec.errors",),
     "jaxspec.models": ("jaxspec.errors", "pallas_kernels"),
@@ -26,8 +27,8 @@ LAYERS = {
     "convert.compare": ("convert", "jaxspec.errors", "jaxspec.sampling", "jaxspec.llm"),
     "convert": ("jaxspec.errors", "jaxspec.models", "jaxspec.config", "jaxspec.text", "jaxspec.demo"),
     "jaxspec.llm": (
-        "jaxspec.errors", "jaxspec.config", "jaxspec.models", "jaxspec.engine", "jaxspec.sampling", "jaxspec.text",
-        "convert",
+        "jaxspec.errors", "jaxspec.config", "jaxspec.compile_cache", "jaxspec.models", "jaxspec.engine",
+        "jaxspec.sampling", "jaxspec.text", "convert",
     ),
     "jaxspec.demo": (),
     "serve": (

@@ -1,7 +1,9 @@
 """Runs steps on the device: compiles every bucket ahead of time, dispatches plans, reads their outputs in order."""
 
 import collections
+import concurrent.futures
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,14 +109,23 @@ class Runner:
         return len(self._queue)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles every bucket and runs each on padding alone, which touches page 0 and slot 0 only."""
-        for done, bucket in enumerate(self.buckets):
-            started = time.monotonic()
-            self._steps[bucket] = self._compile(bucket)
-            for _ in range(WARMUP_RUNS):
-                self._run(bucket, np.zeros(self._layouts[bucket].size, np.int32))[0].block_until_ready()
-            if progress:
-                progress(done + 1, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
+        """Compiles every bucket and runs each on padding alone, which touches page 0 and slot 0 only.
+
+        Buckets compile in parallel threads; they run one at a time, because they share the donated state.
+        """
+        started = time.monotonic()
+        pool = concurrent.futures.ThreadPoolExecutor(max_workers=min(len(self.buckets), os.cpu_count() or 1))
+        try:
+            compiling = {pool.submit(self._compile, bucket): bucket for bucket in self.buckets}
+            for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
+                bucket = compiling[future]
+                self._steps[bucket] = future.result()
+                for _ in range(WARMUP_RUNS):
+                    self._run(bucket, np.zeros(self._layouts[bucket].size, np.int32))[0].block_until_ready()
+                if progress:
+                    progress(done, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order."""

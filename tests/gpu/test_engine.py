@@ -94,9 +94,9 @@ def test_state_is_donated_and_keeps_its_addresses():
     assert [array.unsafe_buffer_pointer() for array in engine.runner.state.kv] == addresses
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_demo_model_says_what_pytorch_said(k, tmp_path, monkeypatch):
-    """Greedy, float32, against the recorded PyTorch run that `jaxspec demo` checks too; k = 3 speculates with MTP."""
+@pytest.mark.parametrize("draft", ["none", "mtp", "demo/eagle3-llama", "demo/eagle3-mla"])
+def test_demo_model_says_what_pytorch_said(draft, tmp_path, monkeypatch):
+    """Greedy, float32, against the recorded PyTorch run that `jaxspec demo` checks too; drafts with k = 3."""
     from convert.reference import read_record
     from jaxspec.llm import LLM
     from serve.demo import RECORD
@@ -107,7 +107,9 @@ def test_demo_model_says_what_pytorch_said(k, tmp_path, monkeypatch):
     reference = read_record(RECORD)
     # Few buckets: compiling is most of the time.
     options = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 256}
-    llm = LLM("demo", dtype="float32", num_speculative_tokens=k, **options)
+    k = 0 if draft == "none" else 3
+    head = draft if draft.startswith("demo/") else None
+    llm = LLM("demo", dtype="float32", num_speculative_tokens=k, speculative_model=head, **options)
     params = [SamplingParams(max_tokens=len(r.new_ids), temperature=0, ignore_eos=True, logprobs=0) for r in reference]
     completions = llm.generate([r.prompt_ids for r in reference], params)
     assert [c.ids for c in completions] == [r.new_ids for r in reference]
