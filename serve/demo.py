@@ -28,7 +28,7 @@ SHOWN = 2
 RULE = "-" * 80
 # One request at a time, as one reader sees it; and few rows mean few and small buckets to compile. float32, because
 # parity is checked token by token.
-OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 DECODERS: dict[str, dict[str, Any]] = {
     "plain decoding": {"num_speculative_tokens": 0},
     "MTP layer": {"num_speculative_tokens": 3},
