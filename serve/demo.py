@@ -67,7 +67,10 @@ def run(_arguments: argparse.Namespace) -> int:
 
     started = time.monotonic()
     reference = read_record(RECORD)
-    print("Converting the embedded demo model and compiling it for four ways to decode: about a minute.", flush=True)
+    print(
+        "Converting and compiling the embedded demo model, for four decoders (minutes on two CPU cores, once):",
+        flush=True,
+    )
     results = []
     for name, options in DECODERS.items():
         began = time.monotonic()

@@ -177,6 +177,8 @@ def test_convert_passes_its_arguments(capsys, monkeypatch, tmp_path):
 
     def fake(source, out, **options):
         seen.update(source=source, out=out, **options)
+        out.mkdir()
+        (out / "config.json").write_text('{"architectures": ["DeepseekV3ForCausalLM"]}')
         return out
 
     monkeypatch.setattr(convert.convert, "convert_checkpoint", fake)
