@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from convert.reference import ReferenceRun, TorchModel, choose_prompts, log_softmax, read_record, write_record
-from jaxspec.errors import JaxspecError
+from jaxspec.errors import ConfigError, JaxspecError
 
 # dtype -> (largest absolute logit error, least top-1 agreement, greedy continuations must be equal)
 THRESHOLDS = {"float32": (2e-4, 1.0, True), "bfloat16": (float("inf"), 0.95, False)}
@@ -112,9 +112,15 @@ class Collector:
 
 
 def compare(llm: Any, collector: Collector, reference: Sequence[ReferenceRun]) -> Report:
-    """Runs an LLM (built with `probe=True` and the collector as observer) over the reference's prompts."""
+    """Runs an LLM (built with `probe=True` and the collector as observer) over the reference's prompts.
+
+    Raises:
+        ConfigError: the LLM accepts drafts at random.
+    """
     from jaxspec.sampling.params import SamplingParams
 
+    if llm.engine.settings.synthetic_acceptance_length is not None:
+        raise ConfigError("synthetic_acceptance_length makes the text worthless: there is nothing to compare")
     collector.runner = llm.engine.runner
     report = Report(prompts=len(reference))
     greedy = [

@@ -1,6 +1,8 @@
 """Engine options: what a user may set (`EngineConfig`) and what they come to on this model and device (`Settings`)."""
 
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +48,11 @@ class EngineConfig:
     speculative_capture_layers: tuple[int, ...] | None = _option(
         None, "target layers that the EAGLE3 draft reads, as in draft configurations (default: as its own says)"
     )
+    synthetic_acceptance_length: float | None = _option(
+        None,
+        "for benchmarks only, the text is worthless: accept a random number of drafts, whatever the model says, so that a "
+        "window yields this many tokens on average (1 to 1 + num_speculative_tokens)",
+    )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     compilation_cache_dir: str | None = _option(
         None,
@@ -77,6 +84,56 @@ class EngineConfig:
             raise ConfigError(f"dtype must be auto, bfloat16 or float32, got {self.dtype!r}")
 
 
+# Keys of a speculative config, their types, and the fields of `EngineConfig` that they stand for.
+_SPECULATIVE_KEYS: dict[str, tuple[type, str | None]] = {
+    "method": (str, None),
+    "model": (str, "speculative_model"),
+    "num_speculative_tokens": (int, "num_speculative_tokens"),
+}
+
+
+def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:
+    """The options with speculation as vLLM's speculative config has it: method "mtp" or "eagle3", model, and
+    num_speculative_tokens, by default 3. Without a method a model means eagle3, and none mtp.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, what contradicts itself, and what `config` says already.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculative_config must be an object such as {_SPECULATIVE_EXAMPLE}, got {given!r}")
+    for key, value in given.items():
+        if key not in _SPECULATIVE_KEYS:
+            close = difflib.get_close_matches(str(key), _SPECULATIVE_KEYS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(_SPECULATIVE_KEYS)
+            raise ConfigError(f"unknown key {key!r} in speculative_config ({hint})")
+        kind, option = _SPECULATIVE_KEYS[key]
+        if type(value) is not kind:  # a bool is an int, but no number of tokens
+            wanted = {str: "a text", int: "a whole number"}[kind]
+            raise ConfigError(f"{key} in speculative_config must be {wanted}, got {value!r}")
+        if option and getattr(config, option) is not None:
+            raise ConfigError(f"{option} is given twice: as an option and as {key} in speculative_config")
+    method, model = given.get("method"), given.get("model")
+    if method not in (None, "mtp", "eagle3"):
+        raise ConfigError(f"method in speculative_config must be mtp or eagle3, got {method!r}")
+    if method == "mtp" and (model or config.speculative_model):
+        raise ConfigError(
+            "method mtp takes the model's own NextN layer: leave the draft model out, or use method eagle3"
+        )
+    if method == "eagle3" and not model:
+        raise ConfigError(
+            f"method eagle3 needs a draft: give its model in speculative_config, as in {_SPECULATIVE_EXAMPLE}"
+        )
+    tokens = given.get("num_speculative_tokens", config.num_speculative_tokens)
+    return replace(
+        config,
+        speculative_model=model or config.speculative_model,
+        num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS if tokens is None else tokens,
+    )
+
+
+_SPECULATIVE_EXAMPLE = '{"method": "eagle3", "model": "demo/eagle3-mla", "num_speculative_tokens": 3}'
+
+
 @dataclass(frozen=True)
 class Settings:
     """Options resolved for one model on one device.
@@ -95,6 +152,7 @@ class Settings:
     dtype: str
     on_gpu: bool
     num_speculative_tokens: int = 0
+    synthetic_acceptance_length: float | None = None
     page_size: int = PAGE_SIZE
 
     @property
@@ -150,6 +208,14 @@ def resolve(
             f"a step could not hold {window} token{'s' if window > 1 else ''} of every running request; "
             "raise the first or lower the second"
         )
+    synthetic = config.synthetic_acceptance_length
+    if synthetic is not None and not (window > 1 and 1 <= synthetic <= window):
+        raise ConfigError(
+            f"synthetic_acceptance_length must be between 1 and {window} (num_speculative_tokens and the target's own "
+            f"token), got {synthetic:g}"
+            if window > 1
+            else "synthetic_acceptance_length needs speculation: num_speculative_tokens of at least 1"
+        )
     longest = pages_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         num_pages = config.num_gpu_blocks_override
@@ -170,6 +236,7 @@ def resolve(
         num_pages=num_pages,
         dtype=resolve_dtype(config, on_gpu=on_gpu),
         num_speculative_tokens=num_speculative_tokens,
+        synthetic_acceptance_length=synthetic,
         on_gpu=on_gpu,
     )
 

@@ -2,18 +2,26 @@
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec import compile_cache
-from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, PAGE_SIZE, EngineConfig, resolve, resolve_dtype
+from jaxspec.config import (
+    DEFAULT_SPECULATIVE_TOKENS,
+    PAGE_SIZE,
+    EngineConfig,
+    resolve,
+    resolve_dtype,
+    with_speculative_config,
+)
 from jaxspec.engine.request import Alternatives, FinishReason, Request
 from jaxspec.errors import ConfigError, InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxspec.engine.acceptance import Acceptance
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.runner import Progress
     from jaxspec.text import TextStream, Tokenizer
@@ -35,6 +43,9 @@ class Completion:
         logprobs: of each id under the model's raw distribution, where the request asked for them.
         top_logprobs: of each position the likeliest (id, log-probability) pairs, where the request asked for N > 0.
         error: what went wrong, where finish_reason is "error".
+        accepted: of each id, whether it is a draft that the target agreed with (and not the target's own choice).
+        acceptance: how many drafts were accepted in how many windows; None without speculation.
+        synthetic_acceptance_length: the option, where it is set: then the ids are not the model's.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,6 +55,9 @@ class Completion:
     logprobs: tuple[float, ...] | None
     error: str | None = None
     top_logprobs: tuple[Alternatives, ...] | None = None
+    accepted: tuple[bool, ...] = ()
+    acceptance: "Acceptance | None" = None
+    synthetic_acceptance_length: float | None = None
 
 
 class LLM:
@@ -52,6 +66,7 @@ class LLM:
     Args:
         model: "demo" (the embedded one), a converted folder, a Hugging Face folder or a hub id.
         config: engine options; single options may be given by name instead, as in `LLM("demo", max_num_seqs=4)`.
+        speculative_config: speculation as vLLM has it: see `with_speculative_config`.
         revision: hub revision, for hub ids.
         progress: called with (done, total, what) while buckets compile.
         probe, observer: see `Runner` and `Engine`; for `compare`.
@@ -65,6 +80,7 @@ class LLM:
         model: str = "demo",
         config: EngineConfig | None = None,
         *,
+        speculative_config: Mapping[str, Any] | None = None,
         revision: str | None = None,
         progress: "Progress | None" = None,
         probe: bool = False,
@@ -72,6 +88,8 @@ class LLM:
         **options: Any,
     ):
         config = replace(config or EngineConfig(), **options)
+        if speculative_config is not None:
+            config = with_speculative_config(config, speculative_config)
         # The allocator reads this when jax first touches the GPU, and takes that part of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
         from convert.convert import DEMO, resolve_model
@@ -120,6 +138,7 @@ class LLM:
         """Runs requests to their end; none is left behind if it is interrupted."""
         logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
         tops: dict[str, list[Alternatives]] = {r.id: [] for r in requests}
+        accepted: dict[str, list[bool]] = {r.id: [] for r in requests}
         ends: dict[str, tuple[FinishReason, str | None]] = {}
         try:
             for request in requests:
@@ -128,12 +147,13 @@ class LLM:
                 for out in self.engine.step():
                     logprobs[out.request_id] += out.new_logprobs
                     tops[out.request_id] += out.new_top_logprobs
+                    accepted[out.request_id] += [i < out.num_accepted for i in range(len(out.new_ids))]
                     if out.finish_reason:
                         ends[out.request_id] = (out.finish_reason, out.error)
         finally:
             for request in requests:
                 self.engine.abort(request.id)
-        return [self._completion(r, *ends[r.id], logprobs[r.id], tops[r.id]) for r in requests]
+        return [self._completion(r, *ends[r.id], logprobs[r.id], tops[r.id], accepted[r.id]) for r in requests]
 
     def describe(self) -> dict[str, str | int]:
         """What was loaded and how it runs, for people: label -> value, in order."""
@@ -153,6 +173,7 @@ class LLM:
         error: str | None,
         logprobs: list[float],
         tops: list[Alternatives],
+        accepted: list[bool],
     ) -> Completion:
         stream: Any = request.stop_rule
         return Completion(
@@ -163,6 +184,9 @@ class LLM:
             logprobs=None if request.params.logprobs is None else tuple(logprobs),
             error=error,
             top_logprobs=tuple(tops) if request.params.logprobs else None,
+            accepted=tuple(accepted),
+            acceptance=request.acceptance,
+            synthetic_acceptance_length=self.engine.settings.synthetic_acceptance_length,
         )
 
 
@@ -238,6 +262,7 @@ def _build_engine(
         "Device": f"{tp} x {devices[0].device_kind} ({devices[0].platform})",
         "Kernels": "reference (plain XLA)",
         "Speculation": f"{plan.name}, {settings.num_speculative_tokens} tokens a step" if plan else "off",
+        **_synthetic(settings.synthetic_acceptance_length),
         "Context length": settings.max_model_len,
         "KV cache bytes per token": page_bytes // PAGE_SIZE,
         "KV cache": f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * page_bytes / 2**20:.0f} MiB",
@@ -245,3 +270,7 @@ def _build_engine(
         "Buckets": "; ".join(map(str, runner.buckets)),
     }
     return engine, description
+
+
+def _synthetic(length: float | None) -> dict[str, str | int]:
+    return {} if length is None else {"Synthetic acceptance": f"{length:g} tokens a window; the text is worthless"}

@@ -58,12 +58,19 @@ async def answer(
         generation = await until_disconnect(request.receive, engine.submit(choices))
         if generation is None:
             return Response(status_code=_CLIENT_GONE)
-        return EventStream(engine, generation, _events(generation, body, form))
+        return EventStream(engine, generation, _events(generation, body, form, _head(engine, form, chunk=True)))
     whole = await until_disconnect(request.receive, _collect(engine, choices))
     if whole is None:
         return Response(status_code=_CLIENT_GONE)
     written = [form.whole(choice, delta) for choice, delta in zip(choices, whole, strict=True)]
-    return JSONResponse({**form.head(chunk=False), "choices": written, "usage": _usage(choices, body.choices)})
+    head = _head(engine, form, chunk=False)
+    return JSONResponse({**head, "choices": written, "usage": _usage(choices, body.choices)})
+
+
+def _head(engine: EngineThread, form: Format, *, chunk: bool) -> dict[str, Any]:
+    """With synthetic acceptance the text is worthless, and every answer and chunk says so."""
+    length = engine.model.synthetic_acceptance_length if engine.model else None
+    return form.head(chunk=chunk) | ({} if length is None else {"synthetic_acceptance_length": length})
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -119,9 +126,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(generation: Generation, body: GenerationBody, form: Format) -> AsyncGenerator[bytes, None]:
+async def _events(
+    generation: Generation, body: GenerationBody, form: Format, head: dict[str, Any]
+) -> AsyncGenerator[bytes, None]:
     options = body.stream_options
-    head = form.head(chunk=True)
 
     def chunk(choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
         usage = {"usage": _usage(generation.choices, body.choices) if with_usage else None} if options else {}

@@ -26,7 +26,7 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        service.engine_thread.start()
+        service.start()
         yield
         await service.close()
 

@@ -13,6 +13,7 @@ from serve.generation import Choice, Delta
 from serve.logprobs import chat_logprobs
 from serve.protocol import ChatBody
 from serve.service import Service
+from serve.speculation import request_metrics
 
 
 async def create_chat_completion(service: Service, request: Request, body: ChatBody) -> Response:
@@ -60,4 +61,6 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
+        if self._body.return_metrics and delta.finish_reason:
+            written["metrics"] = request_metrics(choice.request.acceptance)
         return written

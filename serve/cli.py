@@ -124,6 +124,11 @@ def _serve(arguments: argparse.Namespace) -> int:
         logging.getLogger("jaxspec.serve").warning(
             "listening on %s without --api-key: anybody may use it", arguments.host
         )
+    if config.synthetic_acceptance_length is not None:
+        logging.getLogger("jaxspec.serve").warning(
+            "--synthetic-acceptance-length %g: drafts are accepted at random, so every text is worthless",
+            config.synthetic_acceptance_length,
+        )
     startup.say(f"Listening on {url}")
     startup.say(f"Loading {arguments.model}")
 

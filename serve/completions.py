@@ -15,6 +15,7 @@ from serve.generation import Choice, Delta
 from serve.logprobs import completion_logprobs
 from serve.protocol import CompletionBody
 from serve.service import Service
+from serve.speculation import request_metrics
 
 # OpenAI's default where a request names no limit.
 DEFAULT_MAX_TOKENS = 16
@@ -69,6 +70,8 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
+        if self._body.return_metrics and delta.finish_reason:
+            written["metrics"] = request_metrics(choice.request.acceptance)
         return written
 
     def _echo(self, choice: Choice) -> str:

@@ -1,66 +1,181 @@
-"""`jaxspec demo`: converts the embedded model, generates from three prompts and checks the text against PyTorch's."""
+"""`jaxspec demo`: the embedded model, decoded plainly and with each of its three drafts, and held against PyTorch.
+
+Speculation must not change a text, so every decoder has to write what PyTorch wrote; what it changes is the steps taken.
+"""
 
 import argparse
+import itertools
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jaxspec
+
+if TYPE_CHECKING:
+    from convert.reference import ReferenceRun
+    from jaxspec.engine.acceptance import Acceptance
+    from jaxspec.llm import LLM, Completion
+    from jaxspec.text import Tokenizer
 
 # PyTorch's greedy continuations, made by:
 #   jaxspec compare record jaxspec/demo/target jaxspec/demo/reference.npz --tokens-only
 RECORD = Path(jaxspec.__file__).parent / "demo" / "reference.npz"
-SHOWN = 3
+SHOWN = 2
 RULE = "-" * 80
+# One request at a time, as one reader sees it; and few rows mean few and small buckets to compile. float32, because
+# parity is checked token by token.
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+DECODERS: dict[str, dict[str, Any]] = {
+    "plain decoding": {"num_speculative_tokens": 0},
+    "MTP layer": {"num_speculative_tokens": 3},
+    "EAGLE3, Llama layer": {"num_speculative_tokens": 3, "speculative_model": "demo/eagle3-llama"},
+    "EAGLE3, MLA layer": {"num_speculative_tokens": 3, "speculative_model": "demo/eagle3-mla"},
+}
+GREEN, BOLD, PLAIN = "\033[32m", "\033[1m", "\033[0m"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one decoder did with all prompts.
+
+    Attributes:
+        steps: decode steps, over all prompts; acceptance: None without speculation.
+        seconds: of generating; equal: continuations that are PyTorch's; error: largest log-probability difference.
+    """
+
+    name: str
+    completions: "Sequence[Completion]"
+    steps: int
+    acceptance: "Acceptance | None"
+    seconds: float
+    equal: int
+    error: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(c.ids) for c in self.completions)
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Prints prompts, texts, speed and the parity line; 1 where jaxspec and PyTorch differ."""
+    """Prints texts, a table of the decoders and their parity; 1 where one of them differs from PyTorch."""
     from convert.reference import read_record
     from jaxspec.llm import LLM
-    from jaxspec.sampling.params import SamplingParams
 
     started = time.monotonic()
     reference = read_record(RECORD)
-    print("Converting and compiling the embedded demo model (about half a minute on two CPU cores) ...", flush=True)
-    # float32, because parity is checked token by token.
-    llm = LLM(
-        "demo",
-        dtype="float32",
-        max_model_len=512,
-        progress=lambda done, total, what: print(f"  [{done}/{total}] {what}", flush=True),
+    print(
+        "Converting and compiling the embedded demo model, for four decoders (minutes on two CPU cores, once):",
+        flush=True,
     )
-    print(f"Ready after {time.monotonic() - started:.1f} s.\n")
-    for label, value in llm.describe().items():
-        print(f"{label}: {value}")
-
+    results = []
+    for name, options in DECODERS.items():
+        began = time.monotonic()
+        llm = LLM("demo", **OPTIONS, **options)
+        print(f"  {name}: ready after {time.monotonic() - began:.1f} s, ", end="", flush=True)
+        results.append(decode(name, llm, reference))
+        print(f"{results[-1].tokens} tokens in {results[-1].seconds:.1f} s", flush=True)
     assert llm.tokenizer is not None
+    print()
+    for label in ("Architecture", "Dtype", "Device", "Kernels"):
+        print(f"{label}: {llm.describe()[label]}")
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print("\nThe same prompts by each decoder" + (f"; {GREEN}accepted drafts{PLAIN} are green." if color else "."))
+    for prompt in range(SHOWN):
+        print(RULE)
+        shown = None
+        for result in results:
+            completion = result.completions[prompt]
+            text = show(completion, llm.tokenizer, color=color)
+            same = "; the same text" if text == shown else ""
+            print(f"[{result.name}: {_figures(completion)}{same}]" + ("" if same else f"\n{text}"))
+            shown = text
+    print(f"{RULE}\n{table(results)}\n")
+    for result in results:
+        print(
+            f"Parity with PyTorch ({result.name}): {result.equal} of {len(reference)} greedy continuations identical, "
+            f"largest difference of a log-probability {result.error:.1e}."
+        )
+    print(f"Took {time.monotonic() - started:.0f} s in all. Next: jaxspec serve demo")
+    return 0 if all(result.equal == len(reference) for result in results) else 1
+
+
+def decode(name: str, llm: "LLM", reference: "Sequence[ReferenceRun]") -> Result:
+    """Continues the reference's prompts greedily."""
+    from jaxspec.sampling.params import SamplingParams
+
     params = [SamplingParams(max_tokens=len(r.new_ids), temperature=0, ignore_eos=True, logprobs=0) for r in reference]
     began = time.monotonic()
     completions = llm.generate([r.prompt_ids for r in reference], params)
-    seconds = time.monotonic() - began
-    for completion in completions[:SHOWN]:
-        prompt = llm.tokenizer.decode(completion.prompt_ids)
-        print(f"\n{RULE}\n{prompt}{_bold(completion.text or '')}")
-    tokens = sum(len(c.ids) for c in completions)
-    print(f"{RULE}\n{tokens} tokens of {len(completions)} prompts in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s")
-
-    equal = sum(c.ids == r.new_ids for c, r in zip(completions, reference, strict=True))
-    error = max(
-        abs(ours - theirs)
-        for c, r in zip(completions, reference, strict=True)
-        for ours, theirs, a, b in zip(c.logprobs or (), r.logprobs, c.ids, r.new_ids, strict=True)
-        if a == b
+    return Result(
+        name,
+        completions,
+        steps=sum(map(_steps, completions)),
+        acceptance=llm.engine.stats().acceptance,
+        seconds=time.monotonic() - began,
+        equal=sum(c.ids == r.new_ids for c, r in zip(completions, reference, strict=True)),
+        error=max(
+            abs(ours - theirs)
+            for c, r in zip(completions, reference, strict=True)
+            for ours, theirs, a, b in zip(c.logprobs or (), r.logprobs, c.ids, r.new_ids, strict=True)
+            if a == b
+        ),
     )
-    print(
-        f"Parity with PyTorch: {equal} of {len(reference)} greedy continuations identical, "
-        f"largest difference of a log-probability {error:.1e}."
+
+
+def _steps(completion: "Completion") -> int:
+    """Decode steps; the first token comes from the prompt's own step."""
+    return completion.acceptance.num_steps if completion.acceptance else len(completion.ids) - 1
+
+
+def _figures(completion: "Completion") -> str:
+    text = f"{len(completion.ids)} tokens in {_steps(completion)} decode steps"
+    if completion.acceptance is None or completion.acceptance.mean_length is None:
+        return text
+    return f"{text}, acceptance length {completion.acceptance.mean_length:.2f}"
+
+
+def show(completion: "Completion", tokenizer: "Tokenizer", *, color: bool) -> str:
+    """Prompt and text; with colour, the prompt bold and accepted drafts green."""
+    from jaxspec.sampling.params import SamplingParams
+    from jaxspec.text import TextStream
+
+    prompt, text = tokenizer.decode(completion.prompt_ids), completion.text or ""
+    if not color:
+        return prompt + text
+    stream = TextStream(tokenizer, completion.prompt_ids, SamplingParams(ignore_eos=True))
+    stream.feed(completion.ids, ended=True)
+    borders = [*stream.offsets[: len(completion.ids)], len(text)]
+    pieces = [f"{BOLD}{prompt}{PLAIN}"]
+    for accepted, run_ in itertools.groupby(range(len(completion.ids)), key=completion.accepted.__getitem__):
+        indices = list(run_)
+        piece = text[borders[indices[0]] : borders[indices[-1] + 1]]
+        pieces.append(f"{GREEN}{piece}{PLAIN}" if accepted else piece)
+    return "".join(pieces)
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line a decoder, plain decoding first."""
+    plain = results[0]
+    lines = [("decoder", "acceptance length", "drafts accepted", "decode steps", "of plain", "tokens/s", "as PyTorch")]
+    for result in results:
+        stats = result.acceptance
+        lines.append(
+            (
+                result.name,
+                f"{stats.mean_length:.2f}" if stats else "1",
+                f"{100 * (stats.rate or 0):.0f} %" if stats else "-",
+                str(result.steps),
+                f"{100 * result.steps / plain.steps:.0f} %",
+                f"{result.tokens / result.seconds:.0f}",
+                f"{result.equal} of {len(result.completions)}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"{first:<{widths[0]}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(cells, widths[1:], strict=True))
+        for first, *cells in lines
     )
-    print(f"Took {time.monotonic() - started:.0f} s in all. Next: jaxspec serve demo")
-    return 0 if equal == len(reference) else 1
-
-
-def _bold(text: str) -> str:
-    """What the model wrote, set apart from the prompt on a terminal."""
-    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text

@@ -217,8 +217,10 @@ class EngineThread:
 
     def _publish(self) -> None:
         assert self.model is not None
-        compiles, compiles_after_warmup = self.model.compile_counts()
-        self._metrics.snapshot = EngineSnapshot(self.model.engine.stats(), compiles, compiles_after_warmup)
+        model = self.model
+        self._metrics.snapshot = EngineSnapshot(
+            model.engine.stats(), *model.compile_counts(), model.synthetic_acceptance_length
+        )
 
     def _on_progress(self, done: int, total: int, what: str) -> None:
         self.progress = (done, total, what)

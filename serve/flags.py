@@ -2,13 +2,15 @@
 
 import argparse
 import difflib
+import json
 import types
 import typing
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, with_speculative_config
+from jaxspec.errors import ConfigError
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -49,7 +51,7 @@ def _with_dashes(word: str) -> str:
 
 
 def add_engine_flags(parser: Parser) -> None:
-    """One flag for each field of `EngineConfig`; a flag that is not given leaves the field's default alone."""
+    """One flag for each field of `EngineConfig`, and vLLM's JSON; what is not given leaves the field's default alone."""
     group = parser.add_argument_group("engine")
     for field, hint in zip(fields(EngineConfig), typing.get_type_hints(EngineConfig).values(), strict=True):
         text = field.metadata["help"]
@@ -68,13 +70,32 @@ def add_engine_flags(parser: Parser) -> None:
             else:
                 options |= {"type": kind, "metavar": _METAVARS[kind]}
         group.add_argument(f"--{field.name.replace('_', '-')}", help=text.replace("%", "%%"), **options)
+    group.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        default=argparse.SUPPRESS,
+        help='speculation as vLLM\'s flag has it: {"method": "mtp" or "eagle3", "model": the draft, '
+        '"num_speculative_tokens": N (default: 3)}',
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from e
 
 
 def engine_config(arguments: argparse.Namespace) -> tuple[EngineConfig, dict[str, Any]]:
     """The configuration, and the options that were given."""
     given = {f.name: getattr(arguments, f.name) for f in fields(EngineConfig) if hasattr(arguments, f.name)}
-    return EngineConfig(**given), given
+    config = EngineConfig(**given)
+    if hasattr(arguments, "speculative_config"):
+        try:
+            config = with_speculative_config(config, json.loads(arguments.speculative_config))
+        except ValueError as e:
+            raise UsageError(f"--speculative-config is not valid JSON: {e}") from e
+        except ConfigError as e:
+            raise UsageError(f"--speculative-config: {e}") from e
+        given["speculative_config"] = arguments.speculative_config
+    return config, given

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from serve.generation import Choice, Delta
 
 if TYPE_CHECKING:
+    from jaxspec.engine.acceptance import Acceptance
     from jaxspec.engine.engine import EngineStats
 
 _FIRST_TOKEN = (
@@ -35,6 +36,7 @@ class EngineSnapshot:
     stats: "EngineStats"
     compiles: int
     compiles_after_warmup: int
+    synthetic_acceptance_length: float | None = None
 
 
 class Metrics(Collector):
@@ -125,15 +127,27 @@ class Metrics(Collector):
             counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), value)
             yield counter
-        if stats.accepted_per_position:
-            yield from self._speculation(stats)
+        if stats.acceptance is not None:
+            yield from self._speculation(stats.acceptance)
+        if self.snapshot.synthetic_acceptance_length is not None:
+            gauge = GaugeMetricFamily(
+                f"{self._prefix}:spec_decode_synthetic_acceptance_length",
+                "Drafts are accepted at random to this mean length: the text is worthless",
+                labels=list(self._labels),
+            )
+            gauge.add_metric(list(self._labels.values()), self.snapshot.synthetic_acceptance_length)
+            yield gauge
 
-    def _speculation(self, stats: "EngineStats") -> Iterable[Metric]:
+    def _speculation(self, acceptance: "Acceptance") -> Iterable[Metric]:
         """vLLM's four counters. Mean acceptance length is 1 + accepted / drafts; steps beside a prefill count too."""
         for name, text, value in (
-            ("num_drafts", "Windows verified", stats.num_drafts),
-            ("num_draft_tokens", "Tokens drafted: k for each window", stats.num_draft_tokens),
-            ("num_accepted_tokens", "Drafted tokens that the target agreed with", stats.num_accepted_tokens),
+            ("num_drafts", "Windows verified", acceptance.num_steps),
+            (
+                "num_draft_tokens",
+                "Tokens drafted that counted: k for each window, unless a request asked for fewer",
+                acceptance.num_drafted,
+            ),
+            ("num_accepted_tokens", "Drafted tokens that the target agreed with", acceptance.num_accepted),
         ):
             counter = CounterMetricFamily(f"{self._prefix}:spec_decode_{name}", text, labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), value)
@@ -143,6 +157,6 @@ class Metrics(Collector):
             "Accepted tokens by position in the window",
             labels=[*self._labels, "position"],
         )
-        for position, accepted in enumerate(stats.accepted_per_position):
+        for position, accepted in enumerate(acceptance.accepted_per_position):
             by_position.add_metric([*self._labels.values(), str(position)], accepted)
         yield by_position

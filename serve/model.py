@@ -33,12 +33,14 @@ class ServedModel:
     tokenizer: None where the model folder has none: then only token ids are served.
     description: label -> value, for the start-up message.
     compile_counts: compilations since the process started, and those after warm-up.
+    synthetic_acceptance_length: the engine's option: where it is set, every answer says so.
     """
 
     engine: EngineLike
     tokenizer: "Tokenizer | None"
     description: Mapping[str, str | int] = field(default_factory=dict)
     compile_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    synthetic_acceptance_length: float | None = None
 
 
 def load_model(model: str, config: "EngineConfig", revision: str | None, progress: Progress) -> ServedModel:
@@ -47,4 +49,10 @@ def load_model(model: str, config: "EngineConfig", revision: str | None, progres
     from jaxspec.llm import LLM
 
     llm = LLM(model, config, revision=revision, progress=progress)
-    return ServedModel(llm.engine, llm.tokenizer, llm.describe(), lambda: (compiles.total, compiles.after_warmup))
+    return ServedModel(
+        llm.engine,
+        llm.tokenizer,
+        llm.describe(),
+        lambda: (compiles.total, compiles.after_warmup),
+        config.synthetic_acceptance_length,
+    )

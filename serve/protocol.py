@@ -124,6 +124,7 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
+    return_metrics: bool = False
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "GenerationBody":
@@ -253,6 +254,19 @@ class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+
+
+class SpeculationMetrics(TypedDict):
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+
+
+class RequestMetrics(TypedDict):
+    speculative_decoding: SpeculationMetrics | None
 
 
 class CompletionLogprobs(TypedDict):

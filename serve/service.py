@@ -19,6 +19,7 @@ from serve.errors import ApiError, unavailable
 from serve.generation import Choice
 from serve.metrics import Metrics
 from serve.model import Progress, ServedModel
+from serve.speculation import LOG_SECONDS, AcceptanceLog
 
 T = TypeVar("T")
 
@@ -61,18 +62,28 @@ class Service:
         load: Callable[[Progress], ServedModel],
         *,
         on_phase: Callable[[Phase], None] = lambda _phase: None,
+        log_seconds: float = LOG_SECONDS,
         **engine_options: Any,
     ):
         self.settings = settings
         self.metrics = Metrics(settings.names[0], settings.metrics_prefix)
         self.engine_thread = EngineThread(load, self.metrics, on_phase=on_phase, **engine_options)
+        self._acceptance_log = AcceptanceLog(lambda: self.metrics.snapshot, interval=log_seconds)
+        self._acceptance_task: asyncio.Task[None] | None = None
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0
         self.engine_stop_seconds = ENGINE_STOP_SECONDS
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
+    def start(self) -> None:
+        """On the event loop: starts the engine thread, which loads the model."""
+        self._acceptance_task = asyncio.get_running_loop().create_task(self._acceptance_log.run())
+        self.engine_thread.start()
+
     async def close(self) -> None:
+        if self._acceptance_task is not None:
+            self._acceptance_task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
         # A model that is still loading cannot be interrupted.
         loading = self.engine_thread.phase is Phase.LOADING

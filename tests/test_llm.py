@@ -6,6 +6,7 @@ import pytest
 from convert.reference import read_record
 from jaxspec import EngineConfig, SamplingParams
 from jaxspec.compat import compiles
+from jaxspec.engine.request import FinishReason
 from jaxspec.errors import ConfigError, InvalidRequestError, ModelFormatError
 from jaxspec.llm import LLM
 from serve.demo import RECORD
@@ -34,6 +35,35 @@ def test_completion_fields(demo_llm):
     assert all(p <= 0 for p in completion.logprobs)
     (without,) = demo_llm.generate([PROMPT], SamplingParams(max_tokens=2, temperature=0))
     assert without.logprobs is None
+
+
+def test_speculation_statistics(demo_llm):
+    """The demo model speculates by default; the statistics of each completion tell its tokens apart."""
+    before = demo_llm.engine.stats().acceptance
+    completions = demo_llm.generate([PROMPT, PROMPT + "\n"], GREEDY)
+    for completion in completions:
+        acceptance = completion.acceptance
+        assert acceptance.k == 3
+        assert len(completion.accepted) == len(completion.ids)
+        assert not completion.accepted[0]  # the prompt's own step chose it
+        # All but a last window that was cut: each yields its accepted drafts and one token of the target's.
+        assert acceptance.num_steps <= completion.accepted.count(False) <= acceptance.num_steps + 1
+        assert acceptance.num_accepted - 3 <= completion.accepted.count(True) <= acceptance.num_accepted
+        assert completion.synthetic_acceptance_length is None
+    total = demo_llm.engine.stats().acceptance.since(before).histogram
+    assert total == tuple(map(sum, zip(*(c.acceptance.histogram for c in completions), strict=True)))
+
+
+def test_synthetic_acceptance_is_named(demo_llm, monkeypatch):
+    monkeypatch.setattr("jaxspec.engine.runner.Runner.warm_up", lambda *_: None)
+    folder = str(demo_llm.folder)
+    llm = LLM(folder, speculative_config={"num_speculative_tokens": 3}, synthetic_acceptance_length=2.5)
+    assert "2.5 tokens a window" in llm.describe()["Synthetic acceptance"]
+    request = llm.make_request(PROMPT, GREEDY)
+    assert llm._completion(request, FinishReason.ABORT, None, [], []).synthetic_acceptance_length == 2.5
+    assert "Synthetic acceptance" not in demo_llm.describe()
+    with pytest.raises(ConfigError, match="needs speculation"):
+        LLM(folder, synthetic_acceptance_length=2.5)
 
 
 def test_texts_ids_and_lists_are_the_same_prompt(demo_llm):
@@ -127,8 +157,7 @@ def test_speculation_on_the_demo_model(tmp_path, monkeypatch):
     for completion, run in zip(llm.generate([r.prompt_ids for r in reference], params), reference, strict=True):
         assert completion.ids == run.new_ids
         np.testing.assert_allclose(completion.logprobs, run.logprobs, atol=2e-4)
-    stats = llm.engine.stats()
-    assert 1 + stats.num_accepted_tokens / stats.num_drafts > 3.0
+    assert llm.engine.stats().acceptance.mean_length > 3.0
     assert compiles.after_warmup == 0
 
 

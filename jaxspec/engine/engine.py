@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
+from jaxspec.engine.acceptance import Acceptance, acceptance_of
 from jaxspec.engine.request import FinishReason, Request, RequestOutput, RequestState
 from jaxspec.engine.runner import Progress, Runner, StepOutput
 from jaxspec.engine.scheduler import Scheduler, reserved_slots
@@ -26,13 +27,7 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int
     generation_tokens: int
-    # Over all verified windows of requests that speculate: how many there were, how many drafts counted in them, and how
-    # many of these the target agreed with, in all and by position. Mean acceptance length, the bonus token counted, is
-    # 1 + accepted / drafts.
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_position: tuple[int, ...] = ()
+    acceptance: Acceptance | None = None  # over all requests; None without speculation
 
 
 class Engine:
@@ -64,8 +59,11 @@ class Engine:
         self._seeds = random.Random(seed)
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._num_drafts = self._num_draft_tokens = 0
-        self._accepted_per_position = [0] * self.settings.num_speculative_tokens
+        self._windows = self._no_windows()
+        self._drafted = 0
+
+    def _no_windows(self) -> list[int]:
+        return [0] * self.settings.window if self.settings.num_speculative_tokens else []
 
     @property
     def max_model_len(self) -> int:
@@ -96,6 +94,7 @@ class Engine:
         request.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         k, wanted = self.settings.num_speculative_tokens, params.num_speculative_tokens
         request.num_drafts = k if wanted is None else min(wanted, k)
+        request.windows = self._no_windows()
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_len
         self._scheduler.add(request)
@@ -167,19 +166,15 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=sum(self._accepted_per_position),
-            accepted_per_position=tuple(self._accepted_per_position),
+            acceptance=acceptance_of(self._windows, self._drafted),
         )
 
     def _process(self, step: StepOutput) -> list[RequestOutput]:
         if self._observer:
             self._observer(step)
-        self._count_accepted(step)
         outputs = []
-        for row, (request, emitted, flags, ids, logprobs) in enumerate(
-            zip(step.plan.requests, step.emitted, step.flags, step.ids, step.logprobs, strict=True)
+        for row, (request, emitted, accepted, flags, ids, logprobs) in enumerate(
+            zip(step.plan.requests, step.emitted, step.accepted, step.flags, step.ids, step.logprobs, strict=True)
         ):
             if request.state is RequestState.FINISHED:
                 continue
@@ -190,6 +185,8 @@ class Engine:
                 continue
             if not emitted:
                 continue
+            if row >= len(step.plan.prefill):
+                self._count_window(request, int(accepted))
             kept, reason = request.accept([int(t) for t in ids[:emitted]])
             request.computed = len(request.tokens) - 1
             self._generation_tokens += kept
@@ -200,20 +197,18 @@ class Engine:
                     tuple(float(p) for p in logprobs[:kept]),
                     reason,
                     new_top_logprobs=step.alternatives(row, kept, request.params.logprobs or 0),
+                    num_accepted=min(int(accepted), kept),
                 )
             )
             if reason:
                 self._finish(request)
         return outputs
 
-    def _count_accepted(self, step: StepOutput) -> None:
-        first = len(step.plan.prefill)
-        drafted = np.array([r.num_drafts for r in step.plan.decode], int) * (step.emitted[first:] > 0)
-        self._num_drafts += int((drafted > 0).sum())
-        self._num_draft_tokens += int(drafted.sum())
-        for position in range(self.settings.num_speculative_tokens):
-            agreed = (drafted > 0) & (step.accepted[first:] > position)
-            self._accepted_per_position[position] += int(agreed.sum())
+    def _count_window(self, request: Request, accepted: int) -> None:
+        if request.num_drafts:
+            request.windows[accepted] += 1
+            self._windows[accepted] += 1
+            self._drafted += request.num_drafts
 
     def _finish(self, request: Request) -> None:
         self._scheduler.release(request)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from jaxspec.engine.acceptance import Acceptance, acceptance_of
 from jaxspec.sampling.params import SamplingParams
 
 # The likeliest (id, log-probability) pairs at one position, likeliest first.
@@ -48,6 +49,7 @@ class RequestOutput:
     error: str | None = None
     # One for each new id where the request asked for alternatives, else none.
     new_top_logprobs: tuple[Alternatives, ...] = ()
+    num_accepted: int = 0  # how many of the new ids are accepted drafts: they come first, then the target's own one
 
 
 @dataclass(eq=False)
@@ -61,6 +63,7 @@ class Request:
         slot: row of the device state, 0 while there is none; `pages` its KV pages in order.
         sent_pages: how many of `pages` the device's page table knows.
         needs_reset: the device does not yet know that the slot serves this request.
+        windows: entry i, of k + 1: verified windows with i accepted drafts; empty without speculation.
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
         num_drafts: how many drafts of a window may be accepted.
     """
@@ -80,6 +83,7 @@ class Request:
     pages: list[int] = field(default_factory=list, init=False)
     sent_pages: int = field(default=0, init=False)
     needs_reset: bool = field(default=True, init=False)
+    windows: list[int] = field(default_factory=list, init=False)
     seed: int = field(default=0, init=False)
     max_total: int = field(default=0, init=False)
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
@@ -95,6 +99,11 @@ class Request:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """None without speculation."""
+        return acceptance_of(self.windows, self.num_drafts * sum(self.windows))
 
     @property
     def resuming(self) -> bool:

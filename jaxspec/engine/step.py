@@ -90,7 +90,10 @@ def make_step(
         output = target(ids_T, state.kv, meta, capture=captured_ids)
         captured = dict(zip(captured_ids, output.captured, strict=True))
         rows_R = logit_rows(inputs, window)
-        result = choose(target.logits(output.hidden[rows_R]), state, inputs, n=window, full=full)
+        result = choose(
+            target.logits(output.hidden[rows_R]), state, inputs,
+            n=window, full=full, synthetic_length=settings.synthetic_acceptance_length,
+        )  # fmt: skip
         was_done = state.done
         state = advance(state._replace(kv=output.cache), inputs, result, full=full)
         if draft is not None:
@@ -188,11 +191,20 @@ def logit_rows(inputs: StepInputs, n: int) -> jax.Array:
     return jnp.concatenate([last_E, P + jnp.arange(D * n, dtype=jnp.int32)])
 
 
-def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, n: int, full: bool) -> RowResult:
+def choose(
+    logits_RV: jax.Array,
+    state: StepState,
+    inputs: StepInputs,
+    *,
+    n: int,
+    full: bool,
+    synthetic_length: float | None = None,
+) -> RowResult:
     """What each row gains: one sampled (or, for a request that resumes, forced) token, or a verified window.
 
     Args:
         logits_RV: float32 [E + D * n, V].
+        synthetic_length: see `verify`.
     """
     slots_E, slots_D = inputs.prefill[:, 0], inputs.decode_slots
     slots_R = jnp.concatenate([slots_E, slots_D])
@@ -229,6 +241,7 @@ def choose(logits_RV: jax.Array, state: StepState, inputs: StepInputs, *, n: int
             window,
             positions_R[E:],
             full=full,
+            synthetic_length=synthetic_length,
         )
         sampled_E = sample(adjusted_RV[:E], first, ends_E, full=full)
         ids_Rn = jnp.concatenate([jnp.pad(sampled_E[:, None], ((0, 0), (0, n - 1))), verified.ids])

@@ -48,6 +48,7 @@ def verify(
     positions: jax.Array,
     *,
     full: bool,
+    synthetic_length: float | None = None,
 ) -> Verified:
     """Verifies D windows of k drafts each.
 
@@ -61,6 +62,7 @@ def verify(
         rows: the requests' parameters, [D].
         positions: int32 [D] absolute position of the first token to choose.
         full: also apply min_p, top_k and top_p (static).
+        synthetic_length: see `accept_synthetically` (static); the token behind the drafts is the target's own.
     """
     D, n, V = logits.shape
     k = n - 1
@@ -84,6 +86,9 @@ def verify(
 
     # One more token: a bonus after the last draft, else the replacement of the first rejected one.
     is_bonus_D = accepted_D == num_drafts
+    if synthetic_length is not None:
+        accepted_D = accept_synthetically(num_drafts, rows, positions, synthetic_length)
+        is_bonus_D = jnp.ones(D, bool)
     p_DV = jnp.exp(_row(log_p_DnV, accepted_D))
     refused_D = jnp.minimum(accepted_D, max(k - 1, 0))
     if k:
@@ -102,6 +107,20 @@ def verify(
     last_D = jnp.argmax(chosen_DV, axis=1).astype(jnp.int32)
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     return Verified(jnp.where(jnp.arange(n) == accepted_D[:, None], last_D[:, None], padded), accepted_D)
+
+
+def accept_synthetically(
+    num_drafts: jax.Array, rows: SamplingRows, positions: jax.Array, mean_length: float
+) -> jax.Array:
+    """How many drafts each window accepts, int32 [D], whatever the target says: for benchmarks. Arguments as in `verify`.
+
+    Of m = mean_length - 1 drafts on average, the first floor(m) are accepted in every window and the next one in a part
+    m - floor(m) of the windows, drawn from the row's own randomness. Unconditional acceptance by position is therefore
+    1, ..., 1, m - floor(m), 0, ..., 0.
+    """
+    certain, part = divmod(mean_length - 1, 1)
+    one_more_D = uniform(rows.seeds, positions, Stream.ACCEPT) < part
+    return jnp.minimum(int(certain) + one_more_D.astype(jnp.int32), num_drafts)
 
 
 def _row(values_DnV: jax.Array, index_D: jax.Array) -> jax.Array:

@@ -203,6 +203,10 @@ def test_requests_that_cannot_be_served():
         ({"dtype": "int4"}, "dtype must be"),
         ({"num_speculative_tokens": 8}, "between 0 and 7"),
         ({"num_speculative_tokens": -1}, "between 0 and 7"),
+        ({"synthetic_acceptance_length": 2.0}, "synthetic_acceptance_length needs speculation"),
+        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": 4.5}, "between 1 and 4 .* got 4.5"),
+        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": 0.9}, "between 1 and 4"),
+        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": float("nan")}, "between 1 and 4"),
     ],
 )
 def test_options_that_cannot_work(options, message):

@@ -151,11 +151,11 @@ def test_greedy_texts_with_speculation(k, planted):
     requests = list(greedy_requests())
     got = run(engine, requests) if rate is None else run_planted(engine, requests, draft_of)
     assert_equal_runs(got[:2], texts[:2])
-    accepted = engine.stats().accepted_per_position
+    accepted = engine.stats().acceptance.accepted_per_position
     if planted in ("right", "mixed"):
         assert min(accepted) > 0
     if planted == "right":
-        assert engine.stats().num_drafts < sum(map(len, texts[0].values())) / (k + 1) + 2 * len(requests)
+        assert engine.stats().acceptance.num_steps < sum(map(len, texts[0].values())) / (k + 1) + 2 * len(requests)
     if planted == "wrong":
         assert max(accepted) == 0
 
@@ -270,10 +270,8 @@ def test_gated_rows_are_as_alone_and_are_counted():
     solo_ids, solo_logprobs, totals = {}, {}, np.zeros(3 + K, int)
 
     def counters(engine):
-        stats = engine.stats()
-        return [
-            stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens, *stats.accepted_per_position,
-        ]  # fmt: skip
+        total = engine.stats().acceptance
+        return [total.num_steps, total.num_drafted, total.num_accepted, *total.accepted_per_position]
 
     for request in requests():
         engine = make_engine(k=K)

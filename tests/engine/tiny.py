@@ -32,19 +32,24 @@ SETTINGS = Settings(
 
 
 @functools.cache
-def tiny_runner(k: int = 0, *, skip_dead: bool = True) -> Runner:
-    """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness."""
+def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None = None) -> Runner:
+    """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness.
+
+    `synthetic`: the option synthetic_acceptance_length, with which windows of every length occur.
+    """
     config = read_config(HF_CONFIG)
     model, draft = CausalLM(config, jnp.float32), NextN(config, jnp.float32)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
     runner = Runner(
         model,
         random_params(model, mesh, seed=3, randomize_norms=True),
-        dataclasses.replace(SETTINGS, num_speculative_tokens=k),
+        dataclasses.replace(SETTINGS, num_speculative_tokens=k, synthetic_acceptance_length=synthetic),
         mesh,
         draft=(draft, random_params(draft, mesh, seed=4, randomize_norms=True)) if k else None,
         skip_dead=skip_dead,
     )
+    if synthetic is not None:
+        runner.buckets = runner.buckets[-1:]  # it holds every plan, and one compilation is enough here
     runner.warm_up()
     return runner
 
@@ -56,9 +61,16 @@ def fill_cache(runner: Runner, value: float) -> None:
     runner.state = state._replace(kv=kv, draft_kv=draft_kv)
 
 
-def make_engine(usable_pages: int | None = None, *, k: int = 0, skip_dead: bool = True, **options) -> Engine:
+def make_engine(
+    usable_pages: int | None = None,
+    *,
+    k: int = 0,
+    skip_dead: bool = True,
+    synthetic: float | None = None,
+    **options,
+) -> Engine:
     """An engine over the shared runner. Fewer usable pages force retraction without another compilation."""
-    runner = tiny_runner(k, skip_dead=skip_dead)
+    runner = tiny_runner(k, skip_dead=skip_dead, synthetic=synthetic)
     fill_cache(runner, 0.0)
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), **options)
     if usable_pages is not None:

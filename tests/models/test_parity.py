@@ -1,13 +1,14 @@
 """Every architecture variant against PyTorch, layer by layer and token by token, through the real paged engine."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from convert.compare import Collector, compare
 from convert.reference import ReferenceRun, TorchModel, choose_prompts, read_record, write_record
-from jaxspec.errors import JaxspecError
+from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.llm import LLM
 from tests.tiny_models import VARIANTS, tiny_checkpoint
 
@@ -115,3 +116,10 @@ def test_reference_runs_need_no_arrays():
     """A tokens-only run, as `jaxspec demo` ships it, is complete without residual streams."""
     run = ReferenceRun((1, 2), (3,), np.zeros(1, np.float32), np.ones(1, np.float32))
     assert run.residuals is None
+
+
+def test_synthetic_acceptance_is_not_compared():
+    settings = SimpleNamespace(synthetic_acceptance_length=2.0)
+    llm = SimpleNamespace(engine=SimpleNamespace(settings=settings))
+    with pytest.raises(ConfigError, match="synthetic_acceptance_length makes the text worthless"):
+        compare(llm, Collector(), [])

@@ -270,6 +270,37 @@ def test_zero_probabilities_and_equal_rounding():
 # --- tests of the tests: samplers known to be wrong must fail them ---
 
 
+@pytest.mark.parametrize(
+    ("k", "mean", "by_position"), [(1, 1.3, [0.3]), (3, 1.0, [0, 0, 0]), (3, 2.6, [1, 0.6, 0]), (3, 4.0, [1, 1, 1])]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_synthetic_acceptance(k, mean, by_position, temperature):
+    """Mean and rates are as asked whatever the target says, and only the token behind the drafts is the target's."""
+    target, draft = chains(5.0)
+    rows = sampling_rows(N, temperature)
+    verified, drafts = cycle(
+        target, draft, jnp.full(N, 3), rows, 100, k=k, verifier=partial(verify, synthetic_length=mean)
+    )
+    ids, accepted, drafts = (np.asarray(a) for a in (verified.ids, verified.accepted, drafts))
+    for position, rate in enumerate(by_position):
+        assert abs((accepted > position).mean() - rate) <= 3 * (rate * (1 - rate) / N) ** 0.5
+    assert abs(1 + accepted.mean() - mean) <= 3 * (sum(r * (1 - r) for r in by_position) / N) ** 0.5
+    kept = np.arange(k) < accepted[:, None]
+    np.testing.assert_array_equal(ids[:, :k][kept], drafts[kept])
+    last = np.take_along_axis(ids, accepted[:, None], axis=1)[:, 0]
+    before = np.where(accepted > 0, np.take_along_axis(drafts, np.maximum(accepted - 1, 0)[:, None], axis=1)[:, 0], 3)
+    if temperature == 0:
+        np.testing.assert_array_equal(last, target[before].argmax(axis=1))
+    else:
+        token = np.bincount(before).argmax()
+        assert chi2(np.bincount(last[before == token], minlength=V), softmax(target[token])) < CHI2_999[7]
+
+
+def test_synthetic_acceptance_keeps_to_the_drafts_there_are():
+    accepted = rejection.accept_synthetically(jnp.arange(4), sampling_rows(4), jnp.full(4, 9), 4.0)
+    np.testing.assert_array_equal(accepted, [0, 1, 2, 3])
+
+
 def greedy_drafter(logits, _rows, _positions):
     return jnp.argmax(logits, axis=1).astype(jnp.int32), jax.nn.log_softmax(logits, axis=1)
 

@@ -38,9 +38,9 @@ StartServer = Callable[..., RunningServer]
 
 
 def _start(load: Callable[[Any], ServedModel], stops: list[Callable[[], None]], **options: Any) -> RunningServer:
-    engine_options = {"stall_seconds": options.pop("stall_seconds")} if "stall_seconds" in options else {}
+    service_options = {name: options.pop(name) for name in ("stall_seconds", "log_seconds") if name in options}
     wait_ready = options.pop("wait_ready", True)
-    service = Service(ServerSettings(**{"model": "mock", **options}), load, **engine_options)
+    service = Service(ServerSettings(**{"model": "mock", **options}), load, **service_options)
     sock = bind("127.0.0.1", 0)
     server = uvicorn.Server(http_config(service))
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
@@ -63,7 +63,7 @@ def _start(load: Callable[[Any], ServedModel], stops: list[Callable[[], None]], 
 def start_server() -> Iterator[StartServer]:
     """`start_server(model, **ServerSettings fields)`; `model` is a `ServedModel` or a function that loads one.
 
-    Also takes `stall_seconds` of the engine thread, and `wait_ready=False`.
+    Also takes `stall_seconds` of the engine thread, `log_seconds` of the service, and `wait_ready=False`.
     """
     stops: list[Callable[[], None]] = []
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from jaxspec.engine.acceptance import acceptance_of
 from jaxspec.engine.request import FinishReason, Request, RequestOutput
 from jaxspec.errors import InvalidRequestError
 from jaxspec.text import Tokenizer
@@ -45,6 +46,7 @@ class MockEngine:
     Args:
         step_seconds: how long a step takes.
         max_running: rows of a step; the other requests wait.
+        k: drafts a window, of which a step accepts 0 to 2 in turn; 0: no speculation.
 
     Attributes:
         fail: a step raises this.
@@ -54,7 +56,7 @@ class MockEngine:
 
     vocab_size = 256 + len(SPECIAL)
 
-    def __init__(self, *, max_model_len: int = 512, max_running: int = 16, step_seconds: float = 0.0):
+    def __init__(self, *, max_model_len: int = 512, max_running: int = 16, step_seconds: float = 0.0, k: int = 0):
         self.max_model_len = max_model_len
         self.aborted: list[str] = []
         self.fail: Exception | None = None
@@ -69,6 +71,7 @@ class MockEngine:
         self._early: list[RequestOutput] = []
         self._seeds = itertools.count(1)
         self._prompt_tokens = self._generation_tokens = 0
+        self.windows = [0] * (k + 1) if k else []
 
     @property
     def has_work(self) -> bool:
@@ -95,6 +98,8 @@ class MockEngine:
         request.max_total = request.prompt_len + min(params.max_tokens or room, room)
         request.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
         request.seed = 0 if params.greedy else (params.seed if params.seed is not None else next(self._seeds))
+        request.windows = [0] * len(self.windows)
+        request.num_drafts = max(len(self.windows) - 1, 0)
         self._prompt_tokens += request.prompt_len
         self._requests[request.id] = request
         self._sources[request.id] = self._text(request)
@@ -117,7 +122,11 @@ class MockEngine:
                 outputs.append(RequestOutput(request.id, (), (), FinishReason.ERROR, "the model produced NaN"))
                 del self._requests[request.id]
                 continue
-            ids = list(itertools.islice(self._sources[request.id], 1 + len(request.tokens) % 3))
+            accepted = len(request.tokens) % 3 if request.num_output or not self.windows else 0
+            if request.num_output and self.windows:
+                request.windows[accepted] += 1
+                self.windows[accepted] += 1
+            ids = list(itertools.islice(self._sources[request.id], 1 + accepted))
             kept, reason = request.accept(ids)
             self._generation_tokens += kept
             logprobs = tuple(-token / 256 for token in ids[:kept])
@@ -140,7 +149,7 @@ class MockEngine:
             num_waiting=len(self._requests) - running,
             kv_cache_usage=running / self._max_running,
             num_preemptions=0,
-            accepted_per_position=(),
+            acceptance=acceptance_of(self.windows, max(len(self.windows) - 1, 0) * sum(self.windows)),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
         )

@@ -122,7 +122,52 @@ def test_engine_flags_are_the_fields_of_the_config():
     assert given == {"max_model_len": 100, "max_num_seqs": 3, "gpu_memory_utilization": 0.5, "dtype": "float32"}
     parser = Parser(prog="x")
     add_engine_flags(parser)
-    assert {flag[2:].replace("-", "_") for flag in parser.flags()} - {"help"} == set(EngineConfig.__dataclass_fields__)
+    flags = {flag[2:].replace("-", "_") for flag in parser.flags()}
+    assert flags - {"help", "speculative_config"} == set(EngineConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        (
+            ["--speculative-model", "d", "--num_speculative_tokens", "2"],
+            {"speculative_model": "d", "num_speculative_tokens": 2},
+        ),
+        (["--speculative-capture-layers", "1,2,3"], {"speculative_capture_layers": (1, 2, 3)}),
+        (["--synthetic-acceptance-length", "2.5"], {"synthetic_acceptance_length": 2.5}),
+        (["--speculative-config", '{"method": "mtp"}'], {"num_speculative_tokens": 3}),
+        (
+            ["--speculative_config", '{"method": "eagle3", "model": "d"}', "--num-speculative-tokens", "5"],
+            {"speculative_model": "d", "num_speculative_tokens": 5},
+        ),
+    ],
+)
+def test_speculation_flags(flags, config):
+    assert engine_config(parse(*cli._parsers([]), ["serve", *flags]))[0] == EngineConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--speculative-config", "{"], "--speculative-config is not valid JSON"),
+        (["--speculative-config", "[1]"], "--speculative-config: speculative_config must be an object"),
+        (
+            ["--speculative-config", '{"modle": "x"}'],
+            "unknown key 'modle' in speculative_config (did you mean 'model'?)",
+        ),
+        (
+            ["--speculative-config", '{"num_speculative_tokens": 2}', "--num-speculative-tokens", "2"],
+            "num_speculative_tokens is given twice",
+        ),
+        (["--speculative-capture-layers", "1,x"], "must be whole numbers with commas between them, got '1,x'"),
+    ],
+)
+def test_speculation_flags_that_make_no_sense(capsys, flags, message):
+    code, out, err = run(capsys, "serve", *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
 
 
 def test_convert_passes_its_arguments(capsys, monkeypatch, tmp_path):
@@ -132,6 +177,8 @@ def test_convert_passes_its_arguments(capsys, monkeypatch, tmp_path):
 
     def fake(source, out, **options):
         seen.update(source=source, out=out, **options)
+        out.mkdir()
+        (out / "config.json").write_text('{"architectures": ["DeepseekV3ForCausalLM"]}')
         return out
 
     monkeypatch.setattr(convert.convert, "convert_checkpoint", fake)

@@ -218,3 +218,8 @@ def test_what_start_up_prints(start):
 def test_an_open_server_warns(start):
     process = start("mock", "--port", "0", "--host", "0.0.0.0")
     process.wait_for("listening on 0.0.0.0 without --api-key: anybody may use it")
+
+
+def test_synthetic_acceptance_warns(start):
+    process = start("mock", "--port", "0", "--num-speculative-tokens", "3", "--synthetic-acceptance-length", "2.5")
+    process.wait_for("--synthetic-acceptance-length 2.5: drafts are accepted at random, so every text is worthless")
