@@ -144,7 +144,7 @@ class Metrics(Collector):
             ("num_drafts", "Windows verified", acceptance.num_steps),
             (
                 "num_draft_tokens",
-                "Tokens drafted that counted: k for each window, unless a request asked for fewer",
+                "Tokens drafted: k a window, or as few as its request asked for",
                 acceptance.num_drafted,
             ),
             ("num_accepted_tokens", "Drafted tokens that the target agreed with", acceptance.num_accepted),
