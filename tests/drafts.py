@@ -89,16 +89,19 @@ class PatternDraft(nnx.Module):
         unknown_RS = jnp.arange(S) > positions_R[:, None]
         belongs_RN = ((history_RS[:, None] == following_NS) | unknown_RS[:, None]).all(axis=2)
         place_R = positions_R + 2
-        right_R = texts_NL[jnp.argmax(belongs_RN, axis=1), jnp.minimum(place_R, texts_NL.shape[1] - 1)]
+        text_R = jnp.argmax(belongs_RN, axis=1)
+        right_R = texts_NL[text_R, jnp.minimum(place_R, texts_NL.shape[1] - 1)]
         known_R = belongs_RN.any(axis=1) & (place_R < texts_NL.shape[1]) & (right_R != NO_TEXT)
         right_R = jnp.where(known_R, right_R, 0)
-        ids_R = jnp.where(is_right(self.seed[...], place_R, self.odds[...]), right_R, (right_R + 1) % self.vocab_size)
+        agree_R = is_right(self.seed[...], text_R, place_R, self.odds[...])
+        ids_R = jnp.where(agree_R, right_R, (right_R + 1) % self.vocab_size)
         return jnp.where(jnp.arange(self.vocab_size) == ids_R[:, None], _CONFIDENCE, 0.0)
 
 
-def is_right(seed: Any, positions: Any, odds: Any) -> jax.Array:
-    """Does the pattern of a seed propose the right token at these positions?"""
+def is_right(seed: Any, texts: Any, positions: Any, odds: Any) -> jax.Array:
+    """Does the pattern of a seed propose the right token of these texts at these positions?"""
     x = jnp.asarray(positions, jnp.uint32) * jnp.uint32(0x9E3779B1) ^ jnp.asarray(seed, jnp.uint32)
+    x ^= jnp.asarray(texts, jnp.uint32) * jnp.uint32(0xC2B2AE35)
     for shift in (16, 15, 16):  # enough mixing that neighbours are unrelated
         x = (x ^ (x >> shift)) * jnp.uint32(0x85EBCA6B)
     return (x >> 24) < jnp.asarray(odds, jnp.uint32)

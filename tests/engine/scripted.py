@@ -164,10 +164,11 @@ def plain_run(variant: str = "tiny") -> tuple[dict, dict, list[list[int]]]:
     return cut[0], cut[1], texts
 
 
-def with_pattern(runner: Runner, texts: Sequence[Sequence[int]], **options: Any) -> Any:
-    """`exchanged` for a runner of `pattern_runner`; without options its draft is always right."""
+def with_pattern(runner: Runner, texts: Sequence[Sequence[int]], seed: int | None = None) -> Any:
+    """`exchanged` for a runner of `pattern_runner`; without a seed its draft is always right."""
     draft = PatternDraft(tiny_vocab(runner), NUM_TEXTS, SETTINGS.max_model_len)
-    return exchanged(runner, draft=(pattern_params if options else recorded_params)(draft, texts, **options))
+    params = recorded_params(draft, texts) if seed is None else pattern_params(draft, texts, seed=seed)
+    return exchanged(runner, draft=params)
 
 
 class Windows:
