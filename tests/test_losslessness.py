@@ -84,7 +84,7 @@ def test_acceptance_is_exactly_the_overlap(temperature, demo_llm):
             f"{temperature}-{i}", r.prompt_ids,
             SamplingParams(max_tokens=length - len(r.prompt_ids), temperature=temperature, seed=i, ignore_eos=True),
         )
-        for i, r in enumerate(read_record(RECORD)) for n in range(1)
+        for i, r in enumerate(read_record(RECORD))
     ]  # fmt: skip
     windows = logged_windows(demo_llm.engine, batch)
     forward = log_p_of_texts(demo_llm.engine.runner, length)
