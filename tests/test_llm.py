@@ -147,20 +147,6 @@ def test_an_interrupted_batch_leaves_nothing_behind(demo_llm, monkeypatch):
     assert engine.stats().kv_cache_usage == 0
 
 
-@pytest.mark.slow
-def test_speculation_on_the_demo_model(tmp_path, monkeypatch):
-    """MTP, k = 3: PyTorch's greedy text, and the acceptance floor that shows a broken draft."""
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
-    llm = LLM("demo", dtype="float32", max_model_len=512, num_speculative_tokens=3)
-    reference = read_record(RECORD)
-    params = [SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, logprobs=0)] * 16
-    for completion, run in zip(llm.generate([r.prompt_ids for r in reference], params), reference, strict=True):
-        assert completion.ids == run.new_ids
-        np.testing.assert_allclose(completion.logprobs, run.logprobs, atol=2e-4)
-    assert llm.engine.stats().acceptance.mean_length > 3.0
-    assert compiles.after_warmup == 0
-
-
 @pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [

@@ -79,17 +79,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
 VARIANTS = tuple(CONFIGS)
 
 
-def tiny_checkpoint(variant: str, folder: Path, seed: int = 0, *, spelling: Spelling = "hub") -> Path:
+def tiny_checkpoint(variant: str, folder: Path, seed: int = 0, *, spelling: Spelling = "hub", **changes: Any) -> Path:
     """Writes the checkpoint of a variant into `folder` and returns it. float32, but for the FP8 pair.
 
     Args:
+        changes: of the variant's configuration.
         spelling: of config.json. "hub": `rope_theta`, `rope_scaling`, `topk_method` ... as published models have it.
             "transformers": what transformers 5 saves (`rope_parameters`, `dtype`; V3 without scoring_func).
     """
     import torch
     import transformers
 
-    hub = copy.deepcopy(CONFIGS[variant])
+    hub = copy.deepcopy(CONFIGS[variant]) | changes
     folder.mkdir(parents=True, exist_ok=True)
     cls = getattr(transformers, hub["architectures"][0])
     unknown = {"scoring_func", "moe_layer_freq", "quantization_config", "torch_dtype"}

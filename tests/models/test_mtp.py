@@ -1,4 +1,4 @@
-"""The NextN layer against transformers' MTP class, prefilled and token by token, from a converted checkpoint."""
+"""The NextN layer against transformers' MTP class, from a converted checkpoint."""
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +7,21 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from convert.checkpoint import load_nextn
+from convert.checkpoint import load_nextn, load_params
 from convert.convert import convert_checkpoint
 from convert.safetensors_reader import SafetensorsReader
 from jaxspec.models.metadata import StepMetadata, window_bounds
 from tests.tiny_models import tiny_checkpoint
 
-PAGE, T = 8, 21
+PAGE, T, STEPS = 8, 21, 3
 
 
-def torch_nextn(folder, ids):
-    """Embeddings of the next tokens, target hidden states and the draft's hidden states, float32 [T, H]."""
+def torch_nextn(folder, ids, steps):
+    """What PyTorch's layer reads and says while it drafts `steps` more tokens behind those of `ids`.
+
+    Every step runs over all rows anew: nothing is cached. Returns embeddings of the next tokens, incoming and outgoing
+    hidden states [T + steps, H], logits [steps + 1, V] of the rows that draft, and what they draft.
+    """
     import torch
     import transformers
     from transformers.masking_utils import create_causal_mask
@@ -52,16 +56,34 @@ def torch_nextn(folder, ids):
     with torch.no_grad():
         hidden = target.model(torch.tensor([ids])).last_hidden_state[:, :-1]
         embedded = target.model.embed_tokens(torch.tensor([ids[1:]]))
-        positions = torch.arange(hidden.shape[1])[None]
-        x = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
-        mask = create_causal_mask(
-            config=target.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions
-        )
-        out = layer.mtp_block(
-            x, attention_mask=mask, position_ids=positions, position_embeddings=target.model.rotary_emb(x, positions)
-        )
-        draft = layer.post_norm(out[0] if isinstance(out, tuple) else out)
-    return embedded[0].numpy(), hidden[0].numpy(), draft[0].numpy()
+        logits, drafted = [], []
+        for _ in range(steps + 1):
+            positions = torch.arange(hidden.shape[1])[None]
+            x = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
+            mask = create_causal_mask(
+                config=target.config, inputs_embeds=x, attention_mask=None, past_key_values=None, position_ids=positions
+            )
+            out = layer.mtp_block(
+                x,
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=target.model.rotary_emb(x, positions),
+            )
+            draft = layer.post_norm(out[0] if isinstance(out, tuple) else out)
+            logits.append(target.lm_head(draft[0, -1]))
+            drafted.append(int(logits[-1].argmax()))
+            # The next step reads the drafted token and this one's hidden state, behind the layer's final norm.
+            rows = embedded, hidden
+            embedded = torch.cat([embedded, target.model.embed_tokens(torch.tensor([drafted[-1:]]))], dim=1)
+            hidden = torch.cat([hidden, draft[:, -1:]], dim=1)
+    return *(a[0].numpy() for a in (*rows, draft)), torch.stack(logits).numpy(), drafted
+
+
+def bound(model, params):
+    """The module with its parameters in place."""
+    graphdef, state = nnx.split(model)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
 
 
 def metadata(start: int, count: int, *, prefill: bool) -> StepMetadata:
@@ -84,24 +106,33 @@ def metadata(start: int, count: int, *, prefill: bool) -> StepMetadata:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_hidden_states_equal_pytorch(tmp_path):
+def test_hidden_states_and_drafts_equal_pytorch(tmp_path):
+    """Prefilled and token by token, then three draft steps on the layer's own output."""
     folder = tiny_checkpoint("v3-mtp", tmp_path / "hf")
     ids = np.random.default_rng(0).integers(0, 256, T + 1).tolist()
-    embedded, hidden, want = torch_nextn(folder, ids)
+    embedded, hidden, want, want_logits, drafted = torch_nextn(folder, ids, STEPS)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
-    model, params = load_nextn(convert_checkpoint(folder, tmp_path / "out"), mesh, "float32")
-    graphdef, state = nnx.split(model)
-    nnx.replace_by_pure_dict(state, params)
+    converted = convert_checkpoint(folder, tmp_path / "out")
+    target, target_params = load_params(converted, mesh, "float32")
+    model, params = load_nextn(converted, mesh, "float32")
+    target, model = bound(target, target_params), bound(model, params)
+    run = jax.jit(model.__call__)
 
-    @jax.jit
-    def run(*args):
-        return nnx.merge(graphdef, state)(*args)
+    prefilled, cache = run(
+        embedded[:T], hidden[:T], jnp.zeros(model.cache_shapes(4, PAGE)), metadata(0, T, prefill=True)
+    )
+    np.testing.assert_allclose(prefilled, want[:T], atol=2e-4)
+    row = prefilled[-1:]
+    for i in range(STEPS + 1):
+        logits = model.logits(target, row)[0]
+        np.testing.assert_allclose(logits, want_logits[i], atol=2e-4)
+        assert int(logits.argmax()) == drafted[i]
+        if i < STEPS:
+            embedding = model.embed_ids(target, jnp.asarray(drafted[i : i + 1]))
+            row, cache = run(embedding, row, cache, metadata(T + i, 1, prefill=False))
+            np.testing.assert_allclose(row[0], want[T + i], atol=2e-4)
 
-    shape = model.layer.attention.cache_shapes(4, PAGE)
-    prefilled, _ = run(embedded, hidden, jnp.zeros(shape), metadata(0, T, prefill=True))
-    np.testing.assert_allclose(prefilled, want, atol=2e-4)
-
-    cache = jnp.zeros(shape)
-    for t in range(T):
+    cache = jnp.zeros(model.cache_shapes(4, PAGE))
+    for t in range(T + STEPS):
         row, cache = run(embedded[t : t + 1], hidden[t : t + 1], cache, metadata(t, 1, prefill=False))
         np.testing.assert_allclose(row[0], want[t], atol=2e-4)

@@ -1,0 +1,222 @@
+"""Tiny targets with drafts that a test decides, and single steps on states that a test has made.
+
+Compiling dominates: runners are made once for a process, with the one bucket that holds every plan unless `decode`
+asks for the smaller ones, and their parameters are exchanged instead of compiling again.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxspec.engine.batch import StepPlan
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner, StepOutput
+from jaxspec.engine.state import StepState
+from jaxspec.models.config import ModelConfig, read_config
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.draft import Draft
+from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
+from jaxspec.models.params import TENSOR_AXIS, declarations, nest, with_shardings
+from jaxspec.sampling.params import SamplingParams
+from tests.drafts import PatternDraft, pattern_params, recorded_params
+from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, fill_cache, run
+from tests.tiny_models import CONFIGS
+
+NUM_TEXTS = SETTINGS.max_num_seqs
+# Prompts of one token and of several pages, in one chunk and in several.
+LENGTHS = (3, 70, 64, 100, 10, 33, 129, 2)
+NEW_TOKENS = 40
+
+
+def one_device() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,))
+
+
+def numpy_params(module: nnx.Module, seed: int) -> dict:
+    """Random parameters as `random_params(randomize_norms=True)` draws them, without a compilation for each shape."""
+    rng = np.random.default_rng(seed)
+    flat = {}
+    for path, target in with_shardings(module, one_device()).items():
+        init = declarations(module)[path].get_metadata()["init"]
+        if init == "normal":
+            value = rng.standard_normal(target.shape) * (1.0 if path[0] == "embed" else target.shape[-1] ** -0.5)
+        else:
+            value = rng.uniform(0.5, 1.5, target.shape) if init == "ones" else 0.1 * rng.standard_normal(target.shape)
+        flat[path] = jax.device_put(np.asarray(value, target.dtype), target.sharding)
+    return nest(flat)
+
+
+def warmed(runner: Runner, *, decode: bool = False) -> Runner:
+    """The runner, compiled: for its largest bucket only, or for its decode buckets too."""
+    if not decode:
+        runner.buckets = runner.buckets[-1:]
+    runner.warm_up()
+    return runner
+
+
+@functools.cache
+def tiny_config(variant: str) -> ModelConfig:
+    """The engine tests' own model, or a variant of tests/tiny_models.py with a layer less."""
+    return read_config(HF_CONFIG if variant == "tiny" else CONFIGS[variant] | {"num_hidden_layers": 2})
+
+
+@functools.cache
+def target_params(variant: str) -> dict:
+    return numpy_params(CausalLM(tiny_config(variant), jnp.float32), 3)
+
+
+def _runner(variant: str, k: int, draft: tuple[Draft, dict] | None, **options: Any) -> Runner:
+    model = CausalLM(tiny_config(variant), jnp.float32)
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k)
+    return Runner(model, target_params(variant), settings, one_device(), draft=draft, **options)
+
+
+@functools.cache
+def plain_runner(variant: str = "tiny") -> Runner:
+    return warmed(_runner(variant, 0, None))
+
+
+@functools.cache
+def pattern_runner(k: int, variant: str = "tiny", *, decode: bool = False) -> Runner:
+    draft = PatternDraft(tiny_config(variant).vocab_size, NUM_TEXTS, SETTINGS.max_model_len)
+    params = {name: jnp.asarray(value) for name, value in pattern_params(draft, []).items()}
+    return warmed(_runner(variant, k, (draft, params)), decode=decode)
+
+
+_HEAD = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+}  # fmt: skip
+HEADS = {
+    "llama": _HEAD
+    | {"architectures": ["LlamaForCausalLMEagle3"], "num_key_value_heads": 1, "head_dim": 32, "rope_theta": 100.0},
+    "mla": _HEAD
+    | {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}
+    | {k: HF_CONFIG[k] for k in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+}
+
+
+@functools.cache
+def eagle3_runner(head: str, k: int, *, skip_dead: bool = True) -> Runner:
+    """A random EAGLE3 head with the target's embedding and head, reading all residual streams of the tiny target."""
+    draft = Eagle3(read_eagle3_config(HEADS[head]), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False)
+    return warmed(_runner("tiny", k, (draft, numpy_params(draft, 4)), skip_dead=skip_dead))
+
+
+@contextlib.contextmanager
+def exchanged(runner: Runner, *, target: dict | None = None, draft: dict | None = None) -> Iterator[None]:
+    """Other parameter values of the same shapes for a while: nested dicts, of which any part may be missing."""
+    before: list[tuple[Any, jax.Array]] = []
+
+    def put(variables: Any, values: dict) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                put(variables[key], value)
+            else:
+                old = variables[key].get_value()
+                before.append((variables[key], old))
+                variables[key].set_value(jax.device_put(np.asarray(value, old.dtype), old.sharding))
+
+    try:
+        for variables, values in zip(runner._params, (target, draft), strict=True):
+            put(variables, values or {})
+        yield
+    finally:
+        for variable, old in reversed(before):
+            variable.set_value(old)
+
+
+def engine_over(runner: Runner, *, poison: float = 0.0, eos: Sequence[int] = (EOS,), **options: Any) -> Engine:
+    """An engine over a pool full of `poison`, the padding page included."""
+    fill_cache(runner, poison)
+    return Engine(runner, vocab_size=tiny_vocab(runner), eos_token_ids=eos, **options)
+
+
+def tiny_vocab(runner: Runner) -> int:
+    return runner._params[0]["embed"]["weight"].get_value().shape[0]
+
+
+def greedy_requests(
+    vocab_size: int, *, max_tokens: int = NEW_TOKENS, lengths: Sequence[int] = LENGTHS
+) -> list[Request]:
+    rng = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return [Request(f"g{i}", rng.integers(6, vocab_size, n).tolist(), params) for i, n in enumerate(lengths)]
+
+
+@functools.cache
+def plain_run(variant: str = "tiny") -> tuple[dict, dict, list[list[int]]]:
+    """Greedy ids and log-probabilities by request id, and whole texts that go on a few windows longer."""
+    runner = plain_runner(variant)
+    requests = greedy_requests(tiny_config(variant).vocab_size, max_tokens=NEW_TOKENS + 16)
+    ids, logprobs, _ = run(engine_over(runner), requests)
+    texts = [[*r.prompt_ids, *ids[r.id]] for r in requests]
+    cut = [{key: values[:NEW_TOKENS] for key, values in found.items()} for found in (ids, logprobs)]
+    return cut[0], cut[1], texts
+
+
+def with_pattern(runner: Runner, texts: Sequence[Sequence[int]], seed: int | None = None) -> Any:
+    """`exchanged` for a runner of `pattern_runner`; without a seed its draft is always right."""
+    draft = PatternDraft(tiny_vocab(runner), NUM_TEXTS, SETTINGS.max_model_len)
+    params = recorded_params(draft, texts) if seed is None else pattern_params(draft, texts, seed=seed)
+    return exchanged(runner, draft=params)
+
+
+class Windows:
+    """An engine's observer that keeps, of every verified window, how many drafts were accepted."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self.mixed = 0  # steps with prompt chunks beside windows
+
+    def __call__(self, step: StepOutput) -> None:
+        first = len(step.plan.prefill)
+        live = step.emitted[first:] > 0
+        self.accepted += step.accepted[first:][live].tolist()
+        self.mixed += bool(first and live.any())
+
+
+# --- single steps ---
+
+
+def plan_where(engine: Engine, wanted: Callable[[StepPlan], bool]) -> StepPlan:
+    """Runs an engine until its next plan is as wanted; that plan has not been dispatched."""
+    while True:
+        plan = engine._scheduler.plan()
+        assert plan is not None, "the requests ended before there was such a plan"
+        if wanted(plan):
+            return plan
+        engine.runner.dispatch(plan)
+        engine._scheduler.dispatched(plan)
+        engine._process(engine.runner.read())
+
+
+MODES: dict[str, Callable[[StepPlan], bool]] = {
+    "extend": lambda plan: bool(plan.prefill) and not plan.decode,
+    "mixed": lambda plan: bool(plan.prefill) and len(plan.decode) > 1,
+    "decode": lambda plan: not plan.prefill and len(plan.decode) == SETTINGS.max_num_seqs,
+}
+
+
+def snapshot(runner: Runner) -> StepState:
+    return jax.tree.map(np.array, runner.state)
+
+
+def restore(runner: Runner, state: StepState) -> None:
+    runner.state = jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), state, runner._shapes)
+
+
+def one_step(runner: Runner, state: StepState, plan: StepPlan) -> tuple[StepOutput, StepState]:
+    """What a plan does to a state."""
+    restore(runner, state)
+    runner.dispatch(plan)
+    return runner.read(), snapshot(runner)

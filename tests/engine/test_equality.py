@@ -1,0 +1,181 @@
+"""Speculation says what plain decoding says, for every kind of target, at every k and in every layout of a batch."""
+
+import numpy as np
+import pytest
+
+from tests.engine import scripted
+from tests.engine.scripted import (
+    NEW_TOKENS,
+    Windows,
+    eagle3_runner,
+    engine_over,
+    exchanged,
+    greedy_requests,
+    pattern_runner,
+    plain_run,
+    tiny_config,
+    with_pattern,
+)
+from tests.engine.test_engine import assert_equal_runs
+from tests.engine.tiny import run, tiny_runner
+
+VARIANTS = (
+    "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "llama", "llama3-rope", "qwen3", "qwen3-tied",
+)  # fmt: skip
+KS = (1, 2, 3, 4, 7)
+# Every k, every attention, every router, both kinds of rope that rescale, tied and untied: each with all layouts.
+COVERING = (("v3-yarn", 3), ("v2-grouped", 7), ("moonlight", 1), ("qwen3-tied", 4), ("llama3-rope", 2))
+
+
+def layouts(variant):
+    """(requests that run together, what fills the pool): alone, all eight, five of eight rows over NaN."""
+    every = lambda: greedy_requests(tiny_config(variant).vocab_size)  # noqa: E731
+    return {
+        "alone": [([request], 0.0) for request in every()[1:4:2]],
+        "batch": [(every(), 0.0)],
+        "padded": [(every()[3:], np.nan)],
+    }
+
+
+def check_layouts(variant, k, *, decode=False):
+    ids, logprobs, texts = plain_run(variant)
+    runner = pattern_runner(k, variant, decode=decode)
+    windows = Windows()
+    for seed in (1, 2):
+        with with_pattern(runner, texts, seed=seed):
+            for groups in layouts(variant).values():
+                for requests, poison in groups:
+                    names = [r.id for r in requests]
+                    want = ({n: ids[n] for n in names}, {n: logprobs[n] for n in names})
+                    assert_equal_runs(run(engine_over(runner, poison=poison, observer=windows), requests), want)
+    assert windows.mixed > 0
+    assert set(windows.accepted) == set(range(k + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "k"), COVERING)
+def test_speculation_is_plain_decoding(variant, k):
+    check_layouts(variant, k)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_speculation_is_plain_decoding_everywhere(variant, k):
+    """With the decode buckets too. Executables of sixty targets do not fit in memory at once: each is dropped."""
+    try:
+        check_layouts(variant, k, decode=True)
+    finally:
+        scripted.pattern_runner.cache_clear()
+        if k == KS[-1]:
+            scripted.plain_runner.cache_clear()
+            scripted.plain_run.cache_clear()
+
+
+def assert_all_accepted(runner, requests, texts, **options):
+    windows = Windows()
+    ids, _, _ = run(engine_over(runner, observer=windows, **options), requests)
+    assert ids == texts
+    assert len(windows.accepted) >= len(requests) * ((NEW_TOKENS - 1) // runner.window)
+    assert set(windows.accepted) == {runner.window - 1}
+
+
+@pytest.mark.parametrize(
+    "k",
+    [
+        pytest.param(1, marks=pytest.mark.full),
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(7, marks=pytest.mark.full),
+    ],
+)
+def test_a_perfect_draft_is_accepted_at_every_position(k):
+    """Draft i really goes on from draft i - 1, in every row, and the draft's cache holds the row's own text."""
+    ids, _, texts = plain_run()
+    runner = pattern_runner(k)
+    with with_pattern(runner, texts):
+        assert_all_accepted(runner, greedy_requests(tiny_config("tiny").vocab_size), ids, poison=np.nan)
+
+
+# --- heads made to be exact: a target whose next token is a function of the last one, known to its draft's weights ---
+
+
+def markov_target(runner):
+    """Blocks that add nothing, and a head that answers each token with its successor on one cycle of all ids.
+
+    Embeddings have length sqrt(H), so by Cauchy-Schwarz the row that equals an embedding has the largest logit.
+    """
+    H = 32
+    rng = np.random.default_rng(1)
+    vocab = scripted.tiny_vocab(runner)
+    embed = rng.standard_normal((vocab, H)).astype(np.float32)
+    embed *= np.sqrt(H) / np.linalg.norm(embed, axis=1, keepdims=True)
+    cycle = rng.permutation(vocab)
+    successor = np.empty(vocab, np.int64)
+    successor[cycle] = np.roll(cycle, -1)
+    head = np.empty_like(embed)
+    head[successor] = embed
+    silent = {i: silent_block(runner._params[0]["layers"][i]) for i in range(2)}
+    ones = {"weight": np.ones(H)}
+    params = {"embed": {"weight": embed}, "head": {"weight": head}, "norm": ones, "layers": silent}
+    return params, successor
+
+
+def silent_block(block):
+    """Zeros for the two matrices by which a block adds to the residual stream (three with shared experts)."""
+    zero = lambda variable: np.zeros(variable.get_value().shape)  # noqa: E731
+    mlp = {"down": zero(block["mlp"]["down"])}
+    if "shared" in block["mlp"]:
+        mlp["shared"] = {"down": zero(block["mlp"]["shared"]["down"])}
+    return {"attention": {"o": zero(block["attention"]["o"])}, "mlp": mlp}
+
+
+def markov_texts(requests, successor):
+    texts = {}
+    for request in requests:
+        text = list(request.prompt_ids)
+        for _ in range(NEW_TOKENS):
+            text.append(int(successor[text[-1]]))
+        texts[request.id] = text[request.prompt_len :]
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [3, pytest.param(7, marks=pytest.mark.full)])
+def test_an_exact_nextn_layer_is_accepted_at_every_position(k):
+    """The layer passes the next token's embedding through, so its logits are the target's: the real code, all right."""
+    runner = tiny_runner(k)
+    target, successor = markov_target(runner)
+    H = 32
+    ones = {"weight": np.ones(H)}
+    draft = {
+        "enorm": ones, "hnorm": ones, "norm": ones, "eh_proj": np.eye(H, 2 * H),
+        "layer": silent_block(runner._params[1]["layer"]),
+    }  # fmt: skip
+    requests = greedy_requests(scripted.tiny_vocab(runner))
+    with exchanged(runner, target=target, draft=draft):
+        assert_all_accepted(runner, requests, markov_texts(requests, successor))
+
+
+@pytest.mark.slow
+def test_an_exact_eagle3_head_is_accepted_at_every_position():
+    """Attention finds the token itself (only there are query and key equal) and puts its embedding in the place of x.
+
+    With value = embedding - normed x, z = x + value is the embedding of the newest token, at the first step, where x
+    is fc's, and at later ones, where x is the former token's embedding.
+    """
+    runner = eagle3_runner("llama", 3)
+    target, successor = markov_target(runner)
+    H = 32
+    ones = {"weight": np.ones(H)}
+    eye, nothing = np.eye(H), np.zeros((H, H))
+    sharp = np.concatenate([30 * eye, nothing], axis=1)
+    qkv = np.stack([sharp, np.zeros_like(sharp), sharp, np.concatenate([eye, -eye], axis=1)])[None]
+    o = np.stack([eye, nothing], axis=1)[:, None]  # the second head is left out
+    draft = {
+        "fc": np.concatenate([eye, nothing, nothing], axis=1), "input_norm": ones, "hidden_norm": ones, "norm": ones,
+        "post_norm": ones, "attention": {"qkv": qkv, "o": o},
+        "mlp": {"down": np.zeros(runner._params[1]["mlp"]["down"].get_value().shape)},
+    }  # fmt: skip
+    requests = greedy_requests(scripted.tiny_vocab(runner))
+    with exchanged(runner, target=target, draft=draft):
+        assert_all_accepted(runner, requests, markov_texts(requests, successor))

@@ -1,0 +1,179 @@
+"""Random requests through the whole engine: acceptance is exactly the overlap of target and draft, and what is said
+follows the same distribution with speculation and without."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from convert.reference import read_record
+from jaxspec.engine.request import Request
+from jaxspec.models.metadata import StepMetadata
+from jaxspec.sampling.params import SamplingParams
+from serve.demo import RECORD
+from tests.engine.scripted import engine_over, exchanged
+from tests.engine.tiny import run, tiny_runner
+
+K = 3
+
+
+# --- acceptance ---
+
+
+def log_p_of_texts(runner, length):
+    """Jitted: ids [length] -> the target's logits [length, V], in one pass over a cache of its own."""
+    size = runner.settings.page_size
+    pages = length // size
+    model = nnx.merge(runner._graphdefs[0], runner._params[0])
+    positions = jnp.arange(length, dtype=jnp.int32)
+    none = jnp.zeros((0, pages), jnp.int32)
+    meta = StepMetadata(
+        positions=positions,
+        pages=1 + positions // size,
+        offsets=positions % size,
+        live=jnp.ones(length, bool),
+        prefill_tables=1 + jnp.arange(pages, dtype=jnp.int32)[None],
+        prefill_rows=jnp.zeros(length, jnp.int32),
+        prefill_ends=jnp.full(1, length, jnp.int32),
+        decode_tables=none,
+        decode_bounds=jnp.zeros((0, 1), jnp.int32),
+    )
+
+    @jax.jit
+    def logits(ids):
+        cache = tuple(jnp.zeros(shape) for shape in model.cache_shapes(pages + 1, size))
+        return model.logits(model(ids, cache, meta).hidden)
+
+    return logits
+
+
+def logged_windows(engine, batch):
+    """Of every verified window: (request, text length before it, accepted drafts, log q [k, V])."""
+    windows, log_q = [], None
+
+    def look(step):
+        for request, accepted in zip(step.plan.decode, step.accepted[len(step.plan.prefill) :], strict=True):
+            windows.append((request, len(request.tokens), int(accepted), log_q[request.slot].copy()))
+
+    former, engine._observer = engine._observer, look
+    try:
+        for request in batch:
+            engine.add(request)
+        while engine.has_work:
+            log_q = np.asarray(engine.runner.state.draft_log_q)  # what the coming step's drafts were drawn from
+            engine.step()
+    finally:
+        engine._observer = former
+    return windows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_acceptance_is_exactly_the_overlap(temperature, demo_llm):
+    """Position by position among the windows that came so far, on the demo model with its MTP layer.
+
+    Too few acceptances would waste the draft, too many would be lossy. All contexts of reached positions are prefixes
+    of the final text, so one pass over each text gives every p.
+    """
+    length = 192
+    batch = [
+        Request(
+            f"{temperature}-{i}", r.prompt_ids,
+            SamplingParams(max_tokens=length - len(r.prompt_ids), temperature=temperature, seed=i, ignore_eos=True),
+        )
+        for i, r in enumerate(read_record(RECORD))
+    ]  # fmt: skip
+    windows = logged_windows(demo_llm.engine, batch)
+    forward = log_p_of_texts(demo_llm.engine.runner, length)
+    logits = {r.id: np.asarray(forward(jnp.asarray(r.tokens, jnp.int32))) for r in batch}
+    got, expected, variance, reached = (np.zeros(K) for _ in range(4))
+    for request, known, accepted, log_q in windows:
+        for i in range(min(accepted + 1, K)):
+            if known + i >= length:  # cut off: the text does not say what stood there
+                break
+            scaled = logits[request.id][known + i - 1].astype(np.float64) / temperature
+            p = np.exp(scaled - np.logaddexp.reduce(scaled))
+            overlap = np.minimum(p, np.exp(log_q[i].astype(np.float64))).sum()
+            expected[i] += overlap
+            variance[i] += overlap * (1 - overlap)
+            got[i] += accepted > i
+            reached[i] += 1
+    assert len(windows) > 600
+    assert (np.abs(got - expected) < 3 * np.sqrt(variance)).all(), (got, expected, np.sqrt(variance))
+    # The bound is tight enough to tell a sampler that ignores q, or one that accepts a twentieth more.
+    assert (3 * np.sqrt(variance) < 0.1 * reached).all()
+
+
+# --- whole sequences ---
+
+PROMPT = [17, 42, 99]
+TEMPERATURES = (0.5, 1.0, 1.5)
+SEEDS = 1200
+
+
+def peaked(runner):
+    """Parameters of a target that mostly looks at its last token, and of a draft that sees that one less clearly."""
+    H, rng = 32, np.random.default_rng(7)
+    target, draft = (None if s is None else jax.tree.map(np.asarray, nnx.to_pure_dict(s)) for s in runner._params)
+    for layer in target["layers"].values():
+        quiet(layer)
+    target = {
+        "head": {"weight": rng.standard_normal(target["head"]["weight"].shape) * 2.5 / H**0.5},
+        "layers": target["layers"],
+    }
+    if draft is None:
+        return {"target": target}
+    quiet(draft["layer"])
+    noise = 0.4 * rng.standard_normal((H, 2 * H)) / H**0.5
+    return {"target": target, "draft": {"eh_proj": np.eye(H, 2 * H) + noise, "layer": draft["layer"]}}
+
+
+def quiet(block):
+    block["attention"]["o"] = 0.4 * block["attention"]["o"]
+    block["mlp"]["down"] = 0.4 * block["mlp"]["down"]
+
+
+def second_and_third(k, first_seed):
+    """How often each pair of second and third tokens was generated, by temperature; and the acceptance rate."""
+    runner = tiny_runner(k)
+    counts = {t: collections.Counter() for t in TEMPERATURES}
+    with exchanged(runner, **peaked(runner)):
+        engine = engine_over(runner)
+        batch = [
+            Request(
+                f"{t}-{i}", PROMPT, SamplingParams(max_tokens=4, temperature=t, seed=first_seed + i, ignore_eos=True)
+            )
+            for i in range(SEEDS)
+            for t in TEMPERATURES
+        ]
+        ids, _, _ = run(engine, batch)
+        stats = engine.stats()
+    for request in batch:
+        counts[request.params.temperature][tuple(ids[request.id][1:3])] += 1
+    return counts, stats.num_accepted_tokens / max(stats.num_drafts, 1)
+
+
+def two_sample(a, b):
+    """Chi-square of two histograms of equal size, rare categories pooled, and its bound beyond the 0.999 quantile."""
+    keys = [key for key in a | b if a[key] + b[key] >= 12]
+    pairs = [(a[key], b[key]) for key in keys]
+    pairs.append((sum(a.values()) - sum(x for x, _ in pairs), sum(b.values()) - sum(y for _, y in pairs)))
+    df = len(pairs) - 1
+    return sum((x - y) ** 2 / max(x + y, 1) for x, y in pairs), df + 3.3 * (2 * df) ** 0.5 + 8
+
+
+@pytest.mark.slow
+def test_texts_follow_the_same_distribution_with_and_without():
+    """Other seeds on the two sides, so that equal noise cannot stand in for equal distributions."""
+    plain, _ = second_and_third(0, 0)
+    speculated, accepted = second_and_third(K, 10**6)
+    assert 0.3 < accepted < K - 0.3  # both acceptance and rejection had their part
+    for temperature in TEMPERATURES:
+        statistic, bound = two_sample(plain[temperature], speculated[temperature])
+        assert statistic < bound, temperature
+    # The test of the test: a temperature that is a little wrong is seen.
+    statistic, bound = two_sample(plain[1.0], speculated[1.5])
+    assert statistic > 2 * bound
