@@ -132,8 +132,9 @@ def _one_step(variant: Variant) -> tuple[np.ndarray, np.ndarray, jax.Array]:
     state = lane.carry[0]
     log_q = state.draft_log_q[1 : rows + 1]
     finite = np.isfinite(packed[:, 2 + n :].view(np.float32)).all() and bool(jnp.isfinite(log_q.max(axis=2)).all())
-    if packed[:, 1].astype(np.uint8).any() or not finite or bool(jnp.isnan(log_q).any()):
-        raise RuntimeError(f"{variant.name}: a row ended or is not finite")
+    ended = (packed[:, 0] == 0).any() or packed[:, 1].astype(np.uint8).any()
+    if ended or not finite or bool(jnp.isnan(log_q).any()):
+        raise RuntimeError(f"{variant.name}: a row emits nothing, has ended or is not finite")
     return packed[:, 2 : 2 + n], np.asarray(state.drafts)[1 : rows + 1], log_q[:, 0]
 
 
@@ -172,6 +173,8 @@ def measure(variants: Sequence[Variant], steps: int, repeats: int) -> dict[str, 
         for variant in [*variants[shift:], *variants[:shift]]:
             ahead[variant.name].append(time_ahead(variant, steps))
     out = {name: {"ahead_ms": ms(statistics.median(t)), "spread_ms": ms(max(t) - min(t))} for name, t in ahead.items()}
+    for name, times in out.items():
+        print(f"{name}: {times['ahead_ms']:.3f} ms ahead", flush=True)
     for variant in variants:
         if variant.stage is Stage.WHOLE and variant.skip_dead:
             read = [times_read(variant, steps) for _ in range(READ_REPEATS)]

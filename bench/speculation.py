@@ -213,7 +213,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     figures = [_measure(generator, truth, prompts, tokens, arguments.repeats) for generator in generators]
-    faults = [d | {"draft": f["draft"], "k": f["k"]} for f in figures for d in f["differences"] if d["gap"] > bound]
+    # Written so that NaN is a fault.
+    faults = [
+        d | {"draft": f["draft"], "k": f["k"]} for f in figures for d in f["differences"] if not d["gap"] <= bound
+    ]
     result = {
         "benchmark": "speculation",
         "model": "demo",
