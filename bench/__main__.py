@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "step": "decode step time, dispatch time and byte floor of each bucket, through the production runner",
+    "cycle": "time of a speculative cycle by draft, with and without the catch-up skip, and where it goes",
+    "speculation": "greedy text with speculation against plain greedy text, acceptance and tokens/s of each draft",
     "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",
     "parity": "next-token agreement with PyTorch in float32, of PyTorch in bfloat16 and of jaxspec in bfloat16",
 }

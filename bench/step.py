@@ -96,23 +96,35 @@ class Traffic:
         return self.weights + self.kv
 
 
-def traffic(model: CausalLM, rows: int, context: float, kv_token_bytes: float) -> Traffic:
-    """Counts each weight once, of the embedding the rows' own lines, and of E routed experts those that are touched.
-
-    Rows choose k of E experts independently, so E * (1 - (1 - k/E)^rows) experts are expected in each layer.
-    """
+def traffic(model: CausalLM, rows: int, context: float, kv_token_bytes: float, *, tokens: int | None = None) -> Traffic:
+    """What a step of `rows` rows and, in windows, `tokens` tokens (default: one a row) reads."""
+    tokens = tokens or rows
+    weights = weight_bytes(model, model.config, tokens)
     moe = model.config.moe
-    share = 1 - (1 - moe.top_k / moe.num_experts) ** rows if moe else 0.0
-    weights = 0.0
-    for path, variable in declarations(model).items():
+    experts = touched_share(model.config, tokens) * moe.num_experts if moe else 0.0
+    return Traffic(weights, rows * context * kv_token_bytes, experts)
+
+
+def touched_share(config: ModelConfig, tokens: int) -> float:
+    """Expected part of a layer's routed experts that a step touches: tokens choose k of E independently."""
+    return 1 - (1 - config.moe.top_k / config.moe.num_experts) ** tokens if config.moe else 0.0
+
+
+def weight_bytes(module: Any, config: ModelConfig, tokens: int) -> float:
+    """Bytes of a module's weights that a pass over `tokens` tokens reads.
+
+    Counts each weight once, of the embedding the tokens' own lines, and of the routed experts those that are touched.
+    """
+    total = 0.0
+    for path, variable in declarations(module).items():
         value = variable.get_value()
         size = float(np.prod(value.shape)) * value.dtype.itemsize
         if "experts" in variable.get_metadata()["axes"]:
-            size *= share
-        if path[0] == "embed" and not model.config.tie_embeddings:
-            size *= rows / model.config.vocab_size
-        weights += size
-    return Traffic(weights, rows * context * kv_token_bytes, share * moe.num_experts if moe else 0.0)
+            size *= touched_share(config, tokens)
+        if path[0] == "embed" and not config.tie_embeddings:
+            size *= tokens / config.vocab_size
+        total += size
+    return total
 
 
 def read_bandwidth(gpu: bool) -> float:

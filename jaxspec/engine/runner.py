@@ -71,7 +71,7 @@ class _Dispatched:
         self.top = arrays.top if any(request.params.logprobs for request in plan.requests) else None
 
 
-def _bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
+def bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
     """The module's structure, and its state filled with a nested dict of arrays: split once, for good."""
     graphdef, state = nnx.split(module)
     nnx.replace_by_pure_dict(state, params)
@@ -106,8 +106,8 @@ class Runner:
         self.window = settings.window
         self.buckets = bucket_table(settings)
         self._skip_dead = skip_dead
-        target_def, target = _bind(model, params)
-        draft_def, drafter = _bind(*draft) if draft else (None, None)
+        target_def, target = bind(model, params)
+        draft_def, drafter = bind(*draft) if draft else (None, None)
         self._graphdefs = (target_def, draft_def)
         self._params = (target, drafter)
         self._mesh = mesh

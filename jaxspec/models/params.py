@@ -4,7 +4,8 @@ A model is built from these declarations without touching a device; its shapes, 
 values (for benchmarks and tests) all follow from them.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,7 +105,8 @@ def random_params(model: nnx.Module, mesh: Mesh, seed: int = 0, *, randomize_nor
     flat = {}
     for i, (path, target) in enumerate(with_shardings(model, mesh).items()):
         init: Init = declarations(model)[path].get_metadata()["init"]
-        flat[path] = _draw(jax.random.fold_in(key, i), init, randomize_norms, _std(path, target.shape), target)
+        draw = _drawer(init, randomize_norms, _std(path, target.shape), target)
+        flat[path] = draw(jax.random.fold_in(key, i))
     return nest(flat)
 
 
@@ -112,7 +114,12 @@ def _std(path: tuple[str | int, ...], shape: tuple[int, ...]) -> float:
     return 1.0 if path[0] == "embed" else float(shape[-1]) ** -0.5
 
 
-def _draw(key: jax.Array, init: Init, randomize_norms: bool, std: float, target: jax.ShapeDtypeStruct) -> jax.Array:
+@functools.lru_cache(maxsize=256)
+def _drawer(
+    init: Init, randomize_norms: bool, std: float, target: jax.ShapeDtypeStruct
+) -> Callable[[jax.Array], jax.Array]:
+    """One jitted function for all tensors of a shape: a model has hundreds of tensors and a few dozen shapes."""
+
     def draw(key: jax.Array) -> jax.Array:
         if init == "normal":
             value = jax.random.normal(key, target.shape, jnp.float32) * std
@@ -126,7 +133,7 @@ def _draw(key: jax.Array, init: Init, randomize_norms: bool, std: float, target:
                 value = 0.1 * jax.random.normal(key, target.shape)
         return value.astype(target.dtype)
 
-    return jax.jit(draw, out_shardings=target.sharding)(key)
+    return jax.jit(draw, out_shardings=target.sharding)
 
 
 def count_parameters(model: Any) -> int:

@@ -21,7 +21,7 @@ def test_help_lists_the_benchmarks(capsys):
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("step", "convert", "parity"))
+    assert all(name in text for name in ("step", "cycle", "speculation", "convert", "parity"))
 
 
 def test_byte_floor_of_the_moonlight_shape():
