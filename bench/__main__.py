@@ -9,6 +9,7 @@ COMMANDS = {
     "step": "decode step time, dispatch time and byte floor of each bucket, through the production runner",
     "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",
     "parity": "next-token agreement with PyTorch in float32, of PyTorch in bfloat16 and of jaxspec in bfloat16",
+    "draft_ids": "drafted tokens of MTP and EAGLE3 beside vLLM's, on random checkpoints",
 }
 
 
