@@ -21,6 +21,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -333,9 +334,9 @@ def _compare_model(folder: Path, name: str, theirs: dict[str, Any]) -> dict[str,
     for i, drafts, q in run_jaxspec(folder, name, texts, theirs["dtype"]):
         ours[i], log_q[i] = drafts.tolist(), q
     result = compare([step["drafts"] for _, step in steps], ours, log_q, NEAR_TIE[theirs["dtype"]])
-    # How many tokens a step of vLLM yielded says how many drafts it had accepted.
-    yielded = [b["known"] - a["known"] for run in theirs["runs"] for a, b in zip(run["steps"], run["steps"][1:])]  # noqa: B905
-    return {"prompts": len(theirs["runs"]), "mean_accepted": float(np.mean(yielded)) - 1} | result
+    # What a step of vLLM added to the text: the drafts it accepted, and one token more.
+    added = [b["known"] - a["known"] for run in theirs["runs"] for a, b in pairwise(run["steps"])]
+    return {"prompts": len(theirs["runs"]), "mean_accepted": round(float(np.mean(added)) - 1, 3)} | result
 
 
 def run(arguments: argparse.Namespace) -> int:
