@@ -270,7 +270,8 @@ def run_jaxspec(
         num_speculative_tokens=NUM_DRAFTS,
         speculative_model=None if head is None else str(folder / head),
         max_model_len=1024,
-        max_num_seqs=16,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
         gpu_memory_utilization=0.3,
     )
     engine = llm.engine
