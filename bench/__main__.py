@@ -11,6 +11,7 @@ COMMANDS = {
     "speculation": "greedy text with speculation against plain greedy text, acceptance and tokens/s of each draft",
     "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",
     "parity": "next-token agreement with PyTorch in float32, of PyTorch in bfloat16 and of jaxspec in bfloat16",
+    "draft_ids": "drafted tokens of MTP and EAGLE3 beside vLLM's, on random checkpoints",
 }
 
 

@@ -6,11 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import record
+from bench import draft_ids, record
 from bench.__main__ import main
 from bench.convert import make_checkpoint
 from bench.parity import Predictions, choose_windows, compare, top_and_gap
 from bench.step import SHAPES, traffic
+from convert.checkpoint import EMBED, HEAD, MTP
+from convert.convert import convert_checkpoint
+from convert.manifest import read_manifest
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import count_parameters
@@ -21,7 +24,7 @@ def test_help_lists_the_benchmarks(capsys):
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("step", "cycle", "speculation", "convert", "parity"))
+    assert all(name in text for name in ("step", "cycle", "speculation", "convert", "parity", "draft_ids"))
 
 
 def test_byte_floor_of_the_moonlight_shape():
@@ -57,7 +60,6 @@ def test_a_decode_step_is_measured(tmp_path, capsys):
 def test_generated_checkpoints_convert(tmp_path):
     from bench.step import mesh_of_one
     from convert.checkpoint import load_params
-    from convert.convert import convert_checkpoint
 
     size = make_checkpoint(tmp_path / "source", 2**23)
     assert size >= 2**23
@@ -65,6 +67,40 @@ def test_generated_checkpoints_convert(tmp_path):
     embed = np.asarray(params["embed"]["weight"], np.float32)
     assert np.isfinite(embed).all()
     assert 0.005 < np.abs(embed).mean() < 0.02
+
+
+def test_draft_ids_checkpoints_convert(tmp_path, monkeypatch):
+    """Both kinds, made smaller: vLLM reads the same files."""
+    small = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "q_lora_rank": 8,
+        "num_key_value_heads": 2, "kv_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 8, "head_dim": 16,
+    }  # fmt: skip
+    for name in ("MTP", "TARGET", "EAGLE3"):
+        monkeypatch.setattr(draft_ids, name, getattr(draft_ids, name) | small)
+    monkeypatch.setattr(draft_ids, "EAGLE3", draft_ids.EAGLE3 | {"draft_vocab_size": 32})
+    draft_ids.make(tmp_path)
+    parts = {name: read_manifest(convert_checkpoint(tmp_path / name, tmp_path / f"{name}-out")).parts
+             for name in ("mtp", "eagle3", "eagle3-head")}  # fmt: skip
+    assert MTP in parts["mtp"]
+    assert MTP not in parts["eagle3"]
+    assert EMBED not in parts["eagle3-head"]  # it reads the target's
+    assert HEAD in parts["eagle3-head"]
+
+
+def test_draft_ids_prompts_hide_the_first_position():
+    prompts = draft_ids.make_prompts(16, 4096)
+    assert {prompt[1] for prompt in prompts} == {draft_ids.BLANK}
+    assert (len(prompts[0]), len(prompts[-1])) == (3, 300)
+
+
+def test_draft_ids_are_equal_but_for_near_ties():
+    log_q = np.log([[[0.5, 0.3, 0.2]] * 3] * 3)
+    theirs = [[0, 0, 0], [0, 1, 1], [2, 0, 0]]
+    result = draft_ids.compare(theirs, [[0, 0, 0]] * 3, log_q, 0.6)
+    assert (result["steps"], result["positions"], result["equal"]) == (3, 6, 4)  # none behind a step's first difference
+    assert (result["near_ties"], result["different"]) == (1, 1)
+    assert result["largest_near_tie"] == pytest.approx(np.log(5 / 3), abs=1e-5)
+    assert result["differences"][1] == {"step": 2, "draft": 0, "vllm": 2, "jaxspec": 0, "gap": 0.91629}
 
 
 def test_agreement_and_gaps():
