@@ -23,7 +23,7 @@ from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.drafting import propose
 from jaxspec.engine.runner import bind
-from jaxspec.engine.state import MAX_LEN, NO_ID, state_shapes, zero_state
+from jaxspec.engine.state import MAX_LEN, NO_ID, NUM_DRAFTS, state_shapes, zero_state
 from jaxspec.engine.step import advance, apply_updates, choose, lay_out, logit_rows, make_step, pack_output
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
@@ -158,8 +158,9 @@ def make_lane(
     }
     if draft:
         start["drafts"] = rng.integers(0, V, (S, k), np.int32)
-    params_i = np.zeros((S, 4), np.int32)
+    params_i = np.zeros(shapes.params_i.shape, np.int32)
     params_i[:, MAX_LEN] = settings.max_model_len
+    params_i[:, NUM_DRAFTS] = k
     state = zero_state(shapes)
     key = jax.random.key(seed, impl="rbg")
     state = state._replace(
@@ -272,14 +273,14 @@ def staged_step(
     whole = make_step(graphdefs, layout, settings, window=n, skip_dead=skip_dead)
 
     def whole_step(params: tuple, carry: tuple, flat_inputs: jax.Array):
-        state, packed = whole(params, carry[0], flat_inputs)
-        return (state, carry[1]), packed
+        state, arrays = whole(params, carry[0], flat_inputs)
+        return (state, carry[1]), arrays.packed
 
     def early_step(params: tuple, carry: tuple, flat_inputs: jax.Array):
         state, one = carry
         target = nnx.merge(graphdefs[0], params[0])
         inputs = layout.split(flat_inputs)
-        state = apply_updates(state, inputs)
+        state = apply_updates(state, inputs, full=False)
         ids_T, meta = lay_out(state, inputs, settings, n)
         draft = nnx.merge(graphdefs[1], params[1]) if stage is Stage.CATCH_UP else None
         output = target(ids_T, state.kv, meta, capture=draft.capture if draft else ())
@@ -287,7 +288,7 @@ def staged_step(
             return (state._replace(kv=output.cache), one), output.hidden
         result = choose(target.logits(output.hidden[logit_rows(inputs, n)]), state, inputs, n=n, full=False)
         was_done = state.done
-        state = advance(state._replace(kv=output.cache), inputs, result)
+        state = advance(state._replace(kv=output.cache), inputs, result, full=False)
         if draft is not None:
             # With room for one draft it drafts once. The window's own drafts stay those of the start.
             proposed = propose(
