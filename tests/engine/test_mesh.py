@@ -51,6 +51,7 @@ def tokens(config, devices):
 
     params, draft = placed(model, 1), draft_of(config)
     runner = Runner(model, params, SPECULATING, mesh, draft=(draft, placed(draft, 2)))
+    runner.buckets = runner.buckets[-1:]  # holds every plan
     engine = Engine(runner, vocab_size=VOCAB)
     engine.warm_up()
     split = sorted({len(a.sharding.device_set) for a in jax.tree.leaves(params)})
