@@ -9,6 +9,7 @@ from convert.reference import read_record
 from jaxspec import SamplingParams
 from jaxspec.llm import LLM
 from serve.demo import RECORD
+from tests.engine.scripted import exchanged
 from tests.engine.tiny import fill_cache
 
 K = 3
@@ -85,6 +86,16 @@ def check_layouts(llm, reference):
 def test_acceptance_has_a_floor(draft, k, llm_with, reference):
     """A broken draft leaves every text as it is; only this number shows it."""
     assert check_layouts(llm_with(draft, k), reference) > FLOOR
+
+
+@pytest.mark.slow
+def test_a_broken_draft_changes_the_floor_and_no_text(demo_llm, reference):
+    """Embedding and hidden state in the wrong order, as in the paper's formula and not as in the checkpoint."""
+    runner = demo_llm.engine.runner
+    eh_proj = np.asarray(runner._params[1]["eh_proj"].get_value())
+    swapped = np.concatenate(np.split(eh_proj, 2, axis=1)[::-1], axis=1)
+    with exchanged(runner, draft={"eh_proj": swapped}):
+        assert acceptance_length(demo_llm, reference[:8]) < FLOOR - 1
 
 
 @pytest.mark.full

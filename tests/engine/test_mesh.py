@@ -1,4 +1,4 @@
-"""Tensor parallelism: heads and experts split over two devices give the tokens of one device."""
+"""Tensor parallelism: heads and experts of target and draft split over two devices give the tokens of one device."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import json
+import dataclasses, json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh
 from jaxspec.compat import compiles
@@ -16,6 +16,8 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
+from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
+from jaxspec.models.mtp import NextN
 from jaxspec.models.params import nest, declarations, random_params, with_shardings
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.tiny import HF_CONFIG, SETTINGS, VOCAB, run
@@ -25,16 +27,31 @@ LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 512,
 }
+HEAD = LLAMA | {
+    "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+}
+SPECULATING = dataclasses.replace(SETTINGS, num_speculative_tokens=2)
+
+def draft_of(config):
+    if config is HF_CONFIG:
+        return NextN(read_config(config), jnp.float32)
+    head = read_eagle3_config(HEAD)
+    return Eagle3(head, jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False)
 
 def tokens(config, devices):
     mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",))
     model = CausalLM(read_config(config), jnp.float32)
     one = Mesh(np.array(jax.devices()[:1]), ("tensor",))
-    # The same values on any mesh: a generator may draw differently on other shards.
-    host = jax.tree.map(np.asarray, random_params(model, one, seed=1, randomize_norms=True))
-    shardings = nest({path: s.sharding for path, s in with_shardings(model, mesh).items()})
-    params = jax.tree.map(jax.device_put, host, shardings)
-    runner = Runner(model, params, SETTINGS, mesh)
+
+    def placed(module, seed):
+        # The same values on any mesh: a generator may draw differently on other shards.
+        host = jax.tree.map(np.asarray, random_params(module, one, seed=seed, randomize_norms=True))
+        shardings = nest({path: s.sharding for path, s in with_shardings(module, mesh).items()})
+        return jax.tree.map(jax.device_put, host, shardings)
+
+    params, draft = placed(model, 1), draft_of(config)
+    runner = Runner(model, params, SPECULATING, mesh, draft=(draft, placed(draft, 2)))
+    runner.buckets = runner.buckets[-1:]  # holds every plan
     engine = Engine(runner, vocab_size=VOCAB)
     engine.warm_up()
     split = sorted({len(a.sharding.device_set) for a in jax.tree.leaves(params)})
