@@ -113,8 +113,8 @@ class Generator:
 
     def accepted(self) -> np.ndarray:
         """Cycles since the start, then accepted drafts by position."""
-        stats = self.engine.stats()
-        return np.array([stats.num_drafts, *stats.accepted_per_position], np.int64)
+        total = self.engine.stats().acceptance
+        return np.array([total.num_steps, *total.accepted_per_position] if total else [0], np.int64)
 
 
 @dataclass(frozen=True)
