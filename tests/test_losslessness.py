@@ -181,4 +181,4 @@ def test_texts_follow_the_same_distribution_with_and_without():
     # The test of the test: another temperature is seen in every view.
     for view in VIEWS:
         statistic, bound = two_sample(plain[1.0], speculated[1.5], view)
-        assert statistic > 1.2 * bound, view
+        assert statistic > bound, view

@@ -6,7 +6,6 @@ asks for the smaller ones, and their parameters are exchanged instead of compili
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
 from jaxspec.models.params import TENSOR_AXIS, declarations, nest, with_shardings
 from jaxspec.sampling.params import SamplingParams
 from tests.drafts import PatternDraft, pattern_params, recorded_params
-from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, fill_cache, run
+from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, cached, fill_cache, run
 from tests.tiny_models import CONFIGS
 
 NUM_TEXTS = SETTINGS.max_num_seqs
@@ -63,13 +62,13 @@ def warmed(runner: Runner, *, decode: bool = False) -> Runner:
     return runner
 
 
-@functools.cache
+@cached
 def tiny_config(variant: str) -> ModelConfig:
     """The engine tests' own model, or a variant of tests/tiny_models.py with a layer less."""
     return read_config(HF_CONFIG if variant == "tiny" else CONFIGS[variant] | {"num_hidden_layers": 2})
 
 
-@functools.cache
+@cached
 def target_params(variant: str) -> dict:
     return numpy_params(CausalLM(tiny_config(variant), jnp.float32), 3)
 
@@ -80,12 +79,12 @@ def _runner(variant: str, k: int, draft: tuple[Draft, dict] | None, **options: A
     return Runner(model, target_params(variant), settings, one_device(), draft=draft, **options)
 
 
-@functools.cache
+@cached
 def plain_runner(variant: str = "tiny") -> Runner:
     return warmed(_runner(variant, 0, None))
 
 
-@functools.cache
+@cached
 def pattern_runner(k: int, variant: str = "tiny", *, decode: bool = False) -> Runner:
     draft = PatternDraft(tiny_config(variant).vocab_size, NUM_TEXTS, SETTINGS.max_model_len)
     params = {name: jnp.asarray(value) for name, value in pattern_params(draft, []).items()}
@@ -105,7 +104,7 @@ HEADS = {
 }
 
 
-@functools.cache
+@cached
 def eagle3_runner(head: str, k: int, *, skip_dead: bool = True) -> Runner:
     """A random EAGLE3 head with the target's embedding and head, reading all residual streams of the tiny target."""
     draft = Eagle3(read_eagle3_config(HEADS[head]), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False)
@@ -153,7 +152,7 @@ def greedy_requests(
     return [Request(f"g{i}", rng.integers(6, vocab_size, n).tolist(), params) for i, n in enumerate(lengths)]
 
 
-@functools.cache
+@cached
 def plain_run(variant: str = "tiny") -> tuple[dict, dict, list[list[int]]]:
     """Greedy ids and log-probabilities by request id, and whole texts that go on a few windows longer."""
     runner = plain_runner(variant)

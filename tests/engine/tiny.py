@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,24 @@ SETTINGS = Settings(
 )
 
 
-@functools.cache
+def cached(function):
+    """As functools.cache, but one call is one call, however its arguments are spelled: a second one would compile."""
+    signature, made = inspect.signature(function), {}
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        key = tuple(bound.arguments.items())
+        if key not in made:
+            made[key] = function(*args, **kwargs)
+        return made[key]
+
+    wrapper.cache_clear = made.clear
+    return wrapper
+
+
+@cached
 def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None = None) -> Runner:
     """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness.
 
