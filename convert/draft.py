@@ -143,6 +143,8 @@ def eagle3_source(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> 
             )
         if reader.tensors["d2t"].shape == (config.draft_vocab_size,):  # else the map of tensors names both shapes
             check_d2t(reader.read("d2t"), config.model.vocab_size)
+    elif "d2t" in reader.tensors and reader.read("d2t").any():
+        raise ModelFormatError("the draft proposes the whole vocabulary, but its d2t maps tokens to others")
     own = {"own_embedding": "embed_tokens.weight" in reader.tensors, "own_head": own_head}
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in reader.tensors) else "layers.0."
     model = Eagle3(config, np.dtype(dtype), capture=tuple(range(config.num_captured)), **own)

@@ -110,8 +110,8 @@ def eagle3_key_map(config: Eagle3Config, *, prefix: str, own_embedding: bool, ow
     return out
 
 
-# The map back from the target's vocabulary to the draft's, which nothing needs.
-EAGLE3_HARMLESS = re.compile("t2d")
+# The map back from the target's vocabulary, and the map of a draft that proposes all of it: zeros (see `eagle3_source`).
+EAGLE3_HARMLESS = re.compile(r"t2d|d2t|(midlayer|layers\.0)\.self_attn\.rotary_emb\.inv_freq")
 
 
 def harmless(config: ModelConfig) -> re.Pattern[str]:

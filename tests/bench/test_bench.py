@@ -103,6 +103,14 @@ def test_draft_ids_are_equal_but_for_near_ties():
     assert result["differences"][1] == {"step": 2, "draft": 0, "vllm": 2, "jaxspec": 0, "gap": 0.91629}
 
 
+def test_rounding_moves_first_choices():
+    """Of the third draft nothing counts: the second ones part, and it follows other tokens."""
+    exact = np.array([[[0.0, -1, -2], [0, -0.1, -3], [0, -1, -2]]])
+    rounded = exact + np.array([[[0.25, 9, 9], [-0.2, 0.5, 9], [8, 8, 8]]])
+    assert draft_ids.rounding_noise([[0, 1, 0]], rounded, [[0, 0, 0]], exact) == 0.5
+    assert draft_ids.rounding_noise([[0, 1, 0]], exact, [[0, 1, 0]], exact) == 0
+
+
 def test_agreement_and_gaps():
     truth = Predictions(
         *map(list, zip(*(top_and_gap(np.array([[1.0, 3, 2.5], [0, 0, 4]])) for _ in range(2)), strict=True))

@@ -60,11 +60,14 @@ that is read late and rejection sampling. Tests without a file are in this one; 
           engine/test_equality.py::test_speculation_is_plain_decoding (layout "padded")
           engine/test_mesh.py::test_two_devices_give_the_tokens_of_one
   R18 synthetic acceptance has the rates that were asked for
-          engine/test_synthetic.py
+          sampling/test_rejection.py::test_synthetic_acceptance
+          engine/test_acceptance.py::test_synthetic_acceptance_has_the_mean_that_was_asked_for
 """
 
 import contextlib
 import copy
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +110,15 @@ from tests.engine.tiny import SETTINGS, VOCAB, make_engine, run, tiny_runner
 K = 3
 N = K + 1
 DRAFTS = ("nextn", "llama", "mla")
+
+
+def test_the_table_names_tests_that_exist():
+    tests = Path(__file__).parents[1]
+    named = re.findall(r"^ {10}(?:(\S+\.py)::)?(test_\w+)", str(__doc__), re.MULTILINE)
+    assert len(named) > 30
+    for file, test in named:
+        source = (tests / file if file else Path(__file__)).read_text()
+        assert f"def {test}(" in source, f"{file}::{test}"
 
 
 @contextlib.contextmanager
