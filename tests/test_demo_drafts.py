@@ -63,10 +63,9 @@ def assert_pytorchs(llm, reference):
 
 def acceptance_length(llm, reference):
     """Mean tokens of a window over these prompts."""
-    before = llm.engine.stats()
+    before = llm.engine.stats().acceptance
     assert_pytorchs(llm, reference)
-    after = llm.engine.stats()
-    return 1 + (after.num_accepted_tokens - before.num_accepted_tokens) / (after.num_drafts - before.num_drafts)
+    return llm.engine.stats().acceptance.since(before).mean_length
 
 
 def check_layouts(llm, reference):

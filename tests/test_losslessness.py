@@ -154,9 +154,9 @@ def generated(k, first_seed):
             for t in TEMPERATURES
         ]
         ids, _, _ = run(engine, batch)
-        stats = engine.stats()
+        acceptance = engine.stats().acceptance
     texts = {t: [ids[r.id] for r in batch if r.params.temperature == t] for t in TEMPERATURES}
-    return texts, stats.num_accepted_tokens / max(stats.num_drafts, 1)
+    return texts, (acceptance.mean_length or 1) - 1 if acceptance else 0
 
 
 def two_sample(ours, theirs, view):

@@ -395,7 +395,8 @@ def check_stop(runner, request, want_ids, want_logprobs, reason, position, *, eo
     assert stats.generation_tokens == len(ids)
     # The cut was inside what was accepted: all drafts but, at the context limit, those that no text goes on with.
     unknown = [limited and i > position for i in range(runner.window - 1)]
-    assert stats.accepted_per_position == tuple(stats.num_drafts - missing for missing in unknown)
+    acceptance = stats.acceptance
+    assert acceptance.accepted_per_position == tuple(acceptance.num_steps - missing for missing in unknown)
     assert engine._scheduler.pages.num_free == engine._scheduler.pages.usable
 
 
@@ -509,14 +510,15 @@ def test_acceptance_counters():
         engine = engine_over(runner, observer=windows)
         got, _, _ = run(engine, greedy_requests(VOCAB))
     stats, accepted = engine.stats(), np.array(windows.accepted)
+    total = stats.acceptance
     assert got == ids
-    assert stats.num_drafts == len(accepted) > 0
-    assert stats.num_draft_tokens == K * len(accepted)
-    assert stats.num_accepted_tokens == accepted.sum()
-    assert stats.accepted_per_position == tuple(int((accepted > i).sum()) for i in range(K))
-    assert list(stats.accepted_per_position) == sorted(stats.accepted_per_position, reverse=True)
-    # Mean length 1 + accepted / drafts, but for what max_tokens cut off the last windows.
-    prompts, cut = len(got), stats.num_drafts + stats.num_accepted_tokens + len(got) - stats.generation_tokens
+    assert total.num_steps == len(accepted) > 0
+    assert total.num_drafted == K * len(accepted)
+    assert total.num_accepted == accepted.sum()
+    assert total.accepted_per_position == tuple(int((accepted > i).sum()) for i in range(K))
+    assert list(total.accepted_per_position) == sorted(total.accepted_per_position, reverse=True)
+    # Mean length 1 + accepted / windows, but for what max_tokens cut off the last windows.
+    prompts, cut = len(got), total.num_steps + total.num_accepted + len(got) - stats.generation_tokens
     assert 0 <= cut < prompts * (K + 1)
 
 
@@ -543,6 +545,6 @@ def test_acceptance_needs_q(monkeypatch):
             params = SamplingParams(temperature=1, max_tokens=60, ignore_eos=True)
             batch = [Request(f"r{i}", r.prompt_ids, params) for i, r in enumerate(greedy_requests(VOCAB))]
             run(engine, batch)
-            rates[name] = engine.stats().accepted_per_position[0] / engine.stats().num_drafts
+            rates[name] = engine.stats().acceptance.rate_per_position[0]
     assert rates["q"] > 0.3
     assert rates["blind"] < 0.2 * rates["q"]
