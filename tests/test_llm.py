@@ -60,7 +60,7 @@ def test_synthetic_acceptance_is_named(demo_llm, monkeypatch):
     llm = LLM(folder, speculative_config={"num_speculative_tokens": 3}, synthetic_acceptance_length=2.5)
     assert "2.5 tokens a window" in llm.describe()["Synthetic acceptance"]
     request = llm.make_request(PROMPT, GREEDY)
-    assert llm._completion(request, FinishReason.ABORT, None, [], []).synthetic_acceptance_length == 2.5
+    assert llm._completion(request, FinishReason.ABORT, None, [], [], []).synthetic_acceptance_length == 2.5
     assert "Synthetic acceptance" not in demo_llm.describe()
     with pytest.raises(ConfigError, match="needs speculation"):
         LLM(folder, synthetic_acceptance_length=2.5)

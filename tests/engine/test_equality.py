@@ -23,8 +23,11 @@ VARIANTS = (
     "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "llama", "llama3-rope", "qwen3", "qwen3-tied",
 )  # fmt: skip
 KS = (1, 2, 3, 4, 7)
-# Every attention, both routers, tied and untied, with all layouts, and every k but 3, which most other tests have.
-COVERING = (("v2-grouped", 7), ("moonlight", 1), ("qwen3-tied", 4), ("llama3-rope", 2))
+# Every variant and every k, with all layouts each; every pair of variant and k is in the full matrix.
+COVERING = (
+    ("v2-lite", 3), ("v2", 1), ("v2-grouped", 7), ("v3", 2), ("v3-yarn", 4), ("moonlight", 1), ("llama", 7),
+    ("llama3-rope", 2), ("qwen3", 3), ("qwen3-tied", 4),
+)  # fmt: skip
 
 
 def layouts(variant):

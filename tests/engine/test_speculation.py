@@ -39,7 +39,7 @@ def solo():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.full), K, 7])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.full), K, pytest.param(7, marks=pytest.mark.full)])
 def test_greedy_text_is_that_of_plain_decoding(plain, k):
     engine = make_engine(k=k)
     assert_equal_runs(run(engine, greedy_requests()), plain)
@@ -81,14 +81,14 @@ def test_stops_inside_the_window_cut_it(plain):
     assert ends["g1"] == ("stop", None)
     for count in range(1, 9):
         (request,) = [r for r in greedy_requests(max_tokens=count) if r.id == "g1"]
-        ids, _, ends = run(make_engine(k=7), [request])
+        ids, _, ends = run(make_engine(k=K), [request])
         assert ids["g1"] == reference[:count]
         assert ends["g1"] == ("length", None)
     prompt = list(range(6, 110)) * 4
     long = [Request("r", prompt, SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)) for _ in range(2)]
     full, _, ends = run(make_engine(), long[:1])
     assert len(full["r"]) == 512 - len(prompt)
-    assert run(make_engine(k=7), long[1:])[0] == full
+    assert run(make_engine(k=K), long[1:])[0] == full
 
 
 @pytest.mark.slow
