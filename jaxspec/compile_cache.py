@@ -1,4 +1,4 @@
-"""Compiled steps, kept from one start to the next: compiling is most of what a start takes."""
+"""Steps compiled for a GPU, kept from one start to the next: compiling is most of what a start takes."""
 
 import os
 from pathlib import Path

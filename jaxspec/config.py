@@ -56,7 +56,7 @@ class EngineConfig:
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     compilation_cache_dir: str | None = _option(
         None,
-        "folder that keeps compiled steps (default: xla in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: nowhere)",
+        "folder that keeps steps compiled for a GPU (default: xla in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: none)",
     )
     seed: int = _option(0, "from which requests that bring no seed of their own get one")
 

@@ -96,7 +96,6 @@ class LLM:
 
         if config.num_speculative_tokens is None and (model == DEMO or config.speculative_model is not None):
             config = replace(config, num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS)
-        compile_cache.enable(config.compilation_cache_dir)
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
         self.tokenizer = _load_tokenizer(self.folder)
@@ -225,6 +224,9 @@ def _build_engine(
         raise ConfigError(f"tensor_parallel_size {tp} needs {tp} devices, but there are {len(devices)}")
     mesh = Mesh(np.array(devices[:tp]), (TENSOR_AXIS,))
     on_gpu = devices[0].platform == "gpu"
+    if on_gpu:
+        # On a CPU, jaxlib has crashed while it wrote one executable and compiled another.
+        compile_cache.enable(config.compilation_cache_dir)
     dtype = resolve_dtype(config, on_gpu=on_gpu)
     model_config = read_model_config(folder)
 
