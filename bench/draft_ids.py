@@ -14,7 +14,8 @@ step's drafts those behind the first difference are left out: they follow differ
 
 Where bfloat16 cannot tell two tokens apart the engines may differ: a difference counts only if jaxspec's draft prefers
 its own token to vLLM's by more than rounding can move the two. That is measured: jaxspec drafts once more in float32,
-and a near-tie is at most twice the largest change of a first choice's log-probability.
+and a near-tie is at most four times the largest change of a first choice's log-probability, because each engine's
+rounding may move both tokens.
 """
 
 import argparse
@@ -364,7 +365,7 @@ def _compare_model(folder: Path, name: str, theirs: dict[str, Any]) -> dict[str,
     bound = EXACT
     if theirs["dtype"] != "float32":
         exact, exact_q = _draft(folder, name, texts, "float32")
-        bound = 2 * rounding_noise(ours, log_q, exact, exact_q)
+        bound = 4 * rounding_noise(ours, log_q, exact, exact_q)
     result = compare([step["drafts"] for _, step in steps], ours, log_q, bound)
     # What a step of vLLM added to the text: the drafts it accepted, and one token more.
     added = [b["known"] - a["known"] for run in theirs["runs"] for a, b in pairwise(run["steps"])]
