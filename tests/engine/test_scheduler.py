@@ -103,7 +103,7 @@ def test_random_schedules():
 
 @pytest.mark.slow
 def test_many_random_schedules():
-    assert sum(check_schedule(seed) for seed in range(1000, 2500)) > 100
+    assert sum(check_schedule(seed) for seed in range(1000, 2000)) > 60
 
 
 def test_decodes_are_in_every_step_while_a_long_prompt_prefills():

@@ -91,7 +91,7 @@ def test_stops_inside_the_window_cut_it(plain):
     assert run(make_engine(k=K), long[1:])[0] == full
 
 
-@pytest.mark.slow
+@pytest.mark.full  # step by step, for every draft, in test_speculation_properties.py
 def test_skipping_dead_rows_changes_nothing():
     """Same drafts, same text, same draft cache, with the catch-up attending for all rows or for live rows only."""
     states, results = [], []
