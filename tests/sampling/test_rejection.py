@@ -79,6 +79,37 @@ def first_token_chi2(**options):
     return chi2(np.bincount(verified.ids[:, 0], minlength=V), softmax(target[3])), verified
 
 
+def test_exactly_by_enumeration(monkeypatch):
+    """No draws: every draft, a grid of u, and noise that just tips the replacement one way or the other."""
+    p, q = np.array([0.1, 0.3, 0.25, 0.2, 0.15]), np.array([0.5, 0.1, 0.2, 0.15, 0.05])
+    kept, left = q * np.minimum(1, p / q), np.maximum(p - q, 0)
+    np.testing.assert_allclose(kept + (1 - kept.sum()) * left / left.sum(), p, atol=1e-12)
+
+    def decide(drafts, u, noise):
+        R = len(drafts)
+        monkeypatch.setattr(rejection, "uniform", lambda *_: jnp.asarray(u, jnp.float32))
+        monkeypatch.setattr(rejection, "gumbel", lambda *_: jnp.asarray(noise, jnp.float32))
+        logits = jnp.broadcast_to(jnp.log(p), (R, 2, 5)).astype(jnp.float32)
+        log_q = jnp.broadcast_to(jnp.log(q), (R, 1, 5)).astype(jnp.float32)
+        none, one, first = jnp.zeros(R, bool), jnp.ones(R, jnp.int32), jnp.zeros(R, jnp.int32)
+        ids = jnp.asarray(drafts, jnp.int32)[:, None]
+        return verify(logits, ids, log_q, none, one, sampling_rows(R), first, full=False)
+
+    drafts, u = (a.ravel() for a in np.meshgrid(np.arange(5), (np.arange(256) + 0.5) / 256))
+    verified = decide(drafts, u, np.zeros((len(drafts), 5)))
+    np.testing.assert_array_equal(verified.accepted, u * q[drafts] < p[drafts])
+
+    pairs = [(a, b) for a in range(1, 5) for b in range(1, 5) if a != b]
+    tips = np.array([np.log(left[b] / left[a]) for a, b in pairs])
+    for shift, side in ((1e-3, 0), (-1e-3, 1)):
+        noise = np.full((len(pairs), 5), -1e9)
+        for row, (a, b) in enumerate(pairs):
+            noise[row, [a, b]] = (tips[row] + shift, 0)
+        replaced = decide(np.zeros(len(pairs), int), np.full(len(pairs), 0.99), noise)
+        assert (np.asarray(replaced.accepted) == 0).all()
+        assert np.asarray(replaced.ids[:, 0]).tolist() == [pair[side] for pair in pairs]
+
+
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 def test_the_first_token_follows_the_target(k):
     statistic, _ = first_token_chi2(k=k)
