@@ -227,6 +227,8 @@ def _build_engine(
     if on_gpu:
         # On a CPU, jaxlib has crashed while it wrote one executable and compiled another.
         compile_cache.enable(config.compilation_cache_dir)
+    elif config.compilation_cache_dir not in (None, compile_cache.OFF):
+        raise ConfigError("compilation_cache_dir is for GPUs: nothing is kept on a CPU, leave it out")
     dtype = resolve_dtype(config, on_gpu=on_gpu)
     model_config = read_model_config(folder)
 

@@ -68,7 +68,7 @@ def run(_arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     reference = read_record(RECORD)
     print(
-        "Converting and compiling the embedded demo model, for four decoders (minutes on two CPU cores, once):",
+        "Converting and compiling the embedded demo model, for four decoders (a minute and a half on two CPU cores):",
         flush=True,
     )
     results = []
