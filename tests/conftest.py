@@ -1,10 +1,18 @@
 """Settings shared by all tests."""
 
+import gc
 import os
+import sys
+from pathlib import Path
 
 # Tests run on the CPU unless they are asked for a GPU with `-m gpu`; jax reads this at its first use.
 if os.environ.get("JAXSPEC_TEST_GPU") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    # Compiling is most of the time, and tiny models gain nothing from an optimised loop.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +21,8 @@ settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
+
+MANY_MAPPINGS = 30_000
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +33,20 @@ def demo_llm(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
         return LLM("demo", dtype="float32", max_model_len=1024, seed=0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def executables_are_dropped():
+    """On a CPU each of an executable's many kernels takes three memory mappings, of which a process may have 65530."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if not mappings.exists() or len(mappings.read_bytes().splitlines()) < MANY_MAPPINGS:
+        return
+    if "tests.engine.tiny" in sys.modules:
+        sys.modules["tests.engine.tiny"].forget_all()
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,21 +1,19 @@
 """Acceptance statistics and synthetic acceptance in the real engine: chunks beside windows, stops, retraction."""
 
-import functools
-
 import numpy as np
 import pytest
 
 from jaxspec.engine.acceptance import Acceptance
 from tests.engine.test_engine import requests
 from tests.engine.test_scheduler import make_engine as make_mock_engine
-from tests.engine.tiny import make_engine, run
+from tests.engine.tiny import cached, make_engine, run
 
 K, MEAN = 3, 2.6
 
 pytestmark = pytest.mark.slow
 
 
-@functools.cache
+@cached
 def finished(synthetic):
     """An engine, its requests at their ends, and the accepted drafts in each one's output; some were retracted."""
     engine = make_engine(usable_pages=9, k=K, synthetic=synthetic)

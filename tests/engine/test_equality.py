@@ -58,21 +58,29 @@ def check_layouts(variant, k, *, decode=False):
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "k"), COVERING)
 def test_speculation_is_plain_decoding(variant, k):
-    check_layouts(variant, k)
+    try:
+        check_layouts(variant, k)
+    finally:
+        forget(variant, k)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_speculation_is_plain_decoding_everywhere(variant, k):
-    """With the decode buckets too. Executables of sixty targets do not fit in memory at once: each is dropped."""
+    """With the decode buckets too."""
     try:
         check_layouts(variant, k, decode=True)
     finally:
-        scripted.pattern_runner.cache_clear()
-        if k == KS[-1]:
-            scripted.plain_runner.cache_clear()
-            scripted.plain_run.cache_clear()
+        forget(variant, k, decode=True, plain=k == KS[-1])
+
+
+def forget(variant, k, *, decode=False, plain=True):
+    """Nothing else runs these targets, and their executables do not all fit into a process at once."""
+    scripted.pattern_runner.forget(k, variant, decode=decode)
+    if plain:
+        scripted.plain_runner.forget(variant)
+        scripted.plain_run.forget(variant)
 
 
 def assert_all_accepted(runner, requests, texts, **options):

@@ -1,7 +1,5 @@
 """Every sampling transform inside the real step, with and without speculation, alone and in company."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,7 @@ from jaxspec.engine.step import apply_updates, lay_out
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.test_engine import assert_equal_runs
-from tests.engine.tiny import EOS, VOCAB, make_engine, run, tiny_runner
+from tests.engine.tiny import EOS, VOCAB, cached, make_engine, run, tiny_runner
 from tests.sampling.rules_reference import adjusted
 
 K = 3
@@ -57,12 +55,12 @@ def mixed_requests(**more):
         yield Request(f"m{i}", rng.integers(6, VOCAB, length).tolist(), params)
 
 
-@functools.cache
+@cached
 def greedy_texts():
     return run(make_engine(), list(greedy_requests()))
 
 
-@functools.cache
+@cached
 def mixed_solo(k: int):
     ids, logprobs = {}, {}
     for request in mixed_requests():

@@ -32,20 +32,36 @@ SETTINGS = Settings(
 )
 
 
+_made: list[dict] = []
+
+
+def forget_all() -> None:
+    """Drops what the `cached` functions have made."""
+    for made in _made:
+        made.clear()
+
+
 def cached(function):
-    """As functools.cache, but one call is one call, however its arguments are spelled: a second one would compile."""
+    """As functools.cache, but one call is one call, however its arguments are spelled: a second one would compile.
+
+    `forget` takes the same arguments and drops what they made.
+    """
     signature, made = inspect.signature(function), {}
+    _made.append(made)
+
+    def key_of(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return tuple(bound.arguments.items())
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        key = tuple(bound.arguments.items())
+        key = key_of(*args, **kwargs)
         if key not in made:
             made[key] = function(*args, **kwargs)
         return made[key]
 
-    wrapper.cache_clear = made.clear
+    wrapper.forget = lambda *args, **kwargs: made.pop(key_of(*args, **kwargs), None)
     return wrapper
 
 
