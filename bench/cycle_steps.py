@@ -225,7 +225,7 @@ class Variant:
     def compile(self) -> None:
         started = time.perf_counter()
         lane = self.lane
-        layout = InputLayout(Bucket(0, 0, self.rows, "lean"), lane.settings.page_size)
+        layout = InputLayout(Bucket(0, 0, self.rows, "lean"), lane.settings.page_size, lane.settings.max_pages)
         function = staged_step(lane.graphdefs, layout, lane.settings, self.stage, skip_dead=self.skip_dead)
         replicated: Any = NamedSharding(lane.shapes[0].seq_len.sharding.mesh, PartitionSpec())
         shardings = jax.tree.map(lambda s: s.sharding, lane.shapes)

@@ -273,6 +273,7 @@ def run_jaxspec(
         max_num_seqs=8,
         max_num_batched_tokens=512,
         gpu_memory_utilization=0.3,
+        readout_depth=0,  # the drafts are looked at between two steps
     )
     engine = llm.engine
     params = SamplingParams(temperature=0, ignore_eos=True)

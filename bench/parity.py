@@ -122,6 +122,8 @@ class TeacherForced:
             max_model_len=length + 1,
             max_num_seqs=LLM_ROWS,
             num_speculative_tokens=0,  # every text's own tokens are fed, one a step
+            readout_depth=0,
+            enable_prefix_caching=False,
             probe=True,
             observer=self._observe,
         )

@@ -248,6 +248,7 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=min(args.max_num_seqs, args.max_num_batched_tokens),
         max_num_batched_tokens=args.max_num_batched_tokens,
         num_speculative_tokens=0,  # the collector reads one token of each decode row
+        enable_prefix_caching=False,  # and every token of every prompt
     )
     report = compare(llm, collector, reference)
     logit_error, top1, identical = THRESHOLDS[args.dtype]

@@ -12,6 +12,8 @@ from jaxspec.errors import ConfigError
 PAGE_SIZE = 64
 # Kernels see query windows of at most 8 tokens: the newest one and its drafts.
 MAX_SPECULATIVE_TOKENS = 7
+# More never helps: one step ahead already hides the host.
+MAX_READOUT_DEPTH = 3
 # What speculation starts with where nobody says how many: the published heads are trained for about three steps.
 DEFAULT_SPECULATIVE_TOKENS = 3
 
@@ -31,6 +33,16 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _option(
         None, "token budget of one step; longer prompts are prefilled in chunks (default: 2048 on a GPU, 256 on a CPU)"
     )
+    enable_mixed_batch: bool = _option(
+        True, "prefill prompts in the steps that also decode; off: a step does one or the other, prompts first"
+    )
+    readout_depth: int | None = _option(
+        None,
+        "steps that run on the device while the output of the one before them is read, 0 to 3 "
+        "(default: 1 on a GPU, 0 on a CPU)",
+    )
+    enable_prefix_caching: bool = _option(True, "share the KV pages of prompts that begin alike")
+    log_steps: str | None = _option(None, "file to which every step is written as a line of JSON, for `bench timeline`")
     num_gpu_blocks_override: int | None = _option(
         None, f"number of KV pages of {PAGE_SIZE} tokens, the padding page included, instead of sizing by memory"
     )
@@ -72,6 +84,8 @@ class EngineConfig:
             raise ConfigError(
                 f"num_gpu_blocks_override must be at least 2 (one page is for padding), got {self.num_gpu_blocks_override}"
             )
+        if self.readout_depth is not None and not 0 <= self.readout_depth <= MAX_READOUT_DEPTH:
+            raise ConfigError(f"readout_depth must be between 0 and {MAX_READOUT_DEPTH}, got {self.readout_depth}")
         if self.num_speculative_tokens is not None and not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
                 f"num_speculative_tokens must be between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}"
@@ -143,6 +157,8 @@ class Settings:
         num_pages: pages of the pool, the padding page 0 included.
         window: tokens of a decode row: the newest one and its drafts.
         max_pages: pages that the longest request can hold: columns of the page table.
+        mixed: prompt chunks and decode rows may share a step.
+        readout_depth: steps that may be dispatched and unread while another one is dispatched.
     """
 
     max_model_len: int
@@ -153,6 +169,9 @@ class Settings:
     on_gpu: bool
     num_speculative_tokens: int = 0
     synthetic_acceptance_length: float | None = None
+    mixed: bool = True
+    readout_depth: int = 0
+    prefix_caching: bool = True
     page_size: int = PAGE_SIZE
 
     @property
@@ -237,6 +256,9 @@ def resolve(
         dtype=resolve_dtype(config, on_gpu=on_gpu),
         num_speculative_tokens=num_speculative_tokens,
         synthetic_acceptance_length=synthetic,
+        mixed=config.enable_mixed_batch,
+        readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
+        prefix_caching=config.enable_prefix_caching,
         on_gpu=on_gpu,
     )
 

@@ -215,6 +215,7 @@ def _build_engine(
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.runner import Runner
     from jaxspec.engine.state import kv_page_bytes
+    from jaxspec.engine.step_log import StepLog
     from jaxspec.models.decoder import CausalLM
     from jaxspec.models.params import TENSOR_AXIS, count_parameters
 
@@ -250,6 +251,9 @@ def _build_engine(
     )
     draft = plan.load(mesh) if plan else None  # small, and its data may be refused
     model, params = load_params(folder, mesh, dtype)
+    if probe and settings.prefix_caching:
+        raise ConfigError("a probe sees every token of every prompt: switch enable_prefix_caching off")
+    step_log = StepLog(config.log_steps) if config.log_steps else None
     runner = Runner(model, params, settings, mesh, draft=draft, probe=probe)
     engine = Engine(
         runner,
@@ -257,6 +261,7 @@ def _build_engine(
         eos_token_ids=model_config.eos_token_ids,
         seed=config.seed,
         observer=observer,
+        step_log=step_log,
     )
     tokens = (settings.num_pages - 1) * settings.page_size
     description: dict[str, str | int] = {

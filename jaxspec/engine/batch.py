@@ -100,14 +100,16 @@ class InputLayout:
 
     bucket: Bucket
     page_size: int
+    max_pages: int
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of the fields of `StepInputs`, in their order."""
         b = self.bucket
         # A chunk of c tokens opens at most ceil(c / page) + 1 pages, a decode row at most one, and a row that has
-        # just become a decode row one more for its reserve.
-        deltas = pages_for(b.prefill_tokens, self.page_size) + 2 * b.rows
+        # just become a decode row one more for its reserve. Of pages found in the prefix cache a step can tell as many
+        # as the longest request has.
+        deltas = pages_for(b.prefill_tokens, self.page_size) + 2 * b.rows + self.max_pages * (b.prefill_tokens > 0)
         return (
             (b.prefill_tokens,), (b.prefill_rows, PREFILL_FIELDS), (b.decode_rows,), (deltas, 3),
             (b.prefill_rows, RESET_FIELDS), (b.prefill_rows * (b.variant == "full"), 2 * MAX_LOGIT_BIAS),

@@ -1,5 +1,9 @@
-"""The engine: requests in, tokens out, one device step at a time. Synchronous, no threads, no text, no HTTP."""
+"""The engine: requests in, tokens out, one device step at a time. Synchronous, no threads, no text, no HTTP.
 
+With a readout depth the engine dispatches steps while earlier ones run, and reads each step's tokens that much later.
+"""
+
+import collections
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -8,10 +12,12 @@ from dataclasses import dataclass
 from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
+from jaxspec.engine.batch import StepPlan, bucket_for
 from jaxspec.engine.request import FinishReason, Request, RequestOutput, RequestState
 from jaxspec.engine.runner import Progress, Runner, StepOutput
-from jaxspec.engine.scheduler import Scheduler, reserved_slots
+from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.step import FLAG_NAN
+from jaxspec.engine.step_log import StepLog, StepTimes
 from jaxspec.errors import InvalidRequestError
 
 
@@ -25,6 +31,8 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int
     generation_tokens: int
+    prefix_cache_queries: int = 0  # tokens of starting requests, and how many of them were in the prefix cache
+    prefix_cache_hits: int = 0
     acceptance: Acceptance | None = None  # over all requests; None without speculation
 
 
@@ -35,6 +43,7 @@ class Engine:
         eos_token_ids: ids that end every output unless its request ignores them.
         seed: from which seeds are drawn for requests that bring none.
         observer: sees every step's output before its tokens are accepted.
+        step_log: where every step is written.
     """
 
     def __init__(
@@ -45,15 +54,20 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
         observer: Callable[[StepOutput], None] | None = None,
+        step_log: StepLog | None = None,
     ):
         self.runner = runner
         self._observer = observer
+        self._step_log = step_log
         self.settings: Settings = runner.settings
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         self._scheduler = Scheduler(runner.settings, runner.buckets, window=runner.window)
         self._requests: dict[str, Request] = {}
         self._finished_early: list[RequestOutput] = []
+        self._times: collections.deque[tuple[float, float]] = (
+            collections.deque()
+        )  # planned, dispatched; of unread steps
         self._seeds = random.Random(seed)
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -69,7 +83,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._finished_early)
+        """Something is left to do, even if it is only to read the steps that outran the last request's end."""
+        return bool(self._requests or self._finished_early or self.runner.in_flight)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compiles and runs every bucket; from then on a compilation is a fault that is counted."""
@@ -125,8 +140,7 @@ class Engine:
                 code="context_length_exceeded",
             )
         longest = min(prompt_len + (max_tokens or limit), limit)
-        slots = min(reserved_slots(longest, k=self.runner.window - 1), limit)
-        needed, usable = pages_for(slots, self.settings.page_size), self._scheduler.pages.usable
+        needed, usable = pages_for(longest, self.settings.page_size), self._scheduler.pages.usable
         if needed > usable:
             raise InvalidRequestError(
                 f"the request may need {needed} KV pages but the pool has {usable}; ask for fewer tokens",
@@ -141,19 +155,27 @@ class Engine:
             self._finished_early.append(RequestOutput(request_id, (), (), FinishReason.ABORT))
 
     def step(self) -> list[RequestOutput]:
-        """Plans, runs and reads one device step; at most one output a request."""
+        """Dispatches steps up to the readout depth, and reads the oldest; at most one output a request.
+
+        The outputs are those of one device step. A request that is aborted, or that a host rule ends, costs the device
+        at most `readout_depth` steps more, of which nothing is seen.
+        """
         outputs, self._finished_early = self._finished_early, []
-        plan = self._scheduler.plan()
-        if plan is None:
-            if self._requests and not outputs:
-                raise RuntimeError("requests are waiting but nothing can be scheduled")
-            return outputs
-        now = time.monotonic()
-        for row in plan.prefill:
-            row.request.first_scheduled_time = row.request.first_scheduled_time or now
-        self.runner.dispatch(plan)
-        self._scheduler.dispatched(plan)
-        return outputs + self._process(self.runner.read())
+        while self.runner.in_flight <= self.settings.readout_depth:
+            began = time.monotonic()
+            plan = self._scheduler.plan()
+            if plan is None:
+                break
+            self._dispatch(plan, began)
+        if self.runner.in_flight:
+            return outputs + self._read()
+        if self._requests and not outputs:
+            raise RuntimeError("requests are waiting but nothing can be scheduled")
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """From here on no request finds pages of those before it."""
+        self._scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -164,8 +186,35 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
             acceptance=acceptance_of(self._windows, self._drafted),
         )
+
+    def _dispatch(self, plan: StepPlan, began: float) -> None:
+        for row in plan.prefill:
+            request = row.request
+            request.first_scheduled_time = request.first_scheduled_time or began
+            if request.retracted_time is not None:
+                request.preempted_seconds += began - request.retracted_time
+                request.retracted_time = None
+        self.runner.dispatch(plan)
+        self._scheduler.dispatched(plan)
+        self._times.append((began, time.monotonic()))
+
+    def _read(self) -> list[RequestOutput]:
+        planned, dispatched = self._times.popleft()
+        reading = time.monotonic()
+        step = self.runner.read()
+        read = time.monotonic()
+        self._scheduler.read(step.plan)
+        outputs = self._process(step)
+        if self._step_log is not None:
+            times = StepTimes(planned, dispatched, reading, read, time.monotonic())
+            bucket = bucket_for(self.runner.buckets, step.plan)
+            waiting = len(self._scheduler.waiting)
+            self._step_log.write(step.plan, bucket, times, step.emitted, step.accepted, waiting=waiting)
+        return outputs
 
     def _process(self, step: StepOutput) -> list[RequestOutput]:
         if self._observer:
@@ -181,12 +230,15 @@ class Engine:
                 error = "the model produced NaN for this request"
                 outputs.append(RequestOutput(request.id, (), (), FinishReason.ERROR, error))
                 continue
+            if row < len(step.plan.prefill):
+                chunk = step.plan.prefill[row]
+                self._scheduler.publish(request, chunk.start + chunk.length)
             if not emitted:
                 continue
             if row >= len(step.plan.prefill):
                 self._count_window(request, int(accepted))
             kept, reason = request.accept([int(t) for t in ids[:emitted]])
-            request.computed = len(request.tokens) - 1
+            self._scheduler.publish(request, len(request.tokens) - 1)
             self._generation_tokens += kept
             outputs.append(
                 RequestOutput(
@@ -209,6 +261,5 @@ class Engine:
             self._drafted += request.num_drafts
 
     def _finish(self, request: Request) -> None:
-        self._scheduler.release(request)
-        request.state = RequestState.FINISHED
+        self._scheduler.finish(request)
         del self._requests[request.id]

@@ -1,17 +1,26 @@
-"""The pool of KV pages: who owns which page."""
+"""The pool of KV pages: who holds which page."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+from jaxspec.engine.prefix_cache import PrefixCache
 
 PADDING_PAGE = 0
 
 
 class PageAllocator:
-    """Hands out page ids 1..num_pages-1; page 0 is the padding page and never belongs to a request."""
+    """Hands out page ids 1..num_pages-1; page 0 is the padding page and never belongs to a request.
 
-    def __init__(self, num_pages: int):
+    A page that nobody holds is free. If the prefix cache knows its text it is kept as it is for as long as others are
+    free; then the one that was let go first is taken.
+    """
+
+    def __init__(self, num_pages: int, cache: PrefixCache | None = None):
         self.num_pages = num_pages
+        self._cache = cache
+        self._holders = [0] * num_pages
         # A stack: the page freed last is reused first, so a lightly used pool touches few pages.
         self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
+        self._kept: dict[int, None] = {}  # free, but with a text: in the order in which they were let go
 
     @property
     def usable(self) -> int:
@@ -19,16 +28,46 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._kept)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages, or None (and no page) where there are not that many."""
-        if count > len(self._free):
+        """`count` pages of which nobody else knows, or None (and no page) where there are not that many."""
+        if count > self.num_free:
             return None
-        return [self._free.pop() for _ in range(count)]
+        pages = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page = next(iter(self._kept))
+                del self._kept[page]
+                assert self._cache is not None
+                self._cache.forget(page)
+            self._holders[page] = 1
+            pages.append(page)
+        return pages
 
-    def free(self, pages: Iterable[int]) -> None:
-        pages = list(pages)
-        assert PADDING_PAGE not in pages
-        assert not set(pages) & set(self._free), "a page was freed twice"
-        self._free.extend(reversed(pages))
+    def share(self, pages: Sequence[int]) -> None:
+        """Holds pages of the prefix cache once more."""
+        for page in pages:
+            self._kept.pop(page, None)
+            self._holders[page] += 1
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Lets a request's pages go, given in its order: the last is let go first, for it is of use only behind the rest."""
+        for page in reversed(pages):
+            assert self._holders[page] > 0, "a page was freed twice"
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if self._cache is not None and page in self._cache:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+
+    def forget_texts(self) -> None:
+        """Empties the prefix cache. Pages that are held stay with their holders."""
+        if self._cache is not None:
+            self._cache.clear()
+            self._free += self._kept
+            self._kept.clear()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
+from jaxspec.engine.prefix_cache import Node
 from jaxspec.sampling.params import SamplingParams
 
 # The likeliest (id, log-probability) pairs at one position, likeliest first.
@@ -59,10 +60,17 @@ class Request:
     Attributes:
         tokens: prompt and output ids: all that the host knows to be final.
         prompt_len: length of the original prompt; it stays when the request is retracted and prefilled again.
-        computed: tokens whose KV a dispatched step writes.
+        needs_readback: a rule on the host must see each step's tokens before the next step.
+        cache_salt: only requests with the same salt share pages of their prompts.
+        computed: tokens whose KV a dispatched step writes, or found in the prefix cache.
         slot: row of the device state, 0 while there is none; `pages` its KV pages in order.
         sent_pages: how many of `pages` the device's page table knows.
+        published: how many of `pages` the prefix cache knows, and `node` what the next one stands behind.
+        num_cached_tokens: prompt tokens found in the prefix cache when the request first started.
         needs_reset: the device does not yet know that the slot serves this request.
+        unread_steps: dispatched steps with this request whose output has not been read; `unread_least` and
+            `unread_most` how many tokens they add at least (if nothing ends the output) and at most.
+        retracted_time: since when the request has waited to go on; preempted_seconds: such times, summed up.
         windows: entry i, of k + 1: verified windows with i accepted drafts; empty without speculation.
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
         num_drafts: how many drafts of a window may be accepted.
@@ -73,6 +81,8 @@ class Request:
     params: SamplingParams
     stop_rule: StopRule | None = None
     priority: int = 0
+    needs_readback: bool = False
+    cache_salt: str = ""
     arrival_time: float = field(default_factory=time.monotonic)
 
     state: RequestState = field(default=RequestState.WAITING, init=False)
@@ -82,14 +92,21 @@ class Request:
     slot: int = field(default=0, init=False)
     pages: list[int] = field(default_factory=list, init=False)
     sent_pages: int = field(default=0, init=False)
+    published: int = field(default=0, init=False)
+    node: Node = field(default="", init=False)
+    num_cached_tokens: int = field(default=0, init=False)
     needs_reset: bool = field(default=True, init=False)
     windows: list[int] = field(default_factory=list, init=False)
     seed: int = field(default=0, init=False)
     max_total: int = field(default=0, init=False)
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
     num_drafts: int = field(default=0, init=False)
-    aborted: bool = field(default=False, init=False)
+    unread_steps: int = field(default=0, init=False)
+    unread_least: int = field(default=0, init=False)
+    unread_most: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    preempted_seconds: float = field(default=0.0, init=False)
+    retracted_time: float | None = field(default=None, init=False)
     first_scheduled_time: float | None = field(default=None, init=False)
 
     def __post_init__(self):

@@ -116,7 +116,7 @@ class Runner:
             model, settings, mesh, draft=draft[0] if draft else None, num_drafts=self.window - 1
         )
         self.state: StepState = zero_state(self._shapes)
-        self._layouts = {b: InputLayout(b, settings.page_size) for b in self.buckets}
+        self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self._replicated = NamedSharding(mesh, PartitionSpec())

@@ -2,14 +2,20 @@
 
 One token budget a step: running requests decode first, prompt chunks take what is left. A request that finds no page
 retracts the longest decoding one, which is prefilled again later and goes on with the same text.
+
+Steps are planned while earlier ones are still unread: the host then knows each request's tokens only up to what it has
+read, and reserves pages for the most that the unread steps can add.
 """
 
+import bisect
+import time
 from dataclasses import replace
 
 from jaxspec.config import Settings
 from jaxspec.engine.batch import PrefillRow, StepPlan, pages_needed
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.pages import PageAllocator
+from jaxspec.engine.prefix_cache import PrefixCache
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.state import NO_ID
 
@@ -34,122 +40,221 @@ class Scheduler:
     def __init__(self, settings: Settings, buckets: tuple[Bucket, ...], *, window: int = 1):
         self.settings = settings
         self.window = window
-        self.pages = PageAllocator(settings.num_pages)
+        self.cache = PrefixCache(settings.page_size, lookahead=int(window > 1)) if settings.prefix_caching else None
+        self.pages = PageAllocator(settings.num_pages, self.cache)
         self.waiting: list[Request] = []
         self.running: list[Request] = []  # have a slot: PREFILL or DECODE
         self.num_preemptions = 0
+        self.prefix_queries = 0  # tokens looked up in the prefix cache, and found there
+        self.prefix_hits = 0
+        self._unread = 0
+        # After a retraction nobody is admitted until somebody has ended: they would push each other out in turn.
+        self._admits = True
         self._free_slots = list(range(settings.max_num_seqs, 0, -1))
         prefill = [b for b in buckets if b.prefill_tokens]
         self._max_prefill_rows = min(b.prefill_rows for b in prefill)
         self._max_prefill_tokens = max(b.prefill_tokens for b in prefill)
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
-        self.waiting.sort(key=lambda r: r.order)
+        request.node = request.cache_salt
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None where nothing can run. Marks what it plans as dispatched."""
-        deltas: list[tuple[int, int, int]] = []
+        """The next step, or None where nothing can run before an unread step is read. Marks what it plans."""
         budget = self.settings.max_num_batched_tokens
         decode: list[Request] = []
-        for request in sorted(self.running, key=lambda r: r.order):
-            if request.state is not RequestState.DECODE or budget < self.window:
-                continue
-            if self._grow(request, reserved_slots(len(request.tokens), k=self.window - 1), decode):
-                decode.append(request)
-                budget -= self.window
-        for request in decode:
-            deltas += self._unsent(request, len(request.pages))
-        prefill = self._plan_prefill(min(budget, self._max_prefill_tokens), deltas)
+        prefill = [] if self.settings.mixed else self._plan_prefill(budget)
+        if not prefill:
+            rows = self._plan_decode(budget)
+            if rows is None:
+                return None
+            decode = rows
+        if self.settings.mixed:
+            prefill = self._plan_prefill(budget - len(decode) * self.window)
         if not prefill and not decode:
             return None
+        deltas: list[tuple[int, int, int]] = []
+        for request in decode:
+            deltas += self._unsent(request, len(request.pages))
         for row in prefill:
-            row.request.computed = row.start + row.length
+            request, end = row.request, row.start + row.length
+            covered = self._reserved(request) if row.final else end
+            deltas += self._unsent(request, pages_needed(self.settings, covered))
+            request.computed = end
             if row.final:
-                row.request.state = RequestState.DECODE
+                request.state = RequestState.DECODE
         plan = StepPlan(tuple(prefill), tuple(decode), tuple(deltas))
         return replace(plan, needs_full=any(map(_needs_full, plan.requests)))
 
     def dispatched(self, plan: StepPlan) -> None:
         """The plan's array has been packed: the device will know these slots."""
+        self._unread += 1
         for row in plan.prefill:
             row.request.needs_reset = False
+        for request, most in self._most_tokens(plan):
+            request.unread_steps += 1
+            request.unread_least += min(most, 1)
+            request.unread_most += most
 
-    def release(self, request: Request) -> None:
-        """Takes slot and pages back, whatever the request's state."""
-        if request in self.waiting:
+    def read(self, plan: StepPlan) -> None:
+        """The output of the oldest unread plan has been read; its tokens come next."""
+        self._unread -= 1
+        for request, most in self._most_tokens(plan):
+            request.unread_steps -= 1
+            request.unread_least -= min(most, 1)
+            request.unread_most -= most
+            if request.state is RequestState.FINISHED and not request.unread_steps:
+                self._give_back(request)
+
+    def publish(self, request: Request, written: int) -> None:
+        """Lets others share the request's pages whose KV is final: of its known tokens, `written` have theirs."""
+        if self.cache is None:
+            return
+        final = self.cache.final_pages(len(request.tokens), written)
+        for column in range(request.published, final):
+            request.node = self.cache.publish(request.node, request.tokens, column, request.pages[column])
+            request.published = column + 1
+
+    def finish(self, request: Request) -> None:
+        """Ends a request in any state. Slot and pages come back once no unread step names them."""
+        if request.state is RequestState.WAITING:
             self.waiting.remove(request)
-        if request in self.running:
+        else:
             self.running.remove(request)
-            self._free_slots.append(request.slot)
-            self.pages.free(request.pages)
-        request.slot, request.pages, request.sent_pages, request.computed = 0, [], 0, 0
-        request.needs_reset = True
+        self._admits = True
+        request.state = RequestState.FINISHED
+        if not request.unread_steps:
+            self._give_back(request)
 
-    def _plan_prefill(self, budget: int, deltas: list[tuple[int, int, int]]) -> list[PrefillRow]:
+    def reset_prefix_cache(self) -> None:
+        """Pages that running requests have published stay theirs, and unknown to others."""
+        self.pages.forget_texts()
+
+    def _plan_decode(self, budget: int) -> list[Request] | None:
+        """Rows that decode; None where one lacks a page, and whom to retract shows only when all steps have been read."""
+        decode: list[Request] = []
+        for request in sorted(self.running, key=lambda r: r.order):
+            if request.state is not RequestState.DECODE or budget < self.window:
+                continue
+            surely_over = len(request.tokens) + request.unread_least >= request.max_total
+            if surely_over or (request.needs_readback and request.unread_steps):
+                continue
+            if self._grow(request, decode):
+                decode.append(request)
+                budget -= self.window
+            elif self._unread:
+                return None
+        return decode
+
+    def _plan_prefill(self, budget: int) -> list[PrefillRow]:
         rows: list[PrefillRow] = []
+        budget = min(budget, self._max_prefill_tokens)
+        found_pages = self.settings.max_pages  # that a step can tell the device of: see `InputLayout`
         started = sorted((r for r in self.running if r.state is RequestState.PREFILL), key=lambda r: r.order)
         for request in [*started, *self.waiting]:
             if budget <= 0 or len(rows) == self._max_prefill_rows:
                 break
-            if request.state is RequestState.WAITING and not self._admit(request):
-                break  # those behind it wait too: a long prompt must not starve
+            if request.state is RequestState.WAITING:
+                if not self._admit(request, found_pages):
+                    break  # those behind it wait too: a long prompt must not starve
+                found_pages -= request.published
             start, target = request.computed, request.prefill_target
             length = min(budget, target - start)
             final = start + length == target
-            covered = reserved_slots(len(request.tokens), k=self.window - 1) if final else start + length
-            deltas += self._unsent(request, pages_needed(self.settings, covered))
-            rows.append(
-                PrefillRow(
-                    request,
-                    start,
-                    length,
-                    final,
-                    forced=request.tokens[-1] if final and request.resuming else NO_ID,
-                    next_id=NO_ID if final else request.tokens[start + length],
-                )
-            )
+            forced = request.tokens[-1] if final and request.resuming else NO_ID
+            next_id = NO_ID if final else request.tokens[start + length]
+            rows.append(PrefillRow(request, start, length, final, forced, next_id))
             budget -= length
-        admitted = {row.request.id for row in rows if row.request.state is RequestState.PREFILL}
-        self.waiting = [r for r in self.waiting if r.id not in admitted]
         return rows
 
-    def _admit(self, request: Request) -> bool:
-        """Gives a waiting request a slot and the pages of all its known tokens, or nothing."""
-        if not self._free_slots:
+    def _admit(self, request: Request, found_pages: int) -> bool:
+        """Gives a waiting request a slot and the pages of all its known tokens, or nothing.
+
+        found_pages: most pages that may come from the prefix cache.
+        """
+        if not self._free_slots or (self.running and not self._admits):
             return False
-        slots = max(reserved_slots(len(request.tokens), k=self.window - 1), len(request.tokens) + 1)
-        pages = self.pages.allocate(pages_needed(self.settings, slots))
-        if pages is None:
+        found, node = self._find(request)
+        if len(found) > found_pages:
             return False
-        request.slot, request.pages, request.state = self._free_slots.pop(), pages, RequestState.PREFILL
+        slots = max(self._reserved(request), len(request.tokens) + 1)
+        self.pages.share(found)
+        fresh = self.pages.allocate(pages_needed(self.settings, slots) - len(found))
+        if fresh is None:
+            self.pages.free(found)
+            return False
+        request.pages, request.published, request.node = [*found, *fresh], len(found), node
+        request.computed = len(found) * self.settings.page_size
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.computed
+        request.slot, request.state = self._free_slots.pop(), RequestState.PREFILL
+        self.waiting.remove(request)
         self.running.append(request)
         return True
 
-    def _grow(self, request: Request, slots: int, planned: list[Request]) -> bool:
-        """Makes the request's pages cover `slots`, retracting longer requests if need be; false if it was retracted."""
+    def _find(self, request: Request) -> tuple[list[int], int | str]:
+        """Pages of the prefix cache that hold the request's beginning. At least one token is computed again."""
+        params = request.params
+        # Penalties count tokens as they pass through a step.
+        counts_prompt = params.repetition_penalty != 1
+        counts_output = bool(params.presence_penalty or params.frequency_penalty)
+        if self.cache is None or counts_prompt or (request.resuming and counts_output):
+            return [], request.cache_salt
+        most = (request.prefill_target - 1) // self.settings.page_size
+        found, node = self.cache.match(request.tokens, most, request.cache_salt)
+        self.prefix_queries += request.prefill_target
+        self.prefix_hits += len(found) * self.settings.page_size
+        return found, node
+
+    def _grow(self, request: Request, planned: list[Request]) -> bool:
+        """Makes the request's pages cover its next step, retracting longer requests if need be.
+
+        False: it was retracted itself, or nobody can be retracted while steps are unread.
+        """
         while True:
-            missing = pages_needed(self.settings, slots) - len(request.pages)
+            missing = pages_needed(self.settings, self._reserved(request)) - len(request.pages)
             if missing <= 0:
                 return True
             pages = self.pages.allocate(missing)
             if pages is not None:
                 request.pages += pages
                 return True
+            if self._unread:
+                return False
             # Requests already planned for this step keep their pages: their rows are about to use them.
             victims = [r for r in self.running if r.state is RequestState.DECODE and r not in planned]
             victim = max(victims, key=lambda r: (len(r.tokens), r.order))
-            self.retract(victim)
+            self._retract(victim)
             if victim is request:
                 return False
 
-    def retract(self, request: Request) -> None:
+    def _retract(self, request: Request) -> None:
         """Takes everything from a running request and queues it again by its arrival."""
-        self.release(request)
+        self.running.remove(request)
+        self._give_back(request)
         request.state = RequestState.WAITING
+        request.retracted_time = time.monotonic()
         request.num_preemptions += 1
         self.num_preemptions += 1
+        self._admits = False
         self.add(request)
+
+    def _give_back(self, request: Request) -> None:
+        if request.slot:
+            self._free_slots.append(request.slot)
+            self.pages.free(request.pages)
+        request.slot, request.pages, request.sent_pages, request.computed, request.published = 0, [], 0, 0, 0
+        request.needs_reset = True
+
+    def _reserved(self, request: Request) -> int:
+        """KV slots that the request's next decode step may need. What it writes behind its last token nobody reads."""
+        slots = reserved_slots(len(request.tokens) + request.unread_most, k=self.window - 1)
+        return min(slots, request.max_total)
+
+    def _most_tokens(self, plan: StepPlan) -> list[tuple[Request, int]]:
+        """How many tokens each row of a plan can add."""
+        prefill = [(row.request, int(row.final and row.forced == NO_ID)) for row in plan.prefill]
+        return prefill + [(request, self.window) for request in plan.decode]
 
     def _unsent(self, request: Request, upto: int) -> list[tuple[int, int, int]]:
         upto = min(upto, len(request.pages))

@@ -1,18 +1,25 @@
 """A runner without a model: it keeps paged memory as the device would and checks every access.
 
 The next token is a hash of all tokens that the request's page table shows, so a wrong page, a lost page delta or a stale
-slot changes the text.
+slot changes the text. How many drafts of a window are accepted is another hash. The draft's memory holds, as a draft's
+KV does, the token that follows each position.
 """
 
 import collections
+from collections.abc import Callable
 
 import numpy as np
 
 from jaxspec.config import Settings
-from jaxspec.engine.batch import RESET_INTS, InputLayout, StepPlan, bucket_for
+from jaxspec.engine.batch import RESET_INTS, RESET_STOPS, InputLayout, StepPlan, bucket_for
 from jaxspec.engine.buckets import bucket_table
+from jaxspec.engine.pages import PADDING_PAGE
+from jaxspec.engine.request import Request
 from jaxspec.engine.runner import StepOutput
-from jaxspec.engine.state import SEED_LOW
+from jaxspec.engine.state import MAX_LEN, SEED_LOW
+from jaxspec.engine.step import FLAG_DONE
+
+JUNK = -2
 
 
 def next_token(tokens, seed: int, vocab: int) -> int:
@@ -20,93 +27,168 @@ def next_token(tokens, seed: int, vocab: int) -> int:
 
 
 class MockRunner:
-    """Has the runner's interface. `plans` keeps what was dispatched, for assertions."""
+    """Has the runner's interface. What a step changes on the device happens at its dispatch; `read` only tells of it.
 
-    window = 1
+    Attributes:
+        plans: what was dispatched, for assertions.
+        touched: of each slot, the last KV slot of its request that the latest step wrote.
+        shared: whether a page's text is known to others, so that writing it is a fault.
+        on_dispatch: called with each plan before it runs.
+    """
 
     def __init__(self, settings: Settings, vocab: int):
         self.settings, self.vocab = settings, vocab
+        self.window = settings.window
         self.buckets = bucket_table(settings)
         self.plans: list[StepPlan] = []
+        self.touched: dict[int, int] = {}
+        self.shared: Callable[[int], bool] = lambda _page: False
+        self.on_dispatch: Callable[[StepPlan], None] = lambda _plan: None
         self._queue: collections.deque[StepOutput] = collections.deque()
         S, page = settings.max_slots, settings.page_size
         self.memory = np.full((settings.num_pages, page), -1)
+        self.draft_memory = np.full((settings.num_pages, page), -1)
         self.page_table = np.zeros((S, settings.max_pages), int)
-        self.seq_len, self.last_token = np.zeros(S, int), np.zeros(S, int)
+        self.seq_len, self.last_token, self.max_len = np.zeros(S, int), np.zeros(S, int), np.zeros(S, int)
+        self.done = np.zeros(S, bool)
         self.seeds = [0] * S
+        self.stop_ids: list[set[int]] = [set()] * S
 
     @property
     def in_flight(self) -> int:
         return len(self._queue)
 
     def dispatch(self, plan: StepPlan) -> None:
+        self.on_dispatch(plan)
         self.plans.append(plan)
         bucket = bucket_for(self.buckets, plan)
-        layout = InputLayout(bucket, self.settings.page_size)
+        layout = InputLayout(bucket, self.settings.page_size, self.settings.max_pages)
         inputs = layout.split(layout.pack(plan))
+        for record in inputs.resets:
+            if slot := record[0]:
+                ints = record[RESET_INTS:RESET_STOPS]
+                low, high = ints[SEED_LOW:][:2].view(np.uint32)
+                self.seeds[slot] = int(low) | int(high) << 32
+                self.max_len[slot], self.done[slot] = ints[MAX_LEN], False
+                self.stop_ids[slot] = {int(t) for t in record[RESET_STOPS:] if t >= 0}
+                self.page_table[slot] = 0
         for slot, column, page in inputs.deltas:
             if slot:
                 self.page_table[slot, column] = page
-        for record in inputs.resets:
-            if record[0]:
-                low, high = record[RESET_INTS + SEED_LOW :][:2].view(np.uint32)
-                self.seeds[record[0]] = int(low) | int(high) << 32
         self._check(plan)
-        emitted, ids = [], []
+        self.touched = {}
+        rows: list[tuple[list[int], int]] = []  # emitted ids, accepted drafts
         offset = 0
-        for slot, start, length, final, forced, next_id in inputs.prefill[: len(plan.prefill)]:
-            chunk = inputs.chunk_ids[offset : offset + length]
-            offset += length
-            for position, token in enumerate(chunk, start):
-                self._write(slot, position, token)
-            self.seq_len[slot] = start + length
-            if not final:
-                assert next_id >= 0, "a middle chunk must know the token that follows"
-            token = forced if forced >= 0 else self._sample(slot)
-            self.last_token[slot] = token
-            emitted.append(int(final and forced < 0))
-            ids.append(token)
-        for slot in inputs.decode_slots[: len(plan.decode)]:
-            self._write(slot, self.seq_len[slot], self.last_token[slot])
-            self.seq_len[slot] += 1
-            self.last_token[slot] = self._sample(slot)
-            emitted.append(1)
-            ids.append(self.last_token[slot])
-        logprobs = np.zeros((len(ids), 1), np.float32)
+        for fields in inputs.prefill[: len(plan.prefill)]:
+            chunk = inputs.chunk_ids[offset : offset + fields[2]]
+            offset += fields[2]
+            rows.append((self._prefill(*fields[:2], chunk, *fields[3:]), 0))
+        rows += [self._decode(slot) for slot in inputs.decode_slots[: len(plan.decode)]]
+        slots = [r.slot for r in plan.requests]
+        ids = np.full((len(rows), self.window), JUNK)
+        for row, (emitted, _) in enumerate(rows):
+            ids[row, : len(emitted)] = emitted
         self._queue.append(
             StepOutput(
                 plan,
-                np.array(emitted),
-                np.zeros(len(ids), int),
-                np.zeros(len(ids), int),
-                np.array(ids)[:, None],
-                logprobs,
+                np.array([len(emitted) for emitted, _ in rows]),
+                np.array([accepted for _, accepted in rows]),
+                np.where(self.done[slots], FLAG_DONE, 0),
+                ids,
+                np.zeros(ids.shape, np.float32),
             )
         )
 
     def read(self) -> StepOutput:
         return self._queue.popleft()
 
-    def _write(self, slot: int, position: int, token: int) -> None:
-        page = self.page_table[slot, position // self.settings.page_size]
-        assert page in self._owned[slot], f"slot {slot} writes page {page}, which it does not own"
-        self.memory[page, position % self.settings.page_size] = token
+    def _prefill(self, slot, start, chunk, final, forced, next_id) -> list[int]:
+        following = [*chunk[1:].tolist(), JUNK]
+        for position, (token, after) in enumerate(zip(chunk, following, strict=True), start):
+            self._write(slot, position, token, after)
+        self.seq_len[slot] = start + len(chunk)
+        if not final:
+            assert next_id >= 0, "a middle chunk must know the token that follows"
+            self._write(slot, self.seq_len[slot] - 1, chunk[-1], next_id)
+            return []
+        token = forced if forced >= 0 else self._sample(slot)
+        self._write(slot, self.seq_len[slot] - 1, chunk[-1], token)
+        self.last_token[slot] = token
+        self._draft(slot)
+        if forced >= 0:
+            return []
+        self.done[slot] = self._stops(slot, token)
+        return [token]
 
-    def _sample(self, slot: int) -> int:
+    def _decode(self, slot) -> tuple[list[int], int]:
+        if self.done[slot]:
+            return [], 0
+        base, n = self.seq_len[slot], self.window
+        for i in range(n):  # the window: drafts are junk until they turn out to be right
+            self._write(slot, base + i, self.last_token[slot] if i == 0 else JUNK, JUNK)
+        accepted = hash((self.seeds[slot], int(base))) % n
+        emitted: list[int] = []
+        for _ in range(accepted + 1):
+            token, position = self.last_token[slot], self.seq_len[slot]
+            self._write(slot, position, token, JUNK)
+            self.seq_len[slot] += 1
+            self.last_token[slot] = self._sample(slot)
+            self._write(slot, position, token, self.last_token[slot])
+            emitted.append(self.last_token[slot])
+            if self._stops(slot, emitted[-1]):
+                self.done[slot] = True
+                break
+        # What lies behind a stop is never read: the device's own length goes on to the end of what was accepted.
+        self.seq_len[slot] = base + accepted + 1
+        self._draft(slot)
+        return emitted, accepted
+
+    def _draft(self, slot) -> None:
+        """Draft steps behind the newest token: they write the draft's memory only."""
+        for i in range(self.window - 2):
+            self._place(slot, self.seq_len[slot] + i, self.draft_memory, JUNK)
+
+    def _stops(self, slot, token) -> bool:
+        return token in self.stop_ids[slot] or self.seq_len[slot] + 1 >= self.max_len[slot]
+
+    def _write(self, slot, position, token, after) -> None:
+        self._place(slot, position, self.memory, token)
+        if self.window > 1:
+            self._place(slot, position, self.draft_memory, after)
+
+    def _place(self, slot, position, memory, value) -> None:
+        """Positions behind the request's last possible token may lie on the padding page, and so may the context's end."""
+        column = position // self.settings.page_size
+        page = self.page_table[slot, column] if column < self.settings.max_pages else PADDING_PAGE
+        if page == PADDING_PAGE:
+            assert position >= self.max_len[slot], f"slot {slot} has no page for position {position}"
+        else:
+            assert page in self._owned[slot], f"slot {slot} writes page {page}, which it does not own"
+            assert not self.shared(page), f"slot {slot} writes page {page}, which others may read"
+            self.touched[slot] = max(self.touched.get(slot, 0), position)
+        memory[page, position % self.settings.page_size] = value
+
+    def _sample(self, slot) -> int:
         size, length = self.settings.page_size, self.seq_len[slot]
         positions = np.arange(length)
-        tokens = self.memory[self.page_table[slot, positions // size], positions % size]
-        return next_token(tokens.tolist(), self.seeds[slot], self.vocab)
+        places = self.page_table[slot, positions // size], positions % size
+        tokens = self.memory[places].tolist()
+        if self.window > 1:
+            assert self.draft_memory[places].tolist()[:-1] == tokens[1:], "the draft's memory is not the request's"
+        return next_token(tokens, self.seeds[slot], self.vocab)
 
     def _check(self, plan: StepPlan) -> None:
-        """Invariants of every plan: the budget, one row a request, no page in two requests, no padding page."""
+        """Invariants of every plan: the budget, one row a request, no padding page, no page that another may write."""
         settings = self.settings
-        requests = [row.request for row in plan.prefill] + list(plan.decode)
+        requests: list[Request] = list(plan.requests)
         assert len({r.id for r in requests}) == len(requests)
         assert len({r.slot for r in requests}) == len(requests)
         assert all(1 <= r.slot < settings.max_slots for r in requests)
         assert plan.prefill_tokens + len(plan.decode) * self.window <= settings.max_num_batched_tokens
         self._owned = {r.slot: set(r.pages) for r in requests}
-        pages = [page for r in requests for page in r.pages]
+        for request in requests:
+            assert PADDING_PAGE not in request.pages
+        for request in plan.decode:
+            assert not (request.needs_readback and any(request in out.plan.requests for out in self._queue))
+        pages = [page for r in requests for page in r.pages[r.published :]]
         assert len(set(pages)) == len(pages), "a page belongs to two requests"
-        assert 0 not in pages

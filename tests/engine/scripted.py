@@ -194,9 +194,8 @@ def plan_where(engine: Engine, wanted: Callable[[StepPlan], bool]) -> StepPlan:
         assert plan is not None, "the requests ended before there was such a plan"
         if wanted(plan):
             return plan
-        engine.runner.dispatch(plan)
-        engine._scheduler.dispatched(plan)
-        engine._process(engine.runner.read())
+        engine._dispatch(plan, 0.0)
+        engine._read()
 
 
 MODES: dict[str, Callable[[StepPlan], bool]] = {

@@ -103,14 +103,14 @@ def raw_logits(tokens):
     request = Request("oracle", tokens, SamplingParams())
     request.slot = 1
     plan = StepPlan((PrefillRow(request, 0, len(tokens), True),), (), ((1, 0, 1),))
-    flat = InputLayout(Bucket(64, 1, 1, "full"), runner.settings.page_size).pack(plan)
+    flat = InputLayout(Bucket(64, 1, 1, "full"), runner.settings.page_size, runner.settings.max_pages).pack(plan)
     return np.asarray(_forward(runner._params[0], runner.state, flat))[len(tokens) - 1]
 
 
 @jax.jit
 def _forward(params, state, flat):
     runner = tiny_runner()
-    inputs = InputLayout(Bucket(64, 1, 1, "full"), runner.settings.page_size).split(flat)
+    inputs = InputLayout(Bucket(64, 1, 1, "full"), runner.settings.page_size, runner.settings.max_pages).split(flat)
     state = apply_updates(state, inputs, full=True)
     ids, meta = lay_out(state, inputs, runner.settings, 1)
     target = nnx.merge(runner._graphdefs[0], params)

@@ -32,6 +32,7 @@ def run_compare(folder, prompts: int, new_tokens: int, **options):
 def compare_with(folder, reference, **options):
     collector = Collector()
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 7, "max_model_len": 128, "dtype": "float32"} | options
+    options |= {"enable_prefix_caching": False}
     llm = LLM(str(folder), probe=True, observer=collector, **options)
     return compare(llm, collector, reference)
 

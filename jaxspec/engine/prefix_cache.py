@@ -1,0 +1,81 @@
+"""Which page holds which text: requests that begin alike share the pages of their beginning.
+
+A page is known by its own ids and, through its parent, by all ids before them: the match is exact, no hash decides.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# What a page stands behind: the page before it, or the salt of those who may share it.
+Node = int | str
+
+
+@dataclass(frozen=True)
+class _Entry:
+    page: int
+    node: int  # never used again, so nothing can be taken for the child of a page that has been overwritten
+
+
+class PrefixCache:
+    """
+    Args:
+        page_size: ids a page.
+        lookahead: how many ids behind a page belong to its key: one with a draft, whose KV at a position depends on
+            the id that follows.
+    """
+
+    def __init__(self, page_size: int, *, lookahead: int):
+        self._page_size = page_size
+        self._lookahead = lookahead
+        self._entries: dict[tuple[Node, tuple[int, ...]], _Entry] = {}
+        self._keys: dict[int, tuple[Node, tuple[int, ...]]] = {}  # of each page that is in the cache
+        self._nodes = itertools.count()
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._keys
+
+    def match(self, tokens: Sequence[int], most: int, salt: str) -> tuple[list[int], Node]:
+        """The pages that hold the beginning of `tokens`, at most so many, and what the next page stands behind."""
+        pages: list[int] = []
+        node: Node = salt
+        while len(pages) < most:
+            entry = self._entries.get((node, self._ids(tokens, len(pages))))
+            if entry is None:
+                break
+            pages.append(entry.page)
+            node = entry.node
+        return pages, node
+
+    def publish(self, node: Node, tokens: Sequence[int], column: int, page: int) -> Node:
+        """Page number `column` of a request now holds its final KV. Returns what the request's next page stands behind.
+
+        Where another page holds the same text already, that one stays the shared one.
+        """
+        key = (node, self._ids(tokens, column))
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(page, next(self._nodes))
+            self._keys[page] = key
+        return entry.node
+
+    def final_pages(self, known: int, written: int) -> int:
+        """How many leading pages can be published: their KV is written, and all ids of their keys are known.
+
+        Args:
+            known: ids that are final.
+            written: of these, how many have their KV written.
+        """
+        return max(min(written, known - self._lookahead), 0) // self._page_size
+
+    def forget(self, page: int) -> None:
+        """The page will be overwritten."""
+        del self._entries[self._keys.pop(page)]
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._keys.clear()
+
+    def _ids(self, tokens: Sequence[int], column: int) -> tuple[int, ...]:
+        first = column * self._page_size
+        return tuple(tokens[first : first + self._page_size + self._lookahead])

@@ -1,0 +1,74 @@
+"""A line of JSON for every step: what ran, how long it took, and what came of it. `bench timeline` draws it."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxspec.engine.batch import StepPlan
+from jaxspec.engine.buckets import Bucket
+from jaxspec.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds on the clock of `time.monotonic`: planning began, dispatched, reading began, was read, was processed."""
+
+    planned: float
+    dispatched: float
+    reading: float
+    read: float
+    processed: float
+
+
+class StepLog:
+    """
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str):
+        try:
+            self._file = Path(path).open("w", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the engine
+        except OSError as e:
+            raise ConfigError(f"log_steps: cannot write {path}: {e.strerror}") from e
+        self._started = time.monotonic()
+        self._last_read = self._started
+        self._steps = 0
+
+    def write(
+        self, plan: StepPlan, bucket: Bucket, times: StepTimes, emitted: Any, accepted: Any, *, waiting: int
+    ) -> None:
+        """
+        Args:
+            emitted, accepted: int [rows], of the plan's rows.
+            waiting: requests without a slot.
+
+        The device's time ends when the output has been read, and begins when the step was dispatched or the output of
+        the step before it was read, whichever was later. The host's is what it spent on this step without waiting.
+        """
+        first = len(plan.prefill)
+        row = {
+            "step": self._steps,
+            "start": round(times.dispatched - self._started, 6),
+            "end": round(times.read - self._started, 6),
+            "bucket": str(bucket),
+            "host_ms": round(1e3 * (times.dispatched - times.planned + times.processed - times.read), 3),
+            "device_ms": round(1e3 * (times.read - max(times.dispatched, self._last_read)), 3),
+            "prefill": [
+                {
+                    "request": row.request.id, "start": row.start, "tokens": row.length, "final": row.final,
+                    "emitted": int(emitted[i]),
+                }
+                for i, row in enumerate(plan.prefill)
+            ],
+            "decode": [
+                {"request": request.id, "emitted": int(emitted[first + i]), "accepted": int(accepted[first + i])}
+                for i, request in enumerate(plan.decode)
+            ],
+            "waiting": waiting,
+        }  # fmt: skip
+        self._last_read = times.read
+        self._steps += 1
+        self._file.write(json.dumps(row) + "\n")
