@@ -1,0 +1,193 @@
+"""The real step under schedules of every kind: each request's ids and log-probabilities are those of its solo run.
+
+Arrivals, aborts, stops inside a window, shared prompts, pools that force retraction, rows that wait for their output,
+readout depths, mixed steps on and off; without a draft, with the three kinds of drafts, and with one that is right often.
+"""
+
+import contextlib
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.compat import compiles
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import FinishReason, Request
+from jaxspec.sampling.params import SamplingParams
+from tests.engine.scripted import eagle3_runner, pattern_runner, with_pattern
+from tests.engine.tiny import EOS, VOCAB, cached, fill_cache, run, tiny_runner
+
+pytestmark = pytest.mark.slow
+
+RUNNERS = {
+    "plain": lambda: tiny_runner(0),
+    "nextn, k=1": lambda: tiny_runner(1),
+    "nextn, k=3": lambda: tiny_runner(3),
+    "eagle3 llama, k=3": lambda: eagle3_runner("llama", 3),
+    "eagle3 mla, k=3": lambda: eagle3_runner("mla", 3),
+    "pattern, k=3": lambda: pattern_runner(3),
+}
+NEW_TOKENS = 24
+# The longest request takes three pages.
+POOLS = (3, 4, 6, 39)
+
+
+@contextlib.contextmanager
+def options(runner, **changes):
+    """The runner with other settings of the kind that its executables do not depend on."""
+    before = runner.settings
+    runner.settings = dataclasses.replace(before, **changes)
+    try:
+        yield
+    finally:
+        runner.settings = before
+
+
+def prompts():
+    """One text cut at a page border, just beside it and elsewhere, with and without an ending of its own."""
+    rng = np.random.default_rng(5)
+    text, other = (rng.integers(6, VOCAB - 10, 130).tolist() for _ in range(2))
+    return [
+        text[:64],
+        text[:65],
+        text[:63],
+        text[:64] + other[:9],
+        text[:130],
+        text[:128] + other[:1],
+        other[:70],
+        other[:3],
+    ]
+
+
+def requests(stops=True):
+    """Every prompt greedily, at temperature 1, and greedily with a stop id that lies inside its text."""
+    made = []
+    for i, prompt in enumerate(prompts()):
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=i, ignore_eos=bool(i % 2))
+            made.append((prompt, params))
+        stop = (solo("plain")[3 * i][0][8 + i],) if stops else ()
+        made.append((prompt, dataclasses.replace(made[-2][1], stop_token_ids=stop)))
+    return made
+
+
+@cached
+def solo(name):
+    """(ids, log-probabilities, finish reason) of each of `requests`, alone in a clean pool, each step read at once."""
+    runner = RUNNERS[name]()
+    results = []
+    with drafting(name), options(runner, prefix_caching=False):
+        for prompt, params in requests(stops=name != "plain"):
+            fill_cache(runner, 0.0)
+            ids, logprobs, ends = run(make_engine(runner), [Request("r", prompt, params)])
+            results.append((ids["r"], logprobs["r"], ends["r"][0]))
+    return results
+
+
+def drafting(name):
+    """The runner, whose pattern draft, if that is what it has, knows the greedy texts and is right about most tokens."""
+    runner = RUNNERS[name]()
+    if not name.startswith("pattern"):
+        return contextlib.nullcontext(runner)
+    texts = [[*prompt, *solo("plain")[3 * i][0]] for i, prompt in enumerate(prompts())]
+    return with_pattern(runner, texts, seed=1)
+
+
+def make_engine(runner, usable=None):
+    engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,))
+    if usable is not None:
+        engine._scheduler.pages.allocate(engine._scheduler.pages.num_free - usable)
+    return engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    spec: int
+    step: int
+    abort: int | None
+    needs_readback: bool
+
+
+ARRIVALS = st.builds(
+    Arrival,
+    spec=st.integers(0, 3 * len(prompts()) - 1),
+    step=st.integers(0, 25),
+    abort=st.none() | st.none() | st.none() | st.integers(0, 40),
+    needs_readback=st.sampled_from([False, False, True]),
+)
+
+
+@pytest.mark.parametrize("name", RUNNERS)
+@settings(max_examples=8)
+@given(
+    arrivals=st.lists(ARRIVALS, min_size=2, max_size=10),
+    depth=st.integers(0, 2),
+    mixed=st.booleans(),
+    usable=st.sampled_from(POOLS),
+    poison=st.sampled_from([0.0, float("nan")]),
+)
+def test_every_request_is_as_if_alone(name, arrivals, depth, mixed, usable, poison):
+    runner, specs, want = RUNNERS[name](), requests(stops=name != "plain"), solo(name)
+    with drafting(name), options(runner, readout_depth=depth, mixed=mixed):
+        fill_cache(runner, poison)
+        engine = make_engine(runner, usable)
+        made = [
+            Request(f"r{i}", *specs[a.spec], needs_readback=a.needs_readback, arrival_time=i)
+            for i, a in enumerate(arrivals)
+        ]
+        ids, logprobs, ends = {r.id: [] for r in made}, {r.id: [] for r in made}, {}
+        for step in range(2000):
+            for request, arrival in zip(made, arrivals, strict=True):
+                if arrival.step == step:
+                    engine.add(request)
+                if arrival.abort == step:
+                    engine.abort(request.id)
+            if step > 25 and not engine.has_work:
+                break
+            for out in engine.step() if engine.has_work else ():
+                ids[out.request_id] += out.new_ids
+                logprobs[out.request_id] += out.new_logprobs
+                ends[out.request_id] = ends.get(out.request_id) or out.finish_reason
+        assert not engine.has_work
+        assert engine.stats().kv_cache_usage == pytest.approx(1 - usable / engine._scheduler.pages.usable)
+    for request, arrival in zip(made, arrivals, strict=True):
+        want_ids, want_logprobs, want_end = want[arrival.spec]
+        if ends[request.id] is not FinishReason.ABORT:
+            assert (ids[request.id], ends[request.id].value) == (want_ids, want_end)
+        count = len(ids[request.id])
+        assert ids[request.id] == want_ids[:count]
+        np.testing.assert_allclose(logprobs[request.id], want_logprobs[:count], atol=1e-4)
+
+
+def test_nothing_compiles_in_a_thousand_random_steps():
+    """Every sampling parameter, prompts of all lengths, shared and not, retraction, aborts; one step read late."""
+    runner, rng = tiny_runner(3), random.Random(0)
+    fill_cache(runner, 0.0)
+    texts = prompts()
+    with options(runner, readout_depth=1):
+        engine = make_engine(runner, usable=12)
+        before, steps, count = compiles.total, 0, 0
+        while steps < 1000:
+            if rng.random() < 0.2 or not engine.has_work:
+                params = SamplingParams(
+                    max_tokens=rng.randint(1, 60), temperature=rng.choice([0.0, 1.0]), seed=count,
+                    top_k=rng.choice([0, 20]), top_p=rng.choice([1.0, 0.9]), min_p=rng.choice([0.0, 0.05]),
+                    presence_penalty=rng.choice([0.0, 0.5]), repetition_penalty=rng.choice([1.0, 1.2]),
+                    logit_bias={9: 1.0} if rng.random() < 0.2 else {}, logprobs=rng.choice([None, 3]),
+                    min_tokens=rng.choice([0, 1]), num_speculative_tokens=rng.choice([None, 0, 2]),
+                )  # fmt: skip
+                engine.add(Request(f"r{count}", rng.choice(texts)[rng.choice([0, 0, 5]) :] or [7], params))
+                count += 1
+            if rng.random() < 0.02:
+                engine.abort(f"r{rng.randrange(count)}")
+            engine.step()
+            steps += 1
+        while engine.has_work:
+            engine.step()
+    assert compiles.total == before
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0
