@@ -14,6 +14,7 @@ COMMANDS = {
     "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",
     "parity": "next-token agreement with PyTorch in float32, of PyTorch in bfloat16 and of jaxspec in bfloat16",
     "serve": "load on an OpenAI-compatible server: latencies at the client, throughput, refusals, acceptance",
+    "timeline": "a step log (jaxspec serve --log-steps FILE) as an SVG picture, with a summary",
     "draft_ids": "drafted tokens of MTP and EAGLE3 beside vLLM's, on random checkpoints",
 }
 
