@@ -5,18 +5,22 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from jaxspec.errors import JaxspecError
+
 COMMANDS = {
     "step": "decode step time, dispatch time and byte floor of each bucket, through the production runner",
     "cycle": "time of a speculative cycle by draft, with and without the catch-up skip, and where it goes",
     "speculation": "greedy text with speculation against plain greedy text, acceptance and tokens/s of each draft",
     "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",
     "parity": "next-token agreement with PyTorch in float32, of PyTorch in bfloat16 and of jaxspec in bfloat16",
+    "serve": "load on an OpenAI-compatible server: latencies at the client, throughput, refusals, acceptance",
+    "timeline": "a step log (jaxspec serve --log-steps FILE) as an SVG picture, with a summary",
     "draft_ids": "drafted tokens of MTP and EAGLE3 beside vLLM's, on random checkpoints",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one benchmark and returns its exit code."""
+    """Runs one benchmark and returns its exit code: 1 for an error that the user can mend, and for what it finds wrong."""
     parser = argparse.ArgumentParser(
         prog="jaxspec bench", description="Benchmarks; each prints a table and writes JSON."
     )
@@ -28,8 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f"bench.{name}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
-    return arguments.run(arguments)
+    # Behind `--` are flags for a program that the benchmark starts. Cut here: argparse would take them for positionals.
+    cut = argv.index("--") if "--" in argv else len(argv)
+    arguments = parser.parse_args(argv[:cut])
+    if argv[cut + 1 :]:
+        if not hasattr(arguments, "engine_flags"):
+            parser.error(f"{arguments.command} takes no flags after --")
+        arguments.engine_flags = argv[cut + 1 :]
+    try:
+        return arguments.run(arguments)
+    except JaxspecError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

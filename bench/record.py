@@ -27,17 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def environment(commit: str | None = None) -> dict[str, Any]:
-    """Device, driver, versions and commit of this process. Starts jax's default backend."""
-    import jax
-
-    device = jax.devices()[0]
+def environment(commit: str | None = None, *, with_device: bool = True) -> dict[str, Any]:
+    """Device, driver, versions and commit of this process. Starts jax's default backend, unless `with_device` is False."""
     return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "devices": len(jax.devices()),
+        **(_device() if with_device else {}),
         "cpu_cores": os.cpu_count(),
-        "driver": _driver() if device.platform == "gpu" else None,
         "python": platform.python_version(),
         "versions": {name: version for name in _VERSIONS if (version := _version(name))},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -45,11 +39,15 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     }
 
 
-def write(name: str, result: dict[str, Any], arguments: argparse.Namespace) -> Path:
-    """Writes `result` and the environment as JSON to --out, or to `<name>.json` among the results."""
+def write(name: str, result: dict[str, Any], arguments: argparse.Namespace, *, with_device: bool = True) -> Path:
+    """Writes `result` and the environment as JSON to --out, or to `<name>.json` among the results.
+
+    Args:
+        with_device: False where what was measured did not run on this process's device.
+    """
     path: Path = arguments.out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"command": command_line(), "environment": environment(arguments.commit)} | result
+    record = {"command": command_line(), "environment": environment(arguments.commit, with_device=with_device)} | result
     path.write_text(dumps(record) + "\n")
     print(f"wrote {path}")
     return path
@@ -69,7 +67,8 @@ def command_line() -> str:
     """The command as somebody would type it in a checkout, without where its result went and whose code it was."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
-    argv = parser.parse_known_args(sys.argv[1:])[1]
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    argv = parser.parse_known_args(sys.argv[1:cut])[1] + sys.argv[cut:]  # what is behind -- is not for argparse
     if argv[:1] == ["bench"]:  # through the script `jaxspec`
         argv = argv[1:]
     return shlex.join(["python", "-m", "bench", *argv])
@@ -79,6 +78,18 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     """Columns, right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in [header, *rows])
+
+
+def _device() -> dict[str, Any]:
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": len(jax.devices()),
+        "driver": _driver() if device.platform == "gpu" else None,
+    }
 
 
 def _version(name: str) -> str | None:

@@ -24,7 +24,9 @@ def test_help_lists_the_benchmarks(capsys):
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("step", "cycle", "speculation", "convert", "parity", "draft_ids"))
+    assert all(
+        name in text for name in ("step", "cycle", "speculation", "convert", "parity", "serve", "timeline", "draft_ids")
+    )
 
 
 def test_byte_floor_of_the_moonlight_shape():

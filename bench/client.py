@@ -1,0 +1,205 @@
+"""A client that measures: sends completions to a server, reads their streams and notes when each chunk came.
+
+One event loop reads all streams. A chunk's time is that of the read that completed it, taken before anything is parsed;
+how late the loop sent a request is noted too (`Outcome.lag`), for a client that is itself too slow measures nothing.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+CONNECT_SECONDS = 10.0
+REFUSED = "429"
+BROKEN = "broken stream"
+NO_CONNECTION = "no connection"
+TIMEOUT = "timeout"
+_MESSAGE_LENGTH = 300
+
+
+class StreamReader:
+    """Reads the server-sent events of one completion; `feed` takes the bytes as they come.
+
+    A chunk's tokens are counted by its `token_ids`, else by its running `usage`; a server that sends neither counts as
+    one token a chunk with text, and `exact` is False.
+
+    Attributes:
+        times: when each chunk with tokens came, in the unit of `feed`.
+        counts: how many tokens each of them held.
+        usage: of the last chunk that had one.
+        error: message of an error event.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+        self.exact = True
+        self.done = False
+        self.finish_reason: str | None = None
+        self.usage: Mapping[str, Any] = {}
+        self.error: str | None = None
+        self._rest = b""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the stream, as the server counts them where the chunks do not say."""
+        return sum(self.counts) if self.exact else self.usage.get("completion_tokens", sum(self.counts))
+
+    def feed(self, data: bytes, now: float) -> None:
+        """
+        Raises:
+            ValueError: an event that is not a JSON object.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self.done = True
+            return
+        event = json.loads(data)
+        if not isinstance(event, dict):
+            raise ValueError(f"an event is not an object: {event!r}")
+        if "error" in event:
+            error = event["error"]
+            self.error = str(error.get("message") if isinstance(error, dict) else error)
+            return
+        before, self.usage = self.usage.get("completion_tokens", 0), event.get("usage") or self.usage
+        for choice in event.get("choices") or ():
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+            if choice.get("token_ids") is not None:
+                count = len(choice["token_ids"])
+            elif event.get("usage"):
+                count = self.usage.get("completion_tokens", 0) - before
+            else:
+                count = 1 if choice.get("text") else 0
+                self.exact = self.exact and not count
+            if count > 0:
+                self.times.append(now)
+                self.counts.append(count)
+
+    def problem(self, asked: int | None) -> str | None:
+        """What is wrong with a stream that has ended; `asked`: tokens that it had to have, None if it was free to stop."""
+        if self.error is not None:
+            return f"error in the stream: {self.error}"
+        if not self.done:
+            return f"it ended after {self.tokens} tokens without [DONE]"
+        if self.finish_reason is None:
+            return f"it ended after {self.tokens} tokens without a finish_reason"
+        counted = self.usage.get("completion_tokens", self.tokens)
+        if counted != self.tokens:
+            return f"it held {self.tokens} tokens, and its usage says {counted}"
+        known = self.exact or "completion_tokens" in self.usage
+        if asked is not None and known and self.tokens != asked:
+            return f"it held {self.tokens} tokens, and {asked} were asked for"
+        return None
+
+
+@dataclass
+class Outcome:
+    """One request. Times are in seconds on the clock of `time.perf_counter`.
+
+    Attributes:
+        sent, ended: when its sending began, and when its answer had ended in whatever way.
+        lag: how much later than planned it was sent.
+        failure: None for a complete answer, else its HTTP status, `BROKEN`, `NO_CONNECTION` or `TIMEOUT`.
+        message: what was wrong.
+    """
+
+    sent: float
+    lag: float = 0.0
+    ended: float = 0.0
+    stream: StreamReader = field(default_factory=StreamReader)
+    failure: str | None = None
+    message: str = ""
+
+
+async def complete(client: httpx.AsyncClient, body: Mapping[str, Any], timeout: float, lag: float = 0.0) -> Outcome:
+    """Sends one completion and reads its stream to the end. Never raises for what a server or a network does.
+
+    Args:
+        timeout: seconds for the whole request.
+    """
+    outcome = Outcome(time.perf_counter(), lag)
+    asked = body["max_tokens"] if body.get("ignore_eos") else None
+    status: int | None = None
+    try:
+        async with asyncio.timeout(timeout), client.stream("POST", "/v1/completions", json=body) as response:
+            status = response.status_code
+            if status != 200:
+                outcome.failure, outcome.message = str(status), _message(await response.aread())
+            else:
+                async for data in response.aiter_raw():
+                    outcome.stream.feed(data, time.perf_counter())
+                if problem := outcome.stream.problem(asked):
+                    outcome.failure, outcome.message = BROKEN, problem
+    except TimeoutError:
+        outcome.failure, outcome.message = TIMEOUT, f"no complete answer within {timeout:g} s"
+    except httpx.HTTPError as e:
+        what = BROKEN if status == 200 else NO_CONNECTION
+        outcome.failure, outcome.message = what, f"{type(e).__name__}: {e}"
+    except ValueError as e:
+        outcome.failure, outcome.message = BROKEN, f"an event is not JSON: {e}"
+    outcome.ended = time.perf_counter()
+    outcome.message = outcome.message[:_MESSAGE_LENGTH]
+    return outcome
+
+
+def _message(body: bytes) -> str:
+    """Of an error in OpenAI's shape; else the body."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode("utf-8", "replace").strip()
+
+
+async def run_load(
+    url: str,
+    headers: Mapping[str, str],
+    bodies: Sequence[Mapping[str, Any]],
+    *,
+    arrivals: Sequence[float] | None,
+    concurrency: int | None,
+    timeout: float,
+    trust_env: bool = True,
+) -> list[Outcome]:
+    """Sends all requests, either each at its time or as many at once as `concurrency` says.
+
+    Args:
+        arrivals: seconds after the start at which each request is sent, whatever became of the earlier ones.
+        timeout: seconds for each request.
+        trust_env: whether the proxies of the environment are used.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # Compressed chunks would come when the compressor pleases.
+    headers = {"accept-encoding": "identity", **headers}
+    async with httpx.AsyncClient(
+        base_url=url,
+        headers=headers,
+        limits=limits,
+        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        trust_env=trust_env,
+    ) as client:
+        if arrivals is not None:
+            start = time.perf_counter()
+
+            async def send_at(arrival: float, body: Mapping[str, Any]) -> Outcome:
+                await asyncio.sleep(start + arrival - time.perf_counter())
+                return await complete(client, body, timeout, max(time.perf_counter() - start - arrival, 0.0))
+
+            return await asyncio.gather(*map(send_at, arrivals, bodies))
+        outcomes: dict[int, Outcome] = {}
+        queue = iter(enumerate(bodies))
+
+        async def work() -> None:
+            for index, body in queue:
+                outcomes[index] = await complete(client, body, timeout)
+
+        await asyncio.gather(*(work() for _ in range(concurrency or 1)))
+        return [outcomes[i] for i in range(len(bodies))]
