@@ -68,15 +68,20 @@ def acceptance_length(llm, reference):
     return llm.engine.stats().acceptance.since(before).mean_length
 
 
+def refill(llm, value):
+    fill_cache(llm.engine.runner, value)
+    llm.engine.reset_prefix_cache()
+
+
 def check_layouts(llm, reference):
     """Alone, eight at once and more waiting, and five of eight rows over pages that hold NaN."""
     assert_pytorchs(llm, reference[:1])
     length = acceptance_length(llm, reference)
-    fill_cache(llm.engine.runner, np.nan)
+    refill(llm, np.nan)
     try:
         assert_pytorchs(llm, reference[:5])
     finally:
-        fill_cache(llm.engine.runner, 0.0)
+        refill(llm, 0.0)
     return length
 
 

@@ -1,5 +1,9 @@
 """`LLM` on the embedded demo model: parity with PyTorch's recorded run, and what its API promises."""
 
+import contextlib
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +11,7 @@ from convert.reference import read_record
 from jaxspec import EngineConfig, SamplingParams
 from jaxspec.compat import compiles
 from jaxspec.engine.request import FinishReason
+from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError, InvalidRequestError, ModelFormatError
 from jaxspec.llm import LLM
 from serve.demo import RECORD
@@ -35,6 +40,47 @@ def test_completion_fields(demo_llm):
     assert all(p <= 0 for p in completion.logprobs)
     (without,) = demo_llm.generate([PROMPT], SamplingParams(max_tokens=2, temperature=0))
     assert without.logprobs is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_read_late_change_no_text(demo_llm, monkeypatch, depth):
+    """Text, stop strings and log-probabilities of prompts that begin alike, together, are those of each alone."""
+    prompts = [PROMPT, PROMPT + "\n    ", "import os\n" * 20, "import os\n" * 20 + PROMPT, "class Tree:\n    def"]
+    params = [
+        SamplingParams(max_tokens=40, temperature=t, seed=i, logprobs=2, stop=stop)
+        for i, (t, stop) in enumerate([(0, ()), (1, ("return",)), (0, ("\n\n",)), (1, ()), (0, ("self.",))])
+    ]
+    alone = []
+    for prompt, each in zip(prompts, params, strict=True):
+        demo_llm.engine.reset_prefix_cache()
+        alone += demo_llm.generate(prompt, each)
+    monkeypatch.setattr(demo_llm.engine, "settings", replace(demo_llm.engine.settings, readout_depth=depth))
+    demo_llm.engine.reset_prefix_cache()
+    before = demo_llm.engine.stats().prefix_cache_hits
+    for _ in range(2):
+        for got, want in zip(demo_llm.generate(prompts, params), alone, strict=True):
+            assert (got.ids, got.text, got.finish_reason) == (want.ids, want.text, want.finish_reason)
+            np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+    assert demo_llm.engine.stats().prefix_cache_hits > before
+    assert {c.finish_reason for c in alone} == {"length", "stop"}
+
+
+def test_step_log(tmp_path, demo_llm, monkeypatch):
+    """Every step is a line, whose tokens add up to the outputs."""
+    with contextlib.closing(StepLog(str(tmp_path / "steps.jsonl"))) as log:
+        monkeypatch.setattr(demo_llm.engine, "_step_log", log)
+        completions = demo_llm.generate([PROMPT, "class"], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert all(row["end"] > row["start"] and row["device_ms"] > 0 and row["host_ms"] > 0 for row in rows)
+    assert sum(chunk["tokens"] for row in rows for chunk in row["prefill"]) <= sum(
+        len(c.prompt_ids) for c in completions
+    )
+    emitted = sum(each["emitted"] for row in rows for each in row["prefill"] + row["decode"])
+    assert emitted == sum(len(c.ids) for c in completions)
+    with pytest.raises(ConfigError, match="log_steps: cannot write"):
+        StepLog(str(tmp_path / "no" / "steps.jsonl"))
 
 
 def test_speculation_statistics(demo_llm):

@@ -42,17 +42,20 @@ def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
     A CPU compiles for seconds a bucket and gains little from an exact fit or a lean sampler, so it gets few.
     """
     most_rows = settings.max_num_seqs
+    beside_prompts = most_rows if settings.mixed else 0
     budget = settings.max_num_batched_tokens
     if not settings.on_gpu:
         decode = sorted({1, most_rows})
         table = [Bucket(0, 0, rows, "full") for rows in decode]
-        table += [Bucket(tokens, min(4, most_rows), most_rows, "full") for tokens in sorted({min(64, budget), budget})]
+        table += [
+            Bucket(tokens, min(4, most_rows), beside_prompts, "full") for tokens in sorted({min(64, budget), budget})
+        ]
         return tuple(sorted(table))
     decode = sorted({rows for rows in DECODE_ROWS if rows < most_rows} | {most_rows})
     variants: tuple[Variant, ...] = ("lean", "full")
     table = [Bucket(0, 0, rows, variant) for rows in decode for variant in variants]
     prefill = sorted({min(size, budget) for size in (256, budget)})
-    table += [Bucket(tokens, min(8, most_rows), most_rows, variant) for tokens in prefill for variant in variants]
+    table += [Bucket(tokens, min(8, most_rows), beside_prompts, variant) for tokens in prefill for variant in variants]
     return tuple(sorted(table))
 
 

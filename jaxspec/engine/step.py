@@ -233,7 +233,7 @@ def choose(
     else:
         first, window = (jax.tree.map(lambda a, part=part: a[part], rows) for part in (slice(E), slice(E, None)))
         verified = verify(
-            adjusted_RV[E:].reshape(D, n, -1),
+            adjusted_RV[E:].reshape(D, n, adjusted_RV.shape[1]),
             state.drafts[slots_D],
             state.draft_log_q[slots_D],
             window.greedy_drafts,

@@ -72,3 +72,6 @@ class StepLog:
         self._last_read = times.read
         self._steps += 1
         self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        self._file.close()

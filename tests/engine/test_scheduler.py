@@ -325,6 +325,8 @@ def test_requests_that_cannot_be_served():
         ({"num_gpu_blocks_override": 1}, "at least 2"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"dtype": "int4"}, "dtype must be"),
+        ({"readout_depth": 4}, "readout_depth must be between 0 and 3, got 4"),
+        ({"readout_depth": -1}, "between 0 and 3"),
         ({"num_speculative_tokens": 8}, "between 0 and 7"),
         ({"num_speculative_tokens": -1}, "between 0 and 7"),
         ({"synthetic_acceptance_length": 2.0}, "synthetic_acceptance_length needs speculation"),

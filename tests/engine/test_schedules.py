@@ -162,6 +162,17 @@ def test_every_request_is_as_if_alone(name, arrivals, depth, mixed, usable, pois
         np.testing.assert_allclose(logprobs[request.id], want_logprobs[:count], atol=1e-4)
 
 
+def test_separate_steps_have_their_own_buckets():
+    """Without mixed steps the buckets for prompts have no decode rows at all."""
+    runner = tiny_runner(3, mixed=False)
+    assert all(not (b.prefill_tokens and b.decode_rows) for b in runner.buckets)
+    fill_cache(runner, np.nan)
+    made = [Request(f"r{i}", *spec) for i, spec in enumerate(requests())]
+    ids, _, ends = run(make_engine(runner), made)
+    for request, (want_ids, _, want_end) in zip(made, solo("nextn, k=3"), strict=True):
+        assert (ids[request.id], ends[request.id][0]) == (want_ids, want_end)
+
+
 def test_nothing_compiles_in_a_thousand_random_steps():
     """Every sampling parameter, prompts of all lengths, shared and not, retraction, aborts; one step read late."""
     runner, rng = tiny_runner(3), random.Random(0)

@@ -66,7 +66,7 @@ def cached(function):
 
 
 @cached
-def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None = None) -> Runner:
+def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None = None, mixed: bool = True) -> Runner:
     """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness.
 
     `synthetic`: the option synthetic_acceptance_length, with which windows of every length occur.
@@ -77,7 +77,7 @@ def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None =
     runner = Runner(
         model,
         random_params(model, mesh, seed=3, randomize_norms=True),
-        dataclasses.replace(SETTINGS, num_speculative_tokens=k, synthetic_acceptance_length=synthetic),
+        dataclasses.replace(SETTINGS, num_speculative_tokens=k, synthetic_acceptance_length=synthetic, mixed=mixed),
         mesh,
         draft=(draft, random_params(draft, mesh, seed=4, randomize_norms=True)) if k else None,
         skip_dead=skip_dead,
