@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig, Settings, pages_for, resolve
+from jaxspec.engine.batch import pages_needed
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.request import FinishReason, Request, RequestState
@@ -220,8 +221,8 @@ def test_decode_claims_first_and_the_prompt_is_laid_out_first():
 
 
 def test_decodes_are_in_every_step_while_a_long_prompt_prefills():
-    engine = make_engine()
-    short = Request("short", [1, 2, 3], SamplingParams(max_tokens=60, seed=1))
+    engine = make_engine(dataclasses.replace(SETTINGS, max_num_batched_tokens=5))
+    short = Request("short", [1, 2, 3], SamplingParams(max_tokens=200, seed=1))
     engine.add(short)
     engine.step()
     engine.add(Request("long", [i % VOCAB for i in range(400)], SamplingParams(max_tokens=2, seed=2)))
@@ -230,9 +231,89 @@ def test_decodes_are_in_every_step_while_a_long_prompt_prefills():
     while engine.has_work:
         engine.step()
     mixed = [p for p in runner.plans[first:] if p.prefill]
-    assert len(mixed) == 5  # 400 tokens at 95 a step beside one decode
+    assert len(mixed) == 100  # 400 tokens at 4 a step beside one decode
     assert all(p.decode == (short,) for p in mixed)
-    assert all(p.prefill_tokens == 95 for p in mixed[:-1])
+    assert all(p.prefill_tokens == 4 for p in mixed)
+
+
+def test_decodes_wait_for_prompts_where_steps_are_not_mixed():
+    assert EngineConfig().enable_mixed_batch
+    engine = make_engine(dataclasses.replace(SETTINGS, mixed=False))
+    engine.add(Request("short", [1, 2, 3], SamplingParams(max_tokens=20, seed=1)))
+    engine.step()
+    engine.add(Request("long", [i % VOCAB for i in range(400)], SamplingParams(max_tokens=2, seed=2)))
+    while engine.has_work:
+        engine.step()
+    kinds = [(len(p.prefill), len(p.decode)) for p in engine.runner.plans]
+    assert kinds == [(1, 0)] + 5 * [(1, 0)] + [(0, 2)] + 18 * [(0, 1)]  # 400 tokens at 96 a step
+
+
+def test_reserve_counts_what_each_row_can_add():
+    """Beside a middle chunk, a final one and a forced one, only decode rows can add a window."""
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=3, max_num_batched_tokens=60, readout_depth=1)
+    engine = make_engine(settings)
+    decoding = Request("decoding", [1], SamplingParams(max_tokens=90, seed=0))
+    forced = Request("forced", [2], SamplingParams(max_tokens=90, seed=0))
+    engine.add(decoding)
+    engine.add(forced)
+    for _ in range(4):
+        engine.step()
+    while engine.runner.in_flight:
+        engine._read()
+    engine._scheduler._retract(forced)
+    engine._scheduler._admits = True
+    final = Request("final", [3], SamplingParams(max_tokens=9, seed=0))
+    middle = Request("middle", [4] * 400, SamplingParams(max_tokens=9, seed=0))
+    engine.add(final)
+    engine.add(middle)
+    engine._dispatch(engine._scheduler.plan(), 0.0)
+    plan = engine.runner.plans[-1]
+    assert [r.id for r in plan.requests] == ["forced", "final", "middle", "decoding"]
+    most = {r.id: (r.unread_steps, r.unread_least, r.unread_most) for r in plan.requests}
+    assert most == {"forced": (1, 0, 0), "final": (1, 1, 1), "middle": (1, 0, 0), "decoding": (1, 1, 4)}
+    known = len(decoding.tokens)
+    assert engine._scheduler._reserved(decoding) == reserved_slots(known, k=3, depth=1)
+    engine._read()
+    assert {(r.unread_steps, r.unread_least, r.unread_most) for r in plan.requests} == {(0, 0, 0)}
+
+
+@given(st.integers(0, 1000), st.sampled_from([1, 2, 4, 16, 64]))
+def test_pages_are_counted_whole(slots, page_size):
+    settings = dataclasses.replace(SETTINGS, page_size=page_size)
+    within = min(slots, settings.max_model_len)  # what lies past the context is on the padding page
+    pages = pages_needed(settings, slots)
+    assert (pages - 1) * page_size < within <= pages * page_size or (pages, within) == (0, 0)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_retraction_at_every_step(depth):
+    """Right after it the request has its known tokens and nothing else; then its text goes on as if nothing had been."""
+    settings = dataclasses.replace(
+        SETTINGS, max_model_len=CONTEXT, page_size=PAGE, num_speculative_tokens=3, readout_depth=depth
+    )
+    for step in range(1, 60):
+        engine = make_engine(settings, eos_token_ids=(EOS,))
+        Watch(engine)
+        request = Request("r", [i % VOCAB for i in range(20)], SamplingParams(max_tokens=60, seed=3))
+        other = Request("other", [5, 6], SamplingParams(max_tokens=60, seed=1))
+        engine.add(request)
+        engine.add(other)
+        for _ in range(step):
+            if engine.has_work:
+                engine.step()
+        while engine.runner.in_flight:
+            engine._read()
+        if request.state is not RequestState.DECODE:
+            break
+        known = list(request.tokens)
+        engine._scheduler._retract(request)
+        assert (request.tokens, request.pages, request.slot, request.computed) == (known, [], 0, 0)
+        assert (request.unread_steps, request.unread_most, request.state) == (0, 0, RequestState.WAITING)
+        while engine.has_work:
+            engine.step()
+        assert request.tokens[20:] == expected_ids(request)
+        assert other.tokens[2:] == expected_ids(other)
+    assert step > 10
 
 
 def test_retraction_does_not_thrash():
