@@ -26,7 +26,7 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
     messages = [m.rendered() for m in body.messages]
     service.refuse_hopeless((m["content"] for m in messages), "messages")
     prompt = await service.in_pool(tokenizer.apply_chat_template, messages)
-    choices = service.make_choices([prompt], params, arrival)
+    choices = service.make_choices([prompt], params, body.priority, arrival)
     return await answer(service.engine_thread, request, body, choices, _Format(name, body, tokenizer))
 
 

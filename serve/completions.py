@@ -28,7 +28,7 @@ async def create_completion(service: Service, request: Request, body: Completion
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
     prompts = [await _ids(service, prompt) for prompt in body.prompts]
-    choices = service.make_choices(prompts, params, arrival)
+    choices = service.make_choices(prompts, params, body.priority, arrival)
     return await answer(service.engine_thread, request, body, choices, _Format(name, body, tokenizer))
 
 

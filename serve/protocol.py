@@ -117,6 +117,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     min_tokens: int | None = None
     num_speculative_tokens: int | None = None
+    priority: int = Field(0, ge=-(2**63), lt=2**63)  # lower runs earlier
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

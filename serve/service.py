@@ -148,7 +148,11 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))
 
     def make_choices(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], arrival_time: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        priority: int,
+        arrival_time: float,
     ) -> list[Choice]:
         """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them."""
         tokenizer = self.model().tokenizer
@@ -160,6 +164,6 @@ class Service:
             for each in params:
                 stream = TextStream(tokenizer, prompt_ids, each) if tokenizer else None
                 name = f"{prefix}-{len(choices)}"
-                request = Request(name, prompt_ids, each, stop_rule=stream, arrival_time=arrival_time)
+                request = Request(name, prompt_ids, each, stream, priority, arrival_time)
                 choices.append(Choice(len(choices), request, stream))
         return choices

@@ -90,6 +90,7 @@ class Request:
     num_drafts: int = field(default=0, init=False)
     aborted: bool = field(default=False, init=False)
     num_preemptions: int = field(default=0, init=False)
+    preempted_seconds: float = field(default=0.0, init=False)  # from each retraction to the step that takes it up again
     first_scheduled_time: float | None = field(default=None, init=False)
 
     def __post_init__(self):

@@ -220,7 +220,7 @@ def check_bad_requests(base_url: str) -> None:
     for param, value in {
         "max_tokens": 0, "top_p": 0, "top_k": -2, "seed": 2**70, "n": 17, "stop": [""], "logprobs": 21, "best_of": 3,
         "stop_token_ids": ["a"], "stream": "yes", "presence_penalty": 2.5, "frequency_penalty": -3, "logit_bias": {"5": 101},
-        "min_p": 1.1, "min_tokens": 5, "repetition_penalty": 0, "num_speculative_tokens": -1,
+        "min_p": 1.1, "min_tokens": 5, "repetition_penalty": 0, "num_speculative_tokens": -1, "priority": 2**63,
         "suffix": "x", "response_format": {"type": "json_object"},
         "tools": [{}], "guided_json": {}, "temprature": 1, "prompt_logprobs": 1, "chat_template": "x",
     }.items():  # fmt: skip
@@ -232,6 +232,8 @@ def check_bad_requests(base_url: str) -> None:
     for param in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens"):
         for value in (float("nan"), "0.5"):
             completion(400, param, **{param: value})
+    for value in (1.5, "1", True, None, float("nan"), -(2**63) - 1, 10**400):
+        completion(400, "priority", priority=value)
     completion(400, "stop", stop=["x" * 257])
     completion(400, "stop", stop=["x"] * 17)
     completion(400, "prompt", prompt=["x"] * 33)
@@ -270,6 +272,7 @@ def check_bad_requests(base_url: str) -> None:
     chat(400, "messages", messages=[{"role": "wizard", "content": "hi"}])
     chat(400, "messages", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
     chat(400, "tool_calls", messages=[{"role": "assistant", "content": "", "tool_calls": [{}]}])
+    chat(400, "priority", priority="high")
     chat(400, "top_logprobs", logprobs=True, top_logprobs=21)
     chat(400, "top_logprobs", logprobs=True, top_logprobs=-1)
     chat(400, "top_logprobs", logprobs=False, top_logprobs=2)
