@@ -25,9 +25,11 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives)
     messages = [m.rendered() for m in body.messages]
     service.refuse_hopeless((m["content"] for m in messages), "messages")
-    prompt = await service.in_pool(tokenizer.apply_chat_template, messages)
-    choices = service.make_choices([prompt], params, body.priority, arrival)
-    return await answer(service.engine_thread, request, body, choices, _Format(name, body, tokenizer))
+    with service.admission.reserve(len(params)) as reservation:
+        prompt = await service.in_pool(tokenizer.apply_chat_template, messages)
+        choices = service.make_choices([prompt], params, body.priority, arrival)
+        form = _Format(name, body, tokenizer)
+        return await answer(service.engine_thread, request, body, choices, reservation, form)
 
 
 class _Format:

@@ -27,9 +27,11 @@ async def create_completion(service: Service, request: Request, body: Completion
     tokenizer = service.model().tokenizer
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
-    prompts = [await _ids(service, prompt) for prompt in body.prompts]
-    choices = service.make_choices(prompts, params, body.priority, arrival)
-    return await answer(service.engine_thread, request, body, choices, _Format(name, body, tokenizer))
+    with service.admission.reserve(len(body.prompts) * len(params)) as reservation:
+        prompts = [await _ids(service, prompt) for prompt in body.prompts]
+        choices = service.make_choices(prompts, params, body.priority, arrival)
+        form = _Format(name, body, tokenizer)
+        return await answer(service.engine_thread, request, body, choices, reservation, form)
 
 
 async def _ids(service: Service, prompt: str | list[int]) -> list[int]:

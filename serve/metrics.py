@@ -58,6 +58,14 @@ class Metrics(Collector):
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
+        # An open proposal for vLLM has this name; its released versions have none.
+        rejections = Counter(
+            f"{prefix}:admission_rejections",
+            "HTTP requests answered 429, the queue being full",
+            list(self._labels),
+            registry=self._registry,
+        )
+        self._rejections = rejections.labels(**self._labels)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
         self._inter_token = self._histogram("inter_token_latency_seconds", "Time between two tokens", _PER_TOKEN)
         self._per_output_token = self._histogram(
@@ -76,6 +84,9 @@ class Metrics(Collector):
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
+
+    def record_rejection(self) -> None:
+        self._rejections.inc()
 
     def record(self, choice: Choice, delta: Delta, now: float) -> None:
         """Output of one step for one choice. Latency between tokens counts each token, not each step."""

@@ -6,6 +6,7 @@ go through it.
 
 import json
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +36,16 @@ def sse(base_url: str, path: str, body: dict[str, Any]) -> tuple[httpx.Headers, 
     events = [event for event in text.removesuffix("\n\n").split("\n\n") if not event.startswith(":")]
     assert all(event.startswith("data: ") and "\n" not in event for event in events)
     return response.headers, [event.removeprefix("data: ") for event in events]
+
+
+def send(base_url: str, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """Sends a request, to be the last of its connection, and leaves the connection open."""
+    request = httpx.Request("POST", base_url + path, json=body, headers={"connection": "close"})
+    head = "".join(f"{k}: {v}\r\n" for k, v in request.headers.items())
+    url = httpx.URL(base_url)
+    connection = socket.create_connection((url.host, url.port))
+    connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+    return connection
 
 
 def stream_texts(base_url: str, *, chat: bool = False, **options: Any) -> dict[int, str]:
