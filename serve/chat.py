@@ -12,8 +12,8 @@ from serve.answer import answer
 from serve.generation import Choice, Delta
 from serve.logprobs import chat_logprobs
 from serve.protocol import ChatBody
+from serve.request_metrics import request_metrics
 from serve.service import Service
-from serve.speculation import request_metrics
 
 
 async def create_chat_completion(service: Service, request: Request, body: ChatBody) -> Response:
@@ -63,6 +63,6 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
-        if self._body.return_metrics and delta.finish_reason:
-            written["metrics"] = request_metrics(choice.request.acceptance)
+        if self._body.return_metrics and delta.finish_reason and choice.times:
+            written["metrics"] = request_metrics(choice.request, choice.times)
         return written

@@ -14,8 +14,8 @@ from serve.answer import answer
 from serve.generation import Choice, Delta
 from serve.logprobs import completion_logprobs
 from serve.protocol import CompletionBody
+from serve.request_metrics import request_metrics
 from serve.service import Service
-from serve.speculation import request_metrics
 
 # OpenAI's default where a request names no limit.
 DEFAULT_MAX_TOKENS = 16
@@ -72,8 +72,8 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
-        if self._body.return_metrics and delta.finish_reason:
-            written["metrics"] = request_metrics(choice.request.acceptance)
+        if self._body.return_metrics and delta.finish_reason and choice.times:
+            written["metrics"] = request_metrics(choice.request, choice.times)
         return written
 
     def _echo(self, choice: Choice) -> str:

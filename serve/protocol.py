@@ -267,6 +267,14 @@ class SpeculationMetrics(TypedDict):
 
 
 class RequestMetrics(TypedDict):
+    """Times as `serve.request_metrics.RequestTimes` defines them; null where no token came."""
+
+    queue_time_seconds: float | None
+    prefill_time_seconds: float | None
+    time_to_first_token_seconds: float | None
+    decode_time_seconds: float | None
+    preemption_time_seconds: float
+    num_preemptions: int
     speculative_decoding: SpeculationMetrics | None
 
 
