@@ -96,8 +96,8 @@ def _add_serve_flags(parser: Parser) -> None:
     prefix = "prefix of the names at /metrics (default: jaxspec; with vllm, vLLM's dashboards work)"
     flag(server, "--metrics-prefix", "TEXT", prefix, default="jaxspec")
     queued = (
-        "most outputs that may wait for their first step; n choices or prompts of one request count as n. Requests "
-        f"beyond that get 429 with Retry-After (default: {DEFAULT_MAX_NUM_QUEUED_REQUESTS})"
+        "most outputs that may wait for their first step, 1 or more; a request counts once for each prompt and choice. "
+        f"Requests beyond that get 429 with Retry-After (default: {DEFAULT_MAX_NUM_QUEUED_REQUESTS})"
     )
     flag(server, "--max-num-queued-requests", "N", queued, type=int, default=DEFAULT_MAX_NUM_QUEUED_REQUESTS)
     timeout = "how long SIGTERM waits for the requests in flight (default: 60)"
