@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from serve.admission import Reservation
 from serve.engine_thread import EngineThread
 from serve.errors import ApiError, as_api_error
 from serve.generation import Choice, Delta, Generation
@@ -47,19 +48,24 @@ class Format(Protocol):
 
 
 async def answer(
-    engine: EngineThread, request: Request, body: GenerationBody, choices: Sequence[Choice], form: Format
+    engine: EngineThread,
+    request: Request,
+    body: GenerationBody,
+    choices: Sequence[Choice],
+    reservation: Reservation,
+    form: Format,
 ) -> Response:
-    """Runs the choices and writes them as `form` says.
+    """Runs the choices, for which there is a reservation, and writes them as `form` says.
 
     Raises:
         ApiError, InvalidRequestError: the engine did not accept the request, or failed it before anything was sent.
     """
     if body.stream:
-        generation = await until_disconnect(request.receive, engine.submit(choices))
+        generation = await until_disconnect(request.receive, engine.submit(choices, reservation))
         if generation is None:
             return Response(status_code=_CLIENT_GONE)
         return EventStream(engine, generation, _events(generation, body, form, _head(engine, form, chunk=True)))
-    whole = await until_disconnect(request.receive, _collect(engine, choices))
+    whole = await until_disconnect(request.receive, _collect(engine, choices, reservation))
     if whole is None:
         return Response(status_code=_CLIENT_GONE)
     written = [form.whole(choice, delta) for choice, delta in zip(choices, whole, strict=True)]
@@ -91,8 +97,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _collect(engine: EngineThread, choices: Sequence[Choice]) -> list[Delta]:
-    generation = await engine.submit(choices)
+async def _collect(engine: EngineThread, choices: Sequence[Choice], reservation: Reservation) -> list[Delta]:
+    generation = await engine.submit(choices, reservation)
     try:
         return await generation.collect()
     finally:

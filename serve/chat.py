@@ -12,8 +12,8 @@ from serve.answer import answer
 from serve.generation import Choice, Delta
 from serve.logprobs import chat_logprobs
 from serve.protocol import ChatBody
+from serve.request_metrics import request_metrics
 from serve.service import Service
-from serve.speculation import request_metrics
 
 
 async def create_chat_completion(service: Service, request: Request, body: ChatBody) -> Response:
@@ -25,9 +25,11 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives)
     messages = [m.rendered() for m in body.messages]
     service.refuse_hopeless((m["content"] for m in messages), "messages")
-    prompt = await service.in_pool(tokenizer.apply_chat_template, messages)
-    choices = service.make_choices([prompt], params, arrival)
-    return await answer(service.engine_thread, request, body, choices, _Format(name, body, tokenizer))
+    with service.admission.reserve(len(params)) as reservation:
+        prompt = await service.in_pool(tokenizer.apply_chat_template, messages)
+        choices = service.make_choices([prompt], params, body.priority, arrival)
+        form = _Format(name, body, tokenizer)
+        return await answer(service.engine_thread, request, body, choices, reservation, form)
 
 
 class _Format:
@@ -61,6 +63,6 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
-        if self._body.return_metrics and delta.finish_reason:
-            written["metrics"] = request_metrics(choice.request.acceptance)
+        if self._body.return_metrics and delta.finish_reason and choice.times:
+            written["metrics"] = request_metrics(choice.request, choice.times)
         return written

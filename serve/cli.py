@@ -15,6 +15,7 @@ from jaxspec.errors import ConfigError, JaxspecError
 from serve.flags import Parser, UsageError, add_engine_flags, engine_config, parse
 
 DEFAULT_PORT = 8000
+DEFAULT_MAX_NUM_QUEUED_REQUESTS = 1024
 _KEY_VARIABLE = "JAXSPEC_API_KEY"
 _MODEL_HELP = "demo, a converted folder, a Hugging Face folder or a hub id"
 
@@ -94,6 +95,11 @@ def _add_serve_flags(parser: Parser) -> None:
     flag(server, "--api-key-file", "FILE", "file with one key a line", type=Path)
     prefix = "prefix of the names at /metrics (default: jaxspec; with vllm, vLLM's dashboards work)"
     flag(server, "--metrics-prefix", "TEXT", prefix, default="jaxspec")
+    queued = (
+        "most outputs that may wait for their first step, 1 or more; a request counts once for each prompt and choice. "
+        f"Requests beyond that get 429 with Retry-After (default: {DEFAULT_MAX_NUM_QUEUED_REQUESTS})"
+    )
+    flag(server, "--max-num-queued-requests", "N", queued, type=int, default=DEFAULT_MAX_NUM_QUEUED_REQUESTS)
     timeout = "how long SIGTERM waits for the requests in flight (default: 60)"
     flag(server, "--shutdown-timeout", "SECONDS", timeout, type=float, default=60.0)
     level = "debug, info (the default), warning or error; prompts and outputs are never logged"
@@ -106,6 +112,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--port must be between 0 and 65535, got {arguments.port}")
     if not arguments.metrics_prefix.isidentifier():
         raise ConfigError(f"--metrics-prefix must be a plain name, got {arguments.metrics_prefix!r}")
+    if arguments.max_num_queued_requests < 1:
+        # Every request waits for its first step, if only for a moment: with 0 none could come in.
+        raise ConfigError(f"--max-num-queued-requests must be at least 1, got {arguments.max_num_queued_requests}")
     keys = _api_keys(arguments)
     from serve import startup
     from serve.model import ServedModel, load_model
@@ -115,7 +124,13 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jaxspec").setLevel(arguments.log_level.upper())
-    settings = ServerSettings(arguments.model, tuple(arguments.served_model_name), keys, arguments.metrics_prefix)
+    settings = ServerSettings(
+        arguments.model,
+        tuple(arguments.served_model_name),
+        keys,
+        arguments.metrics_prefix,
+        arguments.max_num_queued_requests,
+    )
     sock = bind(arguments.host, arguments.port)
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     url = f"http://{host}:{sock.getsockname()[1]}"

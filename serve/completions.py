@@ -14,8 +14,8 @@ from serve.answer import answer
 from serve.generation import Choice, Delta
 from serve.logprobs import completion_logprobs
 from serve.protocol import CompletionBody
+from serve.request_metrics import request_metrics
 from serve.service import Service
-from serve.speculation import request_metrics
 
 # OpenAI's default where a request names no limit.
 DEFAULT_MAX_TOKENS = 16
@@ -27,9 +27,11 @@ async def create_completion(service: Service, request: Request, body: Completion
     tokenizer = service.model().tokenizer
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
-    prompts = [await _ids(service, prompt) for prompt in body.prompts]
-    choices = service.make_choices(prompts, params, arrival)
-    return await answer(service.engine_thread, request, body, choices, _Format(name, body, tokenizer))
+    with service.admission.reserve(len(body.prompts) * len(params)) as reservation:
+        prompts = [await _ids(service, prompt) for prompt in body.prompts]
+        choices = service.make_choices(prompts, params, body.priority, arrival)
+        form = _Format(name, body, tokenizer)
+        return await answer(service.engine_thread, request, body, choices, reservation, form)
 
 
 async def _ids(service: Service, prompt: str | list[int]) -> list[int]:
@@ -70,8 +72,8 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
-        if self._body.return_metrics and delta.finish_reason:
-            written["metrics"] = request_metrics(choice.request.acceptance)
+        if self._body.return_metrics and delta.finish_reason and choice.times:
+            written["metrics"] = request_metrics(choice.request, choice.times)
         return written
 
     def _echo(self, choice: Choice) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxspec.errors import InvalidRequestError, JaxspecError
+from serve.admission import Reservation
 from serve.errors import ApiError, server_error, unavailable
 from serve.generation import Choice, Delta, Generation
 from serve.metrics import EngineSnapshot, Metrics
@@ -91,8 +92,15 @@ class EngineThread:
         stuck = started is not None and time.monotonic() - started > self._stall_seconds
         return self.phase in (Phase.LOADING, Phase.READY) and not stuck
 
-    async def submit(self, choices: Sequence[Choice]) -> Generation:
+    @property
+    def num_queued(self) -> int:
+        """Submitted choices that the engine has not scheduled yet."""
+        return sum(c.request.first_scheduled_time is None for g in self._generations for c in g.choices)
+
+    async def submit(self, choices: Sequence[Choice], reservation: Reservation) -> Generation:
         """Hands all choices to the engine, or none: returns once it has accepted them.
+
+        They count in `num_queued` from the moment when their `reservation` does not count any more.
 
         Raises:
             ApiError, InvalidRequestError: the engine cannot serve them.
@@ -101,6 +109,7 @@ class EngineThread:
             raise unavailable(f"the engine is {self.phase.value}")
         generation = Generation(choices, self._abort)
         accepted = self._generations[generation] = asyncio.get_running_loop().create_future()
+        reservation.release()
         try:
             self._commands.put(lambda: self._add(generation, accepted))
             await accepted

@@ -50,6 +50,17 @@ def unavailable(why: str) -> ApiError:
     )
 
 
+def rate_limited(why: str) -> ApiError:
+    """More than the server takes on at a time: like `unavailable`, to be tried again."""
+    return ApiError(
+        429,
+        why,
+        kind="rate_limit_exceeded",
+        code="rate_limit_exceeded",
+        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+    )
+
+
 def server_error(message: str = "internal server error") -> ApiError:
     return ApiError(500, message, kind="server_error", code="server_error")
 

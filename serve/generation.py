@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jaxspec.engine.request import Alternatives, FinishReason, Request, RequestOutput
 from jaxspec.text import TextStream
 from serve.errors import ApiError, server_error
+from serve.request_metrics import RequestTimes
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Choice:
         self.num_taken = 0  # ids that the engine thread has turned into deltas
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
+        self.times: RequestTimes | None = None  # once it has ended
 
     @property
     def has_news(self) -> bool:

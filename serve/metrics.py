@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from serve.generation import Choice, Delta
+from serve.request_metrics import times_of
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
@@ -58,6 +59,14 @@ class Metrics(Collector):
             [*self._labels, "finished_reason"],
             registry=self._registry,
         )
+        # An open proposal for vLLM has this name; its released versions have none.
+        rejections = Counter(
+            f"{prefix}:admission_rejections",
+            "HTTP requests answered 429, the queue being full",
+            list(self._labels),
+            registry=self._registry,
+        )
+        self._rejections = rejections.labels(**self._labels)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
         self._inter_token = self._histogram("inter_token_latency_seconds", "Time between two tokens", _PER_TOKEN)
         self._per_output_token = self._histogram(
@@ -67,6 +76,9 @@ class Metrics(Collector):
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step", _REQUEST)
         self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token", _REQUEST)
         self._decode = self._histogram("request_decode_time_seconds", "First to last token", _REQUEST)
+        self._preemption = self._histogram(
+            "request_preemption_time_seconds", "Between a preemption and the step that goes on, in all", _REQUEST
+        )
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._output_length = self._histogram("request_generation_tokens", "Output tokens of a request", _TOKENS)
 
@@ -76,6 +88,9 @@ class Metrics(Collector):
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
+
+    def record_rejection(self) -> None:
+        self._rejections.inc()
 
     def record(self, choice: Choice, delta: Delta, now: float) -> None:
         """Output of one step for one choice. Latency between tokens counts each token, not each step."""
@@ -95,14 +110,17 @@ class Metrics(Collector):
         self._e2e.observe(now - request.arrival_time)
         self._prompt_length.observe(len(request.prompt_ids))
         self._output_length.observe(outputs)
-        if request.first_scheduled_time is not None:
-            self._queue.observe(request.first_scheduled_time - request.arrival_time)
-            if choice.first_token_time is not None:
-                self._prefill.observe(choice.first_token_time - request.first_scheduled_time)
-        if choice.first_token_time is not None:
-            self._decode.observe(now - choice.first_token_time)
-            if outputs > 1:
-                self._per_output_token.observe((now - choice.first_token_time) / (outputs - 1))
+        choice.times = times = times_of(request, choice.first_token_time, now)
+        for histogram, seconds in (
+            (self._queue, times.queue),
+            (self._prefill, times.prefill),
+            (self._decode, times.decode),
+            (self._preemption, times.preemption),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+        if times.decode is not None and outputs > 1:
+            self._per_output_token.observe(times.decode / (outputs - 1))
 
     def collect(self) -> Iterable[Metric]:
         """Gauges and counters that the engine keeps itself, read at scrape time."""

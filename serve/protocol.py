@@ -117,6 +117,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     min_tokens: int | None = None
     num_speculative_tokens: int | None = None
+    priority: int = Field(0, ge=-(2**63), lt=2**63)  # lower runs earlier
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -266,6 +267,14 @@ class SpeculationMetrics(TypedDict):
 
 
 class RequestMetrics(TypedDict):
+    """Times as `serve.request_metrics.RequestTimes` defines them; null where no token came."""
+
+    queue_time_seconds: float | None
+    prefill_time_seconds: float | None
+    time_to_first_token_seconds: float | None
+    decode_time_seconds: float | None
+    preemption_time_seconds: float
+    num_preemptions: int
     speculative_decoding: SpeculationMetrics | None
 
 

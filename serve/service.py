@@ -14,6 +14,7 @@ from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream, Tokenizer
+from serve.admission import Admission
 from serve.engine_thread import EngineThread, Phase
 from serve.errors import ApiError, unavailable
 from serve.generation import Choice
@@ -36,12 +37,14 @@ class ServerSettings:
         served_model_names: names that clients may use; by default the last part of `model`.
         api_keys: any of them opens all paths; none means that no key is needed.
         metrics_prefix: in front of all Prometheus names.
+        max_num_queued_requests: most choices that may wait for their first step.
     """
 
     model: str
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     metrics_prefix: str = "jaxspec"
+    max_num_queued_requests: int = 1024
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,6 +71,9 @@ class Service:
         self.settings = settings
         self.metrics = Metrics(settings.names[0], settings.metrics_prefix)
         self.engine_thread = EngineThread(load, self.metrics, on_phase=on_phase, **engine_options)
+        self.admission = Admission(
+            settings.max_num_queued_requests, lambda: self.engine_thread.num_queued, self.metrics
+        )
         self._acceptance_log = AcceptanceLog(lambda: self.metrics.snapshot, interval=log_seconds)
         self._acceptance_task: asyncio.Task[None] | None = None
         self.created = int(time.time())
@@ -148,7 +154,11 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))
 
     def make_choices(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], arrival_time: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        priority: int,
+        arrival_time: float,
     ) -> list[Choice]:
         """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them."""
         tokenizer = self.model().tokenizer
@@ -160,6 +170,6 @@ class Service:
             for each in params:
                 stream = TextStream(tokenizer, prompt_ids, each) if tokenizer else None
                 name = f"{prefix}-{len(choices)}"
-                request = Request(name, prompt_ids, each, stop_rule=stream, arrival_time=arrival_time)
+                request = Request(name, prompt_ids, each, stream, priority, arrival_time)
                 choices.append(Choice(len(choices), request, stream))
         return choices

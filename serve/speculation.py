@@ -1,4 +1,4 @@
-"""What the server says about speculation: beside an answer that asks for it, and in the log every few seconds."""
+"""What the server's log says about speculation every few seconds."""
 
 import asyncio
 import logging
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from serve.metrics import EngineSnapshot
-from serve.protocol import RequestMetrics
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
@@ -15,22 +14,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jaxspec.serve")
 
 LOG_SECONDS = 10.0
-
-
-def request_metrics(acceptance: "Acceptance | None") -> RequestMetrics:
-    """The `metrics` of one choice. Means are null where no window was verified: a single token needs none."""
-    if acceptance is None:
-        return {"speculative_decoding": None}
-    return {
-        "speculative_decoding": {
-            "mean_acceptance_length": acceptance.mean_length,
-            "draft_acceptance_rate": acceptance.rate,
-            "acceptance_histogram": list(acceptance.histogram),
-            "num_spec_steps": acceptance.num_steps,
-            "num_accepted_draft_tokens": acceptance.num_accepted,
-            "num_draft_tokens": acceptance.num_drafted,
-        }
-    }
 
 
 class AcceptanceLog:

@@ -6,6 +6,7 @@ go through it.
 
 import json
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +36,16 @@ def sse(base_url: str, path: str, body: dict[str, Any]) -> tuple[httpx.Headers, 
     events = [event for event in text.removesuffix("\n\n").split("\n\n") if not event.startswith(":")]
     assert all(event.startswith("data: ") and "\n" not in event for event in events)
     return response.headers, [event.removeprefix("data: ") for event in events]
+
+
+def send(base_url: str, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """Sends a request, to be the last of its connection, and leaves the connection open."""
+    request = httpx.Request("POST", base_url + path, json=body, headers={"connection": "close"})
+    head = "".join(f"{k}: {v}\r\n" for k, v in request.headers.items())
+    url = httpx.URL(base_url)
+    connection = socket.create_connection((url.host, url.port))
+    connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+    return connection
 
 
 def stream_texts(base_url: str, *, chat: bool = False, **options: Any) -> dict[int, str]:
@@ -220,7 +231,7 @@ def check_bad_requests(base_url: str) -> None:
     for param, value in {
         "max_tokens": 0, "top_p": 0, "top_k": -2, "seed": 2**70, "n": 17, "stop": [""], "logprobs": 21, "best_of": 3,
         "stop_token_ids": ["a"], "stream": "yes", "presence_penalty": 2.5, "frequency_penalty": -3, "logit_bias": {"5": 101},
-        "min_p": 1.1, "min_tokens": 5, "repetition_penalty": 0, "num_speculative_tokens": -1,
+        "min_p": 1.1, "min_tokens": 5, "repetition_penalty": 0, "num_speculative_tokens": -1, "priority": 2**63,
         "suffix": "x", "response_format": {"type": "json_object"},
         "tools": [{}], "guided_json": {}, "temprature": 1, "prompt_logprobs": 1, "chat_template": "x",
     }.items():  # fmt: skip
@@ -232,6 +243,8 @@ def check_bad_requests(base_url: str) -> None:
     for param in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens"):
         for value in (float("nan"), "0.5"):
             completion(400, param, **{param: value})
+    for value in (1.5, "1", True, None, float("nan"), -(2**63) - 1, 10**400):
+        completion(400, "priority", priority=value)
     completion(400, "stop", stop=["x" * 257])
     completion(400, "stop", stop=["x"] * 17)
     completion(400, "prompt", prompt=["x"] * 33)
@@ -270,6 +283,7 @@ def check_bad_requests(base_url: str) -> None:
     chat(400, "messages", messages=[{"role": "wizard", "content": "hi"}])
     chat(400, "messages", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
     chat(400, "tool_calls", messages=[{"role": "assistant", "content": "", "tool_calls": [{}]}])
+    chat(400, "priority", priority="high")
     chat(400, "top_logprobs", logprobs=True, top_logprobs=21)
     chat(400, "top_logprobs", logprobs=True, top_logprobs=-1)
     chat(400, "top_logprobs", logprobs=False, top_logprobs=2)

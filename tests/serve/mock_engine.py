@@ -45,10 +45,11 @@ class MockEngine:
     """
     Args:
         step_seconds: how long a step takes.
-        max_running: rows of a step; the other requests wait.
+        max_running: rows of a step; the other requests wait. Who goes first takes the row of who runs.
         k: drafts a window, of which a step accepts 0 to 2 in turn; 0: no speculation.
 
     Attributes:
+        finished: requests that ended by themselves, in that order.
         fail: a step raises this.
         nan_in: prompts that begin with this id end with an error, as a NaN row does.
         gate: steps wait for it.
@@ -59,6 +60,7 @@ class MockEngine:
     def __init__(self, *, max_model_len: int = 512, max_running: int = 16, step_seconds: float = 0.0, k: int = 0):
         self.max_model_len = max_model_len
         self.aborted: list[str] = []
+        self.finished: list[Request] = []
         self.fail: Exception | None = None
         self.nan_in: int | None = None
         self.gate = threading.Event()
@@ -68,6 +70,8 @@ class MockEngine:
         self._tokenizer = byte_tokenizer()
         self._requests: dict[str, Request] = {}
         self._sources: dict[str, Iterator[int]] = {}
+        self._preempted: dict[str, float] = {}  # since when
+        self._num_preemptions = 0
         self._early: list[RequestOutput] = []
         self._seeds = itertools.count(1)
         self._prompt_tokens = self._generation_tokens = 0
@@ -116,8 +120,7 @@ class MockEngine:
         if self.fail is not None:
             raise self.fail
         outputs, self._early = self._early, []
-        for request in list(self._requests.values())[: self._max_running]:
-            request.first_scheduled_time = request.first_scheduled_time or time.monotonic()
+        for request in self._take_rows():
             if request.tokens[0] == self.nan_in:
                 outputs.append(RequestOutput(request.id, (), (), FinishReason.ERROR, "the model produced NaN"))
                 del self._requests[request.id]
@@ -134,8 +137,22 @@ class MockEngine:
             tops = tuple(self._alternatives(token, count) for token in ids[:kept]) if count else ()
             outputs.append(RequestOutput(request.id, tuple(ids[:kept]), logprobs, reason, new_top_logprobs=tops))
             if reason:
-                del self._requests[request.id]
+                self.finished.append(self._requests.pop(request.id))
         return outputs
+
+    def _take_rows(self) -> list[Request]:
+        now = time.monotonic()
+        requests = sorted(self._requests.values(), key=lambda r: r.order)
+        rows, others = requests[: self._max_running], requests[self._max_running :]
+        for request in rows:
+            request.first_scheduled_time = request.first_scheduled_time or now
+            request.preempted_seconds += now - self._preempted.pop(request.id, now)
+        for request in others:
+            if request.first_scheduled_time is not None and request.id not in self._preempted:
+                self._preempted[request.id] = now
+                request.num_preemptions += 1
+                self._num_preemptions += 1
+        return rows
 
     def _alternatives(self, token: int, count: int) -> tuple[tuple[int, float], ...]:
         """A multiple of 3 is not among the likeliest itself."""
@@ -148,7 +165,7 @@ class MockEngine:
             num_running=running,
             num_waiting=len(self._requests) - running,
             kv_cache_usage=running / self._max_running,
-            num_preemptions=0,
+            num_preemptions=self._num_preemptions,
             acceptance=acceptance_of(self.windows, max(len(self.windows) - 1, 0) * sum(self.windows)),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,

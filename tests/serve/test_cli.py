@@ -75,6 +75,7 @@ def test_an_unknown_command(capsys):
         (["serve", "--api-key", ""], "an API key is empty (--api-key or JAXSPEC_API_KEY)"),
         (["serve", "--api-key-file", "/no/such/file"], None),
         (["serve", "--metrics-prefix", "a b"], "--metrics-prefix must be a plain name, got 'a b'"),
+        (["serve", "--max-num-queued-requests", "0"], "--max-num-queued-requests must be at least 1, got 0"),
         (["serve", "--host", "256.1.1.1", "--port", "0"], None),
     ],
 )

@@ -6,27 +6,16 @@ import socket
 import threading
 import time
 
-import httpx
 import pytest
 
 from jaxspec.engine.request import FinishReason, Request, RequestOutput
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream
 from serve.generation import Choice, Delta, Generation
-from tests.serve.client_checks import client, stream_texts
+from tests.serve.client_checks import client, send, stream_texts
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
 ENDLESS = {"prompt": "hi", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-
-
-def send(base_url: str, body: dict) -> socket.socket:
-    """Sends a completion request and leaves the connection open."""
-    request = httpx.Request("POST", f"{base_url}/v1/completions", json=body)
-    head = "".join(f"{k}: {v}\r\n" for k, v in request.headers.items())
-    url = httpx.URL(base_url)
-    connection = socket.create_connection((url.host, url.port))
-    connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content)
-    return connection
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -220,6 +220,14 @@ def test_an_open_server_warns(start):
     process.wait_for("listening on 0.0.0.0 without --api-key: anybody may use it")
 
 
+def test_the_queue_is_as_long_as_the_flag_says(start):
+    process = start("mock", "--port", "0", "--max-num-queued-requests", "3")
+    url = process.base_url
+    refused = httpx.post(f"{url}/v1/completions", json=SLOW | {"n": 4})
+    assert "at most 3 may be queued" in check_error(refused, 400, "n")
+    assert httpx.post(f"{url}/v1/completions", json=SLOW | {"n": 3, "max_tokens": 2}).status_code == 200
+
+
 def test_synthetic_acceptance_warns(start):
     process = start("mock", "--port", "0", "--num-speculative-tokens", "3", "--synthetic-acceptance-length", "2.5")
     process.wait_for("--synthetic-acceptance-length 2.5: drafts are accepted at random, so every text is worthless")

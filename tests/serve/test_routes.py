@@ -161,6 +161,7 @@ def test_metrics(start_server, prefix):
     assert values["generation_tokens_total"] == sum(a["usage"]["completion_tokens"] for a in answers) == 10
     assert values["prompt_tokens_total"] == 4
     assert values["num_requests_running"] == values["num_requests_waiting"] == values["kv_cache_usage_perc"] == 0
+    assert values["admission_rejections_total"] == 0
     assert values["num_preemptions_total"] == values["jit_compiles_after_warmup_total"] == 0
     assert values["jit_compiles_total"] == 7
     for histogram in (
@@ -169,6 +170,7 @@ def test_metrics(start_server, prefix):
         "request_queue_time_seconds",
         "request_prefill_time_seconds",
         "request_decode_time_seconds",
+        "request_preemption_time_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
     ):

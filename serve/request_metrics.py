@@ -1,0 +1,74 @@
+"""The figures of one choice that has ended: where its time went, for /metrics and for answers that ask for it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from serve.protocol import RequestMetrics, SpeculationMetrics
+
+if TYPE_CHECKING:
+    from jaxspec.engine.acceptance import Acceptance
+    from jaxspec.engine.request import Request
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """
+    In seconds. Queue, prefill and decode add up to the time from arrival to end; those that have no token to go by are
+    None.
+
+    Attributes:
+        queue: arrival to first step.
+        prefill: first step to first token.
+        first_token: arrival to first token.
+        decode: first token to end.
+        preemption: the part of prefill and decode in which the request was preempted and waited to be taken up again.
+    """
+
+    queue: float | None
+    prefill: float | None
+    first_token: float | None
+    decode: float | None
+    preemption: float
+
+
+def times_of(request: "Request", first_token_time: float | None, end_time: float) -> RequestTimes:
+    """Of a request that has ended; all points in time are `time.monotonic()`."""
+    arrival, scheduled = request.arrival_time, request.first_scheduled_time
+
+    def between(start: float | None, end: float | None) -> float | None:
+        return None if start is None or end is None else end - start
+
+    return RequestTimes(
+        queue=between(arrival, scheduled),
+        prefill=between(scheduled, first_token_time),
+        first_token=between(arrival, first_token_time),
+        decode=between(first_token_time, end_time),
+        preemption=request.preempted_seconds,
+    )
+
+
+def request_metrics(request: "Request", times: RequestTimes) -> RequestMetrics:
+    """The `metrics` of one choice."""
+    return {
+        "queue_time_seconds": times.queue,
+        "prefill_time_seconds": times.prefill,
+        "time_to_first_token_seconds": times.first_token,
+        "decode_time_seconds": times.decode,
+        "preemption_time_seconds": times.preemption,
+        "num_preemptions": request.num_preemptions,
+        "speculative_decoding": _speculation(request.acceptance),
+    }
+
+
+def _speculation(acceptance: "Acceptance | None") -> SpeculationMetrics | None:
+    """Means are null where no window was verified: a single token needs none."""
+    if acceptance is None:
+        return None
+    return {
+        "mean_acceptance_length": acceptance.mean_length,
+        "draft_acceptance_rate": acceptance.rate,
+        "acceptance_histogram": list(acceptance.histogram),
+        "num_spec_steps": acceptance.num_steps,
+        "num_accepted_draft_tokens": acceptance.num_accepted,
+        "num_draft_tokens": acceptance.num_drafted,
+    }
