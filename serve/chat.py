@@ -27,7 +27,9 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
     service.refuse_hopeless((m["content"] for m in messages), "messages")
     with service.admission.reserve(len(params)) as reservation:
         prompt = await service.in_pool(tokenizer.apply_chat_template, messages)
-        choices = service.make_choices([prompt], params, body.priority, arrival)
+        choices = service.make_choices(
+            [prompt], params, priority=body.priority, cache_salt=body.cache_salt or "", arrival_time=arrival
+        )
         form = _Format(name, body, tokenizer)
         return await answer(service.engine_thread, request, body, choices, reservation, form)
 

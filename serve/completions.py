@@ -29,7 +29,9 @@ async def create_completion(service: Service, request: Request, body: Completion
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
     with service.admission.reserve(len(body.prompts) * len(params)) as reservation:
         prompts = [await _ids(service, prompt) for prompt in body.prompts]
-        choices = service.make_choices(prompts, params, body.priority, arrival)
+        choices = service.make_choices(
+            prompts, params, priority=body.priority, cache_salt=body.cache_salt or "", arrival_time=arrival
+        )
         form = _Format(name, body, tokenizer)
         return await answer(service.engine_thread, request, body, choices, reservation, form)
 

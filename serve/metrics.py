@@ -138,6 +138,8 @@ class Metrics(Collector):
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens accepted", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache", stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache", stats.prefix_cache_hits),
             ("num_preemptions", "Requests that lost their KV pages to others", stats.num_preemptions),
             ("jit_compiles", "XLA compilations", self.snapshot.compiles),
             ("jit_compiles_after_warmup", "XLA compilations that warm-up missed", self.snapshot.compiles_after_warmup),

@@ -118,6 +118,7 @@ class GenerationBody(Body):
     min_tokens: int | None = None
     num_speculative_tokens: int | None = None
     priority: int = Field(0, ge=-(2**63), lt=2**63)  # lower runs earlier
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)  # pages are shared under the same salt only
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -251,10 +252,15 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int  # found in the prefix cache
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class SpeculationMetrics(TypedDict):

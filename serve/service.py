@@ -157,7 +157,9 @@ class Service:
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
+        *,
         priority: int,
+        cache_salt: str,
         arrival_time: float,
     ) -> list[Choice]:
         """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them."""
@@ -170,6 +172,9 @@ class Service:
             for each in params:
                 stream = TextStream(tokenizer, prompt_ids, each) if tokenizer else None
                 name = f"{prefix}-{len(choices)}"
-                request = Request(name, prompt_ids, each, stream, priority, arrival_time)
+                request = Request(
+                    name, prompt_ids, each, stream,
+                    priority=priority, cache_salt=cache_salt, arrival_time=arrival_time,
+                )  # fmt: skip
                 choices.append(Choice(len(choices), request, stream))
         return choices

@@ -176,6 +176,9 @@ def check_stream_contract(base_url: str) -> None:
         assert chunks[0]["object"] == kind
         *chunks, last = chunks
         assert last["choices"] == []  # S5
+        # How much of the prompt was in the prefix cache is not the request's own.
+        assert last["usage"].pop("prompt_tokens_details")["cached_tokens"] >= 0
+        assert whole["usage"].pop("prompt_tokens_details")["cached_tokens"] >= 0
         assert last["usage"] == whole["usage"]
         assert all(c["usage"] is None for c in chunks)
         for index in range(3):

@@ -169,6 +169,8 @@ class MockEngine:
             acceptance=acceptance_of(self.windows, max(len(self.windows) - 1, 0) * sum(self.windows)),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            prefix_cache_queries=0,
+            prefix_cache_hits=0,
         )
 
     def _text(self, request: Request) -> Iterator[int]:

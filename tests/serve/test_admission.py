@@ -211,7 +211,7 @@ def test_every_way_out_gives_the_place_back(start_server, monkeypatch):
             check_error(server.post("/v1/chat/completions", chat | stream), 400, "messages")
             assert "NaN" in server.post("/v1/completions", SHORT | stream | {"prompt": [[8], [7, 7]]}).text
             with monkeypatch.context() as patch:
-                patch.setattr(server.service, "make_choices", lambda *_: 1 / 0)
+                patch.setattr(server.service, "make_choices", lambda *_, **__: 1 / 0)
                 check_error(server.post("/v1/completions", SHORT | stream), 500, None, "server_error")
     server.wait_until(lambda: is_empty(server))
     assert server.post("/v1/completions", SHORT | {"n": 4}).status_code == 200

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,12 @@ def test_engine_flags_are_the_fields_of_the_config():
     parser = Parser(prog="x")
     add_engine_flags(parser)
     flags = {flag[2:].replace("-", "_") for flag in parser.flags()}
-    assert flags - {"help", "speculative_config"} == set(EngineConfig.__dataclass_fields__)
+    switches = {f.name for f in fields(EngineConfig) if f.type is bool}
+    assert switches == {"enable_mixed_batch", "enable_prefix_caching"}
+    options = {f.name for f in fields(EngineConfig)} | {f"no_{name}" for name in switches}
+    assert flags - {"help", "speculative_config"} == options
+    off, _ = engine_config(parse(*cli._parsers([]), ["serve", "--no-enable-mixed-batch", "--readout-depth", "2"]))
+    assert off == EngineConfig(enable_mixed_batch=False, readout_depth=2)
 
 
 @pytest.mark.parametrize(

@@ -34,3 +34,30 @@ def test_metrics_of_a_request(demo_server):
         assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
         assert 24 <= 1 + figures["num_spec_steps"] + figures["num_accepted_draft_tokens"] <= 24 + 3
         assert 1 <= figures["mean_acceptance_length"] <= 4
+
+
+@pytest.mark.slow
+def test_prompts_that_begin_alike_share_pages_under_one_salt(demo_server):
+    def answer(**extra):
+        body = {"prompt": "def double(x):\n    return 2 * x\n" * 12, "max_tokens": 12, "temperature": 0, **extra}
+        whole = demo_server.post("/v1/completions", body).json()
+        return whole["choices"][0]["text"], whole["usage"]["prompt_tokens_details"]["cached_tokens"], whole["usage"]
+
+    def hits():
+        lines = demo_server.get("/metrics").text.splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith("jaxspec:prefix_cache_hits_total{"))
+
+    before = hits()
+    text, cached, usage = answer(cache_salt="one")
+    assert cached == 0
+    again, cached, _ = answer(cache_salt="one")
+    assert cached >= 64
+    assert cached % 64 == 0
+    assert cached < usage["prompt_tokens"]
+    assert hits() == before + cached
+    other, cached, _ = answer(cache_salt="two")
+    assert cached == 0
+    assert text == again == other
+    error = demo_server.post("/v1/completions", {"prompt": "x", "cache_salt": ""})
+    assert error.status_code == 400
+    assert error.json()["error"]["param"] == "cache_salt"

@@ -124,7 +124,7 @@ def test_a_bug_in_validation_fails_its_request_alone(start_server, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bug_in_a_handler_is_a_500_with_an_id(mock_server, monkeypatch, stream):
-    monkeypatch.setattr(mock_server.service, "make_choices", lambda *_: 1 / 0)
+    monkeypatch.setattr(mock_server.service, "make_choices", lambda *_, **__: 1 / 0)
     response = mock_server.post("/v1/completions", BODY | {"stream": stream}, headers={"x-request-id": "find-me"})
     check_error(response, 500, None, "server_error")
     assert response.headers["x-request-id"] == "find-me"
