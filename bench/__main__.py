@@ -9,6 +9,7 @@ from jaxspec.errors import JaxspecError
 
 COMMANDS = {
     "step": "decode step time, dispatch time and byte floor of each bucket, through the production runner",
+    "readout": "what reading steps late gains, and what a long prompt costs running decodes, mixed and separate",
     "cycle": "time of a speculative cycle by draft, with and without the catch-up skip, and where it goes",
     "speculation": "greedy text with speculation against plain greedy text, acceptance and tokens/s of each draft",
     "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",

@@ -326,6 +326,8 @@ def build(arguments: argparse.Namespace, rows: int, context: int, steps: int) ->
             max_num_seqs=rows,
             max_num_batched_tokens=max(budget, rows),
             num_gpu_blocks_override=rows * pages_for(length) + 1,
+            readout_depth=0,
+            enable_prefix_caching=False,  # measurements start again from the same tokens
         ),
         model_max_position=config.max_position,
         page_bytes=0,

@@ -65,9 +65,8 @@ class Engine:
         self._scheduler = Scheduler(runner.settings, runner.buckets, window=runner.window)
         self._requests: dict[str, Request] = {}
         self._finished_early: list[RequestOutput] = []
-        self._times: collections.deque[tuple[float, float]] = (
-            collections.deque()
-        )  # planned, dispatched; of unread steps
+        # Of each unread step: when planning began, and when it was dispatched.
+        self._times: collections.deque[tuple[float, float]] = collections.deque()
         self._seeds = random.Random(seed)
         self._prompt_tokens = 0
         self._generation_tokens = 0
