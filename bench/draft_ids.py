@@ -15,7 +15,8 @@ step's drafts those behind the first difference are left out: they follow differ
 Where bfloat16 cannot tell two tokens apart the engines may differ: a difference counts only if jaxspec's draft prefers
 its own token to vLLM's by more than rounding can move the two. That is measured: jaxspec drafts once more in float32,
 and a near-tie is at most four times the largest change of a first choice's log-probability, because each engine's
-rounding may move both tokens.
+rounding may move both tokens. Each difference is listed with both gaps, ours in bfloat16 and in float32: a negative one
+in float32 says that there jaxspec prefers vLLM's token.
 """
 
 import argparse
@@ -274,6 +275,7 @@ def run_jaxspec(
         max_num_batched_tokens=512,
         gpu_memory_utilization=0.3,
         readout_depth=0,  # the drafts are looked at between two steps
+        enable_prefix_caching=False,  # each text is one of vLLM's cut short: every one is computed whole
     )
     engine = llm.engine
     params = SamplingParams(temperature=0, ignore_eos=True)
@@ -298,7 +300,11 @@ def run_jaxspec(
 
 
 def compare(
-    theirs: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], log_q: Sequence[np.ndarray], bound: float
+    theirs: Sequence[Sequence[int]],
+    ours: Sequence[Sequence[int]],
+    log_q: Sequence[np.ndarray],
+    bound: float,
+    exact: tuple[Sequence[Sequence[int]], Sequence[np.ndarray]] | None = None,
 ) -> dict[str, Any]:
     """Counts of equal drafts and of differences, over steps of k drafts each.
 
@@ -306,6 +312,8 @@ def compare(
         theirs, ours: for each step, the drafts.
         log_q: for each step, float [k, V]: our draft's log-probabilities.
         bound: largest gap of a near-tie, in nats.
+        exact: drafts and log-probabilities in float32, of which each difference tells its gap too; null where these
+            drafts had differed before, so that they follow other tokens.
     """
     equal, differences = 0, []
     for step, (them, us, q) in enumerate(zip(theirs, ours, log_q, strict=True)):
@@ -315,6 +323,10 @@ def compare(
                 continue
             gap = float(q[i, b] - q[i, a])
             differences.append({"step": step, "draft": i, "vllm": int(a), "jaxspec": int(b), "gap": round(gap, 5)})
+            if exact is not None:
+                same = list(exact[0][step][:i]) == list(us[:i])
+                true = exact[1][step][i]
+                differences[-1]["float32_gap"] = round(float(true[b] - true[a]), 5) if same else None
             break
     real = [d for d in differences if not d["gap"] <= bound]
     return {
@@ -363,11 +375,11 @@ def _compare_model(folder: Path, name: str, theirs: dict[str, Any]) -> dict[str,
     steps = [(run, step) for run in theirs["runs"] for step in run["steps"]]
     texts = [[*run["prompt"], *run["output"]][: step["known"]] for run, step in steps]
     ours, log_q = _draft(folder, name, texts, theirs["dtype"])
-    bound = EXACT
+    bound, exact = EXACT, None
     if theirs["dtype"] != "float32":
-        exact, exact_q = _draft(folder, name, texts, "float32")
-        bound = 4 * rounding_noise(ours, log_q, exact, exact_q)
-    result = compare([step["drafts"] for _, step in steps], ours, log_q, bound)
+        exact = _draft(folder, name, texts, "float32")
+        bound = 4 * rounding_noise(ours, log_q, *exact)
+    result = compare([step["drafts"] for _, step in steps], ours, log_q, bound, exact)
     # What a step of vLLM added to the text: the drafts it accepted, and one token more.
     added = [b["known"] - a["known"] for run in theirs["runs"] for a, b in pairwise(run["steps"])]
     return {"prompts": len(theirs["runs"]), "mean_accepted": round(float(np.mean(added)) - 1, 3)} | result

@@ -103,6 +103,10 @@ def test_draft_ids_are_equal_but_for_near_ties():
     assert (result["near_ties"], result["different"]) == (1, 1)
     assert result["largest_near_tie"] == pytest.approx(np.log(5 / 3), abs=1e-5)
     assert result["differences"][1] == {"step": 2, "draft": 0, "vllm": 2, "jaxspec": 0, "gap": 0.91629}
+    # In float32 the first difference's drafts had parted before, and of the second one vLLM's token is the better one.
+    float32 = ([[0, 0, 0], [1, 0, 0], [0, 0, 0]], np.log([[[0.2, 0.3, 0.5]] * 3] * 3))
+    told = draft_ids.compare(theirs, [[0, 0, 0]] * 3, log_q, 0.6, float32)["differences"]
+    assert [d["float32_gap"] for d in told] == [None, -0.91629]
 
 
 def test_rounding_moves_first_choices():

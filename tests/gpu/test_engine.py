@@ -18,6 +18,7 @@ from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import random_params
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.test_engine import assert_equal_runs, requests
+from tests.engine.test_schedules import options
 from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, fill_cache, run
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +65,15 @@ def test_batched_equals_solo(solo):
 def test_retraction_changes_nothing(solo):
     engine = make_engine(usable_pages=9)
     assert_equal_runs(run(engine, requests()), solo)
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_steps_read_late_change_nothing(solo, depth, mixed):
+    with options(runner(), readout_depth=depth, mixed=mixed):
+        engine = make_engine(usable_pages=9)
+        assert_equal_runs(run(engine, requests()), solo)
     assert engine.stats().num_preemptions > 0
 
 
