@@ -9,7 +9,7 @@ from pathlib import Path
 if os.environ.get("JAXSPEC_TEST_GPU") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-    # Compiling is most of the time, and tiny models gain nothing from an optimised loop.
+    # Compiling is most of the time, and tiny models gain nothing from optimised loops.
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_backend_optimization_level" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
@@ -25,6 +25,15 @@ settings.load_profile("ci")
 MANY_MAPPINGS = 30_000
 
 
+def optimise_steps(patch: pytest.MonkeyPatch) -> None:
+    """For a model that is large enough to gain from it."""
+    import jax
+
+    compile_as_flags_say = jax.stages.Lowered.compile
+    options = {} if os.environ.get("JAXSPEC_TEST_GPU") else {"xla_backend_optimization_level": 2}
+    patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_as_flags_say(lowered, options))
+
+
 @pytest.fixture(scope="session")
 def demo_llm(tmp_path_factory: pytest.TempPathFactory):
     """The embedded demo model in float32, converted, loaded and compiled once for all tests."""
@@ -32,6 +41,7 @@ def demo_llm(tmp_path_factory: pytest.TempPathFactory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        optimise_steps(patch)
         return LLM("demo", dtype="float32", max_model_len=1024, seed=0)
 
 

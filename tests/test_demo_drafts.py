@@ -9,6 +9,7 @@ from convert.reference import read_record
 from jaxspec import SamplingParams
 from jaxspec.llm import LLM
 from serve.demo import RECORD
+from tests.conftest import optimise_steps
 from tests.engine.scripted import exchanged
 from tests.engine.tiny import fill_cache
 
@@ -35,6 +36,7 @@ def llm_with(demo_llm, tmp_path_factory):
             options = {} if draft == "mtp" else {"speculative_model": draft}
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("JAXSPEC_CACHE", str(cache))
+                optimise_steps(patch)
                 patch.setattr("jaxspec.engine.runner.bucket_table", few_buckets)
                 llm = LLM(
                     "demo", dtype="float32", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64,

@@ -4,6 +4,8 @@
 follow it.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -102,7 +104,7 @@ class InputLayout:
     page_size: int
     max_pages: int
 
-    @property
+    @functools.cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of the fields of `StepInputs`, in their order."""
         b = self.bucket
@@ -115,15 +117,15 @@ class InputLayout:
             (b.prefill_rows, RESET_FIELDS), (b.prefill_rows * (b.variant == "full"), 2 * MAX_LOGIT_BIAS),
         )  # fmt: skip
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
-        return sum(int(np.prod(shape)) for shape in self.shapes)
+        return sum(map(math.prod, self.shapes))
 
     def split(self, flat: Any) -> StepInputs:
         """Views of a flat array [size], NumPy or traced, in the shapes of `StepInputs`."""
         parts, offset = [], 0
         for shape in self.shapes:
-            count = int(np.prod(shape))
+            count = math.prod(shape)
             parts.append(flat[offset : offset + count].reshape(shape))
             offset += count
         return StepInputs(*parts)

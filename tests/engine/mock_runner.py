@@ -40,6 +40,7 @@ class MockRunner:
         self.settings, self.vocab = settings, vocab
         self.window = settings.window
         self.buckets = bucket_table(settings)
+        self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self.plans: list[StepPlan] = []
         self.touched: dict[int, int] = {}
         self.shared: Callable[[int], bool] = lambda _page: False
@@ -61,8 +62,7 @@ class MockRunner:
     def dispatch(self, plan: StepPlan) -> None:
         self.on_dispatch(plan)
         self.plans.append(plan)
-        bucket = bucket_for(self.buckets, plan)
-        layout = InputLayout(bucket, self.settings.page_size, self.settings.max_pages)
+        layout = self._layouts[bucket_for(self.buckets, plan)]
         inputs = layout.split(layout.pack(plan))
         for record in inputs.resets:
             if slot := record[0]:
