@@ -22,7 +22,7 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-MANY_MAPPINGS = 30_000
+MANY_MAPPINGS = 45_000
 
 
 def optimise_steps(patch: pytest.MonkeyPatch) -> None:

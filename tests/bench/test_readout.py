@@ -38,7 +38,7 @@ def test_idle_parts_of_a_trace():
     assert idle_parts(SimpleNamespace(planes=[host])) == {"idle_between_steps": None, "idle_between_kernels": None}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_on_a_tiny_model(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # it adds to them
     out = tmp_path / "readout.json"

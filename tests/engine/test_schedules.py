@@ -121,7 +121,7 @@ ARRIVALS = st.builds(
 
 
 @pytest.mark.parametrize("name", RUNNERS)
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(
     arrivals=st.lists(ARRIVALS, min_size=2, max_size=10),
     depth=st.integers(0, 2),
