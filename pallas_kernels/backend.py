@@ -1,0 +1,86 @@
+"""Which implementation of an operation a step uses: chosen while the step is traced, named once in the log."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+BACKENDS = ("auto", "mosaic", "reference")
+logger = logging.getLogger("jaxspec.kernels")
+
+
+class UnsupportedError(ValueError):
+    """The backend that was asked for cannot take this call."""
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What runs attention (with the cache's writes) and the routed experts, and on how many devices.
+
+    "auto" is the fastest kernel that can take the call, else the plain-XLA reference.
+    """
+
+    attention: str = "auto"
+    moe: str = "auto"
+    devices: int = 1
+
+
+_current: ContextVar[Backends] = ContextVar("backends", default=Backends())
+
+
+@contextlib.contextmanager
+def use(backends: Backends) -> Iterator[None]:
+    """The backends of everything traced inside."""
+    token = _current.set(backends)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> Backends:
+    return _current.get()
+
+
+def choose(operation: str, wanted: str, obstacles: Mapping[str, str | None]) -> str:
+    """The implementation for one call.
+
+    Args:
+        wanted: one of BACKENDS.
+        obstacles: by implementation, the best first: why it cannot take this call, None where it can.
+
+    Raises:
+        UnsupportedError: `wanted` cannot take it.
+    """
+    if wanted == "auto":
+        chosen = next((name for name, obstacle in obstacles.items() if obstacle is None), "reference")
+        why = "; ".join(f"not {name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle)
+        _log(operation, chosen, why if chosen == "reference" else "the fastest that fits")
+        return chosen
+    if wanted != "reference" and (obstacle := obstacles.get(wanted, f"there is no {wanted} kernel")):
+        raise UnsupportedError(f"{operation} cannot run on the backend {wanted!r}: {obstacle}; use 'auto' or 'reference'")
+    _log(operation, wanted, "asked for")
+    return wanted
+
+
+def hopper_obstacle(*dtypes: jnp.dtype) -> str | None:
+    """Why a Mosaic GPU kernel for bfloat16 on Hopper cannot run here, None if it can."""
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return f"it needs an NVIDIA GPU, and this is a {device.platform.upper()}"
+    if getattr(device, "compute_capability", None) != "9.0":
+        return f"it needs compute capability 9.0, and {device.device_kind} has another"
+    if current().devices > 1:
+        return "it runs on one device only"
+    others = sorted({str(dtype) for dtype in dtypes} - {"bfloat16"})
+    return f"it computes in bfloat16, not in {', '.join(others)}" if others else None
+
+
+@functools.cache
+def _log(operation: str, chosen: str, why: str) -> None:
+    logger.info("%s: %s (%s)", operation, chosen, why)
