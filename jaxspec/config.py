@@ -65,6 +65,10 @@ class EngineConfig:
         "for benchmarks only, the text is worthless: accept a random number of drafts, whatever the model says, so that a "
         "window yields this many tokens on average (1 to 1 + num_speculative_tokens)",
     )
+    attention_backend: Literal["auto", "mosaic", "reference"] = _option(
+        "auto", "attention kernels: mosaic (Hopper, bfloat16), reference (plain XLA), or auto, the fastest that can run"
+    )
+    moe_backend: Literal["auto", "mosaic", "reference"] = _option("auto", "kernels of routed experts, likewise")
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     compilation_cache_dir: str | None = _option(
         None,
@@ -96,6 +100,9 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.dtype not in ("auto", "bfloat16", "float32"):
             raise ConfigError(f"dtype must be auto, bfloat16 or float32, got {self.dtype!r}")
+        for name in ("attention_backend", "moe_backend"):
+            if getattr(self, name) not in ("auto", "mosaic", "reference"):
+                raise ConfigError(f"{name} must be auto, mosaic or reference, got {getattr(self, name)!r}")
 
 
 # Keys of a speculative config, their types, and the fields of `EngineConfig` that they stand for.
@@ -173,6 +180,8 @@ class Settings:
     readout_depth: int = 0
     prefix_caching: bool = True
     page_size: int = PAGE_SIZE
+    attention_backend: str = "auto"
+    moe_backend: str = "auto"
 
     @property
     def max_slots(self) -> int:
@@ -260,6 +269,8 @@ def resolve(
         readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
         prefix_caching=config.enable_prefix_caching,
         on_gpu=on_gpu,
+        attention_backend=config.attention_backend,
+        moe_backend=config.moe_backend,
     )
 
 

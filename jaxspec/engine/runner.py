@@ -21,8 +21,10 @@ from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.request import Alternatives
 from jaxspec.engine.state import StepState, state_shapes, zero_state
 from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, StepArrays, make_step
+from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
+from pallas_kernels.backend import Backends, UnsupportedError, use
 
 # Called with how many of how many buckets are ready, and which one that was.
 Progress = Callable[[int, int, str], None]
@@ -204,8 +206,12 @@ class Runner:
         exact = (
             jax.default_matmul_precision("highest") if self.settings.dtype == "float32" else contextlib.nullcontext()
         )
-        with exact:
-            return jitted.lower(self._params, self._shapes, inputs).compile()
+        backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
+        try:
+            with exact, use(backends):
+                return jitted.lower(self._params, self._shapes, inputs).compile()
+        except UnsupportedError as error:
+            raise ConfigError(str(error)) from None
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
         self.state, arrays = self._steps[bucket](self._params, self.state, jax.device_put(inputs, self._replicated))

@@ -2,7 +2,8 @@
 
 import jax
 
-from pallas_kernels.mla_decode import reference
+from pallas_kernels.backend import choose, current
+from pallas_kernels.mla_decode import mosaic, reference
 
 
 def mla_decode(
@@ -22,5 +23,11 @@ def mla_decode(
 
     Returns:
         [B, n, H, value_dim] in q's dtype.
+
+    Raises:
+        UnsupportedError: the attention backend that was asked for cannot take this call.
     """
+    obstacles = {"mosaic": mosaic.obstacle(q, latent, value_dim)}
+    if choose("mla_decode", current().attention, obstacles) == "mosaic":
+        return mosaic.mla_decode(q, latent, page_tables, bounds, scale=scale)
     return reference.mla_decode(q, latent, page_tables, bounds, scale=scale, value_dim=value_dim)

@@ -1,0 +1,356 @@
+"""Absorbed paged MLA for Hopper, in Pallas Mosaic GPU.
+
+A thread block attends with up to 64 query rows (tokens of the window times heads) to a run of pages. The page is the
+tile: 64 keys of 576 columns, of which the first 512 are the values too, so each page is read once.
+
+- Warpgroup 0: scores, online softmax (base 2), the left half of the output.
+- Warpgroup 1: the right half of the output.
+- Warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
+
+Requests whose context is split over several thread blocks leave partial outputs with their log-sum-exp, which a second
+kernel merges into the output.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.compat import load, run_in_place, transpose_ref
+from pallas_kernels.mla_decode.schedule import PAGE, make_schedule
+
+KEY_DIM, VALUE_DIM = 576, 512
+ROWS = 64
+# Columns of a page that are copied together; the right part ends with the 64 columns that are no value.
+LEFT, RIGHT = 256, 320
+HALF = VALUE_DIM // 2
+STAGES = 2
+# Finite, because the difference of two -inf is NaN.
+MASKED = -1e30
+# Partial outputs that a merging thread block has in flight.
+MERGED_AT_ONCE = 8
+WARPGROUP = 128
+
+WGMMA = plgpu.Layout.WGMMA
+OF_ROWS = WGMMA.reduce(1)
+i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
+
+
+def obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+    """Why the kernel cannot take this call; None if it can."""
+    if q.shape[-1] != KEY_DIM or value_dim != VALUE_DIM:
+        return f"it is for latents of {VALUE_DIM} + {KEY_DIM - VALUE_DIM}, not {value_dim} + {q.shape[-1] - value_dim}"
+    if latent.shape[1] != PAGE:
+        return f"it is for pages of {PAGE} tokens, not {latent.shape[1]}"
+    return hopper_obstacle(q.dtype, latent.dtype)
+
+
+def mla_decode(
+    q: jax.Array,
+    latent: jax.Array,
+    page_tables: jax.Array,
+    bounds: jax.Array,
+    *,
+    scale: float,
+    sms: int | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """See api.py.
+
+    Args:
+        sms: thread blocks to run at once (default: those of the device).
+        interpret: passed to Pallas.
+    """
+    B, n, H, _ = q.shape
+    live = n * H
+    blocks = -(-live // ROWS)
+    rows = -(-live // 8) * 8 if blocks == 1 else ROWS
+    padding = blocks * rows - live
+    sms = sms or jax.devices()[0].core_count
+    items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms)
+
+    q = (q.astype(f32) * (scale / math.log(2))).astype(bf16).reshape(B, live, KEY_DIM)
+    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0)))
+    # Rows of padding see all that the last token sees: a smaller bound would need a mask.
+    bounds_BR = jnp.pad(jnp.repeat(bounds, H, axis=1), ((0, 0), (0, blocks * ROWS - live)), mode="edge")
+
+    attend = _attend_kernel(B, blocks, rows, items.shape[0], interpret)
+    out, partial, lse = attend(q, latent, page_tables, items, bounds_BR)
+    if splits.shape[0]:
+        out = _merge(out, partial, lse, splits, live, interpret)
+    return out[:, :live].reshape(B, n, H, VALUE_DIM)
+
+
+def _params(reduction_scratch_bytes: int = 0) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(
+        approx_math=True,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        reduction_scratch_bytes=reduction_scratch_bytes,
+    )
+
+
+def _accumulate(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
+    """acc + a @ b. The interpreter has no accumulators that start from a value."""
+    if interpret:
+        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC(acc.shape, f32))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+
+
+def _product(ref: Any, a: Any, b: Any) -> jax.Array:
+    plgpu.wgmma(ref, a, b)
+    return ref[...]
+
+
+def _over_columns(x_R: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    return lax.broadcast_in_dim(x_R, shape, [0])
+
+
+@functools.cache
+def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: Any) -> Any:
+    """kernel(q [B, blocks * rows, 576], latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
+
+    out [B, blocks * rows, 512] holds the requests of one item; partial [blocks * rows, I, 512] and the base-2
+    log-sum-exp lse float32 [blocks * 64, I padded] hold the items of the others.
+    """
+    padded_items = -(-num_items // WARPGROUP) * WARPGROUP
+
+    def body(
+        q, latent, page_tables, items, bounds, out, partial, lse, q_s, pages_or_out, p_s, rows_s, q_full, left_full,
+        right_full, left_free, right_free, p_full, p_free, finished,
+    ):  # fmt: skip
+        (left_s, right_s), (out_s,) = pages_or_out
+        warpgroup, item, block = lax.axis_index("warpgroup"), lax.axis_index("item"), lax.axis_index("block")
+        request, first, end, unmasked, alone = (items[item, j] for j in range(5))
+        n = end - first
+
+        def zeros():
+            return plgpu.layout_cast(jnp.zeros((ROWS, HALF), f32), WGMMA)
+
+        def copy_pages():
+            plgpu.set_max_registers(40, action="decrease")
+            own = q.at[request, pl.ds(block * rows, rows), :]
+            plgpu.copy_gmem_to_smem(own, q_s.at[pl.ds(0, rows), :], q_full)
+
+            @pl.loop(0, n)
+            def _(i):
+                stage = lax.rem(i, i32(STAGES))
+                page = page_tables[request, first + i]
+
+                @pl.when(i >= STAGES)
+                def _():
+                    plgpu.barrier_wait(left_free.at[stage])
+
+                left = latent.at[page, :, pl.ds(0, LEFT)]
+                plgpu.copy_gmem_to_smem(left, left_s.at[stage], left_full.at[stage])
+
+                @pl.when(i >= STAGES)
+                def _():
+                    plgpu.barrier_wait(right_free.at[stage])
+
+                right = latent.at[page, :, pl.ds(LEFT, RIGHT)]
+                plgpu.copy_gmem_to_smem(right, right_s.at[stage], right_full.at[stage])
+
+            # Every completion must be awaited before the kernel ends.
+            @pl.loop(lax.max(n - STAGES, i32(0)), n)
+            def _(i):
+                stage = lax.rem(i, i32(STAGES))
+                plgpu.barrier_wait(left_free.at[stage])
+                plgpu.barrier_wait(right_free.at[stage])
+
+        def clear_unowned(part, keys):
+            """Zeroes the values behind the last key of the request: 0 times NaN is NaN."""
+            for column in range(0, HALF, PAGE):
+                tile = part.at[:, pl.ds(column, PAGE)]
+                values = load(part, (slice(None), pl.ds(column, PAGE)), WGMMA)
+                row = plgpu.broadcasted_iota(i32, values.shape, 0, layout=WGMMA)
+                tile[...] = jnp.where(row < keys, values.astype(f32), 0.0).astype(bf16)
+
+        def store(half, acc):
+            plgpu.barrier_arrive(finished)  # both halves are done with the pages, whose memory the output takes over
+            plgpu.barrier_wait(finished)
+            out_s[half] = acc.astype(bf16)
+            plgpu.commit_smem()
+            source, columns = out_s.at[half, pl.ds(0, rows), :], pl.ds(half * HALF, HALF)
+
+            @pl.when(alone == 1)
+            def _():
+                plgpu.copy_smem_to_gmem(source, out.at[request, pl.ds(block * rows, rows), columns])
+
+            @pl.when(alone == 0)
+            def _():
+                plgpu.copy_smem_to_gmem(source, partial.at[pl.ds(block * rows, rows), item, columns])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        def score_and_sum_left():
+            bound_R = load(bounds, (request, pl.ds(block * ROWS, ROWS)), OF_ROWS)
+            keys = bounds[request, blocks * ROWS - 1]
+            plgpu.barrier_wait(q_full)
+
+            def step(i, carry, masked):
+                acc, top_R, sum_R = carry
+                stage = lax.rem(i, i32(STAGES))
+                plgpu.barrier_wait(left_full.at[stage])
+
+                def scores(s_acc):
+                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(0, LEFT)], transpose_ref(left_s.at[stage]))
+                    plgpu.barrier_wait(right_full.at[stage])
+                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(LEFT, RIGHT)], transpose_ref(right_s.at[stage]))
+                    return s_acc[...]
+
+                x = pl.run_scoped(scores, plgpu.ACC((ROWS, PAGE), f32))
+                if masked:
+                    key = plgpu.broadcasted_iota(i32, x.shape, 1, layout=WGMMA) + (first + i) * PAGE
+                    x = jnp.where(key < _over_columns(bound_R, x.shape), x, MASKED)
+                new_top_R = jnp.maximum(top_R, x.max(axis=1))
+                shrink_R = jnp.exp2(top_R - new_top_R)
+                p = jnp.exp2(x - _over_columns(new_top_R, x.shape))
+                sum_R = sum_R * shrink_R + p.sum(axis=1)
+
+                @pl.when(i > 0)
+                def _():
+                    plgpu.barrier_wait(p_free)
+
+                p_s[...] = p.astype(bf16)
+                rows_s[0, :] = shrink_R
+                if masked:
+                    clear_unowned(left_s.at[stage], keys - (first + i) * PAGE)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_full)
+                acc = _accumulate(acc * _over_columns(shrink_R, acc.shape), p_s, left_s.at[stage], interpret)
+                plgpu.barrier_arrive(left_free.at[stage])
+                plgpu.barrier_arrive(right_free.at[stage])
+                return acc, new_top_R, sum_R
+
+            low_R = plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), OF_ROWS)
+            none_R = plgpu.layout_cast(jnp.zeros((ROWS,), f32), OF_ROWS)
+            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros(), low_R, none_R))
+            acc, top_R, sum_R = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
+            plgpu.barrier_wait(p_free)
+            rows_s[1, :] = 1.0 / sum_R
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(p_full)
+            lse[pl.ds(block * ROWS, ROWS), item] = top_R + jnp.log2(sum_R)
+            store(0, acc * _over_columns(1.0 / sum_R, acc.shape))
+
+        def sum_right():
+            keys = bounds[request, blocks * ROWS - 1]
+
+            def step(i, acc, masked):
+                stage = lax.rem(i, i32(STAGES))
+                plgpu.barrier_wait(right_full.at[stage])
+                plgpu.barrier_wait(p_full)
+                if masked:
+                    clear_unowned(right_s.at[stage], keys - (first + i) * PAGE)
+                    plgpu.commit_smem()
+                shrink_R = load(rows_s, (0,), OF_ROWS)
+                values = right_s.at[stage, :, pl.ds(0, HALF)]
+                acc = _accumulate(acc * _over_columns(shrink_R, acc.shape), p_s, values, interpret)
+                plgpu.barrier_arrive(p_free)
+                plgpu.barrier_arrive(right_free.at[stage])
+                return acc
+
+            acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros())
+            acc = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), acc)
+            plgpu.barrier_wait(p_full)
+            store(1, acc * _over_columns(load(rows_s, (1,), OF_ROWS), acc.shape))
+
+        # An item without pages has nothing to do, and would wait for ever.
+        @pl.when((warpgroup == 2) & (n > 0))
+        def _():
+            copy_pages()
+
+        @pl.when((warpgroup == 0) & (n > 0))
+        def _():
+            plgpu.set_max_registers(240, action="increase")
+            score_and_sum_left()
+
+        @pl.when((warpgroup == 1) & (n > 0))
+        def _():
+            plgpu.set_max_registers(216, action="increase")
+            sum_right()
+
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
+    of_stages = functools.partial(plgpu.Barrier, num_barriers=STAGES)
+    body.__name__ = "mla_decode"
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((B, blocks * rows, VALUE_DIM), bf16),
+            jax.ShapeDtypeStruct((blocks * rows, num_items, VALUE_DIM), bf16),
+            jax.ShapeDtypeStruct((blocks * ROWS, padded_items), f32),
+        ),
+        scratch_types=dict(
+            q_s=matrix((ROWS, KEY_DIM)),
+            pages_or_out=plgpu.RefUnion(
+                [matrix((STAGES, PAGE, LEFT)), matrix((STAGES, PAGE, RIGHT))], [matrix((2, ROWS, HALF))]
+            ),
+            p_s=matrix((ROWS, PAGE)),
+            rows_s=plgpu.SMEM((2, ROWS), f32),
+            q_full=plgpu.Barrier(),
+            left_full=of_stages(),
+            right_full=of_stages(),
+            left_free=of_stages(),
+            right_free=of_stages(num_arrivals=2),
+            p_full=plgpu.Barrier(),
+            p_free=plgpu.Barrier(),
+            finished=plgpu.Barrier(num_arrivals=2),
+        ),
+        grid=(num_items, blocks),
+        grid_names=("item", "block"),  # blocks of an item run together and share its pages in the L2 cache
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=_params(),
+        interpret=interpret,
+    )
+
+
+def _merge(
+    out: jax.Array, partial: jax.Array, lse: jax.Array, splits: jax.Array, live: int, interpret: Any
+) -> jax.Array:
+    """Writes the merged outputs of the requests in `splits` into their first `live` rows of out (arXiv 2501.01005)."""
+    padded_items = lse.shape[1]
+    items_layout = plgpu.Layout.WG_STRIDED((padded_items,), vec_size=padded_items // WARPGROUP)
+    values_layout = plgpu.Layout.WG_STRIDED((VALUE_DIM,), vec_size=VALUE_DIM // WARPGROUP)
+
+    def mla_decode_merge(partial, lse, splits, out, weights_s):
+        split, row = lax.axis_index("split"), lax.axis_index("row")
+        request, first, n = (splits[split, j] for j in range(3))
+
+        @pl.when(n > 0)
+        def _():
+            item_I = plgpu.broadcasted_iota(i32, (padded_items,), 0, layout=items_layout)
+            mine_I = (item_I >= first) & (item_I < first + n)
+            lse_I = jnp.where(mine_I, load(lse, (row, pl.ds(0, padded_items)), items_layout), MASKED)
+            weights_I = jnp.where(mine_I, jnp.exp2(lse_I - lse_I.max()), 0.0)
+            weights_s[...] = weights_I / weights_I.sum()
+
+            def add(i, sum_V):
+                for j in range(MERGED_AT_ONCE):
+                    at = i * MERGED_AT_ONCE + j
+                    weight = jnp.where(at < n, weights_s[first + lax.min(at, n - 1)], 0.0)
+                    part_V = load(partial, (row, first + lax.min(at, n - 1), slice(None)), values_layout)
+                    sum_V += weight * part_V.astype(f32)
+                return sum_V
+
+            zero_V = plgpu.layout_cast(jnp.zeros((VALUE_DIM,), f32), values_layout)
+            rounds = lax.div(n + (MERGED_AT_ONCE - 1), i32(MERGED_AT_ONCE))
+            out[request, row] = lax.fori_loop(i32(0), rounds, add, zero_V).astype(bf16)
+
+    return run_in_place(
+        mla_decode_merge,
+        (partial, lse, splits),
+        out,
+        scratch_types=dict(weights_s=plgpu.SMEM((padded_items,), f32)),
+        grid=(splits.shape[0], live),
+        grid_names=("split", "row"),
+        compiler_params=_params(reduction_scratch_bytes=2048),
+        interpret=interpret,
+    )

@@ -1,0 +1,55 @@
+"""The Mosaic GPU kernel of mla_decode on the GPU, against the reference in float32. What no context owns is NaN."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.mla_decode import reference
+from pallas_kernels.mla_decode.api import mla_decode
+from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
+
+pytestmark = pytest.mark.gpu
+
+SCALE = 192**-0.5
+RAGGED = (1, 63, 64, 65, 128, 130, 700, 1024, 4096, 5000)
+
+
+def check(lengths, n: int, heads: int) -> None:
+    rng = np.random.default_rng(n * heads + len(lengths))
+    pool, tables = paged_pool(rng, lengths, 576)
+    # Scores of some size, so that a wrong mask shows.
+    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, heads, 576), np.float32), jnp.bfloat16)
+    latent, bounds = jnp.asarray(pool, jnp.bfloat16), window_bounds(lengths, n)
+
+    @jax.jit
+    def run(*arrays):
+        with use(Backends(attention="mosaic")):
+            return mla_decode(*arrays, scale=SCALE, value_dim=512)
+
+    exact = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=512))
+    with jax.default_matmul_precision("highest"):
+        want = exact(q.astype(jnp.float32), latent.astype(jnp.float32), tables, bounds)
+    for _ in range(3):  # the third run is a recorded graph's
+        got = run(q, latent, tables, bounds)
+    error = relative_error(got, want)
+    assert error < 1e-2, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("heads", [4, 16, 32, 64, 128])
+@pytest.mark.parametrize("n", [1, 4])
+def test_ragged_lengths(heads, n):
+    check(RAGGED, n, heads)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 8])
+def test_windows(n):
+    check(RAGGED[:7], n, 16)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (64,), (65,), (131072,), (64,) * 128, (1,) * 200, tuple(range(1, 1300, 10))])
+def test_adversarial_lengths(lengths):
+    check(lengths, 4, 16)

@@ -1,0 +1,37 @@
+"""Random paged caches for attention tests: whatever no context owns is NaN, the rest of a request's last page included."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def paged_pool(
+    rng: np.random.Generator, lengths: Sequence[int], width: int, *, page_size: int = 64, spare: int = 3
+) -> tuple[np.ndarray, np.ndarray]:
+    """Contexts of the given lengths on random pages: pool float32 [pages, page_size, width] and tables [B, max_pages].
+
+    Columns of a table past its context name pages of others, or free ones.
+    """
+    columns = [-(-length // page_size) for length in lengths]
+    pages = sum(columns) + spare
+    pool = np.full((pages, page_size, width), np.nan, np.float32)
+    tables = rng.integers(0, pages, (len(lengths), max(columns) + 1)).astype(np.int32)
+    order = iter(rng.permutation(pages))
+    for row, length in enumerate(lengths):
+        for column in range(columns[row]):
+            tables[row, column] = page = next(order)
+            owned = min(page_size, length - column * page_size)
+            pool[page, :owned] = rng.standard_normal((owned, width), np.float32)
+    return pool, tables
+
+
+def window_bounds(lengths: Sequence[int], n: int) -> np.ndarray:
+    """Exclusive causal bounds int32 [B, n] of windows that end each context."""
+    ends = np.array(lengths)[:, None] - (n - 1) + np.arange(n)
+    return np.maximum(ends, 1).astype(np.int32)
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """In the Frobenius norm; NaN where either has one."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))

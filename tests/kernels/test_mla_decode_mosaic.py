@@ -1,0 +1,123 @@
+"""The Mosaic GPU kernel of mla_decode, interpreted on the CPU with race detection, and lowered for cuda; its schedule."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import Backends, UnsupportedError, choose, use
+from pallas_kernels.mla_decode import mosaic, reference
+from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.schedule import OVERHEAD_PAGES, PAGE, make_schedule, num_items, page_limits
+from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
+
+SCALE = 192**-0.5
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
+)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lengths", "n", "heads", "sms"),
+    [
+        ((70, 200, 64, 333, 1), 4, 4, 8),  # some requests split, some not, a window longer than its context
+        ((130, 128), 1, 16, 1),  # more requests than thread blocks
+        ((65, 300), 3, 32, 6),  # two blocks of query rows, the second half empty
+    ],
+)
+def test_interpreted_without_races(lengths, n, heads, sms):
+    rng = np.random.default_rng(0)
+    pool, tables = paged_pool(rng, lengths, 576)
+    q = jnp.asarray(rng.standard_normal((len(lengths), n, heads, 576)), jnp.bfloat16)
+    latent = jnp.asarray(pool, jnp.bfloat16)
+    bounds = window_bounds(lengths, n)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    got = mosaic.mla_decode(q, latent, tables, bounds, scale=SCALE, sms=sms, interpret=params)
+
+    exact = [a.astype(jnp.float32) for a in (q, latent)]
+    want = reference.mla_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), scale=SCALE, value_dim=512)
+    assert relative_error(got, want) < 1e-2
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize(("batch", "n", "heads"), [(1, 1, 16), (8, 8, 4), (128, 4, 16), (200, 1, 64), (2, 5, 128)])
+def test_lowers_for_cuda(batch, n, heads):
+    call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
+    shapes = (
+        jax.ShapeDtypeStruct((batch, n, heads, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1000, 64, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((batch, 64), jnp.int32),
+        jax.ShapeDtypeStruct((batch, n), jnp.int32),
+    )
+    text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 2
+    assert "output_operand_alias" in text  # what is merged goes into the first kernel's output
+
+
+MAX_PAGES = 64
+SCHEDULES = {
+    (B, blocks): jax.jit(functools.partial(make_schedule, max_pages=MAX_PAGES, blocks=blocks, sms=12))
+    for B, blocks in ((1, 1), (5, 1), (5, 4), (12, 1), (20, 1))
+}
+
+
+@settings(max_examples=60)
+@given(shape=st.sampled_from(list(SCHEDULES)), data=st.data())
+def test_items_cover_every_page_once(shape, data):
+    B, blocks = shape
+    lengths = data.draw(st.lists(st.integers(1, MAX_PAGES * PAGE), min_size=B, max_size=B))
+    bounds = window_bounds(lengths, 4)
+    items, splits = (np.asarray(a) for a in SCHEDULES[shape](bounds))
+    assert len(items) == num_items(B, blocks, 12)
+
+    pages = {request: [] for request in range(B)}
+    of_request: dict[int, list[int]] = {request: [] for request in range(B)}
+    for index, (request, first, end, unmasked, alone) in enumerate(items):
+        assert first <= end
+        if first == end:
+            continue
+        pages[request] += range(first, end)
+        of_request[request].append(index)
+        # Only pages that every row of the window sees whole go without a mask.
+        assert 0 <= unmasked <= end - first
+        assert (first + unmasked) * PAGE <= bounds[request].min() or unmasked == 0
+        assert unmasked == end - first or (first + unmasked + 1) * PAGE > bounds[request].min()
+        assert alone == (end - first == -(-lengths[request] // PAGE))
+    assert pages == {request: list(range(-(-lengths[request] // PAGE))) for request in range(B)}
+    several = {r: indices for r, indices in of_request.items() if len(indices) > 1}
+    assert {r: list(range(first, first + n)) for r, first, n in splits if n} == several
+
+    # No other limit is cheaper by the schedule's own account.
+    counts = {c: sum(-(-(-(-n // PAGE)) // c) for n in lengths) for c in page_limits(MAX_PAGES).tolist()}
+    cost = {c: -(-n * blocks // 12) * (c + OVERHEAD_PAGES) for c, n in counts.items() if n <= len(items)}
+    best = min(cost, key=lambda c: (cost[c], c))
+    assert sum(map(len, of_request.values())) == counts[best]
+
+
+def test_a_backend_that_cannot_run_says_why():
+    q, latent = jnp.zeros((1, 1, 4, 576), jnp.bfloat16), jnp.zeros((2, 64, 576), jnp.bfloat16)
+    tables, bounds = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
+    with use(Backends(attention="mosaic")), pytest.raises(UnsupportedError, match="needs an NVIDIA GPU.*'reference'"):
+        mla_decode(q, latent, tables, bounds, scale=1.0, value_dim=512)
+    with use(Backends(attention="auto")):
+        assert mla_decode(q, latent, tables, bounds, scale=1.0, value_dim=512).shape == (1, 1, 4, 512)
+    assert mosaic.obstacle(q[..., :72], latent, 64) == "it is for latents of 512 + 64, not 64 + 8"
+    assert mosaic.obstacle(q, latent[:, :16], 512) == "it is for pages of 64 tokens, not 16"
+
+
+def test_auto_takes_the_first_that_can():
+    assert choose("op", "auto", {"mosaic": None, "triton": None}) == "mosaic"
+    assert choose("op", "auto", {"mosaic": "too small", "triton": None}) == "triton"
+    assert choose("op", "auto", {"mosaic": "too small"}) == "reference"
+    with pytest.raises(UnsupportedError, match="there is no triton kernel"):
+        choose("op", "triton", {"mosaic": None})
