@@ -4,7 +4,7 @@ Both through the production engine, on random weights or a model folder, with gr
 
 - Depths: `--rows` requests decode. For each readout depth the time per output token: wall time of `--tokens` steps of
   the engine, divided by their number, the median of three runs. On a GPU also the part of the time in which the device
-  is idle, from a trace of 32 steps: between two executions of the step, and between any two kernels. Kernels inside
+  is idle, from a trace of 32 steps: between two steps, and between any two kernels. Kernels inside
   recorded graphs are traced as such (`xla_enable_command_buffers_during_profiling`).
 - Long prompt: `--decodes` requests decode when a prompt of `--prompt` tokens arrives. Latency between two tokens of the
   decoding requests, from its arrival to its first token and without it, where steps are mixed and where they are not.
@@ -168,25 +168,33 @@ def time_per_token(bench: Bench, rows: int, tokens: int, depth: int) -> dict[str
                 for _ in range(TRACED_STEPS):
                     engine.step()
             (trace,) = Path(folder).glob("**/*.xplane.pb")
-            result |= idle_parts(jax.profiler.ProfileData.from_file(str(trace)))
+            result |= idle_parts(jax.profiler.ProfileData.from_file(str(trace)), TRACED_STEPS)
     end(engine, requests)
     return result
 
 
-def idle_parts(trace: Any) -> dict[str, float | None]:
-    """Part of the traced time in which no execution of the step, and in which no kernel, was on the device."""
-    modules: list[tuple[float, float]] = []
+def idle_parts(trace: Any, steps: int) -> dict[str, float | None]:
+    """Part of the traced time in which the device was between two steps, and in which it ran no kernel.
+
+    A step is one recorded graph, whose kernels share the correlation id of its launch. Where the trace has more
+    launches than steps, these were no whole graphs, and the first figure is None.
+    """
     kernels: list[tuple[float, float]] = []
+    launches: dict[str, tuple[float, float]] = {}
     for plane in trace.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
         for line in plane.lines:
-            spans = [(event.start_ns, event.start_ns + event.duration_ns) for event in line.events]
-            if line.name == "XLA Modules":
-                modules += spans
-            elif line.name.startswith("Stream"):
-                kernels += spans
-    return {"idle_between_steps": idle_part(modules), "idle_between_kernels": idle_part(kernels)}
+            if not (line.name.startswith("Stream") and "Compute" in line.name):
+                continue
+            for event in line.events:
+                start, stop = event.start_ns, event.start_ns + event.duration_ns
+                kernels.append((start, stop))
+                launch = str(dict(event.stats)["correlation_id"])
+                first, last = launches.get(launch, (start, stop))
+                launches[launch] = min(first, start), max(last, stop)
+    between_steps = idle_part(list(launches.values())) if len(launches) <= steps else None
+    return {"idle_between_steps": between_steps, "idle_between_kernels": idle_part(kernels)}
 
 
 def idle_part(spans: Sequence[tuple[float, float]]) -> float | None:

@@ -18,24 +18,29 @@ def test_idle_part():
 
 
 def test_idle_parts_of_a_trace():
-    """Of the device only; lines that repeat the kernels under other names do not count as kernels."""
+    """Of the device's kernels only; copies beside them are none, and a step's kernels are those of one launch."""
 
-    def line(name, *spans):
-        return SimpleNamespace(name=name, events=[SimpleNamespace(start_ns=a, duration_ns=b - a) for a, b in spans])
+    def line(name, *kernels):
+        return SimpleNamespace(
+            name=name,
+            events=[
+                SimpleNamespace(start_ns=a, duration_ns=b - a, stats=[("correlation_id", launch), ("tf_op", "x")])
+                for a, b, launch in kernels
+            ],
+        )
 
     gpu = SimpleNamespace(
         name="/device:GPU:0",
         lines=[
-            line("XLA Modules", (0, 40), (50, 100)),
-            line("XLA Ops", (0, 100)),
-            line("Stream #13(compute)", (0, 20), (50, 80)),
-            line("Stream #14(memcpy)", (70, 100)),
+            line("Stream #13(Memset,Compute)", (0, 20, 1), (30, 40, 1), (50, 80, 2), (80, 100, 2)),
+            line("Stream #14(MemcpyD2H)", (40, 50, 3)),
         ],
     )
-    host = SimpleNamespace(name="/host:CPU", lines=[line("XLA Modules", (0, 100)), line("Stream #1", (0, 100))])
-    parts = idle_parts(SimpleNamespace(planes=[host, gpu]))
-    assert parts == {"idle_between_steps": 0.1, "idle_between_kernels": 0.3}
-    assert idle_parts(SimpleNamespace(planes=[host])) == {"idle_between_steps": None, "idle_between_kernels": None}
+    host = SimpleNamespace(name="/host:CPU", lines=[line("Stream #1(Compute)", (0, 100, 1))])
+    trace = SimpleNamespace(planes=[host, gpu])
+    assert idle_parts(trace, 2) == {"idle_between_steps": 0.1, "idle_between_kernels": 0.2}
+    assert idle_parts(trace, 1) == {"idle_between_steps": None, "idle_between_kernels": 0.2}
+    assert idle_parts(SimpleNamespace(planes=[host]), 2)["idle_between_kernels"] is None
 
 
 @pytest.mark.full
