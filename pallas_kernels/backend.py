@@ -30,7 +30,8 @@ class Backends:
     devices: int = 1
 
 
-_current: ContextVar[Backends] = ContextVar("backends", default=Backends())
+_DEFAULT = Backends()
+_current: ContextVar[Backends] = ContextVar("backends", default=_DEFAULT)
 
 
 @contextlib.contextmanager
