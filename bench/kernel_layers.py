@@ -105,13 +105,12 @@ class KvWrite(Case):
 
     def inputs(self) -> Any:
         angles = np.random.default_rng(1).uniform(0, 6, (self.T, ROPE // 2))
-        shared = (normal(0, (LATENT,)), jnp.asarray(np.cos(angles, dtype=np.float32)))
-        shared = (*shared, jnp.asarray(np.sin(angles, dtype=np.float32)))
+        cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
         each = [
             (normal(1 + i, (self.T, CACHED)), jnp.asarray(at // PAGE_SIZE), jnp.asarray(at % PAGE_SIZE))
             for i, at in enumerate(self.places())
         ]
-        return each, shared
+        return each, (normal(0, (LATENT,)), cos, sin)
 
     def results(self) -> Any:
         return jax.ShapeDtypeStruct((self.pages, PAGE_SIZE, CACHED), jnp.bfloat16)

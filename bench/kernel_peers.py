@@ -140,6 +140,6 @@ class Peers:
         return float(torch.stack(worst).max())
 
     def release(self) -> None:
-        """After the graphs of a case are dropped: its memory goes back to the device, where jax may need it."""
+        """The memory of graphs that were dropped goes back to the device, where jax may need it."""
         if self.names:
             self._torch.cuda.empty_cache()

@@ -1,5 +1,6 @@
 """How `bench kernel` times: launches in flight behind one another, kernels in a trace, and what the device can do."""
 
+import functools
 import statistics
 import tempfile
 import time
@@ -20,21 +21,26 @@ TRACED_LAUNCHES = 3
 WARM_UP_LAUNCHES = 3
 
 
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _refill(results: Any, value: float) -> Any:
+    """In place: at other addresses the next launch would record its graph anew."""
+    return jax.tree.map(lambda r: jnp.full_like(r, value), results)
+
+
+@jax.jit
+def _finite(results: Any) -> jax.Array:
+    return jnp.stack([jnp.isfinite(r).all() for r in jax.tree.leaves(results)]).all()
+
+
 class Loop:
     """An executable of a case with its inputs; results go back in, so every launch uses the same addresses."""
 
     def __init__(self, case: Case, executable: Any):
         self.calls = case.calls
         self.inputs = case.inputs()
-        shapes = case.results()
-        # In place: other addresses would let the next launch record its graph anew.
-        self._fill = jax.jit(
-            lambda results: jax.tree.map(lambda r: jnp.full_like(r, case.fill), results),
-            donate_argnums=0,
-            keep_unused=True,
-        )
+        self._fill = case.fill
         self._executable = executable
-        self.results = jax.jit(lambda: jax.tree.map(lambda s: jnp.full(s.shape, case.fill, s.dtype), shapes))()
+        self.results = jax.tree.map(lambda s: jnp.full(s.shape, case.fill, s.dtype), case.results())
         self.launch(WARM_UP_LAUNCHES)
 
     def launch(self, launches: int) -> None:
@@ -44,9 +50,12 @@ class Loop:
 
     def launch_into_poison(self) -> Any:
         """The results of a launch that cannot leave anything to the one before."""
-        self.results = self._fill(self.results)
+        self.results = _refill(self.results, self._fill)
         self.launch(1)
         return self.results
+
+    def finite(self) -> bool:
+        return bool(_finite(self.results))
 
     def time(self, launches: int) -> float:
         """Wall time of one call, in seconds."""
