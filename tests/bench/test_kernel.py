@@ -188,3 +188,45 @@ def test_peers_are_for_one_operation_and_by_name(capsys):
     with pytest.raises(SystemExit):
         main(["kernel", "mla_decode", "--peers", "flash"])
     assert "there are flashmla, fa3" in capsys.readouterr().err
+
+
+class FakePeers:
+    """FlashMLA always takes 1 microsecond and is right; FA3 has two variants, or fails."""
+
+    names = ("flashmla", "fa3")
+
+    def __init__(self, fa3_fails):
+        self.fa3_fails = fa3_fails
+
+    def release(self):
+        pass
+
+    def record(self, name, case, inputs):
+        outputs = case.many(inputs, None)
+        if name == "flashmla":
+            return {name: SimpleNamespace(calls=case.calls, time=lambda _: 1e-6, outputs=outputs)}
+        if self.fa3_fails:
+            raise RuntimeError("no kernel\nfor this")
+        half = [output / 2 for output in outputs]
+        return {
+            "fa3_0": SimpleNamespace(calls=case.calls, time=lambda _: 3e-6, outputs=outputs),
+            "fa3_32": SimpleNamespace(calls=case.calls, time=lambda _: 2e-6, outputs=half),
+        }
+
+    def error(self, results, others):
+        return max(largest_error(np.float64(a), np.float64(b)) for a, b in zip(results, others, strict=True))
+
+
+def test_a_row_beside_peers():
+    case = DECODE["tiny"][0]
+    executable = case.lower().compile()
+    row = kernel.measure(case, executable, FakePeers(fa3_fails=False), CEILINGS)
+    assert (row["flashmla_us"], row["fa3_us"], row["better_peer"]) == (1.0, 2.0, "flashmla")
+    assert row["ratio"] == pytest.approx(row["ours_us"], rel=1e-3)
+    # Whom a wrong one differs from tells which one it is.
+    assert row["wrong"] == ["fa3_32", "fa3_32 to flashmla", "fa3_32 to fa3_0"]
+    assert row["errors"]["float64"] < 0.01
+    row = kernel.measure(case, executable, FakePeers(fa3_fails=True), CEILINGS)
+    assert row["error"] == "fa3: RuntimeError: no kernel for this"
+    assert row["ours_us"] > 0
+    assert "wrong" not in row
