@@ -64,7 +64,9 @@ def choose(operation: str, wanted: str, obstacles: Mapping[str, str | None]) -> 
         _log(operation, chosen, why if chosen == "reference" else "the fastest that fits")
         return chosen
     if wanted != "reference" and (obstacle := obstacles.get(wanted, f"there is no {wanted} kernel")):
-        raise UnsupportedError(f"{operation} cannot run on the backend {wanted!r}: {obstacle}; use 'auto' or 'reference'")
+        raise UnsupportedError(
+            f"{operation} cannot run on the backend {wanted!r}: {obstacle}; use 'auto' or 'reference'"
+        )
     _log(operation, wanted, "asked for")
     return wanted
 

@@ -1,0 +1,149 @@
+"""The other rows of `bench kernel`: routed experts, and writing tokens into the latent cache."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernel_attention import CACHED, LATENT, ROPE
+from bench.kernel_case import Case, exact, largest_error, normal, once, spread, take
+from jaxspec.config import PAGE_SIZE
+from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.moe.api import experts
+
+
+@dataclass(frozen=True)
+class Moe(Case):
+    """T tokens through E routed experts of H x I, K of them each, as many layers in turn as no cache holds.
+
+    All experts are equally likely. Every call has its own tokens and routes: what a kernel derives from the routes is
+    a part of its work.
+    """
+
+    T: int
+    H: int = 2048
+    E: int = 64
+    K: int = 6
+    I: int = 1408  # noqa: E741
+    layers: int = 4
+    calls: int = 8
+    labels: ClassVar[tuple[str, ...]] = ("T",)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.T * self.K * 3 * self.H * self.I
+
+    @property
+    def bytes(self) -> float:
+        """The weights of the experts that are touched, the mean of the calls."""
+        touched = np.mean([len(np.unique(self.routes(i))) for i in range(self.calls)])
+        return float(2 * 3 * self.H * self.I * touched)
+
+    def routes(self, call: int) -> np.ndarray:
+        """int32 [T, K]: distinct experts for each token."""
+        rng = np.random.default_rng(call)
+        return rng.permuted(np.tile(np.arange(self.E, dtype=np.int32), (self.T, 1)), axis=1)[:, : self.K]
+
+    def inputs(self) -> Any:
+        layers = [
+            (
+                normal(2 * i, (self.E, 2, self.I, self.H), self.H**-0.5),
+                normal(2 * i + 1, (self.E, self.H, self.I), self.I**-0.5),
+            )
+            for i in range(self.layers)
+        ]
+        tokens = []
+        for i in range(self.calls):
+            weights = np.random.default_rng(1000 + i).dirichlet(np.ones(self.K), self.T).astype(np.float32)
+            tokens.append((normal(1000 + i, (self.T, self.H)), jnp.asarray(weights), jnp.asarray(self.routes(i))))
+        return layers, tokens, jnp.asarray(np.ones(self.T, bool))
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.T, self.H), jnp.bfloat16)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        layers, tokens, live = inputs
+        call = once(experts)
+        return [call(x, *layers[i % self.layers], weights, ids, live) for i, (x, weights, ids) in enumerate(tokens)]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of the first and the last token of the last call."""
+        layers, tokens, _ = inputs
+        gate_up, down = layers[(self.calls - 1) % self.layers]
+        x, weights, ids = (np.asarray(array) for array in tokens[-1])
+        errors = []
+        for token in spread(self.T, 2):
+            chosen = jnp.asarray(ids[token])
+            gate, up = np.einsum("kgih,h->gki", exact(take(gate_up, chosen)), exact(x[token]), optimize=True)
+            inner = gate / (1 + np.exp(-gate)) * up
+            each = np.einsum("ki,khi->kh", inner, exact(take(down, chosen)), optimize=True)
+            errors.append(largest_error(exact(results[-1])[token], weights[token] @ each))
+        return float(np.max(errors))  # NaN, if one is
+
+
+@dataclass(frozen=True)
+class KvWrite(Case):
+    """T tokens normed, rotated and written to random places of a donated latent cache, call after call."""
+
+    T: int
+    pages: int = 4096
+    calls: int = 20
+    labels: ClassVar[tuple[str, ...]] = ("T",)
+    fill: ClassVar[float] = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * 2 * CACHED * self.T
+
+    def places(self) -> np.ndarray:
+        """int32 [calls, T] of distinct places in the cache; none in page 0."""
+        places = np.random.default_rng(0).permutation((self.pages - 1) * PAGE_SIZE)[: self.calls * self.T]
+        return (PAGE_SIZE + places).reshape(self.calls, self.T).astype(np.int32)
+
+    def inputs(self) -> Any:
+        angles = np.random.default_rng(1).uniform(0, 6, (self.T, ROPE // 2))
+        cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+        each = [
+            (normal(1 + i, (self.T, CACHED)), jnp.asarray(at // PAGE_SIZE), jnp.asarray(at % PAGE_SIZE))
+            for i, at in enumerate(self.places())
+        ]
+        return each, (normal(0, (LATENT,)), cos, sin)
+
+    def results(self) -> Any:
+        return jax.ShapeDtypeStruct((self.pages, PAGE_SIZE, CACHED), jnp.bfloat16)
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        each, shared = inputs
+        call = once(lambda *args: write_latent(*args, eps=1e-6))
+        for kv_a, pages, offsets in each:
+            results = call(results, kv_a, *shared, pages, offsets)
+        return results
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of all tokens of the last call; infinite if anything was written elsewhere, or not written."""
+        each, (norm, cos, sin) = inputs
+        cache = np.asarray(results).reshape(-1, CACHED)
+        written = np.flatnonzero((cache.view(np.uint16) != 0).any(axis=1))
+        if not np.array_equal(written, np.sort(self.places(), axis=None)):
+            return float("inf")
+        kv_a = exact(each[-1][0])
+        latent = kv_a[:, :LATENT] / np.sqrt(np.mean(kv_a[:, :LATENT] ** 2, axis=1, keepdims=True) + 1e-6) * exact(norm)
+        a, b = np.split(kv_a[:, LATENT:], 2, axis=1)
+        cos, sin = exact(cos), exact(sin)
+        true = np.concatenate([latent, a * cos - b * sin, b * cos + a * sin], axis=1)
+        return largest_error(exact(cache[self.places()[-1]]), true)
+
+
+MOE: dict[str, list[Case]] = {
+    "all": [Moe(T) for T in (1, 8, 32, 64, 128, 512, 2048)],
+    "quick": [Moe(T) for T in (1, 32, 512)],
+    "tiny": [Moe(T, 32, 8, 2, 16, 2, 4) for T in (1, 6)],
+}
+KV_WRITE: dict[str, list[Case]] = {
+    "all": [KvWrite(T) for T in (1, 32, 128, 2048)],
+    "quick": [KvWrite(T) for T in (1, 128)],
+    "tiny": [KvWrite(T, 4, 3) for T in (1, 5)],
+}
