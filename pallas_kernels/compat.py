@@ -19,9 +19,8 @@ def transpose_ref(ref: Any) -> Any:
 
 def load(ref: Any, index: Any, layout: Any) -> jax.Array:
     """ref[index] in registers, in a layout that no single wide load need serve."""
-    if _IS_0_10:
-        return plgpu.load(ref, index, layout=layout, optimized=False)
-    return plgpu.load(ref.at[index], layout=layout, optimized=False)
+    options: dict[str, Any] = {"layout": layout, "optimized": False}
+    return plgpu.load(ref, index, **options) if _IS_0_10 else plgpu.load(ref.at[index], **options)
 
 
 def run_in_place(
@@ -38,8 +37,15 @@ def run_in_place(
     """Runs a kernel of one warpgroup, body(*input refs, ref of out, **scratch), that writes parts of `out`: the result."""
     if not _IS_0_10:
         ref = jax.new_ref(out)
-        options = dict(grid=grid, grid_names=grid_names, compiler_params=compiler_params, interpret=interpret)
-        plgpu.kernel(body, out_type=(), scratch_types=scratch_types, **options)(*inputs, ref)
+        plgpu.kernel(
+            body,
+            out_type=(),
+            scratch_types=scratch_types,
+            grid=grid,
+            grid_names=grid_names,
+            compiler_params=compiler_params,
+            interpret=interpret,
+        )(*inputs, ref)
         return jax.freeze(ref)
 
     mesh = plgpu.Mesh(grid=grid, grid_names=grid_names)

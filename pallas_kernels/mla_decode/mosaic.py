@@ -99,7 +99,7 @@ def _params(reduction_scratch_bytes: int = 0) -> plgpu.CompilerParams:
 def _accumulate(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
     """acc + a @ b. The interpreter has no accumulators that start from a value."""
     if interpret:
-        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC(acc.shape, f32))
+        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC((ROWS, HALF), f32))
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
 
@@ -288,22 +288,22 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: An
             jax.ShapeDtypeStruct((blocks * rows, num_items, VALUE_DIM), bf16),
             jax.ShapeDtypeStruct((blocks * ROWS, padded_items), f32),
         ),
-        scratch_types=dict(
-            q_s=matrix((ROWS, KEY_DIM)),
-            pages_or_out=plgpu.RefUnion(
+        scratch_types={
+            "q_s": matrix((ROWS, KEY_DIM)),
+            "pages_or_out": plgpu.RefUnion(
                 [matrix((STAGES, PAGE, LEFT)), matrix((STAGES, PAGE, RIGHT))], [matrix((2, ROWS, HALF))]
             ),
-            p_s=matrix((ROWS, PAGE)),
-            rows_s=plgpu.SMEM((2, ROWS), f32),
-            q_full=plgpu.Barrier(),
-            left_full=of_stages(),
-            right_full=of_stages(),
-            left_free=of_stages(),
-            right_free=of_stages(num_arrivals=2),
-            p_full=plgpu.Barrier(),
-            p_free=plgpu.Barrier(),
-            finished=plgpu.Barrier(num_arrivals=2),
-        ),
+            "p_s": matrix((ROWS, PAGE)),
+            "rows_s": plgpu.SMEM((2, ROWS), f32),
+            "q_full": plgpu.Barrier(),
+            "left_full": of_stages(),
+            "right_full": of_stages(),
+            "left_free": of_stages(),
+            "right_free": of_stages(num_arrivals=2),
+            "p_full": plgpu.Barrier(),
+            "p_free": plgpu.Barrier(),
+            "finished": plgpu.Barrier(num_arrivals=2),
+        },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of an item run together and share its pages in the L2 cache
         num_threads=3,
@@ -349,7 +349,7 @@ def _merge(
         mla_decode_merge,
         (partial, lse, splits),
         out,
-        scratch_types=dict(weights_s=plgpu.SMEM((padded_items,), f32)),
+        scratch_types={"weights_s": plgpu.SMEM((padded_items,), f32)},
         grid=(splits.shape[0], live),
         grid_names=("split", "row"),
         compiler_params=_params(reduction_scratch_bytes=2048),

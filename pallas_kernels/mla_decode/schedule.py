@@ -54,12 +54,12 @@ def make_schedule(bounds: jax.Array, max_pages: int, blocks: int, sms: int) -> S
         sms: thread blocks that run at once.
     """
     B = bounds.shape[0]
-    I = num_items(B, blocks, sms)
+    items_count = num_items(B, blocks, sms)
     pages_B = -(-bounds.max(axis=1) // PAGE)
     limits_C = jnp.asarray(page_limits(max_pages))
     count_C = (-(-pages_B[None] // limits_C[:, None])).sum(axis=1)
     rounds_C = -(-count_C * blocks // sms)
-    cost_C = jnp.where(count_C <= I, rounds_C * (limits_C + OVERHEAD_PAGES), jnp.iinfo(jnp.int32).max)
+    cost_C = jnp.where(count_C <= items_count, rounds_C * (limits_C + OVERHEAD_PAGES), jnp.iinfo(jnp.int32).max)
     # The largest candidate always fits, because it leaves every request whole.
     limit = limits_C[jnp.argmin(cost_C)]
 
@@ -67,7 +67,7 @@ def make_schedule(bounds: jax.Array, max_pages: int, blocks: int, sms: int) -> S
     each_B = -(-pages_B // splits_B)
     before = jnp.arange(B)[:, None] > jnp.arange(B)
     first_B = jnp.where(before, splits_B[None], 0).sum(axis=1)
-    item_I = jnp.arange(I, dtype=jnp.int32)
+    item_I = jnp.arange(items_count, dtype=jnp.int32)
     request_I = jnp.minimum((item_I[:, None] >= (first_B + splits_B)[None]).sum(axis=1), B - 1)
     start_I = (item_I - first_B[request_I]) * each_B[request_I]
     end_I = jnp.minimum(start_I + each_B[request_I], pages_B[request_I])
@@ -75,7 +75,7 @@ def make_schedule(bounds: jax.Array, max_pages: int, blocks: int, sms: int) -> S
     unmasked_I = jnp.clip(bounds.min(axis=1)[request_I] // PAGE - start_I, 0, end_I - start_I)
     items = jnp.stack([request_I, start_I, end_I, unmasked_I, splits_B[request_I] == 1], axis=1)
 
-    K = min(B, I - B)
+    K = min(B, items_count - B)
     several_B = splits_B > 1
     rank_B = jnp.where(before, several_B[None], 0).sum(axis=1)
     is_kth = several_B & (rank_B == jnp.arange(K)[:, None])
