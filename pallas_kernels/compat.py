@@ -9,3 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 def transpose_ref(ref: Any, permutation: tuple[int, ...]) -> Any:
     """A view of a reference with permuted axes."""
     return plgpu.transpose_ref(ref, permutation) if jax.__version_info__ < (0, 11) else ref.transpose(permutation)
+
+
+def load(ref: Any, index: tuple, *, layout: Any) -> jax.Array:
+    """ref[index] in registers of a given layout."""
+    if jax.__version_info__ < (0, 11):
+        return plgpu.load(ref, index, layout=layout, optimized=False)
+    return plgpu.load(ref.at[index], layout=layout, optimized=False)

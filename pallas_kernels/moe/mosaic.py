@@ -1,4 +1,4 @@
-"""Routed experts on Hopper: two Mosaic GPU kernels that stream the weights of every expert that has tokens.
+"""Routed experts on Hopper: after `plan`, two Mosaic GPU kernels stream the weights of every expert that has tokens.
 
 A decode step is bound by reading weights, so they are the 64 rows of a wgmma and the tokens are its columns, of which it
 takes as few as 8 (a slot of 8 or 16 tokens wastes little). One warpgroup feeds a ring of shared memory by TMA while the
@@ -20,7 +20,8 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import transpose_ref
-from pallas_kernels.moe.schedule import Schedule, schedule
+from pallas_kernels.moe.plan import MAX_ASSIGNMENTS, plan
+from pallas_kernels.moe.schedule import Schedule, max_slots, schedule
 
 M = 64  # Rows of a wgmma, and the granule of the shapes this file takes.
 
@@ -52,9 +53,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Config:
-    """rows: token rows of a slot. shared: every slot sees all tokens. grid: blocks of a kernel, one a multiprocessor."""
+    """rows: token rows of a slot, a power of two; slots: how many there may be; shared: every slot sees all tokens.
+
+    grid: blocks of a kernel, one a multiprocessor.
+    """
 
     rows: int
+    slots: int
     shared: bool
     up: Tiles
     down: Tiles
@@ -75,9 +80,10 @@ def configure(T: int, E: int, k: int, H: int, inner: int) -> Config:
     """How T tokens with k of E experts each are worked on."""
     shared = T <= SHARED_ROWS
     rows = SHARED_ROWS if shared else next(rows for load, rows in ROWS_BY_LOAD if T * k / E <= load)
+    slots = max_slots(T, k, E, rows, shared=shared)
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = getattr(jax.devices()[0], "core_count", None) or 132
-    return Config(rows, shared, tiles(rows, H, inner, gated=True), tiles(rows, inner, H, gated=False), grid)
+    return Config(rows, slots, shared, tiles(rows, H, inner, gated=True), tiles(rows, inner, H, gated=False), grid)
 
 
 def obstacle(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> str | None:
@@ -104,11 +110,18 @@ def experts(
     E, _, inner, _ = gate_up.shape
     k = ids.shape[1]
     config = config or configure(T, E, k, H, inner)
-    tables = schedule(ids, live, E, config.rows, shared=config.shared)
+    tables = tabulate(ids, live, E, config, interpret=interpret)
     x_slots = gather(x, tables, config)
     h = up_matmul(x_slots, gate_up, tables, config, interpret=interpret)
     y = down_matmul(h, down, tables, config, interpret=interpret)
     return combine(y, weights, tables, live).astype(x.dtype)
+
+
+def tabulate(ids: jax.Array, live: jax.Array, E: int, config: Config, *, interpret: Any = False) -> Schedule:
+    """The layer's tables, by a kernel or, for a prefill that is too large for it, by XLA."""
+    if ids.size > MAX_ASSIGNMENTS:
+        return schedule(ids, live, E, config.rows, shared=config.shared)
+    return plan(ids, live, E, config.rows, config.slots, shared=config.shared, interpret=interpret)
 
 
 def gather(x: jax.Array, tables: Schedule, config: Config) -> jax.Array:
@@ -116,7 +129,7 @@ def gather(x: jax.Array, tables: Schedule, config: Config) -> jax.Array:
     T, H = x.shape
     if config.shared:
         return jnp.pad(x, ((0, config.rows - T), (0, 0)))[None]
-    return x.at[tables.token].get(mode="promise_in_bounds").reshape(-1, config.rows, H)
+    return x.at[tables.token].get(mode="clip").reshape(-1, config.rows, H)
 
 
 def up_matmul(
@@ -124,9 +137,7 @@ def up_matmul(
 ) -> jax.Array:
     """silu(x gate^T) * (x up^T): [slots, rows, I] from x [slots or 1, rows, H] and gate_up [E, 2, I, H]."""
     E, _, inner, H = gate_up.shape
-    kernel = _matmul(
-        config.up, config.grid, tables.expert.shape[0], config.rows, inner, H, True, config.shared, interpret
-    )
+    kernel = _matmul(config.up, config.grid, config.slots, config.rows, inner, H, True, config.shared, interpret)
     return kernel(gate_up.reshape(E, 2 * inner, H), x, tables.num_slots, tables.expert)
 
 
@@ -135,7 +146,7 @@ def down_matmul(
 ) -> jax.Array:
     """h down^T: [slots, rows, H] from h [slots, rows, I] and down [E, H, I]."""
     _, H, inner = down.shape
-    kernel = _matmul(config.down, config.grid, tables.expert.shape[0], config.rows, H, inner, False, False, interpret)
+    kernel = _matmul(config.down, config.grid, config.slots, config.rows, H, inner, False, False, interpret)
     return kernel(down, h, tables.num_slots, tables.expert)
 
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 
 class Schedule(NamedTuple):
-    """Slots in the order of their experts; only the first `num_slots` exist.
+    """Slots in the order of their experts; only the first `num_slots` exist. What belongs to no slot may be anything.
 
     num_slots: int32 [1].
-    expert: int32 [slots].
-    token: int32 [slots * rows]: whose row of x a slot's row is. Rows that nobody uses hold some valid token.
+    expert: int32 [at least slots].
+    token: int32 [slots * rows]: whose row of x a slot's row is, unless slots are shared.
     place: int32 [T, k]: the row, among all slots' rows, of each assignment; 0 for tokens that are not live.
     """
 
@@ -31,7 +31,7 @@ def max_slots(T: int, k: int, E: int, rows: int, *, shared: bool) -> int:
 
 
 def schedule(ids: jax.Array, live: jax.Array, E: int, rows: int, *, shared: bool) -> Schedule:
-    """The tables of one layer.
+    """The tables of one layer, in plain XLA.
 
     Args:
         ids: int32 [T, k], each in [0, E) where the token is live.

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe.schedule import schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +85,25 @@ def test_all_tokens_reach_the_same_experts_and_some_are_dead(shape, T):
 def test_no_token_is_live(T):
     _, _, k, _ = SHAPES["odd"]
     compare("odd", T, np.zeros((T, k), np.int32), np.zeros(T, bool))
+
+
+@pytest.mark.parametrize(("E", "k"), [(64, 6), (256, 8), (8, 2), (160, 6)])
+@pytest.mark.parametrize("T", [1, 8, 9, 128, 2048])
+def test_planned_as_scheduled(T, E, k):
+    """The kernel's tables are those of XLA: slots, experts, and the token of each row that is used."""
+    rng = np.random.default_rng(T)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    live = np.arange(T) % 5 != 4
+    config = mosaic.configure(T, E, k, 2048, 1408)
+    got = jax.jit(lambda *a: mosaic.tabulate(*a, E, config))(ids, live)
+    want = jax.jit(lambda *a: schedule(*a, E, config.rows, shared=config.shared))(ids, live)
+    n = int(want.num_slots[0])
+    assert got.num_slots.tolist() == [n]
+    np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
+    np.testing.assert_array_equal(got.place, want.place)
+    if not config.shared:
+        used = np.asarray(want.place)[live]
+        np.testing.assert_array_equal(np.asarray(got.token)[used], np.asarray(want.token)[used])
 
 
 @pytest.mark.parametrize("T", [5, 33])

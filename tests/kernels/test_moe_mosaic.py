@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe.plan import plan
 from pallas_kernels.moe.schedule import max_slots, schedule
 
 interpreted = pytest.mark.skipif(
@@ -77,8 +78,32 @@ def test_interpreted_odd_sizes():
 def test_interpreted_two_consumers():
     """What a prefill uses: two warpgroups of consumers, several blocks each, more than one slot an expert."""
     T, E, k, H, inner = 70, 4, 2, 256, 128
-    config = mosaic.Config(64, False, mosaic.Tiles(64, 3, 2, 2), mosaic.Tiles(64, 2, 2, 2), 2)
+    config = mosaic.Config(
+        64, max_slots(T, k, E, 64, shared=False), False, mosaic.Tiles(64, 3, 2, 2), mosaic.Tiles(64, 2, 2, 2), 2
+    )
     check(T, E, k, H, inner, config)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("T", "E", "k", "rows", "shared"), [(5, 8, 2, 8, True), pytest.param(33, 70, 6, 8, False, marks=pytest.mark.slow)]
+)
+def test_planned_as_scheduled(T, E, k, rows, shared):
+    """The kernel's tables are those of XLA: slots, experts, and the token of each row that is used."""
+    rng = np.random.default_rng(T)
+    _, ids = routed(rng, T, E, k)
+    live = rng.uniform(size=T) < 0.7
+    slots = max_slots(T, k, E, rows, shared=shared)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    got = plan(jnp.asarray(ids), jnp.asarray(live), E, rows, slots, shared=shared, interpret=params)
+    want = schedule(jnp.asarray(ids), jnp.asarray(live), E, rows, shared=shared)
+    n = int(want.num_slots[0])
+    assert got.num_slots.tolist() == [n]
+    np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
+    np.testing.assert_array_equal(got.place, want.place)
+    if not shared:
+        used = want.place[live]
+        np.testing.assert_array_equal(got.token[used], want.token[used])
 
 
 def test_no_token_is_live():
@@ -109,7 +134,7 @@ def test_lowers_for_the_gpu(model, T):
         )
     ]
     text = jax.jit(mosaic.experts).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu") >= 2
+    assert text.count("custom_call @mosaic_gpu") == 3
 
 
 @given(
