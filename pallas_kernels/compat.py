@@ -13,6 +13,6 @@ def transpose_ref(ref: Any, permutation: tuple[int, ...]) -> Any:
 
 def load(ref: Any, index: tuple, *, layout: Any) -> jax.Array:
     """ref[index] in registers of a given layout."""
-    if jax.__version_info__ < (0, 11):
-        return plgpu.load(ref, index, layout=layout, optimized=False)
-    return plgpu.load(ref.at[index], layout=layout, optimized=False)
+    load: Any = plgpu.load
+    place = (ref, index) if jax.__version_info__ < (0, 11) else (ref.at[index],)
+    return load(*place, layout=layout, optimized=False)
