@@ -59,6 +59,16 @@ def test_ranks_are_those_of_top_k(E):
 
 
 @pytest.mark.parametrize("sigmoid", [True, False])
+def test_routing_sorts_nothing(sigmoid):
+    """A sort would break the CUDA graph of a decode step."""
+    options = {"top_k": 3, "num_groups": 4, "top_groups": 2, "normalize": True, "scale": 1.0}
+    logits, bias = np.zeros((2, 16), np.float32), np.zeros(16, np.float32)
+    route = (lambda a: route_sigmoid(a, bias, **options)) if sigmoid else (lambda a: route_softmax(a, **options))
+    text = jax.jit(route).lower(logits).as_text()
+    assert not any(name in text for name in ("sort", "top_k", "scatter", "while"))
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
 def test_ids_of_a_nan_row_are_experts(sigmoid):
     logits = np.full((1, 16), np.nan, np.float32)
     options = {"top_k": 3, "num_groups": 4, "top_groups": 2, "normalize": True, "scale": 1.0}
