@@ -7,20 +7,19 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-_IS_0_10 = not hasattr(plgpu, "InterpretGPUParams")
+_IS_0_10 = jax.__version_info__ < (0, 11)
 
 
-def transpose_ref(ref: Any) -> Any:
-    """A matrix in shared memory, as an operand of wgmma with its dimensions swapped."""
-    if _IS_0_10:
-        return plgpu.transpose_ref(ref, (1, 0))
-    return ref.transpose((1, 0))
+def transpose_ref(ref: Any, permutation: tuple[int, ...]) -> Any:
+    """A view of a reference with permuted axes."""
+    return plgpu.transpose_ref(ref, permutation) if _IS_0_10 else ref.transpose(permutation)
 
 
-def load(ref: Any, index: Any, layout: Any) -> jax.Array:
-    """ref[index] in registers, in a layout that no single wide load need serve."""
-    options: dict[str, Any] = {"layout": layout, "optimized": False}
-    return plgpu.load(ref, index, **options) if _IS_0_10 else plgpu.load(ref.at[index], **options)
+def load(ref: Any, index: tuple, *, layout: Any) -> jax.Array:
+    """ref[index] in registers of a given layout, whether or not it has wide loads for it."""
+    load: Any = plgpu.load
+    place = (ref, index) if _IS_0_10 else (ref.at[index],)
+    return load(*place, layout=layout, optimized=False)
 
 
 def run_in_place(

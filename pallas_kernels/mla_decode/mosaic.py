@@ -168,7 +168,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: An
             """Zeroes the values behind the last key of the request: 0 times NaN is NaN."""
             for column in range(0, HALF, PAGE):
                 tile = part.at[:, pl.ds(column, PAGE)]
-                values = load(part, (slice(None), pl.ds(column, PAGE)), WGMMA)
+                values = load(part, (slice(None), pl.ds(column, PAGE)), layout=WGMMA)
                 row = plgpu.broadcasted_iota(i32, values.shape, 0, layout=WGMMA)
                 tile[...] = jnp.where(row < keys, values.astype(f32), 0.0).astype(bf16)
 
@@ -190,7 +190,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: An
             plgpu.wait_smem_to_gmem(0)
 
         def score_and_sum_left():
-            bound_R = load(bounds, (request, pl.ds(block * ROWS, ROWS)), OF_ROWS)
+            bound_R = load(bounds, (request, pl.ds(block * ROWS, ROWS)), layout=OF_ROWS)
             keys = bounds[request, blocks * ROWS - 1]
             plgpu.barrier_wait(q_full)
 
@@ -200,9 +200,9 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: An
                 plgpu.barrier_wait(left_full.at[stage])
 
                 def scores(s_acc):
-                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(0, LEFT)], transpose_ref(left_s.at[stage]))
+                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(0, LEFT)], transpose_ref(left_s.at[stage], (1, 0)))
                     plgpu.barrier_wait(right_full.at[stage])
-                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(LEFT, RIGHT)], transpose_ref(right_s.at[stage]))
+                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(LEFT, RIGHT)], transpose_ref(right_s.at[stage], (1, 0)))
                     return s_acc[...]
 
                 x = pl.run_scoped(scores, plgpu.ACC((ROWS, PAGE), f32))
@@ -250,7 +250,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: An
                 if masked:
                     clear_unowned(right_s.at[stage], keys - (first + i) * PAGE)
                     plgpu.commit_smem()
-                shrink_R = load(rows_s, (0,), OF_ROWS)
+                shrink_R = load(rows_s, (0,), layout=OF_ROWS)
                 values = right_s.at[stage, :, pl.ds(0, HALF)]
                 acc = _accumulate(acc * _over_columns(shrink_R, acc.shape), p_s, values, interpret)
                 plgpu.barrier_arrive(p_free)
@@ -260,7 +260,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: An
             acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros())
             acc = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), acc)
             plgpu.barrier_wait(p_full)
-            store(1, acc * _over_columns(load(rows_s, (1,), OF_ROWS), acc.shape))
+            store(1, acc * _over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
 
         # An item without pages has nothing to do, and would wait for ever.
         @pl.when((warpgroup == 2) & (n > 0))
@@ -329,7 +329,7 @@ def _merge(
         def _():
             item_I = plgpu.broadcasted_iota(i32, (padded_items,), 0, layout=items_layout)
             mine_I = (item_I >= first) & (item_I < first + n)
-            lse_I = jnp.where(mine_I, load(lse, (row, pl.ds(0, padded_items)), items_layout), MASKED)
+            lse_I = jnp.where(mine_I, load(lse, (row, pl.ds(0, padded_items)), layout=items_layout), MASKED)
             weights_I = jnp.where(mine_I, jnp.exp2(lse_I - lse_I.max()), 0.0)
             weights_s[...] = weights_I / weights_I.sum()
 
@@ -337,7 +337,7 @@ def _merge(
                 for j in range(MERGED_AT_ONCE):
                     at = i * MERGED_AT_ONCE + j
                     weight = jnp.where(at < n, weights_s[first + lax.min(at, n - 1)], 0.0)
-                    part_V = load(partial, (row, first + lax.min(at, n - 1), slice(None)), values_layout)
+                    part_V = load(partial, (row, first + lax.min(at, n - 1), slice(None)), layout=values_layout)
                     sum_V += weight * part_V.astype(f32)
                 return sum_V
 

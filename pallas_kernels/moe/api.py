@@ -2,7 +2,8 @@
 
 import jax
 
-from pallas_kernels.moe import reference
+from pallas_kernels.backend import choose, current
+from pallas_kernels.moe import mosaic, reference
 
 
 def route_sigmoid(
@@ -66,5 +67,10 @@ def experts(
 
     Returns:
         [T, H] in x's dtype.
+
+    Raises:
+        UnsupportedError: the backend that was asked for (`backend.Backends.moe`) cannot take this call.
     """
+    if choose("moe", current().moe, {"mosaic": mosaic.obstacle(x, gate_up, down)}) == "mosaic":
+        return mosaic.experts(x, gate_up, down, weights, ids, live)
     return reference.experts(x, gate_up, down, weights, ids, live)

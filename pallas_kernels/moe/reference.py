@@ -11,13 +11,36 @@ from jax import lax
 TOKEN_BLOCK = 256
 
 
+def ranks(scores: jax.Array) -> jax.Array:
+    """How many of its neighbours along the last axis come before each score: int32, a permutation of 0, 1, 2 ...
+
+    In the order of `lax.top_k`: the largest first, NaN as infinity, the lower index first among equals. Comparing all with
+    all takes one kernel on a GPU; top_k is a sort, many kernels that a CUDA graph does not take.
+    """
+    # The barrier: fused into the comparison, a sigmoid or softmax would be computed anew for each pair.
+    scores = lax.optimization_barrier(jnp.where(jnp.isnan(scores), jnp.inf, scores))
+    mine, other = scores[..., :, None], scores[..., None, :]
+    index = jnp.arange(scores.shape[-1])
+    before = (other > mine) | ((other == mine) & (index[None, :] < index[:, None]))
+    return before.sum(axis=-1, dtype=jnp.int32)
+
+
 def _keep_best_groups(scores: jax.Array, group_scores: jax.Array, top_groups: int) -> jax.Array:
     """scores [T, E] with -inf in all but the best groups, chosen by group_scores [T, groups]."""
-    T, E = scores.shape
-    num_groups = group_scores.shape[1]
-    _, best = lax.top_k(group_scores, top_groups)
-    kept = jnp.zeros((T, num_groups), bool).at[jnp.arange(T)[:, None], best].set(True)
-    return jnp.where(jnp.repeat(kept, E // num_groups, axis=1), scores, -jnp.inf)
+    kept = ranks(group_scores) < top_groups
+    return jnp.where(jnp.repeat(kept, scores.shape[1] // kept.shape[1], axis=1), scores, -jnp.inf)
+
+
+def _choose(
+    scores: jax.Array, choice: jax.Array, top_k: int, *, normalize: bool, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Weights, from scores [T, E], and ids of the experts that are best in choice [T, E]."""
+    picked_TkE = ranks(choice)[:, None, :] == jnp.arange(top_k)[:, None]
+    ids = jnp.where(picked_TkE, jnp.arange(choice.shape[1], dtype=jnp.int32), 0).sum(axis=2)
+    weights = jnp.where(picked_TkE, scores[:, None, :], 0.0).sum(axis=2)
+    if normalize:
+        weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
+    return weights * scale, ids
 
 
 def route_sigmoid(
@@ -34,13 +57,10 @@ def route_sigmoid(
     scores = jax.nn.sigmoid(logits)
     biased = scores + bias
     if num_groups > 1:
-        best_two, _ = lax.top_k(biased.reshape(T, num_groups, E // num_groups), 2)
-        biased = _keep_best_groups(biased, best_two.sum(axis=-1), top_groups)
-    _, ids = lax.top_k(biased, top_k)
-    weights = jnp.take_along_axis(scores, ids, axis=1)
-    if normalize:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
-    return weights * scale, ids
+        grouped = biased.reshape(T, num_groups, E // num_groups)
+        best_two = jnp.where(ranks(grouped) < 2, grouped, 0.0).sum(axis=-1)
+        biased = _keep_best_groups(biased, best_two, top_groups)
+    return _choose(scores, biased, top_k, normalize=normalize, scale=scale)
 
 
 def route_softmax(
@@ -51,11 +71,7 @@ def route_softmax(
     chosen = scores
     if num_groups > 1:
         chosen = _keep_best_groups(scores, scores.reshape(T, num_groups, E // num_groups).max(axis=-1), top_groups)
-    _, ids = lax.top_k(chosen, top_k)
-    weights = jnp.take_along_axis(scores, ids, axis=1)
-    if normalize:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + 1e-20)
-    return weights * scale, ids
+    return _choose(scores, chosen, top_k, normalize=normalize, scale=scale)
 
 
 def experts(

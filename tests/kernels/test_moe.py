@@ -1,10 +1,11 @@
 """Routing and routed experts against loops in NumPy."""
 
+import jax
 import numpy as np
 import pytest
 
 from pallas_kernels.moe.api import experts, route_sigmoid, route_softmax
-from pallas_kernels.moe.reference import TOKEN_BLOCK
+from pallas_kernels.moe.reference import TOKEN_BLOCK, ranks
 
 
 def numpy_route(logits, bias, *, top_k, num_groups, top_groups, normalize, scale, sigmoid):
@@ -42,6 +43,38 @@ def test_routing(sigmoid, groups, top_groups, normalize):
     want_weights, want_ids = numpy_route(logits, bias, sigmoid=sigmoid, **options)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_allclose(weights, want_weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("E", [8, 64, 384])
+def test_ranks_are_those_of_top_k(E):
+    """Ties, infinities and NaN too: every row is a permutation, the lower index first among equals."""
+    rng = np.random.default_rng(E)
+    scores = rng.integers(-E, E, size=(24, E)).astype(np.float32) / 4
+    scores[:8, ::3] = -np.inf
+    scores[4:12, rng.integers(0, E, size=5)] = np.nan
+    scores[12] = np.nan
+    scores[13] = 0.5
+    order = np.argsort(np.asarray(ranks(scores)), axis=1)
+    np.testing.assert_array_equal(order, jax.lax.top_k(scores, E)[1])
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_routing_sorts_nothing(sigmoid):
+    """A sort would break the CUDA graph of a decode step."""
+    options = {"top_k": 3, "num_groups": 4, "top_groups": 2, "normalize": True, "scale": 1.0}
+    logits, bias = np.zeros((2, 16), np.float32), np.zeros(16, np.float32)
+    route = (lambda a: route_sigmoid(a, bias, **options)) if sigmoid else (lambda a: route_softmax(a, **options))
+    text = jax.jit(route).lower(logits).as_text()
+    assert not any(name in text for name in ("sort", "top_k", "scatter", "while"))
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_ids_of_a_nan_row_are_experts(sigmoid):
+    logits = np.full((1, 16), np.nan, np.float32)
+    options = {"top_k": 3, "num_groups": 4, "top_groups": 2, "normalize": True, "scale": 1.0}
+    _, ids = route_sigmoid(logits, np.zeros(16, np.float32), **options) if sigmoid else route_softmax(logits, **options)
+    assert sorted(set(np.asarray(ids[0]).tolist())) == np.asarray(ids[0]).tolist()
+    assert 0 <= ids.min() <= ids.max() < 16
 
 
 @pytest.mark.parametrize("T", [1, 13, TOKEN_BLOCK + 5])

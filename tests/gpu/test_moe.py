@@ -1,0 +1,118 @@
+"""The routed experts' Mosaic kernels on the GPU, against the plain-XLA reference in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe.schedule import schedule
+
+pytestmark = pytest.mark.gpu
+
+# Hidden, experts, top-k, inner.
+SHAPES = {"moonlight": (2048, 64, 6, 1408), "odd": (320, 8, 2, 448)}
+
+
+@functools.cache
+def layer(shape: str) -> tuple[jax.Array, jax.Array]:
+    H, E, _, inner = SHAPES[shape]
+    a, b = jax.random.split(jax.random.key(0))
+    gate_up = jax.random.normal(a, (E, 2, inner, H), jnp.bfloat16) * H**-0.5
+    return gate_up, jax.random.normal(b, (E, H, inner), jnp.bfloat16) * inner**-0.5
+
+
+@jax.jit
+def want(x, gate_up, down, weights, ids, live):
+    """The reference in float32, one expert after the other: all of them at once would not fit."""
+
+    def add(e, total):
+        one = jnp.zeros_like(ids)
+        mine = jnp.where(ids == e, weights, 0.0).sum(axis=1, keepdims=True)
+        parts = [jax.lax.dynamic_index_in_dim(w, e).astype(jnp.float32) for w in (gate_up, down)]
+        return total + reference.experts(x, *parts, mine, one[:, :1], live)
+
+    return jax.lax.fori_loop(0, gate_up.shape[0], add, jnp.zeros(x.shape, jnp.float32))
+
+
+def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray) -> None:
+    """Relative error of the live tokens, exact 0 for the dead ones, whose x is NaN; one live NaN reaches nobody else."""
+    H, _, k, _ = SHAPES[shape]
+    gate_up, down = layer(shape)
+    rng = np.random.default_rng(T)
+    x = np.asarray(rng.normal(size=(T, H)), np.float32)
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+    weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
+    sound = live.copy()
+    dirty = np.where(live[:, None], x, np.nan)
+    if live.sum() > 1:
+        poisoned = np.flatnonzero(live)[T // 7]
+        dirty[poisoned] = np.nan
+        sound[poisoned] = False
+    with use(Backends(moe="mosaic")):
+        run = jax.jit(api.experts)
+        got = np.asarray(run(jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, live), np.float32)
+    with jax.default_matmul_precision("highest"):
+        expected = np.asarray(want(x, gate_up, down, weights, ids, live))
+    np.testing.assert_array_equal(got[~live], 0)
+    assert np.isnan(got[live & ~sound]).all()
+    if sound.any():
+        error = np.linalg.norm(got[sound] - expected[sound]) / np.linalg.norm(expected[sound])
+        assert error <= 1e-2, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("T", [1, 3, 8, 9, 32, 128, 300, 2048])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_balanced_routing(shape, T):
+    _, E, k, _ = SHAPES[shape]
+    rng = np.random.default_rng(T)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    compare(shape, T, ids, np.ones(T, bool))
+
+
+@pytest.mark.parametrize("T", [3, 8, 9, 128, 300, 2048])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_tokens_reach_the_same_experts_and_some_are_dead(shape, T):
+    _, E, k, _ = SHAPES[shape]
+    ids = np.tile(np.arange(E - k, E, dtype=np.int32), (T, 1))
+    compare(shape, T, ids, np.arange(T) % 5 != 4)
+
+
+@pytest.mark.parametrize("T", [1, 8, 40])
+def test_no_token_is_live(T):
+    _, _, k, _ = SHAPES["odd"]
+    compare("odd", T, np.zeros((T, k), np.int32), np.zeros(T, bool))
+
+
+@pytest.mark.parametrize(("E", "k"), [(64, 6), (256, 8), (8, 2), (160, 6)])
+@pytest.mark.parametrize("T", [1, 8, 9, 128, 2048])
+def test_planned_as_scheduled(T, E, k):
+    """The kernel's tables are those of XLA: slots, experts, and the token of each row that is used."""
+    rng = np.random.default_rng(T)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    live = np.arange(T) % 5 != 4
+    config = mosaic.configure(T, E, k, 2048, 1408)
+    got = jax.jit(lambda *a: mosaic.tabulate(*a, E, config))(ids, live)
+    want = jax.jit(lambda *a: schedule(*a, E, config.rows, shared=config.shared))(ids, live)
+    n = int(want.num_slots[0])
+    assert got.num_slots.tolist() == [n]
+    np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
+    np.testing.assert_array_equal(got.place, want.place)
+    if not config.shared:
+        used = np.asarray(want.place)[live]
+        np.testing.assert_array_equal(np.asarray(got.token)[used], np.asarray(want.token)[used])
+
+
+@pytest.mark.parametrize("T", [5, 33])
+def test_slots_that_do_not_exist_are_not_read(T):
+    """Experts without tokens are not read: their weights are NaN, as are all rows that padding could point to."""
+    H, E, k, _ = SHAPES["odd"]
+    gate_up, down = layer("odd")
+    hole = (jnp.arange(E) >= k)[:, None, None]
+    gate_up, down = jnp.where(hole[..., None], jnp.nan, gate_up), jnp.where(hole, jnp.nan, down)
+    x, ids = jnp.ones((T, H), jnp.bfloat16), jnp.tile(jnp.arange(k), (T, 1))
+    got = jax.jit(mosaic.experts)(x, gate_up, down, jnp.ones((T, k)), ids, jnp.ones(T, bool))
+    assert jnp.isfinite(got.astype(jnp.float32)).all()

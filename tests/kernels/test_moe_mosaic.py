@@ -1,0 +1,190 @@
+"""The routed experts' Mosaic GPU kernels, as far as a CPU can show: interpreted, lowered, and their tables."""
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.backend import Backends, UnsupportedError, use
+from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe.plan import plan
+from pallas_kernels.moe.schedule import max_slots, schedule
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernels use"
+)
+
+
+def routed(rng: np.random.Generator, T: int, E: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    return rng.uniform(0.1, 1, size=(T, k)).astype(np.float32), ids
+
+
+def interpret(config: mosaic.Config, *arrays) -> np.ndarray:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    # Two blocks, so that a block works on several tiles and the interpreter is not one of 132 threads.
+    config = dataclasses.replace(config, grid=2)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    got = np.asarray(mosaic.experts(*arrays, config=config, interpret=params), np.float32)
+    assert not interpret_pallas_call.get_races().races_found
+    return got
+
+
+def check(T: int, E: int, k: int, H: int, inner: int, config: mosaic.Config | None = None) -> None:
+    """Live tokens as the reference in float32; dead ones give 0 and their NaN reaches nobody."""
+    rng = np.random.default_rng(T)
+    x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
+    gate_up = jnp.asarray(rng.normal(size=(E, 2, inner, H)) / H**0.5, jnp.bfloat16)
+    down = jnp.asarray(rng.normal(size=(E, H, inner)) / inner**0.5, jnp.bfloat16)
+    weights, ids = routed(rng, T, E, k)
+    live = np.arange(T) % 5 != 4
+    poisoned = np.flatnonzero(live)[-1] if T > 2 else None
+    dirty = np.asarray(x, np.float32)
+    dirty[~live] = np.nan
+    if poisoned is not None:
+        dirty[poisoned] = np.nan
+    config = config or mosaic.configure(T, E, k, H, inner)
+    got = interpret(config, jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, jnp.asarray(live))
+    want = np.asarray(reference.experts(*(a.astype(jnp.float32) for a in (x, gate_up, down)), weights, ids, live))
+    sound = live.copy()
+    if poisoned is not None:
+        assert np.isnan(got[poisoned]).all()
+        sound[poisoned] = False
+    np.testing.assert_array_equal(got[~live], 0)
+    assert np.linalg.norm(got[sound] - want[sound]) <= 1e-2 * np.linalg.norm(want[sound])
+
+
+@interpreted
+@pytest.mark.parametrize("T", [1, 5, 20])
+def test_interpreted(T):
+    check(T, 8, 2, 128, 128)
+
+
+@interpreted
+@pytest.mark.slow
+def test_interpreted_odd_sizes():
+    """Sizes of the embedded model: multiples of 64 only."""
+    check(9, 8, 2, 192, 64)
+
+
+@interpreted
+@pytest.mark.slow
+def test_interpreted_two_consumers():
+    """What a prefill uses: two warpgroups of consumers, several blocks each, more than one slot an expert."""
+    T, E, k, H, inner = 70, 4, 2, 256, 128
+    config = mosaic.Config(
+        64, max_slots(T, k, E, 64, shared=False), False, mosaic.Tiles(64, 3, 2, 2), mosaic.Tiles(64, 2, 2, 2), 2
+    )
+    check(T, E, k, H, inner, config)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("T", "E", "k", "rows", "shared"), [(5, 8, 2, 8, True), pytest.param(33, 70, 6, 8, False, marks=pytest.mark.slow)]
+)
+def test_planned_as_scheduled(T, E, k, rows, shared):
+    """The kernel's tables are those of XLA: slots, experts, and the token of each row that is used."""
+    rng = np.random.default_rng(T)
+    _, ids = routed(rng, T, E, k)
+    live = rng.uniform(size=T) < 0.7
+    slots = max_slots(T, k, E, rows, shared=shared)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    got = plan(jnp.asarray(ids), jnp.asarray(live), E, rows, slots, shared=shared, interpret=params)
+    want = schedule(jnp.asarray(ids), jnp.asarray(live), E, rows, shared=shared)
+    n = int(want.num_slots[0])
+    assert got.num_slots.tolist() == [n]
+    np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
+    np.testing.assert_array_equal(got.place, want.place)
+    if not shared:
+        used = want.place[live]
+        np.testing.assert_array_equal(got.token[used], want.token[used])
+
+
+def test_no_token_is_live():
+    rng = np.random.default_rng(0)
+    weights, ids = routed(rng, 20, 8, 2)
+    tables = schedule(jnp.asarray(ids), jnp.zeros(20, bool), 8, 16, shared=False)
+    assert tables.num_slots.tolist() == [0]
+    y = jnp.full((tables.expert.shape[0], 16, 128), jnp.nan, jnp.bfloat16)
+    np.testing.assert_array_equal(mosaic.combine(y, weights, tables, jnp.zeros(20, bool)), 0)
+
+
+SHAPES = {"moonlight": (2048, 64, 6, 1408), "deepseek-v3": (7168, 256, 8, 2048), "demo": (192, 8, 2, 64)}
+
+
+@pytest.mark.parametrize("T", [1, 8, 32, 128, 2048])
+@pytest.mark.parametrize("model", SHAPES)
+def test_lowers_for_the_gpu(model, T):
+    H, E, k, inner = SHAPES[model]
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((T, H), jnp.bfloat16),
+            ((E, 2, inner, H), jnp.bfloat16),
+            ((E, H, inner), jnp.bfloat16),
+            ((T, k), jnp.float32),
+            ((T, k), jnp.int32),
+            ((T,), jnp.bool_),
+        )
+    ]
+    text = jax.jit(mosaic.experts).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3
+
+
+@given(
+    seed=st.integers(0, 2**31), T=st.sampled_from([1, 3, 8, 33]), E=st.sampled_from([4, 8]), k=st.integers(1, 4),
+    rows=st.sampled_from([8, 16]), share_live=st.sampled_from([0.0, 0.5, 1.0]),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_tables(seed, T, E, k, rows, share_live):
+    """Every live assignment has a row of its own (a shared slot: its token's) in a slot of its expert; slots are few."""
+    rng = np.random.default_rng(seed)
+    _, ids = routed(rng, T, E, k)
+    live = rng.uniform(size=T) < share_live
+    for shared in (False, True) if rows >= T else (False,):
+        got = jax.tree.map(np.asarray, schedule(jnp.asarray(ids), jnp.asarray(live), E, rows, shared=shared))
+        count = np.bincount(ids[live].reshape(-1), minlength=E)
+        blocks = np.minimum(count, 1) if shared else -(-count // rows)
+        assert got.num_slots.tolist() == [blocks.sum()]
+        assert got.expert.shape == (max_slots(T, k, E, rows, shared=shared),)
+        assert blocks.sum() <= len(got.expert)
+        np.testing.assert_array_equal(got.expert[: blocks.sum()], np.repeat(np.arange(E), blocks))
+        assert got.expert.max() < E
+        assert (got.expert >= 0).all()
+        place = got.place[live]
+        np.testing.assert_array_equal(got.expert[place // rows], ids[live])
+        assert (place // rows < max(1, blocks.sum())).all()
+        assert len(np.unique(place)) == place.size
+        if shared:
+            np.testing.assert_array_equal(place % rows, np.flatnonzero(live)[:, None] + 0 * place)
+        else:
+            np.testing.assert_array_equal(got.token[place], np.flatnonzero(live)[:, None] + 0 * place)
+            assert ((got.token >= 0) & (got.token < T)).all()
+        np.testing.assert_array_equal(got.place[~live], 0)
+
+
+def test_tiles_fit_and_divide():
+    for T in (1, 8, 9, 100, 500, 2048, 4096):
+        for H, E, k, inner in (*SHAPES.values(), (320, 8, 2, 448), (5120, 160, 6, 1536)):
+            config = mosaic.configure(T, E, k, H, inner)
+            for t, out_rows, columns, gated in ((config.up, inner, H, True), (config.down, H, inner, False)):
+                assert out_rows % (64 * t.consumers * (1 if gated else t.blocks)) == 0
+                assert columns % t.depth == 0
+                assert t.stages >= 2
+                ring = t.stages * (t.consumers * t.blocks * 64 + config.rows) * t.depth * 2
+                assert ring + t.consumers * config.rows * 64 * 2 <= 227 * 1024 - 1024
+
+
+def test_what_cannot_run_here_says_why():
+    x, gate_up, down = jnp.zeros((1, 96)), jnp.zeros((2, 2, 64, 96)), jnp.zeros((2, 96, 64))
+    weights, ids, live = jnp.ones((1, 1)), jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool)
+    with use(Backends(moe="mosaic")), pytest.raises(UnsupportedError, match="multiples of 64, not 96 and 64"):
+        api.experts(x, gate_up, down, weights, ids, live)
+    with use(Backends(moe="auto")):
+        assert api.experts(x, gate_up, down, weights, ids, live).shape == (1, 96)
