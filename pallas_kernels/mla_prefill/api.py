@@ -41,6 +41,4 @@ def mla_prefill(
     """
     obstacles = {"mosaic": mosaic.obstacle(q_nope, q_rope, w_uk, w_uv, latent)}
     chosen = mosaic if choose("mla_prefill", current().attention, obstacles) == "mosaic" else reference
-    return chosen.mla_prefill(
-        q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale
-    )
+    return chosen.mla_prefill(q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale)

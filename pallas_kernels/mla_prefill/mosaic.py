@@ -43,9 +43,7 @@ class Tuning(NamedTuple):
 DEFAULT = Tuning()
 
 
-def obstacle(
-    q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: jax.Array
-) -> str | None:
+def obstacle(q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: jax.Array) -> str | None:
     """Why `mla_prefill` cannot take this call on this device, None if it can."""
     sizes = (w_uk.shape[2], w_uk.shape[1], q_rope.shape[2], w_uv.shape[1])
     if sizes != (LATENT, NOPE, ROPE, VALUE):
@@ -77,12 +75,11 @@ def mla_prefill(
         chunk: keys that are decompressed at a time, a multiple of `tuning.keys`.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    P, H, _ = q_nope.shape
     E, max_pages = page_tables.shape
     chunk_blocks = min(chunk // tuning.keys, E * -(-max_pages * PAGE // tuning.keys))
     starts_E = list_starts(ends, tuning.keys)
     queries = tile_queries(token_rows, positions, E)
-    q_nope_TQHD, q_rope_TQHR = q_nope[queries.tokens_TQ], q_rope[queries.tokens_TQ]
+    q_nope_TQHD, q_rope_TQHR = q_nope[queries.tokens], q_rope[queries.tokens]
     run = functools.partial(attend, scale=scale, tuning=tuning, interpret=interpret)
 
     def attend_chunk(c: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,13 +90,13 @@ def mla_prefill(
         work_T4 = tile_work(queries, starts_E, first, chunk_blocks, tuning.keys)
         o_TQHV, lse_THQ = run(q_nope_TQHD, q_rope_TQHR, k_nope_CHD, k_rope_CR, v_CHV, work_T4)
         # The kernel leaves the results of tiles without keys as they were, NaN perhaps.
-        seen_P = work_T4[queries.tile_P, 1] > 0
-        o_PHV = jnp.where(seen_P[:, None, None], o_TQHV[queries.tile_P, queries.row_P], 0).astype(f32)
-        return o_PHV, jnp.where(seen_P[:, None], lse_THQ[queries.tile_P, :, queries.row_P], UNSEEN)
+        seen_P = work_T4[queries.tile_of, 1] > 0
+        o_PHV = jnp.where(seen_P[:, None, None], o_TQHV[queries.tile_of, queries.row_of], 0).astype(f32)
+        return o_PHV, jnp.where(seen_P[:, None], lse_THQ[queries.tile_of, :, queries.row_of], UNSEEN)
 
     chunks = -(-starts_E[-1] // chunk_blocks)
     # Most calls fit one chunk: they neither enter the loop nor merge.
-    o_PHV, _ = lax.fori_loop(i32(1), chunks, lambda c, state: merge(*state, *attend_chunk(c)), attend_chunk(i32(0)))
+    o_PHV, _ = lax.fori_loop(i32(1), chunks, lambda c, state: merge(state, attend_chunk(c)), attend_chunk(i32(0)))
     return jnp.where((token_rows < E)[:, None, None], o_PHV, 0).astype(q_nope.dtype)
 
 
@@ -109,14 +106,14 @@ def list_starts(ends: jax.Array, keys: int) -> jax.Array:
 
 
 class Queries(NamedTuple):
-    """Chunk tokens in tiles. There are T tiles of Q = TILE rows; those past the last request have no tokens."""
+    """The P tokens in T tiles of Q = TILE rows, int32; tiles past the last request have no tokens."""
 
-    tokens_TQ: jax.Array  # the token of each row; rows past the request's last token repeat some token
-    request_T: jax.Array  # 0..E-1
-    position_T: jax.Array  # position of the first row
-    count_T: jax.Array  # rows that are tokens of the request
-    tile_P: jax.Array  # the tile of each token, any for padding
-    row_P: jax.Array  # its row in that tile
+    tokens: jax.Array  # [T, Q] the token of each row; rows past the request's last token repeat some token
+    request: jax.Array  # [T] 0..E-1
+    position: jax.Array  # [T] position of the first row
+    filled: jax.Array  # [T] rows that are tokens of the request
+    tile_of: jax.Array  # [P] the tile of each token, any for padding
+    row_of: jax.Array  # [P] its row in that tile
 
 
 def tile_queries(token_rows: jax.Array, positions: jax.Array, num_requests: int) -> Queries:
@@ -138,12 +135,12 @@ def tile_queries(token_rows: jax.Array, positions: jax.Array, num_requests: int)
     rows_P = jnp.minimum(token_rows, E - 1)
     nth_P = jnp.maximum(jnp.arange(P, dtype=i32) - first_E[rows_P], 0)
     return Queries(
-        tokens_TQ=tokens_TQ,
-        request_T=request_T,
-        position_T=positions[tokens_TQ[:, 0]],
-        count_T=jnp.where(used_T, jnp.minimum(counts_E[request_T] - before_T, TILE), 0),
-        tile_P=jnp.minimum(begins_E[rows_P] + nth_P // TILE, num_tiles - 1),
-        row_P=nth_P % TILE,
+        tokens=tokens_TQ,
+        request=request_T,
+        position=positions[tokens_TQ[:, 0]],
+        filled=jnp.where(used_T, jnp.minimum(counts_E[request_T] - before_T, TILE), 0),
+        tile_of=jnp.minimum(begins_E[rows_P] + nth_P // TILE, num_tiles - 1),
+        row_of=nth_P % TILE,
     )
 
 
@@ -154,8 +151,8 @@ def tile_work(queries: Queries, starts_E: jax.Array, first: jax.Array, chunk_blo
         int32 [T, 4]: its first block in the chunk; how many blocks it visits; how many of them, from the first, every
         row sees whole; and by how many positions its first row lies after the first key of its first block.
     """
-    start_T, position_T = starts_E[queries.request_T], queries.position_T
-    visible_T = jnp.where(queries.count_T > 0, -(-(position_T + queries.count_T) // keys), 0)
+    start_T, position_T = starts_E[queries.request], queries.position
+    visible_T = jnp.where(queries.filled > 0, -(-(position_T + queries.filled) // keys), 0)
     begin_T = jnp.maximum(start_T, first)
     blocks_T = jnp.maximum(jnp.minimum(start_T + visible_T, first + chunk_blocks) - begin_T, 0)
     skipped_T = begin_T - start_T
@@ -191,10 +188,9 @@ def gather(
     return cache_CX[:, :LATENT], cache_CX[:, LATENT:]
 
 
-def merge(
-    o_a: jax.Array, lse_a: jax.Array, o_b: jax.Array, lse_b: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Attention over two sets of keys from that over each: o [P, H, V] and base-2 lse [P, H], float32."""
+    (o_a, lse_a), (o_b, lse_b) = one, other
     top = jnp.maximum(lse_a, lse_b)
     a, b = jnp.exp2(lse_a - top), jnp.exp2(lse_b - top)
     total = a + b
@@ -247,7 +243,7 @@ def attend(
         scratch["weights_s"] = smem((2, HALF, keys))
     body = functools.partial(_body, group=group, log2_scale=scale * math.log2(math.e), tuning=tuning)
     o, lse = plgpu.kernel(
-        lambda *refs, **scratch: body(*refs, **scratch),
+        body,
         out_type=(
             jax.ShapeDtypeStruct((T, TILE, H, VALUE), bf16),
             jax.ShapeDtypeStruct((T, H, 2, HALF), f32),

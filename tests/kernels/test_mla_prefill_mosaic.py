@@ -119,12 +119,12 @@ def test_tables(data):
     assert begins.tolist() == [0, *np.cumsum([-(-end // keys) for end in ends])]
 
     live = np.flatnonzero(rows < E)
-    np.testing.assert_array_equal(queries.tokens_TQ[queries.tile_P[live], queries.row_P[live]], live)
-    np.testing.assert_array_equal(queries.request_T[queries.tile_P[live]], rows[live])
-    assert queries.count_T.sum() == len(live)
-    assert ((queries.tokens_TQ >= 0) & (queries.tokens_TQ < P)).all()
+    np.testing.assert_array_equal(queries.tokens[queries.tile_of[live], queries.row_of[live]], live)
+    np.testing.assert_array_equal(queries.request[queries.tile_of[live]], rows[live])
+    assert queries.filled.sum() == len(live)
+    assert ((queries.tokens >= 0) & (queries.tokens < P)).all()
 
-    visited = np.zeros((len(queries.request_T), begins[-1]), int)
+    visited = np.zeros((len(queries.request), begins[-1]), int)
     for first in range(0, begins[-1], chunk_blocks):
         work = np.asarray(WORK(queries, begins, np.int32(first), chunk_blocks, keys))
         for t, (begin, blocks, whole, lead) in enumerate(work):
@@ -132,15 +132,15 @@ def test_tables(data):
             assert 0 <= whole <= blocks
             if not blocks:
                 continue
-            own = begins[queries.request_T[t]]
+            own = begins[queries.request[t]]
             nth = first + begin - own  # of the request's blocks
-            assert queries.position_T[t] - lead == nth * keys
-            assert not whole or (nth + whole) * keys <= queries.position_T[t] + 1
+            assert queries.position[t] - lead == nth * keys
+            assert not whole or (nth + whole) * keys <= queries.position[t] + 1
             visited[t, first + begin : first + begin + blocks] += 1
-    for t, (e, count) in enumerate(zip(queries.request_T, queries.count_T, strict=True)):
+    for t, (e, count) in enumerate(zip(queries.request, queries.filled, strict=True)):
         want = np.zeros(begins[-1], int)
         if count:
-            last = queries.position_T[t] + count - 1
+            last = queries.position[t] + count - 1
             assert last < ends[e]
             want[begins[e] : begins[e] + last // keys + 1] = 1
         np.testing.assert_array_equal(visited[t], want)
