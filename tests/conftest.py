@@ -14,6 +14,10 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
     if "xla_backend_optimization_level" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
 
+    # The threads of XLA's pool. Each warpgroup of an interpreted kernel that waits at a barrier blocks one of them, and
+    # with as few threads as a small machine has cores they wait forever.
+    os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
+
 import pytest
 from hypothesis import HealthCheck, settings
 

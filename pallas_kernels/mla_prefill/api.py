@@ -2,7 +2,8 @@
 
 import jax
 
-from pallas_kernels.mla_prefill import reference
+from pallas_kernels.backend import choose, current
+from pallas_kernels.mla_prefill import mosaic, reference
 
 
 def mla_prefill(
@@ -34,7 +35,10 @@ def mla_prefill(
 
     Returns:
         [P, H, V] in q's dtype; 0 for padding tokens.
+
+    Raises:
+        UnsupportedError: the backend that was asked for cannot take the call.
     """
-    return reference.mla_prefill(
-        q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale
-    )
+    obstacles = {"mosaic": mosaic.obstacle(q_nope, q_rope, w_uk, w_uv, latent)}
+    chosen = mosaic if choose("mla_prefill", current().attention, obstacles) == "mosaic" else reference
+    return chosen.mla_prefill(q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale)

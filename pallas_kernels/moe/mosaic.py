@@ -94,6 +94,7 @@ def obstacle(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> str | None:
     return hopper_obstacle(x.dtype, gate_up.dtype, down.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def experts(
     x: jax.Array,
     gate_up: jax.Array,
@@ -105,7 +106,10 @@ def experts(
     config: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """As `api.experts`, in bfloat16, where `obstacle` is None. A tuner may give the config, a test `interpret`."""
+    """As `api.experts`, in bfloat16, where `obstacle` is None. A tuner may give the config, a test `interpret`.
+
+    Jitted, so that the layers of a model share one lowering.
+    """
     T, H = x.shape
     E, _, inner, _ = gate_up.shape
     k = ids.shape[1]
