@@ -36,8 +36,8 @@ class Tuning(NamedTuple):
 
     keys: int = 128
     stages: int = 2
-    consumer_registers: int = 232
-    producer_registers: int = 40
+    consumer_registers: int = 240
+    producer_registers: int = 24
 
 
 DEFAULT = Tuning()
