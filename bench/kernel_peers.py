@@ -29,6 +29,8 @@ class Graph:
 
     def __init__(self, torch: Any, call: Any, queries: Sequence[Any]):
         self._torch = torch
+        # A recorded graph reads its inputs, the schedule inside `call` too, at the addresses they had, and owns none.
+        self._inputs = (call, queries)
         self.calls = len(queries)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
