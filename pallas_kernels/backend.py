@@ -20,7 +20,7 @@ class UnsupportedError(ValueError):
 
 @dataclass(frozen=True)
 class Backends:
-    """What runs attention (with the cache's writes) and the routed experts, and on how many devices.
+    """What runs attention and the routed experts, and on how many devices.
 
     "auto" is the fastest kernel that can take the call, else the plain-XLA reference.
     """
@@ -61,7 +61,7 @@ def choose(operation: str, wanted: str, obstacles: Mapping[str, str | None]) -> 
     if wanted == "auto":
         chosen = next((name for name, obstacle in obstacles.items() if obstacle is None), "reference")
         why = "; ".join(f"not {name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle)
-        _log(operation, chosen, why if chosen == "reference" else "the fastest that fits")
+        _log(operation, chosen, "the fastest that fits" if chosen != "reference" else why or "there is no other")
         return chosen
     if wanted != "reference" and (obstacle := obstacles.get(wanted, f"there is no {wanted} kernel")):
         raise UnsupportedError(

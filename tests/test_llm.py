@@ -83,6 +83,14 @@ def test_step_log(tmp_path, demo_llm, monkeypatch):
         StepLog(str(tmp_path / "no" / "steps.jsonl"))
 
 
+@pytest.mark.parametrize("option", ["attention_backend", "moe_backend"])
+def test_a_kernel_that_cannot_run_here_is_an_error(option):
+    with pytest.raises(ConfigError, match=r"cannot run on the backend 'mosaic'.*'auto' or 'reference'"):
+        LLM("demo", **{option: "mosaic"})
+    with pytest.raises(ConfigError, match=f"{option} must be auto, mosaic or reference, got 'fast'"):
+        EngineConfig(**{option: "fast"})
+
+
 def test_speculation_statistics(demo_llm):
     """The demo model speculates by default; the statistics of each completion tell its tokens apart."""
     before = demo_llm.engine.stats().acceptance

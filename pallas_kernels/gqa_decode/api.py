@@ -2,6 +2,7 @@
 
 import jax
 
+from pallas_kernels.backend import choose, current
 from pallas_kernels.gqa_decode import reference
 
 
@@ -19,5 +20,9 @@ def gqa_decode(
 
     Returns:
         [B, n, K, G, D] in q's dtype.
+
+    Raises:
+        UnsupportedError: the attention backend that was asked for has no such kernel.
     """
+    choose("gqa_decode", current().attention, {})
     return reference.gqa_decode(q, k, v, page_tables, bounds, scale=scale)

@@ -2,6 +2,7 @@
 
 import jax
 
+from pallas_kernels.backend import choose, current
 from pallas_kernels.gqa_prefill import reference
 
 
@@ -31,5 +32,9 @@ def gqa_prefill(
 
     Returns:
         [P, K, G, D] in q's dtype; 0 for padding tokens.
+
+    Raises:
+        UnsupportedError: the attention backend that was asked for has no such kernel.
     """
+    choose("gqa_prefill", current().attention, {})
     return reference.gqa_prefill(q, k, v, page_tables, token_rows, positions, ends, scale=scale)
