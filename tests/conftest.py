@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 # Tests run on the CPU unless they are asked for a GPU with `-m gpu`; jax reads this at its first use.
@@ -10,9 +11,11 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
     # Compiling is most of the time, and tiny models gain nothing from optimised loops.
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_backend_optimization_level" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
+    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    if version("jaxlib").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")  # unknown to later ones
+    if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
     # The threads of XLA's pool. Each warpgroup of an interpreted kernel that waits at a barrier blocks one of them, and
     # with as few threads as a small machine has cores they wait forever.

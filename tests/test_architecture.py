@@ -21,7 +21,9 @@ LAYERS = {
     "jaxspec.config": ("jaxspec.errors",),
     "jaxspec.sampling": ("jaxspec.errors",),
     "jaxspec.models": ("jaxspec.errors", "pallas_kernels"),
-    "jaxspec.engine": ("jaxspec.errors", "jaxspec.config", "jaxspec.compat", "jaxspec.models", "jaxspec.sampling"),
+    "jaxspec.engine": (
+        "jaxspec.errors", "jaxspec.config", "jaxspec.compat", "jaxspec.models", "jaxspec.sampling", "pallas_kernels",
+    ),
     "jaxspec.text": ("jaxspec.errors", "jaxspec.sampling"),
     # Compares through the public API.
     "convert.compare": ("convert", "jaxspec.errors", "jaxspec.sampling", "jaxspec.llm"),
