@@ -100,9 +100,10 @@ class LLM:
         self.folder = resolve_model(model, revision=revision)
         self.tokenizer = _load_tokenizer(self.folder)
         self.engine, description = _build_engine(self.folder, config, probe=probe, observer=observer)
-        self._description = {"Model": f"{model} ({self.folder})", **description}
         self._counter = itertools.count()
         self.engine.warm_up(progress)
+        kernels = (f"{name} {'/'.join(sorted(ran))}" for name, ran in sorted(self.engine.runner.kernels.items()))
+        self._description = {"Model": f"{model} ({self.folder})", **description, "Kernels": ", ".join(kernels)}
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -269,7 +270,6 @@ def _build_engine(
         "Parameters": f"{parameters:,}",
         "Dtype": dtype,
         "Device": f"{tp} x {devices[0].device_kind} ({devices[0].platform})",
-        "Kernels": "reference (plain XLA)",
         "Speculation": f"{plan.name}, {settings.num_speculative_tokens} tokens a step" if plan else "off",
         **_synthetic(settings.synthetic_acceptance_length),
         "Context length": settings.max_model_len,

@@ -32,16 +32,19 @@ class Backends:
 
 _DEFAULT = Backends()
 _current: ContextVar[Backends] = ContextVar("backends", default=_DEFAULT)
+_chosen: ContextVar[dict[str, set[str]] | None] = ContextVar("chosen", default=None)
 
 
 @contextlib.contextmanager
-def use(backends: Backends) -> Iterator[None]:
-    """The backends of everything traced inside."""
-    token = _current.set(backends)
+def use(backends: Backends) -> Iterator[dict[str, set[str]]]:
+    """The backends of everything traced inside. Yields what gets chosen: operation -> implementations."""
+    chosen: dict[str, set[str]] = {}
+    tokens = _current.set(backends), _chosen.set(chosen)
     try:
-        yield
+        yield chosen
     finally:
-        _current.reset(token)
+        _current.reset(tokens[0])
+        _chosen.reset(tokens[1])
 
 
 def current() -> Backends:
@@ -58,17 +61,24 @@ def choose(operation: str, wanted: str, obstacles: Mapping[str, str | None]) -> 
     Raises:
         UnsupportedError: `wanted` cannot take it.
     """
+    chosen, why = _decide(operation, wanted, obstacles)
+    _log(operation, chosen, why)
+    if (choices := _chosen.get()) is not None:
+        choices.setdefault(operation, set()).add(chosen)
+    return chosen
+
+
+def _decide(operation: str, wanted: str, obstacles: Mapping[str, str | None]) -> tuple[str, str]:
+    """The implementation, and why that one."""
     if wanted == "auto":
         chosen = next((name for name, obstacle in obstacles.items() if obstacle is None), "reference")
         why = "; ".join(f"not {name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle)
-        _log(operation, chosen, "the fastest that fits" if chosen != "reference" else why or "there is no other")
-        return chosen
+        return chosen, "the fastest that fits" if chosen != "reference" else why or "there is no other"
     if wanted != "reference" and (obstacle := obstacles.get(wanted, f"there is no {wanted} kernel")):
         raise UnsupportedError(
             f"{operation} cannot run on the backend {wanted!r}: {obstacle}; use 'auto' or 'reference'"
         )
-    _log(operation, wanted, "asked for")
-    return wanted
+    return wanted, "asked for"
 
 
 def hopper_obstacle(*dtypes: jnp.dtype) -> str | None:

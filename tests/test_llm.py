@@ -91,6 +91,11 @@ def test_a_kernel_that_cannot_run_here_is_an_error(option):
         EngineConfig(**{option: "fast"})
 
 
+def test_the_description_names_the_kernels_that_run(demo_llm):
+    kernels = demo_llm.describe()["Kernels"]
+    assert kernels == "mla_decode reference, mla_prefill reference, moe reference"
+
+
 def test_speculation_statistics(demo_llm):
     """The demo model speculates by default; the statistics of each completion tell its tokens apart."""
     before = demo_llm.engine.stats().acceptance

@@ -85,6 +85,9 @@ class Runner:
 
     After `warm_up` it only calls compiled executables and copies: nothing on the serving path may compile.
 
+    Attributes:
+        kernels: what the compiled steps run, operation -> implementations; they may differ from bucket to bucket.
+
     Args:
         params: nested dict of the model's parameters on `mesh`.
         draft: what proposes tokens, and its parameters, where the settings ask for speculation.
@@ -121,6 +124,7 @@ class Runner:
         self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._queue: collections.deque[_Dispatched] = collections.deque()
+        self.kernels: dict[str, set[str]] = {}
         self._replicated = NamedSharding(mesh, PartitionSpec())
 
     @property
@@ -208,10 +212,13 @@ class Runner:
         )
         backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
         try:
-            with exact, use(backends):
-                return jitted.lower(self._params, self._shapes, inputs).compile()
+            with exact, use(backends) as chosen:
+                compiled = jitted.lower(self._params, self._shapes, inputs).compile()
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
+        for operation, implementations in chosen.items():
+            self.kernels.setdefault(operation, set()).update(implementations)
+        return compiled
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
         self.state, arrays = self._steps[bucket](self._params, self.state, jax.device_put(inputs, self._replicated))

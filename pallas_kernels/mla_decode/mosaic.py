@@ -33,8 +33,8 @@ HALF = VALUE_DIM // 2
 STAGES = 2
 # Finite, because the difference of two -inf is NaN.
 MASKED = -1e30
-# Partial outputs that a merging thread block has in flight.
-MERGED_AT_ONCE = 8
+# Partial outputs that a merging thread block has in flight: about as many as a request has, within these bounds.
+MERGED_AT_ONCE = (4, 32)
 WARPGROUP = 128
 
 WGMMA = plgpu.Layout.WGMMA
@@ -76,12 +76,11 @@ def mla_decode(
     sms = sms or jax.devices()[0].core_count
     items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms)
 
-    q = (q.astype(f32) * (scale / math.log(2))).astype(bf16).reshape(B, live, KEY_DIM)
-    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0)))
+    q = jnp.pad(q.reshape(B, live, KEY_DIM), ((0, 0), (0, padding), (0, 0)))
     # Rows of padding see all that the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, H, axis=1), ((0, 0), (0, blocks * ROWS - live)), mode="edge")
 
-    attend = _attend_kernel(B, blocks, rows, items.shape[0], interpret)
+    attend = _attend_kernel(B, blocks, rows, items.shape[0], scale / math.log(2), interpret)
     out, partial, lse = attend(q, latent, page_tables, items, bounds_BR)
     if splits.shape[0]:
         out = _merge(out, partial, lse, splits, live, interpret)
@@ -113,7 +112,7 @@ def _over_columns(x_R: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 @functools.cache
-def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: Any) -> Any:
+def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: float, interpret: Any) -> Any:
     """kernel(q [B, blocks * rows, 576], latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
 
     out [B, blocks * rows, 512] holds the requests of one item; partial [blocks * rows, I, 512] and the base-2
@@ -210,8 +209,8 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: An
                     key = plgpu.broadcasted_iota(i32, x.shape, 1, layout=WGMMA) + (first + i) * PAGE
                     x = jnp.where(key < _over_columns(bound_R, x.shape), x, MASKED)
                 new_top_R = jnp.maximum(top_R, x.max(axis=1))
-                shrink_R = jnp.exp2(top_R - new_top_R)
-                p = jnp.exp2(x - _over_columns(new_top_R, x.shape))
+                shrink_R = jnp.exp2((top_R - new_top_R) * log2_scale)
+                p = jnp.exp2((x - _over_columns(new_top_R, x.shape)) * log2_scale)
                 sum_R = sum_R * shrink_R + p.sum(axis=1)
 
                 @pl.when(i > 0)
@@ -237,7 +236,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, interpret: An
             rows_s[1, :] = 1.0 / sum_R
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_full)
-            lse[pl.ds(block * ROWS, ROWS), item] = top_R + jnp.log2(sum_R)
+            lse[pl.ds(block * ROWS, ROWS), item] = top_R * log2_scale + jnp.log2(sum_R)
             store(0, acc * _over_columns(1.0 / sum_R, acc.shape))
 
         def sum_right():
@@ -318,6 +317,8 @@ def _merge(
 ) -> jax.Array:
     """Writes the merged outputs of the requests in `splits` into their first `live` rows of out (arXiv 2501.01005)."""
     padded_items = lse.shape[1]
+    fewest, most = MERGED_AT_ONCE
+    at_once = min(max(pl.next_power_of_2(partial.shape[1] // out.shape[0]), fewest), most)
     items_layout = plgpu.Layout.WG_STRIDED((padded_items,), vec_size=padded_items // WARPGROUP)
     values_layout = plgpu.Layout.WG_STRIDED((VALUE_DIM,), vec_size=VALUE_DIM // WARPGROUP)
 
@@ -334,15 +335,15 @@ def _merge(
             weights_s[...] = weights_I / weights_I.sum()
 
             def add(i, sum_V):
-                for j in range(MERGED_AT_ONCE):
-                    at = i * MERGED_AT_ONCE + j
+                for j in range(at_once):
+                    at = i * at_once + j
                     weight = jnp.where(at < n, weights_s[first + lax.min(at, n - 1)], 0.0)
                     part_V = load(partial, (row, first + lax.min(at, n - 1), slice(None)), layout=values_layout)
                     sum_V += weight * part_V.astype(f32)
                 return sum_V
 
             zero_V = plgpu.layout_cast(jnp.zeros((VALUE_DIM,), f32), values_layout)
-            rounds = lax.div(n + (MERGED_AT_ONCE - 1), i32(MERGED_AT_ONCE))
+            rounds = lax.div(n + (at_once - 1), i32(at_once))
             out[request, row] = lax.fori_loop(i32(0), rounds, add, zero_V).astype(bf16)
 
     return run_in_place(

@@ -79,7 +79,8 @@ def mla_prefill(
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     E, max_pages = page_tables.shape
-    chunk_blocks = min(chunk // tuning.keys, E * -(-max_pages * PAGE // tuning.keys))
+    most_blocks = E * -(-max_pages * PAGE // tuning.keys)
+    chunk_blocks = min(chunk // tuning.keys, most_blocks)
     starts_E = list_starts(ends, tuning.keys)
     queries = tile_queries(token_rows, positions, E)
     q_nope_TQHD, q_rope_TQHR = q_nope[queries.tokens], q_rope[queries.tokens]
@@ -97,9 +98,12 @@ def mla_prefill(
         o_PHV = jnp.where(seen_P[:, None, None], o_TQHV[queries.tile_of, queries.row_of], 0).astype(f32)
         return o_PHV, jnp.where(seen_P[:, None], lse_THQ[queries.tile_of, :, queries.row_of], UNSEEN)
 
-    chunks = -(-starts_E[-1] // chunk_blocks)
-    # Most calls fit one chunk: they neither enter the loop nor merge.
-    o_PHV, _ = lax.fori_loop(i32(1), chunks, lambda c, state: merge(state, attend_chunk(c)), attend_chunk(i32(0)))
+    o_PHV, lse_PH = attend_chunk(i32(0))
+    # Most calls fit one chunk: they neither enter the loop nor merge. Where none can need more there is no loop, which a
+    # CUDA graph would not take.
+    if most_blocks > chunk_blocks:
+        chunks = -(-starts_E[-1] // chunk_blocks)
+        o_PHV, _ = lax.fori_loop(i32(1), chunks, lambda c, so_far: merge(so_far, attend_chunk(c)), (o_PHV, lse_PH))
     return jnp.where((token_rows < E)[:, None, None], o_PHV, 0).astype(q_nope.dtype)
 
 
