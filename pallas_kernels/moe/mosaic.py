@@ -263,7 +263,7 @@ def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret:
                             plgpu.copy_gmem_to_smem(weights(tile * width + row, up), w_smem.at[s, c, b], full.at[s])
                     plgpu.copy_gmem_to_smem(tokens.at[:, at], x_smem.at[s, pl.ds(0, rows)], full.at[s])
 
-                @pl.when(slot >= pieces)
+                @pl.when(pieces == 0 or slot >= pieces)
                 def _copy_routed():
                     e = expert[slot - pieces]
 
@@ -272,16 +272,14 @@ def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret:
 
                     copy(weights, x[0].at[0 if gated and config.shared else slot - pieces], config.rows)
 
-                if pieces:
+                @pl.when(pieces > 0 and slot < pieces)
+                def _copy_piece():
+                    def weights(row, up):
+                        if gated:
+                            return w[1].at[pl.ds((up * pieces + slot) * out_rows + row, M), at]
+                        return w[1].at[pl.ds(row, M), pl.ds(slot * columns + start, t.depth)]
 
-                    @pl.when(slot < pieces)
-                    def _copy_piece():
-                        def weights(row, up):
-                            if gated:
-                                return w[1].at[pl.ds((up * pieces + slot) * out_rows + row, M), at]
-                            return w[1].at[pl.ds(row, M), pl.ds(slot * columns + start, t.depth)]
-
-                        copy(weights, x[1].at[0 if gated else slot], config.piece_rows)
+                    copy(weights, x[1].at[0 if gated else slot], config.piece_rows)
 
             ahead = lax.min(steps, jnp.int32(t.stages))
             pl.loop(0, ahead)(fill)
