@@ -28,8 +28,8 @@ class MoE(nnx.Module):
 
     def __call__(self, x_TH: jax.Array, live_T: jax.Array) -> jax.Array:
         weights_Tk, ids_Tk = self.route(x_TH)
-        out = experts(x_TH, self.gate_up[...], self.down[...], weights_Tk, ids_Tk, live_T)
-        return out + self.shared(x_TH) if self.config.num_shared else out
+        shared = (self.shared.gate_up[...], self.shared.down[...]) if self.config.num_shared else None
+        return experts(x_TH, self.gate_up[...], self.down[...], weights_Tk, ids_Tk, live_T, shared)
 
     def route(self, x_TH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Weights float32 [T, k] and expert ids int32 [T, k]."""

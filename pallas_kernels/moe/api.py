@@ -55,15 +55,22 @@ def route_softmax(
 
 
 def experts(
-    x: jax.Array, gate_up: jax.Array, down: jax.Array, weights: jax.Array, ids: jax.Array, live: jax.Array
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    live: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Weighted sum of the routed experts' SwiGLU outputs.
+    """Weighted sum of the routed experts' SwiGLU outputs, plus the output of the shared experts.
 
     Args:
         x: [T, H].
         gate_up: [E, 2, I, H], gate first. down: [E, H, I]. Both as checkpoints store them, [out, in].
         weights: float32 [T, k]. ids: int32 [T, k].
         live: bool [T]: tokens that are not live reach no expert and give 0.
+        shared: gate_up [2, S, H] and down [H, S] of the shared experts, which are one MLP of their joint inner size S.
 
     Returns:
         [T, H] in x's dtype.
@@ -71,6 +78,6 @@ def experts(
     Raises:
         UnsupportedError: the backend that was asked for (`backend.Backends.moe`) cannot take this call.
     """
-    if choose("moe", current().moe, {"mosaic": mosaic.obstacle(x, gate_up, down)}) == "mosaic":
-        return mosaic.experts(x, gate_up, down, weights, ids, live)
-    return reference.experts(x, gate_up, down, weights, ids, live)
+    if choose("moe", current().moe, {"mosaic": mosaic.obstacle(x, gate_up, down, shared)}) == "mosaic":
+        return mosaic.experts(x, gate_up, down, weights, ids, live, shared)
+    return reference.experts(x, gate_up, down, weights, ids, live, shared)

@@ -5,10 +5,15 @@ takes as few as 8 (a slot of 8 or 16 tokens wastes little). One warpgroup feeds 
 others multiply; the grid has one block a multiprocessor, and each takes every n-th tile of every slot, so that
 neighbours read the same expert's tokens from the L2 cache.
 
+In a decode step the shared experts come along: an MLP whose inner size is that of n experts is n experts that every token
+visits with weight 1. These pieces are slots too, before those of the routed experts, but see all tokens at once, so that
+their weights are read once.
+
 A column of a wgmma depends on its own token only: a NaN, or what lies in a slot's unused rows, reaches no other token.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +26,11 @@ from jax import lax
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import transpose_ref
 from pallas_kernels.moe.plan import MAX_ASSIGNMENTS, plan
+from pallas_kernels.moe.reference import swiglu
 from pallas_kernels.moe.schedule import Schedule, max_slots, schedule
 
 M = 64  # Rows of a wgmma, and the granule of the shapes this file takes.
+GRANULE = 8  # Of a wgmma's columns.
 
 # Shared memory of the ring, of 227 KiB; the rest is for barriers and the staged output.
 RING_BYTES = 192 * 1024
@@ -36,6 +43,9 @@ SHARED_ROWS = 8
 ROWS_BY_LOAD = ((24.0, 16), (96.0, 64), (float("inf"), 128))
 # From this many rows on the tensor cores are the limit: wider tiles, two warpgroups.
 WIDE_ROWS = 64
+# Up to this many tokens the kernels take the shared experts. Each tile reads all tokens: with more of them that is more
+# than its weights, and XLA's dense matmuls are better.
+MOST_PIECE_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,8 @@ class Config:
     """rows: token rows of a slot, a power of two; slots: how many there may be; shared: every slot sees all tokens.
 
     grid: blocks of a kernel, one a multiprocessor.
+    pieces: how many experts' worth the shared experts are, 0 if the kernels leave them out; piece_rows: a piece's token
+    rows, which are all tokens.
     """
 
     rows: int
@@ -64,34 +76,42 @@ class Config:
     up: Tiles
     down: Tiles
     grid: int
+    pieces: int = 0
+    piece_rows: int = 0
 
 
-def tiles(rows: int, columns: int, out_rows: int, *, gated: bool) -> Tiles:
-    """Tiles of a matmul with weights [out_rows, columns] (twice, if gated) on slots of `rows` tokens."""
+def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: int = 0) -> Tiles:
+    """Tiles of a matmul with weights [out_rows, columns] (twice, if gated) on slots of `rows` tokens, beside pieces."""
     wide = rows >= WIDE_ROWS
     consumers = 2 if wide and out_rows % (2 * M) == 0 else 1
     blocks = 2 if gated or (wide and out_rows % (2 * consumers * M) == 0) else 1
     depth = 128 if not wide and columns % 128 == 0 else 64
-    stages = RING_BYTES // ((consumers * blocks * M + rows) * depth * 2)
+    stages = RING_BYTES // ((consumers * blocks * M + max(rows, piece_rows)) * depth * 2)
     return Tiles(depth, stages, consumers, blocks)
 
 
-def configure(T: int, E: int, k: int, H: int, inner: int) -> Config:
-    """How T tokens with k of E experts each are worked on."""
+def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0) -> Config:
+    """How T tokens with k of E experts each are worked on, and with shared experts of a joint inner size."""
     shared = T <= SHARED_ROWS
     rows = SHARED_ROWS if shared else next(rows for load, rows in ROWS_BY_LOAD if T * k / E <= load)
     slots = max_slots(T, k, E, rows, shared=shared)
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = getattr(jax.devices()[0], "core_count", None) or 132
-    return Config(rows, slots, shared, tiles(rows, H, inner, gated=True), tiles(rows, inner, H, gated=False), grid)
+    pieces = shared_inner // inner if T <= MOST_PIECE_ROWS and shared_inner % inner == 0 else 0
+    piece_rows = -(-T // GRANULE) * GRANULE if pieces else 0
+    up = tiles(rows, H, inner, gated=True, piece_rows=piece_rows)
+    down = tiles(rows, inner, H, gated=False, piece_rows=piece_rows)
+    return Config(rows, slots, shared, up, down, grid, pieces, piece_rows)
 
 
-def obstacle(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> str | None:
+def obstacle(
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, shared: tuple[jax.Array, jax.Array] | None = None
+) -> str | None:
     """Why these kernels cannot take a call, None if they can."""
     inner, H = gate_up.shape[2:]
     if H % M or inner % M:
         return f"it needs a hidden size and an expert size of multiples of {M}, not {H} and {inner}"
-    return hopper_obstacle(x.dtype, gate_up.dtype, down.dtype)
+    return hopper_obstacle(x.dtype, gate_up.dtype, down.dtype, *(w.dtype for w in shared or ()))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
@@ -102,6 +122,7 @@ def experts(
     weights: jax.Array,
     ids: jax.Array,
     live: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None = None,
     *,
     config: Config | None = None,
     interpret: Any = False,
@@ -113,12 +134,19 @@ def experts(
     T, H = x.shape
     E, _, inner, _ = gate_up.shape
     k = ids.shape[1]
-    config = config or configure(T, E, k, H, inner)
+    config = config or configure(T, E, k, H, inner, 0 if shared is None else shared[1].shape[1])
     tables = tabulate(ids, live, E, config, interpret=interpret)
-    x_slots = gather(x, tables, config)
-    h = up_matmul(x_slots, gate_up, tables, config, interpret=interpret)
-    y = down_matmul(h, down, tables, config, interpret=interpret)
-    return combine(y, weights, tables, live).astype(x.dtype)
+    x_parts, gate_up_parts, down_parts = [gather(x, tables, config)], [gate_up], [down]
+    if shared is not None and config.pieces:
+        x_parts.append(jnp.pad(x, ((0, config.piece_rows - T), (0, 0)))[None])
+        gate_up_parts.append(shared[0])
+        down_parts.append(shared[1])
+    h_parts = up_matmul(x_parts, gate_up_parts, tables, config, interpret=interpret)
+    y, *y_pieces = down_matmul(h_parts, down_parts, tables, config, interpret=interpret)
+    beside = [y_piece[i, :T] for y_piece in y_pieces for i in range(config.pieces)]
+    if shared is not None and not config.pieces:
+        beside = [swiglu(x, *shared)]
+    return combine(y, weights, tables, live, beside).astype(x.dtype)
 
 
 def tabulate(ids: jax.Array, live: jax.Array, E: int, config: Config, *, interpret: Any = False) -> Schedule:
@@ -137,62 +165,86 @@ def gather(x: jax.Array, tables: Schedule, config: Config) -> jax.Array:
 
 
 def up_matmul(
-    x: jax.Array, gate_up: jax.Array, tables: Schedule, config: Config, *, interpret: Any = False
-) -> jax.Array:
-    """silu(x gate^T) * (x up^T): [slots, rows, I] from x [slots or 1, rows, H] and gate_up [E, 2, I, H]."""
-    E, _, inner, H = gate_up.shape
-    kernel = _matmul(config.up, config.grid, config.slots, config.rows, inner, H, True, config.shared, interpret)
-    return kernel(gate_up.reshape(E, 2 * inner, H), x, tables.num_slots, tables.expert)
+    x: Sequence[jax.Array], gate_up: Sequence[jax.Array], tables: Schedule, config: Config, *, interpret: Any = False
+) -> list[jax.Array]:
+    """silu(x gate^T) * (x up^T) of the slots and, where there are any, of the pieces.
+
+    Args:
+        x: [slots or 1, rows, H]; [1, piece_rows, H].
+        gate_up: [E, 2, I, H]; [2, pieces * I, H].
+
+    Returns:
+        [slots, rows, I]; [pieces, piece_rows, I].
+    """
+    E, _, inner, H = gate_up[0].shape
+    w = [gate_up[0].reshape(E, 2 * inner, H), *(part.reshape(-1, H) for part in gate_up[1:])]
+    return _matmul(config, inner, H, True, interpret)(tables.num_slots, tables.expert, *w, *x)
 
 
 def down_matmul(
-    h: jax.Array, down: jax.Array, tables: Schedule, config: Config, *, interpret: Any = False
+    h: Sequence[jax.Array], down: Sequence[jax.Array], tables: Schedule, config: Config, *, interpret: Any = False
+) -> list[jax.Array]:
+    """h down^T of the slots and, where there are any, of the pieces, over which it is yet to be summed.
+
+    Args:
+        h: [slots, rows, I]; [pieces, piece_rows, I].
+        down: [E, H, I]; [H, pieces * I].
+
+    Returns:
+        [slots, rows, H]; [pieces, piece_rows, H].
+    """
+    _, H, inner = down[0].shape
+    return _matmul(config, H, inner, False, interpret)(tables.num_slots, tables.expert, *down, *h)
+
+
+def combine(
+    y: jax.Array, weights: jax.Array, tables: Schedule, live: jax.Array, beside: Sequence[jax.Array] = ()
 ) -> jax.Array:
-    """h down^T: [slots, rows, H] from h [slots, rows, I] and down [E, H, I]."""
-    _, H, inner = down.shape
-    kernel = _matmul(config.down, config.grid, config.slots, config.rows, H, inner, False, False, interpret)
-    return kernel(down, h, tables.num_slots, tables.expert)
-
-
-def combine(y: jax.Array, weights: jax.Array, tables: Schedule, live: jax.Array) -> jax.Array:
-    """float32 [T, H]: each live token's weighted sum of its rows in y [slots, rows, H]."""
+    """float32 [T, H]: each live token's weighted sum of its rows in y [slots, rows, H], plus what is beside it [T, H]."""
     picked_TkH = y.reshape(-1, y.shape[-1]).at[tables.place].get(mode="promise_in_bounds").astype(jnp.float32)
-    # Not by a weight of 0: where a token is not live, its place is another's row or never written, NaN as it may be.
     out = (picked_TkH * weights[:, :, None]).sum(axis=1)
+    for part in beside:
+        out += part.astype(jnp.float32)
+    # Not by a weight of 0: where a token is not live, its place is another's row or never written, NaN as it may be.
     return jnp.where(live[:, None], out, 0.0)
 
 
 @functools.cache
-def _matmul(
-    t: Tiles, grid: int, slots: int, rows: int, out_rows: int, columns: int, gated: bool, shared: bool, interpret: Any
-) -> Any:
-    """kernel(w [E, (2 *) out_rows, columns], x [slots or 1, rows, columns], num_slots [1], expert [slots]).
+def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret: Any) -> Any:
+    """kernel(num_slots [1], expert [slots], *weights, *tokens): products of the slots and, if there are any, of pieces.
 
-    Gives bfloat16 [slots, rows, out_rows], of which only the slots that exist are written.
+    weights: [E, (2 *) out_rows, columns]; of pieces [2 * pieces * out_rows, columns] or [out_rows, pieces * columns].
+    tokens: [slots or 1, rows, columns]; of pieces [pieces or 1, piece_rows, columns].
+    Gives bfloat16 [slots, rows, out_rows], of which only the slots that exist are written; [pieces, piece_rows, out_rows].
     """
+    t = config.up if gated else config.down
+    grid, pieces = config.grid, config.pieces
+    kinds, most_rows = (2, max(config.rows, config.piece_rows)) if pieces else (1, config.rows)
     width = t.consumers * (1 if gated else t.blocks) * M  # output columns of a tile
     num_tiles, depths = out_rows // width, columns // t.depth
     if out_rows % width or columns % t.depth:
         raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
     dtype = jnp.bfloat16
 
-    def body(w, x, num_slots, expert, out, w_smem, x_smem, out_smem, full, free):
+    def body(num_slots, expert, *refs, w_smem, x_smem, out_smem, full, free):
+        w, x, out = refs[:kinds], refs[kinds : 2 * kinds], refs[2 * kinds :]
         warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
-        mine = lax.div(num_slots[0] * num_tiles - first + (grid - 1), jnp.int32(grid))
+
+        def share(slots):
+            """How many tiles of the first slots are this block's."""
+            return lax.div(slots * num_tiles - first + (grid - 1), jnp.int32(grid))
+
+        # The pieces come first: with more tokens, a tile of theirs may take longer than one of an expert.
+        of_pieces, mine = share(pieces), share(pieces + num_slots[0])
         steps = mine * depths
 
         def item(j):
-            """Slot and tile of this block's j-th piece of work."""
+            """Slot, counting the pieces, and tile of this block's j-th item of work."""
             place = first + j * grid
             return lax.div(place, jnp.int32(num_tiles)), lax.rem(place, jnp.int32(num_tiles))
 
         def stage(step):
             return lax.rem(step, jnp.int32(t.stages))
-
-        def weight_row(tile, consumer, block):
-            if gated:
-                return block * out_rows + tile * width + consumer * M
-            return tile * width + (consumer * t.blocks + block) * M
 
         @pl.when(warpgroup == t.consumers)
         def _produce():
@@ -200,13 +252,34 @@ def _matmul(
 
             def fill(step):
                 slot, tile = item(lax.div(step, jnp.int32(depths)))
-                s, at = stage(step), pl.ds(lax.rem(step, jnp.int32(depths)) * t.depth, t.depth)
-                e = expert[slot]
-                for c in range(t.consumers):
-                    for b in range(t.blocks):
-                        box = w.at[e, pl.ds(weight_row(tile, c, b), M), at]
-                        plgpu.copy_gmem_to_smem(box, w_smem.at[s, c, b], full.at[s])
-                plgpu.copy_gmem_to_smem(x.at[0 if shared else slot, :, at], x_smem.at[s], full.at[s])
+                s, start = stage(step), lax.rem(step, jnp.int32(depths)) * t.depth
+                at = pl.ds(start, t.depth)
+
+                def copy(weights, tokens, rows):
+                    """weights(row, up): the M rows from one of this tile's, of the up half if `up` is 1."""
+                    for c in range(t.consumers):
+                        for b in range(t.blocks):
+                            row, up = (c * M, b) if gated else ((c * t.blocks + b) * M, 0)
+                            plgpu.copy_gmem_to_smem(weights(tile * width + row, up), w_smem.at[s, c, b], full.at[s])
+                    plgpu.copy_gmem_to_smem(tokens.at[:, at], x_smem.at[s, pl.ds(0, rows)], full.at[s])
+
+                @pl.when(pieces == 0 or slot >= pieces)
+                def _copy_routed():
+                    e = expert[slot - pieces]
+
+                    def weights(row, up):
+                        return w[0].at[e, pl.ds(up * out_rows + row, M), at]
+
+                    copy(weights, x[0].at[0 if gated and config.shared else slot - pieces], config.rows)
+
+                @pl.when(pieces > 0 and slot < pieces)
+                def _copy_piece():
+                    def weights(row, up):
+                        if gated:
+                            return w[1].at[pl.ds((up * pieces + slot) * out_rows + row, M), at]
+                        return w[1].at[pl.ds(row, M), pl.ds(slot * columns + start, t.depth)]
+
+                    copy(weights, x[1].at[0 if gated else slot], config.piece_rows)
 
             ahead = lax.min(steps, jnp.int32(t.stages))
             pl.loop(0, ahead)(fill)
@@ -226,9 +299,9 @@ def _matmul(
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             me = warpgroup
 
-            @pl.loop(0, mine)
-            def _work(j):
+            def work(j, *, rows, out, first_slot):
                 slot, tile = item(j)
+                own = pl.ds(0, rows)
 
                 def multiply(*sums):
                     @pl.loop(0, depths)
@@ -236,7 +309,7 @@ def _matmul(
                         s = stage(j * depths + depth)
                         plgpu.barrier_wait(full.at[s])
                         for b in range(t.blocks):
-                            plgpu.wgmma(sums[b], w_smem.at[s, me, b], transpose_ref(x_smem.at[s], (1, 0)))
+                            plgpu.wgmma(sums[b], w_smem.at[s, me, b], transpose_ref(x_smem.at[s, own], (1, 0)))
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(free.at[s])
 
@@ -248,24 +321,28 @@ def _matmul(
                     sums = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up,)
                 for b, total in enumerate(sums):
                     plgpu.wait_smem_to_gmem(0)  # until the store before this one has read the staging buffer
-                    staged = transpose_ref(out_smem.at[me], (1, 0))
+                    staged = transpose_ref(out_smem.at[me, own], (1, 0))
                     staged[...] = plgpu.layout_cast(total.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
                     plgpu.commit_smem()
                     column = tile * width + (me * len(sums) + b) * M
-                    plgpu.copy_smem_to_gmem(out_smem.at[me], out.at[slot, :, pl.ds(column, M)])
+                    plgpu.copy_smem_to_gmem(out_smem.at[me, own], out.at[slot - first_slot, :, pl.ds(column, M)])
 
+            if pieces:
+                pl.loop(0, of_pieces)(functools.partial(work, rows=config.piece_rows, out=out[1], first_slot=0))
+            pl.loop(of_pieces, mine)(functools.partial(work, rows=config.rows, out=out[0], first_slot=pieces))
             plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = "moe_up" if gated else "moe_down"
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
+    shapes = ((config.slots, config.rows, out_rows), (pieces, config.piece_rows, out_rows))
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((slots, rows, out_rows), dtype),
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:kinds]],
         scratch_types={
             "w_smem": smem((t.stages, t.consumers, t.blocks, M, t.depth)),
-            "x_smem": smem((t.stages, rows, t.depth)),
-            "out_smem": smem((t.consumers, rows, M)),
+            "x_smem": smem((t.stages, most_rows, t.depth)),
+            "out_smem": smem((t.consumers, most_rows, M)),
             "full": plgpu.Barrier(num_arrivals=t.consumers * t.blocks + 1, num_barriers=t.stages),
             "free": plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
         },

@@ -74,7 +74,26 @@ def route_softmax(
     return _choose(scores, chosen, top_k, normalize=normalize, scale=scale)
 
 
+def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """down(silu(gate x) * up x): [T, H] from x [T, H], gate_up [2, I, H] and down [H, I]."""
+    gate_up_T2I = jnp.tensordot(x, gate_up, axes=(-1, -1))
+    return jnp.tensordot(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], down, axes=(-1, -1))
+
+
 def experts(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    live: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    out = routed(x, gate_up, down, weights, ids, live)
+    return out if shared is None else jnp.where(live[:, None], out + swiglu(x, *shared), 0)
+
+
+def routed(
     x: jax.Array, gate_up: jax.Array, down: jax.Array, weights: jax.Array, ids: jax.Array, live: jax.Array
 ) -> jax.Array:
     T = x.shape[0]

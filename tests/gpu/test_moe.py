@@ -25,8 +25,16 @@ def layer(shape: str) -> tuple[jax.Array, jax.Array]:
     return gate_up, jax.random.normal(b, (E, H, inner), jnp.bfloat16) * inner**-0.5
 
 
+@functools.cache
+def shared_experts(shape: str, inner: int) -> tuple[jax.Array, jax.Array]:
+    H = SHAPES[shape][0]
+    a, b = jax.random.split(jax.random.key(1))
+    gate_up = jax.random.normal(a, (2, inner, H), jnp.bfloat16) * H**-0.5
+    return gate_up, jax.random.normal(b, (H, inner), jnp.bfloat16) * inner**-0.5
+
+
 @jax.jit
-def want(x, gate_up, down, weights, ids, live):
+def want(x, gate_up, down, weights, ids, live, shared):
     """The reference in float32, one expert after the other: all of them at once would not fit."""
 
     def add(e, total):
@@ -35,13 +43,15 @@ def want(x, gate_up, down, weights, ids, live):
         parts = [jax.lax.dynamic_index_in_dim(w, e).astype(jnp.float32) for w in (gate_up, down)]
         return total + reference.experts(x, *parts, mine, one[:, :1], live)
 
-    return jax.lax.fori_loop(0, gate_up.shape[0], add, jnp.zeros(x.shape, jnp.float32))
+    routed = jax.lax.fori_loop(0, gate_up.shape[0], add, jnp.zeros(x.shape, jnp.float32))
+    return routed if shared is None else routed + reference.swiglu(x, *(w.astype(jnp.float32) for w in shared))
 
 
-def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray) -> None:
+def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray, shared_inner: int = 0) -> None:
     """Relative error of the live tokens, exact 0 for the dead ones, whose x is NaN; one live NaN reaches nobody else."""
     H, _, k, _ = SHAPES[shape]
     gate_up, down = layer(shape)
+    shared = shared_experts(shape, shared_inner) if shared_inner else None
     rng = np.random.default_rng(T)
     x = np.asarray(rng.normal(size=(T, H)), np.float32)
     x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
@@ -54,9 +64,9 @@ def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray) -> None:
         sound[poisoned] = False
     with use(Backends(moe="mosaic")):
         run = jax.jit(api.experts)
-        got = np.asarray(run(jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, live), np.float32)
+        got = np.asarray(run(jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, live, shared), np.float32)
     with jax.default_matmul_precision("highest"):
-        expected = np.asarray(want(x, gate_up, down, weights, ids, live))
+        expected = np.asarray(want(x, gate_up, down, weights, ids, live, shared))
     np.testing.assert_array_equal(got[~live], 0)
     assert np.isnan(got[live & ~sound]).all()
     if sound.any():
@@ -81,10 +91,25 @@ def test_all_tokens_reach_the_same_experts_and_some_are_dead(shape, T):
     compare(shape, T, ids, np.arange(T) % 5 != 4)
 
 
+@pytest.mark.parametrize("T", [1, 3, 8, 9, 20, 32, 64, 65, 300])
+@pytest.mark.parametrize(("shape", "shared_inner"), [("moonlight", 2 * 1408), ("odd", 448), ("odd", 3 * 448)])
+def test_with_shared_experts(shape, shared_inner, T):
+    """In the kernels, or, of too many tokens, beside them."""
+    _, E, k, _ = SHAPES[shape]
+    rng = np.random.default_rng(T)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    compare(shape, T, ids, np.arange(T) % 5 != 4, shared_inner)
+
+
+def test_with_shared_experts_of_another_size():
+    compare("odd", 9, np.tile(np.arange(2, dtype=np.int32), (9, 1)), np.ones(9, bool), 192)
+
+
+@pytest.mark.parametrize("shared_inner", [0, 448])
 @pytest.mark.parametrize("T", [1, 8, 40])
-def test_no_token_is_live(T):
+def test_no_token_is_live(T, shared_inner):
     _, _, k, _ = SHAPES["odd"]
-    compare("odd", T, np.zeros((T, k), np.int32), np.zeros(T, bool))
+    compare("odd", T, np.zeros((T, k), np.int32), np.zeros(T, bool), shared_inner)
 
 
 @pytest.mark.parametrize(("E", "k"), [(64, 6), (256, 8), (8, 2), (160, 6)])

@@ -1,9 +1,13 @@
 """Routing and routed experts against loops in NumPy."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxspec.models.layers import MLP
+from jaxspec.models.params import Declare
 from pallas_kernels.moe.api import experts, route_sigmoid, route_softmax
 from pallas_kernels.moe.reference import TOKEN_BLOCK, ranks
 
@@ -96,3 +100,25 @@ def test_experts(T):
         np.testing.assert_allclose(out[t], want, atol=1e-4)
     dead = np.asarray(experts(x, gate_up.astype(np.float32), down.astype(np.float32), weights, ids, live))[~live]
     np.testing.assert_array_equal(dead, 0)
+
+
+@pytest.mark.parametrize("T", [1, TOKEN_BLOCK + 5])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_shared_experts_are_an_mlp_beside(dtype, T):
+    """Live tokens get what a module of their joint size adds, to the bit; dead ones 0, whatever their x."""
+    rng = np.random.default_rng(T)
+    E, H, inner, k = 4, 16, 12, 2
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) / 4, dtype)
+
+    routed, shared = (normal(E, 2, inner, H), normal(E, H, inner)), (normal(2, 2 * inner, H), normal(H, 2 * inner))
+    mlp = MLP(H, 2 * inner, Declare(dtype))
+    mlp.gate_up, mlp.down = map(nnx.Param, shared)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    weights, live = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32), np.arange(T) % 5 != 4
+    x = jnp.where(live[:, None], normal(T, H), jnp.nan)
+    got = experts(x, *routed, weights, ids, live, shared)
+    want = experts(x, *routed, weights, ids, live) + mlp(x)
+    np.testing.assert_array_equal(got[live], want[live])
+    np.testing.assert_array_equal(got[~live], 0)

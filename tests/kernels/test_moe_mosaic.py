@@ -1,6 +1,7 @@
 """The routed experts' Mosaic GPU kernels, as far as a CPU can show: interpreted, lowered, and their tables."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -36,22 +37,29 @@ def interpret(config: mosaic.Config, *arrays) -> np.ndarray:
     return got
 
 
-def check(T: int, E: int, k: int, H: int, inner: int, config: mosaic.Config | None = None) -> None:
+def check(
+    T: int, E: int, k: int, H: int, inner: int, config: mosaic.Config | None = None, *, shared_inner: int = 0
+) -> None:
     """Live tokens as the reference in float32; dead ones give 0 and their NaN reaches nobody."""
     rng = np.random.default_rng(T)
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
     gate_up = jnp.asarray(rng.normal(size=(E, 2, inner, H)) / H**0.5, jnp.bfloat16)
     down = jnp.asarray(rng.normal(size=(E, H, inner)) / inner**0.5, jnp.bfloat16)
     weights, ids = routed(rng, T, E, k)
+    shared = None
+    if shared_inner:
+        parts = (2, shared_inner, H), (H, shared_inner)
+        shared = tuple(jnp.asarray(rng.normal(size=part) / part[-1] ** 0.5, jnp.bfloat16) for part in parts)
     live = np.arange(T) % 5 != 4
     poisoned = np.flatnonzero(live)[-1] if T > 2 else None
     dirty = np.asarray(x, np.float32)
     dirty[~live] = np.nan
     if poisoned is not None:
         dirty[poisoned] = np.nan
-    config = config or mosaic.configure(T, E, k, H, inner)
-    got = interpret(config, jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, jnp.asarray(live))
-    want = np.asarray(reference.experts(*(a.astype(jnp.float32) for a in (x, gate_up, down)), weights, ids, live))
+    config = config or mosaic.configure(T, E, k, H, inner, shared_inner)
+    got = interpret(config, jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, jnp.asarray(live), shared)
+    exact, exact_shared = jax.tree.map(lambda a: a.astype(jnp.float32), ((x, gate_up, down), shared))
+    want = np.asarray(reference.experts(*exact, weights, ids, live, exact_shared))
     sound = live.copy()
     if poisoned is not None:
         assert np.isnan(got[poisoned]).all()
@@ -67,21 +75,44 @@ def test_interpreted(T):
 
 
 @interpreted
-@pytest.mark.slow
-def test_interpreted_odd_sizes():
-    """Sizes of the embedded model: multiples of 64 only."""
-    check(9, 8, 2, 192, 64)
+@pytest.mark.parametrize(("T", "pieces"), [(1, 2), (5, 1), (20, 2)])
+def test_interpreted_with_shared_experts(T, pieces):
+    assert mosaic.configure(T, 8, 2, 128, 128, pieces * 128).pieces == pieces
+    check(T, 8, 2, 128, 128, shared_inner=pieces * 128)
+
+
+@pytest.mark.parametrize(("T", "shared_inner"), [(16, 192), (mosaic.MOST_PIECE_ROWS + 1, 256)])
+def test_shared_experts_that_the_kernels_leave_out(T, shared_inner):
+    """An inner size that is no multiple of an expert's, and more tokens than are worth it."""
+    config = mosaic.configure(T, 8, 2, 128, 128, shared_inner)
+    assert config == mosaic.configure(T, 8, 2, 128, 128)
 
 
 @interpreted
 @pytest.mark.slow
-def test_interpreted_two_consumers():
+def test_interpreted_with_shared_experts_outside():
+    check(9, 8, 2, 128, 128, shared_inner=192)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_inner", [0, 64])
+def test_interpreted_odd_sizes(shared_inner):
+    """Sizes of the embedded model: multiples of 64 only."""
+    check(9, 8, 2, 192, 64, shared_inner=shared_inner)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [0, 1])
+def test_interpreted_two_consumers(pieces):
     """What a prefill uses: two warpgroups of consumers, several blocks each, more than one slot an expert."""
     T, E, k, H, inner = 70, 4, 2, 256, 128
     config = mosaic.Config(
-        64, max_slots(T, k, E, 64, shared=False), False, mosaic.Tiles(64, 3, 2, 2), mosaic.Tiles(64, 2, 2, 2), 2
-    )
-    check(T, E, k, H, inner, config)
+        64, max_slots(T, k, E, 64, shared=False), False, mosaic.Tiles(64, 3, 2, 2), mosaic.Tiles(64, 2, 2, 2), 2,
+        pieces, 72 * pieces,
+    )  # fmt: skip
+    check(T, E, k, H, inner, config, shared_inner=pieces * inner)
 
 
 @interpreted
@@ -118,10 +149,12 @@ def test_no_token_is_live():
 SHAPES = {"moonlight": (2048, 64, 6, 1408), "deepseek-v3": (7168, 256, 8, 2048), "demo": (192, 8, 2, 64)}
 
 
+@pytest.mark.parametrize("num_shared", [0, 2])
 @pytest.mark.parametrize("T", [1, 8, 32, 128, 2048])
 @pytest.mark.parametrize("model", SHAPES)
-def test_lowers_for_the_gpu(model, T):
+def test_lowers_for_the_gpu(model, T, num_shared):
     H, E, k, inner = SHAPES[model]
+    S = num_shared * inner
     args = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (
@@ -133,8 +166,11 @@ def test_lowers_for_the_gpu(model, T):
             ((T,), jnp.bool_),
         )
     ]
+    if num_shared:
+        args.append(tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, S, H), (H, S))))
     text = jax.jit(mosaic.experts).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3
+    assert ("dot_general" in text) == (num_shared > 0 and T > mosaic.MOST_PIECE_ROWS)
 
 
 @given(
@@ -170,15 +206,16 @@ def test_tables(seed, T, E, k, rows, share_live):
 
 
 def test_tiles_fit_and_divide():
-    for T in (1, 8, 9, 100, 500, 2048, 4096):
+    for T, num_shared in itertools.product((1, 8, 9, 64, 100, 500, 2048, 4096), (0, 2)):
         for H, E, k, inner in (*SHAPES.values(), (320, 8, 2, 448), (5120, 160, 6, 1536)):
-            config = mosaic.configure(T, E, k, H, inner)
+            config = mosaic.configure(T, E, k, H, inner, num_shared * inner)
+            rows = max(config.rows, config.piece_rows)
             for t, out_rows, columns, gated in ((config.up, inner, H, True), (config.down, H, inner, False)):
                 assert out_rows % (64 * t.consumers * (1 if gated else t.blocks)) == 0
                 assert columns % t.depth == 0
                 assert t.stages >= 2
-                ring = t.stages * (t.consumers * t.blocks * 64 + config.rows) * t.depth * 2
-                assert ring + t.consumers * config.rows * 64 * 2 <= 227 * 1024 - 1024
+                ring = t.stages * (t.consumers * t.blocks * 64 + rows) * t.depth * 2
+                assert ring + t.consumers * rows * 64 * 2 <= 227 * 1024 - 1024
 
 
 def test_what_cannot_run_here_says_why():
