@@ -48,9 +48,7 @@ def current() -> Backends:
     return _current.get()
 
 
-def choose(
-    operation: str, wanted: str, obstacles: Mapping[str, str | None], *, elsewhere: Collection[str] = ()
-) -> str:
+def choose(operation: str, wanted: str, obstacles: Mapping[str, str | None], *, elsewhere: Collection[str] = ()) -> str:
     """The implementation for one call.
 
     Args:

@@ -57,7 +57,8 @@ def call(
     """
     from jax_triton import triton_lib
 
-    pointers = [triton_lib.get_triton_type(jax.core.ShapedArray(a.shape, a.dtype)) for a in (*inputs, *outputs)]
+    arrays: list[Any] = [*inputs, *outputs]
+    pointers = [triton_lib.get_triton_type(jax.core.ShapedArray(a.shape, a.dtype)) for a in arrays]
     with _compiling:
         compiled, _ = triton_lib.get_or_create_triton_kernel(
             triton_lib.get_cuda_backend,

@@ -83,9 +83,7 @@ def test_step_log(tmp_path, demo_llm, monkeypatch):
         StepLog(str(tmp_path / "no" / "steps.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("option", "known"), [("attention_backend", "mosaic, triton"), ("moe_backend", "mosaic")]
-)
+@pytest.mark.parametrize(("option", "known"), [("attention_backend", "mosaic, triton"), ("moe_backend", "mosaic")])
 def test_a_kernel_that_cannot_run_here_is_an_error(option, known):
     for name in known.split(", "):
         with pytest.raises(ConfigError, match=rf"cannot run on the backend '{name}'.*'auto' or 'reference'"):

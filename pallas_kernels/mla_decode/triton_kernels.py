@@ -91,8 +91,9 @@ def mla_decode(
 
 @triton.jit
 def mla_decode_merge(
-    partial, lse, splits, whole, out,
-    LIVE: tl.constexpr, AT_ONCE: tl.constexpr,
+    partial, lse, splits,
+    whole,  # noqa: ARG001
+    out, LIVE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """A program merges the partial outputs of one row of one request that has several items (arXiv 2501.01005).
 

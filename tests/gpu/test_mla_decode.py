@@ -23,12 +23,12 @@ def backend(request) -> str:
     return request.param
 
 
-def check(backend: str, lengths, n: int, heads: int) -> None:
+def check(backend: str, lengths, n: int, heads: int, dtype=jnp.bfloat16) -> None:
     rng = np.random.default_rng(n * heads + len(lengths))
     pool, tables = paged_pool(rng, lengths, 576)
     # Scores of some size, so that a wrong mask shows.
-    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, heads, 576), np.float32), jnp.bfloat16)
-    latent, bounds = jnp.asarray(pool, jnp.bfloat16), window_bounds(lengths, n)
+    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, heads, 576), np.float32), dtype)
+    latent, bounds = jnp.asarray(pool, dtype), window_bounds(lengths, n)
 
     @jax.jit
     def run(*arrays):
@@ -58,3 +58,7 @@ def test_windows(backend, n):
 @pytest.mark.parametrize("lengths", [(1,), (64,), (65,), (131072,), (64,) * 128, (1,) * 200, tuple(range(1, 1300, 10))])
 def test_adversarial_lengths(backend, lengths):
     check(backend, lengths, 4, 16)
+
+
+def test_float16():
+    check("triton", RAGGED, 2, 16, jnp.float16)
