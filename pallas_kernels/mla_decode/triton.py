@@ -46,7 +46,7 @@ TILES = {
     120: (Tile(16, 32, 4, 3, 1), Tile(32, 32, 8, 2, 1)),
 }
 # Partial outputs that a merging program has in flight.
-MERGED_AT_ONCE = 8
+MERGED_AT_ONCE = 32
 
 
 def obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:

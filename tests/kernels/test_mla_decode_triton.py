@@ -180,17 +180,22 @@ def test_obstacles_on_a_gpu(ampere, monkeypatch):
 
 def test_what_to_install_is_said(monkeypatch):
     metadata = triton_call.importlib.metadata
+    versions = {"jax-triton": "0.3.1"}
 
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
+    def version(package):
+        if package not in versions:
+            raise metadata.PackageNotFoundError(package)
+        return versions[package]
 
-    monkeypatch.setattr(metadata, "version", missing)
-    assert "pip install jax-triton==0.3.1" in triton_call.obstacle()
-    monkeypatch.setattr(metadata, "version", lambda _: "0.4.1")
-    assert "is for jax-triton 0.3.1, and 0.4.1 is installed" in triton_call.obstacle()
-    monkeypatch.setattr(metadata, "version", lambda _: triton_call.JAX_TRITON)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert "pip install jax-triton==0.3.1" in triton_call.obstacle()
+    monkeypatch.setattr(metadata, "version", version)
+    say = "pip install jax-triton==0.3.1 'triton>=3.6,<3.8'"
+    assert triton_call.obstacle() == f"it needs triton, which is not installed: {say}"
+    for versions["triton"] in ("3.6.0", "3.7.1"):
+        assert triton_call.obstacle() is None
+    versions["triton"] = "3.9.0"
+    assert triton_call.obstacle() == f"it needs triton 3.6 or 3.7, and 3.9.0 is installed: {say}"
+    versions["jax-triton"] = "0.4.1"
+    assert triton_call.obstacle() == f"it needs jax-triton 0.3.1, and 0.4.1 is installed: {say}"
 
 
 def test_the_smallest_tile_that_holds_the_rows():

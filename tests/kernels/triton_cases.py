@@ -20,6 +20,6 @@ CASES = {
     "two blocks of rows, rows of padding, tiles of 64 rows": Case((65, 300), 3, 32, 6, 90),
     "tiles of 32 rows, a window that is no power of two": Case((200, 3), 5, 5, 2, 90),
     "small shared memory": Case((130, 1), 2, 32, 4, 86),
-    "more parts than are merged at once": Case((1300,), 1, 4, 12, 90),
+    "more parts than are merged at once": Case((2200,), 1, 4, 20, 90),
     "float16": Case((100, 257), 8, 2, 3, 80, "float16"),
 }
