@@ -65,10 +65,14 @@ class EngineConfig:
         "for benchmarks only, the text is worthless: accept a random number of drafts, whatever the model says, so that a "
         "window yields this many tokens on average (1 to 1 + num_speculative_tokens)",
     )
-    attention_backend: Literal["auto", "mosaic", "reference"] = _option(
-        "auto", "attention kernels: mosaic (Hopper, bfloat16), reference (plain XLA), or auto, the fastest that can run"
+    attention_backend: Literal["auto", "mosaic", "triton", "reference"] = _option(
+        "auto",
+        "attention kernels: mosaic (Hopper, bfloat16), triton (Ampere or newer; decoding with MLA, while prompts take the "
+        "best other one), reference (plain XLA), or auto, the fastest that can run",
     )
-    moe_backend: Literal["auto", "mosaic", "reference"] = _option("auto", "kernels of routed experts, likewise")
+    moe_backend: Literal["auto", "mosaic", "reference"] = _option(
+        "auto", "kernels of routed experts: mosaic, reference, or auto, likewise"
+    )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     compilation_cache_dir: str | None = _option(
         None,
@@ -100,9 +104,10 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.dtype not in ("auto", "bfloat16", "float32"):
             raise ConfigError(f"dtype must be auto, bfloat16 or float32, got {self.dtype!r}")
-        for name in ("attention_backend", "moe_backend"):
-            if getattr(self, name) not in ("auto", "mosaic", "reference"):
-                raise ConfigError(f"{name} must be auto, mosaic or reference, got {getattr(self, name)!r}")
+        for name, backends in (("attention_backend", ("mosaic", "triton")), ("moe_backend", ("mosaic",))):
+            if getattr(self, name) not in ("auto", *backends, "reference"):
+                known = ", ".join(("auto", *backends))
+                raise ConfigError(f"{name} must be {known} or reference, got {getattr(self, name)!r}")
 
 
 # Keys of a speculative config, their types, and the fields of `EngineConfig` that they stand for.

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.mla_decode import mosaic, reference
+from pallas_kernels.mla_decode import mosaic, reference, triton
 
 
 def mla_decode(
@@ -27,7 +27,9 @@ def mla_decode(
     Raises:
         UnsupportedError: the attention backend that was asked for cannot take this call.
     """
-    obstacles = {"mosaic": mosaic.obstacle(q, latent, value_dim)}
-    if choose("mla_decode", current().attention, obstacles) == "mosaic":
-        return mosaic.mla_decode(q, latent, page_tables, bounds, scale=scale)
-    return reference.mla_decode(q, latent, page_tables, bounds, scale=scale, value_dim=value_dim)
+    obstacles = {"mosaic": mosaic.obstacle(q, latent, value_dim), "triton": triton.obstacle(q, latent, value_dim)}
+    chosen = choose("mla_decode", current().attention, obstacles)
+    if chosen == "reference":
+        return reference.mla_decode(q, latent, page_tables, bounds, scale=scale, value_dim=value_dim)
+    kernel = {"mosaic": mosaic, "triton": triton}[chosen]
+    return kernel.mla_decode(q, latent, page_tables, bounds, scale=scale)

@@ -42,13 +42,18 @@ OF_ROWS = WGMMA.reduce(1)
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
+def layout_obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+    """Why no kernel can take these widths and pages; None if one may."""
     if q.shape[-1] != KEY_DIM or value_dim != VALUE_DIM:
         return f"it is for latents of {VALUE_DIM} + {KEY_DIM - VALUE_DIM}, not {value_dim} + {q.shape[-1] - value_dim}"
     if latent.shape[1] != PAGE:
         return f"it is for pages of {PAGE} tokens, not {latent.shape[1]}"
-    return hopper_obstacle(q.dtype, latent.dtype)
+    return None
+
+
+def obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+    """Why the kernel cannot take this call; None if it can."""
+    return layout_obstacle(q, latent, value_dim) or hopper_obstacle(q.dtype, latent.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sms", "interpret"))

@@ -40,5 +40,7 @@ def mla_prefill(
         UnsupportedError: the backend that was asked for cannot take the call.
     """
     obstacles = {"mosaic": mosaic.obstacle(q_nope, q_rope, w_uk, w_uv, latent)}
-    chosen = mosaic if choose("mla_prefill", current().attention, obstacles) == "mosaic" else reference
+    # "triton" is a choice of the decode kernel: prompts then take the best there is for them.
+    name = choose("mla_prefill", current().attention, obstacles, elsewhere=("triton",))
+    chosen = mosaic if name == "mosaic" else reference
     return chosen.mla_prefill(q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale)

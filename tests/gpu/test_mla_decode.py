@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of mla_decode on the GPU, against the reference in float32. What no context owns is NaN."""
+"""The Mosaic GPU and Triton kernels of mla_decode on the GPU, against the reference in float32. What no context owns is NaN."""
 
 import functools
 
@@ -18,16 +18,21 @@ SCALE = 192**-0.5
 RAGGED = (1, 63, 64, 65, 128, 130, 700, 1024, 4096, 5000)
 
 
-def check(lengths, n: int, heads: int) -> None:
+@pytest.fixture(params=["mosaic", "triton"])
+def backend(request) -> str:
+    return request.param
+
+
+def check(backend: str, lengths, n: int, heads: int, dtype=jnp.bfloat16) -> None:
     rng = np.random.default_rng(n * heads + len(lengths))
     pool, tables = paged_pool(rng, lengths, 576)
     # Scores of some size, so that a wrong mask shows.
-    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, heads, 576), np.float32), jnp.bfloat16)
-    latent, bounds = jnp.asarray(pool, jnp.bfloat16), window_bounds(lengths, n)
+    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, heads, 576), np.float32), dtype)
+    latent, bounds = jnp.asarray(pool, dtype), window_bounds(lengths, n)
 
     @jax.jit
     def run(*arrays):
-        with use(Backends(attention="mosaic")):
+        with use(Backends(attention=backend)):
             return mla_decode(*arrays, scale=SCALE, value_dim=512)
 
     exact = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=512))
@@ -41,15 +46,19 @@ def check(lengths, n: int, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [4, 16, 32, 64, 128])
 @pytest.mark.parametrize("n", [1, 4])
-def test_ragged_lengths(heads, n):
-    check(RAGGED, n, heads)
+def test_ragged_lengths(backend, heads, n):
+    check(backend, RAGGED, n, heads)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 8])
-def test_windows(n):
-    check(RAGGED[:7], n, 16)
+def test_windows(backend, n):
+    check(backend, RAGGED[:7], n, 16)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (64,), (65,), (131072,), (64,) * 128, (1,) * 200, tuple(range(1, 1300, 10))])
-def test_adversarial_lengths(lengths):
-    check(lengths, 4, 16)
+def test_adversarial_lengths(backend, lengths):
+    check(backend, lengths, 4, 16)
+
+
+def test_float16():
+    check("triton", RAGGED, 2, 16, jnp.float16)

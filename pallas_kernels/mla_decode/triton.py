@@ -1,0 +1,126 @@
+"""Absorbed paged MLA for NVIDIA GPUs since Ampere, in Triton: where Mosaic GPU cannot run, and to check it where it can.
+
+It follows the schedule of the Mosaic kernel: a program attends with up to 64 query rows (tokens of the window times
+heads) to a run of pages, and a second kernel merges the requests that are split.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import triton_call
+from pallas_kernels.backend import ampere_obstacle, compute_capability
+from pallas_kernels.mla_decode.mosaic import VALUE_DIM, layout_obstacle
+from pallas_kernels.mla_decode.schedule import PAGE, make_schedule
+
+f32 = jnp.float32
+
+
+class Tile(NamedTuple):
+    """How a program is cut.
+
+    Attributes:
+        rows: query rows.
+        keys: keys of a round of its loop: a page, or half of one.
+        warps, stages: see `triton_call.call`.
+        resident: programs that fit on a multiprocessor together.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+
+
+# By the least compute capability, fewer rows first. What fits in shared memory without many spilled registers: 10.0
+# would keep sums of 64 rows in tensor memory, where they do not fit beside the scores.
+TILES = {
+    80: (Tile(16, 32, 4, 2, 2), Tile(32, 32, 8, 3, 1), Tile(64, 64, 8, 2, 1)),
+    86: (Tile(16, 32, 4, 3, 1), Tile(32, 32, 8, 2, 1)),
+    90: (Tile(16, 32, 4, 3, 2), Tile(32, 64, 8, 3, 1), Tile(64, 64, 8, 2, 1)),
+    100: (Tile(16, 32, 4, 3, 2), Tile(32, 64, 8, 3, 1)),
+    120: (Tile(16, 32, 4, 3, 1), Tile(32, 32, 8, 2, 1)),
+}
+# Partial outputs that a merging program has in flight.
+MERGED_AT_ONCE = 32
+
+
+def obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+    """Why the kernel cannot take this call; None if it can."""
+    return layout_obstacle(q, latent, value_dim) or ampere_obstacle(q.dtype, latent.dtype) or triton_call.obstacle()
+
+
+def tile_for(live: int, capability: int) -> Tile:
+    """The tile for so many query rows of a request."""
+    tiles = TILES[max(least for least in TILES if least <= capability)]
+    return next((tile for tile in tiles if tile.rows >= live), tiles[-1])
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sms", "capability"))
+def mla_decode(
+    q: jax.Array,
+    latent: jax.Array,
+    page_tables: jax.Array,
+    bounds: jax.Array,
+    *,
+    scale: float,
+    sms: int | None = None,
+    capability: int | None = None,
+) -> jax.Array:
+    """See api.py. Jitted, so that the layers of a model share one lowering.
+
+    Args:
+        sms: multiprocessors (default: those of the device).
+        capability: compute capability to compile for, 90 for 9.0 (default: the device's).
+    """
+    from pallas_kernels.mla_decode import triton_kernels as kernels
+
+    B, n, H, _ = q.shape
+    live = n * H
+    capability = capability or compute_capability(jax.devices()[0])
+    assert capability
+    tile = tile_for(live, capability)
+    blocks = -(-live // tile.rows)
+    sms = sms or jax.devices()[0].core_count
+    items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms * tile.resident)
+    num_items = items.shape[0]
+    call = functools.partial(triton_call.call, compute_capability=capability)
+
+    def of(shape: tuple[int, ...], dtype: Any = q.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    out, partial, lse = call(
+        kernels.mla_decode,
+        (q, latent, page_tables, items, bounds),
+        (of((B, live, VALUE_DIM)), of((num_items, live, VALUE_DIM)), of((num_items, live), f32)),
+        grid=(blocks, num_items),  # blocks of an item run together and share its pages in the L2 cache
+        warps=tile.warps,
+        stages=tile.stages,
+        constants={
+            "SCALE": scale / math.log(2),
+            "LIVE": live,
+            "HEADS": H,
+            "WINDOW": n,
+            "WINDOW_POWER": 1 << (n - 1).bit_length(),
+            "MAX_PAGES": page_tables.shape[1],
+            "ROWS": tile.rows,
+            "PARTS": PAGE // tile.keys,
+            "KEYS": tile.keys,
+        },
+    )
+    if splits.shape[0]:
+        (out,) = call(
+            kernels.mla_decode_merge,
+            (partial, lse, splits, out),
+            (of(out.shape),),
+            grid=(live, splits.shape[0]),
+            warps=4,
+            stages=1,
+            constants={"LIVE": live, "AT_ONCE": MERGED_AT_ONCE},
+            aliases={3: 0},
+        )
+    return out.reshape(B, n, H, VALUE_DIM)

@@ -1,0 +1,132 @@
+"""Device code of the Triton kernels of mla_decode. Imports triton, so only `triton.py` imports it, when it needs it."""
+
+import triton
+import triton.language as tl
+
+# Triton reads globals only when they are declared constant.
+KEY_DIM = tl.constexpr(576)
+VALUE_DIM = tl.constexpr(512)
+ROPE_DIM = tl.constexpr(64)
+PAGE = tl.constexpr(64)
+# Finite, because the difference of two -inf is NaN.
+MASKED = tl.constexpr(-1e30)
+
+
+@triton.jit
+def mla_decode(
+    q, latent, page_tables, items, bounds, out, partial, lse,
+    SCALE: tl.constexpr, LIVE: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_POWER: tl.constexpr,
+    MAX_PAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A program attends with ROWS of a request's LIVE rows (tokens of the window times heads) to a run of pages.
+
+    Args:
+        q: [B, LIVE, 576]. latent: [pages, 64, 576]. page_tables: [B, MAX_PAGES]. bounds: [B, WINDOW].
+        items: as schedule.py tells it.
+        out: [B, LIVE, 512]: the requests of one item.
+        partial, lse: [I, LIVE, 512] and [I, LIVE], the items of the others, and their base-2 log-sum-exp.
+        SCALE: of the scores, which are exponents of 2.
+        WINDOW_POWER: the power of two that WINDOW fits.
+        PARTS, KEYS: a page goes in so many parts of so many keys.
+    """
+    block = tl.program_id(0)
+    item = tl.program_id(1)
+    request = tl.load(items + item * 5)
+    first = tl.load(items + item * 5 + 1)
+    end = tl.load(items + item * 5 + 2)
+    alone = tl.load(items + item * 5 + 4)
+    if first == end:
+        return
+
+    row_R = block * ROWS + tl.arange(0, ROWS)
+    live_R = row_R < LIVE
+    # Rows of padding repeat the last live one and are not stored.
+    row_R = tl.minimum(row_R, LIVE - 1)
+    bound_R = tl.load(bounds + request * WINDOW + row_R // HEADS)
+    token_N = tl.arange(0, WINDOW_POWER)
+    keys = tl.max(tl.load(bounds + request * WINDOW + token_N, mask=token_N < WINDOW, other=0), axis=0)
+
+    value_V = tl.arange(0, VALUE_DIM)
+    rope_C = VALUE_DIM + tl.arange(0, ROPE_DIM)
+    q_R = q + (request * LIVE + row_R).to(tl.int64) * KEY_DIM
+    q_nope_RV = tl.load(q_R[:, None] + value_V[None])
+    q_rope_RC = tl.load(q_R[:, None] + rope_C[None])
+
+    start, stop = first * PARTS, tl.minimum(end * PARTS, tl.cdiv(keys, KEYS))
+    table = page_tables + request * MAX_PAGES
+    page = tl.load(table + first)
+    top_R = tl.full((ROWS,), MASKED, tl.float32)
+    sum_R = tl.zeros((ROWS,), tl.float32)
+    acc_RV = tl.zeros((ROWS, VALUE_DIM), tl.float32)
+    for tile in range(start, stop):
+        slot_S = (tile % PARTS) * KEYS + tl.arange(0, KEYS)
+        key_S = (tile // PARTS) * PAGE + slot_S
+        # Slots that no request owns may hold NaN, and 0 times NaN is NaN.
+        owned_S = key_S < keys
+        latent_S = latent + page.to(tl.int64) * (PAGE * KEY_DIM) + slot_S * KEY_DIM
+        nope_SV = tl.load(latent_S[:, None] + value_V[None], mask=owned_S[:, None], other=0.0)
+        rope_SC = tl.load(latent_S[:, None] + rope_C[None], mask=owned_S[:, None], other=0.0)
+        # One tile ahead, or each would wait for its page's number before it could ask for the page.
+        page = tl.load(table + tl.minimum(tile + 1, stop - 1) // PARTS)
+
+        x_RS = tl.dot(q_nope_RV, nope_SV.T)
+        x_RS = tl.dot(q_rope_RC, rope_SC.T, x_RS) * SCALE
+        x_RS = tl.where(key_S[None] < bound_R[:, None], x_RS, MASKED)
+        new_top_R = tl.maximum(top_R, tl.max(x_RS, axis=1))
+        shrink_R = tl.exp2(top_R - new_top_R)
+        p_RS = tl.exp2(x_RS - new_top_R[:, None])
+        sum_R = sum_R * shrink_R + tl.sum(p_RS, axis=1)
+        acc_RV = tl.dot(p_RS.to(nope_SV.dtype), nope_SV, acc_RV * shrink_R[:, None])
+        top_R = new_top_R
+
+    result_RV = (acc_RV / sum_R[:, None]).to(out.dtype.element_ty)
+    if alone == 1:
+        out_R = out + (request * LIVE + row_R).to(tl.int64) * VALUE_DIM
+        tl.store(out_R[:, None] + value_V[None], result_RV, mask=live_R[:, None])
+    else:
+        partial_R = partial + (item * LIVE + row_R).to(tl.int64) * VALUE_DIM
+        tl.store(partial_R[:, None] + value_V[None], result_RV, mask=live_R[:, None])
+        tl.store(lse + item * LIVE + row_R, top_R + tl.log2(sum_R), mask=live_R)
+
+
+@triton.jit
+def mla_decode_merge(
+    partial, lse, splits,
+    whole,  # noqa: ARG001
+    out, LIVE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """A program merges the partial outputs of one row of one request that has several items (arXiv 2501.01005).
+
+    Args:
+        whole: the buffer of `out`, which holds the other requests' rows already.
+        AT_ONCE: partial outputs that are in flight together.
+    """
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    request = tl.load(splits + split * 3)
+    first = tl.load(splits + split * 3 + 1)
+    n = tl.load(splits + split * 3 + 2)
+    if n == 0:
+        return
+
+    value_V = tl.arange(0, VALUE_DIM)
+    # Values, because a name that changes its type in a loop does not compile.
+    top = tl.full((), MASKED, tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    sum_V = tl.zeros((VALUE_DIM,), tl.float32)
+    for start in range(0, n, AT_ONCE):
+        part_I = start + tl.arange(0, AT_ONCE)
+        mine_I = part_I < n
+        at_I = (first + part_I) * LIVE + row
+        lse_I = tl.load(lse + at_I, mask=mine_I, other=MASKED)
+        part_IV = tl.load(
+            partial + at_I.to(tl.int64)[:, None] * VALUE_DIM + value_V[None], mask=mine_I[:, None], other=0.0
+        )
+        new_top = tl.maximum(top, tl.max(lse_I, axis=0))
+        shrink = tl.exp2(top - new_top)
+        weight_I = tl.where(mine_I, tl.exp2(lse_I - new_top), 0.0)
+        total = total * shrink + tl.sum(weight_I, axis=0)
+        sum_V = sum_V * shrink + tl.sum(weight_I[:, None] * part_IV.to(tl.float32), axis=0)
+        top = new_top
+    out_V = out + (request * LIVE + row).to(tl.int64) * VALUE_DIM + value_V
+    tl.store(out_V, (sum_V / total).to(out.dtype.element_ty))

@@ -1,0 +1,80 @@
+"""Calls Triton kernels so that XLA can record them in a CUDA graph.
+
+The custom call that jax-triton 0.3.1 emits is of the legacy kind, which XLA never records. jaxlib also has a handler of
+the typed kind for the same serialized kernel, so jax-triton compiles and the call is our own.
+"""
+
+import importlib.metadata
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+# What is used of jax-triton is not its public interface, and what it uses of Triton is not either.
+VERSIONS = {"jax-triton": ("0.3.1",), "triton": ("3.6", "3.7")}
+INSTALL = "pip install jax-triton==0.3.1 'triton>=3.6,<3.8'"
+TARGET = "triton_kernel_call_ffi"
+# XLA's arrays are aligned to more; Triton makes use of this much.
+ALIGNMENT = 16
+# `bench` traces in several threads, of which Triton's compiler knows nothing.
+_compiling = threading.Lock()
+
+
+def obstacle() -> str | None:
+    """Why Triton kernels cannot be compiled here; None if they can. Imports nothing: that would take a second."""
+    for package, versions in VERSIONS.items():
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"it needs {package}, which is not installed: {INSTALL}"
+        if not any(f"{installed}.".startswith(f"{version}.") for version in versions):
+            return f"it needs {package} {' or '.join(versions)}, and {installed} is installed: {INSTALL}"
+    return None
+
+
+def call(
+    kernel: Any,
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: tuple[int, int],
+    warps: int,
+    stages: int,
+    compute_capability: int,
+    constants: Mapping[str, Any],
+    aliases: Mapping[int, int] | None = None,
+) -> Sequence[jax.Array]:
+    """Runs kernel(*inputs, *outputs, **constants) in grid[0] * grid[1] programs; the first axis runs fastest.
+
+    Args:
+        kernel: a function under triton.jit.
+        warps, stages: of a program, and of its pipelined loops.
+        compute_capability: 90 for 9.0.
+        aliases: outputs that take over the memory of an input, by the input's index.
+    """
+    from jax_triton import triton_lib
+
+    arrays: list[Any] = [*inputs, *outputs]
+    pointers = [triton_lib.get_triton_type(jax.core.ShapedArray(a.shape, a.dtype)) for a in arrays]
+    with _compiling:
+        compiled, _ = triton_lib.get_or_create_triton_kernel(
+            triton_lib.get_cuda_backend,
+            "cuda",
+            kernel,
+            pointers,
+            [],
+            num_warps=warps,
+            num_stages=stages,
+            num_ctas=1,
+            compute_capability=compute_capability,
+            enable_fp_fusion=True,
+            metaparams=dict(constants),
+            dump=False,
+        )
+    library = triton_lib.triton_kernel_call_lib
+    parameters = [library.create_array_parameter(0, ALIGNMENT) for _ in pointers]
+    serialized = library.TritonKernelCall(compiled, *grid, 1, parameters).to_proto(kernel.__name__, b"")
+    run = jax.ffi.ffi_call(TARGET, tuple(outputs), input_output_aliases=dict(aliases or {}))
+    return run(*inputs, opaque=zlib.compress(serialized))
