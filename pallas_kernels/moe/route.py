@@ -25,16 +25,16 @@ from pallas_kernels.moe.schedule import Schedule
 
 # Tokens of a block: two for each of its warps, so that the latency of one's reductions hides behind the other's.
 ROWS = 8
-# Columns of a tile are a multiple of the lanes of a warp. One such multiple holds a token's weights.
-LANES = 32
-# A row of scores lies in one warp, a column in each lane.
-TILE = plgpu.Layout.TILED(plgpu.Tiling(((4, LANES), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+# Columns of a tile are a multiple of this, and one such multiple holds a token's weights.
+COLUMNS = BLOCK
+# A row of scores lies in one warp, two columns in each lane.
+TILE = plgpu.Layout.TILED(plgpu.Tiling(((4, COLUMNS), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 # The chosen ids of a block: 8 of each token, held twice.
 CHOSEN = plgpu.Layout.TILED(
     plgpu.Tiling(((ROWS, 8), (2, 8), (1,))), warp_dims=(-5,), lane_dims=(-3, -2, plgpu.Replicated(2)), vector_dim=-1
 )
 
-# Tiles of scores, keys and choices stay in registers.
+# Tiles of scores, their keys and the order of choice stay in registers.
 MAX_EXPERTS = 512
 # One bit each.
 MAX_GROUPS = 31
@@ -63,9 +63,9 @@ class Routing:
 def obstacle(logits: jax.Array, routing: Routing) -> str | None:
     """Why this kernel cannot take a call, None if it can."""
     E = logits.shape[1]
-    if E > MAX_EXPERTS or routing.top_k > LANES or routing.num_groups > MAX_GROUPS:
+    if E > MAX_EXPERTS or routing.top_k > COLUMNS or routing.num_groups > MAX_GROUPS:
         return (
-            f"it takes up to {MAX_EXPERTS} experts, {LANES} of a token and {MAX_GROUPS} groups, "
+            f"it takes up to {MAX_EXPERTS} experts, {COLUMNS} of a token and {MAX_GROUPS} groups, "
             f"not {E}, {routing.top_k} and {routing.num_groups}"
         )
     if logits.dtype != jnp.float32:
@@ -117,7 +117,7 @@ def route_and_plan(
 def _inputs(logits: jax.Array, bias: jax.Array | None, live: jax.Array) -> list[jax.Array]:
     """What the kernel reads; of what is padded here, a decode step of a large model needs only `live`, once."""
     T, E = logits.shape
-    rows, columns = -T % ROWS if T > ROWS else 0, -E % BLOCK
+    rows, columns = -T % ROWS if T > ROWS else 0, -E % COLUMNS
     logits = jnp.pad(logits, ((0, rows), (0, columns)), constant_values=-jnp.inf)
     biases = [] if bias is None else [jnp.pad(bias, (0, columns))]
     return [logits, *biases, jnp.pad(live.astype(jnp.int32), (0, -T % ROWS))]
@@ -168,7 +168,7 @@ def _group_keys(keys: jax.Array, columns: jax.Array, groups: int, size: int, *, 
     """By group: keys [ROWS] of its best score, or of the sum of its two best."""
     found = []
     for start in range(0, groups * size, size):
-        low, high = start // LANES * LANES, -(-(start + size) // LANES) * LANES
+        low, high = start // COLUMNS * COLUMNS, -(-(start + size) // COLUMNS) * COLUMNS
         part, column = (lax.slice(a, (0, low), (ROWS, high)) for a in (keys, columns))
         if (low, high) != (start, start + size):
             part = jnp.where((column >= start) & (column < start + size), part, _const(TAKEN, part))
@@ -198,11 +198,11 @@ def _kept_groups(found: list[jax.Array], top_groups: int) -> jax.Array:
 def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | None, interpret: Any) -> Any:
     """kernel(logits [T or a multiple of ROWS, experts], bias [experts] if biased, live [a multiple of ROWS]).
 
-    experts is E, padded by -infinity. Gives weights [padded T, LANES] and chosen ids [blocks, ROWS, width]; or, for
-    tables = (rows, slots), instead of the ids: num_slots, expert, and place [ROWS, LANES].
+    experts is E, padded by -infinity. Gives weights [padded T, COLUMNS] and chosen ids [blocks, ROWS, width]; or, for
+    tables = (rows, slots), instead of the ids: num_slots, expert, and place [ROWS, COLUMNS].
     """
     int32 = jnp.int32
-    experts, padded = -(-E // BLOCK) * BLOCK, -(-T // ROWS) * ROWS
+    experts, padded = -(-E // COLUMNS) * COLUMNS, -(-T // ROWS) * ROWS
     k = r.top_k
 
     def rows_of(logits, block):
@@ -216,7 +216,7 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
         return tile
 
     def choose(logits, bias):
-        """order [ROWS, experts], j for the j-th choice and -1 for none; ids and weights [ROWS, LANES]."""
+        """order [ROWS, experts], j for the j-th choice and -1 for none; ids and weights [ROWS, COLUMNS]."""
         if bias is None:
             powers = jnp.exp(logits - _along(logits.max(axis=1), experts))
             scores = choice = powers / _along(powers.sum(axis=1), experts)
@@ -236,7 +236,7 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
             mine = lax.shift_right_logical(_along(kept, experts), group) & 1
             keys = jnp.where(mine == 1, keys, _const(BOTTOM, keys))
         bits = lax.bitcast_convert_type(scores, int32)
-        lane = _iota((ROWS, LANES), 1)
+        column = _iota((ROWS, COLUMNS), 1)
 
         def pick(j, carry):
             keys, order, ids, weights = carry
@@ -247,18 +247,18 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
             return (
                 jnp.where(rest, keys, _const(TAKEN, keys)),
                 jnp.where(rest, order, jnp.full(order.shape, j, int32)),
-                jnp.where(lane == j, _along(chosen, LANES), ids),
-                jnp.where(lane == j, _along(score, LANES), weights),
+                jnp.where(column == j, _along(chosen, COLUMNS), ids),
+                jnp.where(column == j, _along(score, COLUMNS), weights),
             )
 
         def filled(value, size):
             return plgpu.layout_cast(jnp.full((ROWS, size), value, int32), TILE)
 
-        carry = (keys, filled(-1, experts), filled(E, LANES), filled(0, LANES))
+        carry = (keys, filled(-1, experts), filled(E, COLUMNS), filled(0, COLUMNS))
         _, order, ids, weights = lax.fori_loop(0, k, pick, carry)
         weights = lax.bitcast_convert_type(weights, jnp.float32)
         if r.normalize:
-            weights = weights / (_along(weights.sum(axis=1), LANES) + 1e-20)
+            weights = weights / (_along(weights.sum(axis=1), COLUMNS) + 1e-20)
         return order, ids, weights * r.scale
 
     def inputs(refs, block):
@@ -271,7 +271,7 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
         block = lax.axis_index("block")
         logits, bias, live = inputs(given, block)
         _, ids, weights[pl.ds(block * ROWS, ROWS)] = choose(logits, bias)
-        ids_smem[...] = jnp.where(_along(live, LANES) == 1, ids, _const(E, ids))
+        ids_smem[...] = jnp.where(_along(live, COLUMNS) == 1, ids, _const(E, ids))
         chosen[block] = load(ids_smem, (slice(None), pl.ds(0, r.width)), layout=CHOSEN)
 
     def plan_body(*refs, order_smem, used_smem, ends_smem):
@@ -292,20 +292,20 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
         # The rows of a slot are the tokens.
         starts = _down(load(ends_smem, (pl.ds(0, experts),), layout=TILE.reduce(0))) * rows - rows
         starts = starts + _iota((ROWS, experts), 0)
-        lane = _iota((ROWS, LANES), 1)
-        places = _const(0, lane)
+        column = _iota((ROWS, COLUMNS), 1)
+        places = _const(0, column)
         for j in range(k):
             start = jnp.where(order == j, starts, _const(0, starts)).sum(axis=1)
-            places = jnp.where(lane == j, _along(start, LANES), places)
+            places = jnp.where(column == j, _along(start, COLUMNS), places)
         place[...] = places
 
     body = route_body if tables is None else plan_body
     body.__name__ = "moe_route" if tables is None else "moe_route_plan"
     if tables is None:
         given = [(padded // ROWS, ROWS, r.width)]
-        scratch = {"ids_smem": plgpu.SMEM((ROWS, LANES), int32)}
+        scratch = {"ids_smem": plgpu.SMEM((ROWS, COLUMNS), int32)}
     else:
-        given = [(1,), (-(-tables[1] // BLOCK) * BLOCK,), (ROWS, LANES)]
+        given = [(1,), (-(-tables[1] // BLOCK) * BLOCK,), (ROWS, COLUMNS)]
         scratch = {
             "order_smem": plgpu.SMEM((ROWS, experts), int32),
             "used_smem": plgpu.SMEM((experts,), int32),
@@ -314,7 +314,7 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
     return plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((padded, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((padded, COLUMNS), jnp.float32),
             *(jax.ShapeDtypeStruct(shape, int32) for shape in given),
         ],
         scratch_types=scratch,
