@@ -123,7 +123,7 @@ def _inputs(logits: jax.Array, bias: jax.Array | None, live: jax.Array) -> list[
     return [logits, *biases, jnp.pad(live.astype(jnp.int32), (0, -T % ROWS))]
 
 
-def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=TILE)
 
 
@@ -147,7 +147,7 @@ def _keys(x: jax.Array) -> jax.Array:
     They are unsigned because Mosaic's select takes its signedness from the mask where the first value is a constant: a
     maximum of such int32 would be that of uint32.
     """
-    bits = lax.bitcast_convert_type(jnp.where(x != x, _const(jnp.inf, x), x), jnp.uint32)
+    bits = lax.bitcast_convert_type(jnp.where(jnp.isnan(x), _const(jnp.inf, x), x), jnp.uint32)
     return jnp.where(bits >= _const(SIGN, bits), bits ^ _const(ALL, bits), bits ^ _const(SIGN, bits))
 
 
@@ -204,6 +204,7 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
     int32 = jnp.int32
     experts, padded = -(-E // COLUMNS) * COLUMNS, -(-T // ROWS) * ROWS
     k = r.top_k
+    rows, slots = tables or (0, 0)
 
     def rows_of(logits, block):
         """This block's logits [ROWS, experts]."""
@@ -225,13 +226,12 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
             choice = scores + bias
         columns = _iota((ROWS, experts), 1)
         keys = _keys(choice)
-        if E < experts:
+        if experts > E:
             keys = jnp.where(columns < E, keys, _const(BOTTOM, keys))
         if r.num_groups > 1:
             size = E // r.num_groups
-            kept = _kept_groups(
-                _group_keys(keys, columns, r.num_groups, size, best_two=bias is not None), r.top_groups
-            )
+            found = _group_keys(keys, columns, r.num_groups, size, best_two=bias is not None)
+            kept = _kept_groups(found, r.top_groups)
             group = jnp.minimum(lax.div(columns, _const(size, columns)), MAX_GROUPS)
             mine = lax.shift_right_logical(_along(kept, experts), group) & 1
             keys = jnp.where(mine == 1, keys, _const(BOTTOM, keys))
@@ -276,7 +276,6 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
 
     def plan_body(*refs, order_smem, used_smem, ends_smem):
         *given, weights, num_slots, expert, place = refs
-        rows, slots = tables
         logits, bias, live = inputs(given, 0)
         order, _, weights[...] = choose(logits, bias)
         order = jnp.where(_along(live, experts) == 1, order, _const(-1, order))
@@ -299,23 +298,26 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
             places = jnp.where(column == j, _along(start, COLUMNS), places)
         place[...] = places
 
-    body = route_body if tables is None else plan_body
-    body.__name__ = "moe_route" if tables is None else "moe_route_plan"
+    body: Any
+    rest: list[tuple[int, ...]]
     if tables is None:
-        given = [(padded // ROWS, ROWS, r.width)]
+        body, name = route_body, "moe_route"
+        rest = [(padded // ROWS, ROWS, r.width)]
         scratch = {"ids_smem": plgpu.SMEM((ROWS, COLUMNS), int32)}
     else:
-        given = [(1,), (-(-tables[1] // BLOCK) * BLOCK,), (ROWS, COLUMNS)]
+        body, name = plan_body, "moe_route_plan"
+        rest = [(1,), (-(-slots // BLOCK) * BLOCK,), (ROWS, COLUMNS)]
         scratch = {
             "order_smem": plgpu.SMEM((ROWS, experts), int32),
             "used_smem": plgpu.SMEM((experts,), int32),
             "ends_smem": plgpu.SMEM((experts,), int32),
         }
+    body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((padded, COLUMNS), jnp.float32),
-            *(jax.ShapeDtypeStruct(shape, int32) for shape in given),
+            *(jax.ShapeDtypeStruct(shape, int32) for shape in rest),
         ],
         scratch_types=scratch,
         grid=(padded // ROWS,),
