@@ -25,7 +25,9 @@ TILE = 4096
 MAX_ASSIGNMENTS = 32768
 # The most rows of a TMA copy.
 COPY_ROWS = 256
-
+# Rows of slots learn their tokens one after the other, a store and two barriers each. Up to this many blocks, one
+# multiprocessor each, several share a chunk of assignments: all place it, each tells a part of the rows.
+SHARING_BLOCKS = 128
 
 # Layouts of a tile's rows and of its columns as vectors.
 AS_ROWS, AS_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -117,11 +119,13 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
     int32 = jnp.int32
     experts = -(-E // BLOCK) * BLOCK
     chunks, slot_blocks = N // BLOCK, -(-slots // BLOCK)
+    parts = 1 if shared else next((p for p in (8, 4, 2) if p * chunks <= SHARING_BLOCKS), 1)
     narrow = tile_columns(experts)
     copies = [(start, min(COPY_ROWS, chunks - start)) for start in range(0, chunks, COPY_ROWS)]
 
     def body(ids, num_slots, expert, token, place, ids_smem, blocks_smem, ends_smem, row_smem, arrived):
         block = lax.axis_index("block")
+        here, turn = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
         for start, size in copies:
             part = pl.ds(start, size)
             plgpu.copy_gmem_to_smem(ids.at[part], ids_smem.at[part], arrived)
@@ -154,13 +158,13 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
         def _name_slots():
             expert[pl.ds(block * BLOCK, BLOCK)] = slot_experts(ends_smem, block * BLOCK)
 
-        @pl.when(block < chunks)
+        @pl.when(here < chunks)
         def _place():
-            mine = load(ids_smem, (block,), layout=AS_ROWS)
+            ids_row = load(ids_smem, (here,), layout=AS_ROWS)
 
             def preceding(chunk, slot):
                 col = load(blocks_smem, (pl.ds(chunk * BLOCK, BLOCK),), layout=AS_COLUMNS)
-                before = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < along_rows(mine, BLOCK)
+                before = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < along_rows(ids_row, BLOCK)
                 return slot + total(before, down_columns(col, BLOCK))
 
             row = lax.fori_loop(0, experts // BLOCK, preceding, zeros(BLOCK)) * rows
@@ -168,23 +172,28 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
 
                 def same(chunk, rank):
                     col = load(ids_smem, (chunk,), layout=AS_COLUMNS)
-                    earlier = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < iota((BLOCK, BLOCK), 0) + block * BLOCK
-                    equal = down_columns(col, BLOCK) == along_rows(mine, BLOCK)
+                    earlier = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < iota((BLOCK, BLOCK), 0) + here * BLOCK
+                    equal = down_columns(col, BLOCK) == along_rows(ids_row, BLOCK)
                     return rank + total(equal & earlier, 1)
 
-                row = row + lax.fori_loop(0, block + 1, same, zeros(BLOCK))
-            chosen = mine < E
-            place[block] = jnp.where(chosen, row, jnp.zeros((BLOCK,), int32))
+                row = row + lax.fori_loop(0, here + 1, same, zeros(BLOCK))
+            chosen = ids_row < E
+
+            @pl.when(turn == 0)
+            def _write():
+                place[here] = jnp.where(chosen, row, jnp.zeros((BLOCK,), int32))
+
             if not shared:
                 row_smem[...] = jnp.where(chosen, row, jnp.full((BLOCK,), -1, int32))
 
-                @pl.loop(0, BLOCK)
-                def _own(i):
+                @pl.loop(0, BLOCK // parts)
+                def _own(step):
+                    i = turn * (BLOCK // parts) + step
                     to = row_smem[i]
 
                     @pl.when(to >= 0)
                     def _():
-                        token[to] = lax.div(block * BLOCK + i, int32(k))
+                        token[to] = lax.div(here * BLOCK + i, int32(k))
 
     body.__name__ = "moe_plan"
     return plgpu.kernel(
@@ -200,7 +209,7 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
             "row_smem": plgpu.SMEM((BLOCK,), int32),
             "arrived": plgpu.Barrier(num_arrivals=len(copies)),
         },
-        grid=(max(chunks, slot_blocks),),
+        grid=(max(chunks * parts, slot_blocks),),
         grid_names=("block",),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(
