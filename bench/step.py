@@ -30,11 +30,12 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.state import kv_page_bytes
+from jaxspec.models import moe
 from jaxspec.models.config import ModelConfig, read_config
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.moe import MoE
 from jaxspec.models.params import TENSOR_AXIS, count_parameters, declarations, random_params
 from jaxspec.sampling.params import SamplingParams
+from pallas_kernels.moe.api import route_sigmoid, route_softmax
 
 SHAPES: dict[str, dict[str, Any]] = {
     # Moonlight-16B-A3B, from its config.json.
@@ -254,21 +255,23 @@ def touched_experts(load: Load, params: dict, model: CausalLM, rows: Sequence[in
     Counted in an executable of its own, whose router also reports to the host, from the load's state (used up).
     """
     seen: list[np.ndarray] = []
-    route = MoE.route
+    routed_experts = moe.routed_experts
 
-    def reporting_route(self: MoE, x_TH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        weights, ids = route(self, x_TH)
-        jax.debug.callback(lambda got: seen.append(np.asarray(got)), ids)
-        return weights, ids
+    def reporting(
+        x: Any, gate_up: Any, down: Any, logits: Any, bias: Any, live: Any, shared: Any = None, **routing: Any
+    ) -> Any:
+        route = route_softmax(logits, **routing) if bias is None else route_sigmoid(logits, bias, **routing)
+        jax.debug.callback(lambda got: seen.append(np.asarray(got)), route[1])
+        return routed_experts(x, gate_up, down, logits, bias, live, shared, **routing)
 
     load.rewind()
     runner = Runner(model, params, load.engine.settings, load.runner._mesh)
     runner.buckets = (load.bucket(max(rows)),)
-    MoE.route = reporting_route  # type: ignore[method-assign]
+    moe.routed_experts = reporting  # type: ignore[attr-defined]
     try:
         runner.warm_up()
     finally:
-        MoE.route = route  # type: ignore[method-assign]
+        moe.routed_experts = routed_experts  # type: ignore[attr-defined]
     runner.state = load.runner.state
     counts = {}
     for n in rows:

@@ -8,7 +8,7 @@ from jax import lax
 from jaxspec.models.config import MoEConfig
 from jaxspec.models.layers import MLP
 from jaxspec.models.params import Declare
-from pallas_kernels.moe.api import experts, route_sigmoid, route_softmax
+from pallas_kernels.moe.api import routed_experts
 
 
 class MoE(nnx.Module):
@@ -27,21 +27,12 @@ class MoE(nnx.Module):
             self.shared = MLP(hidden, inner * config.num_shared, declare)
 
     def __call__(self, x_TH: jax.Array, live_T: jax.Array) -> jax.Array:
-        weights_Tk, ids_Tk = self.route(x_TH)
-        shared = (self.shared.gate_up[...], self.shared.down[...]) if self.config.num_shared else None
-        return experts(x_TH, self.gate_up[...], self.down[...], weights_Tk, ids_Tk, live_T, shared)
-
-    def route(self, x_TH: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights float32 [T, k] and expert ids int32 [T, k]."""
         c = self.config
         # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
-        logits = jnp.einsum("th,eh->te", x_TH.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST)
-        if c.scoring == "softmax":
-            return route_softmax(
-                logits, top_k=c.top_k, num_groups=c.num_groups, top_groups=c.top_groups, normalize=c.normalize,
-                scale=c.scale,
-            )  # fmt: skip
-        return route_sigmoid(
-            logits, self.router_bias[...], top_k=c.top_k, num_groups=c.num_groups, top_groups=c.top_groups,
-            normalize=c.normalize, scale=c.scale,
+        logits_TE = jnp.einsum("th,eh->te", x_TH.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST)
+        bias_E = self.router_bias[...] if c.scoring == "sigmoid" else None
+        shared = (self.shared.gate_up[...], self.shared.down[...]) if c.num_shared else None
+        return routed_experts(
+            x_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, top_k=c.top_k,
+            num_groups=c.num_groups, top_groups=c.top_groups, normalize=c.normalize, scale=c.scale,
         )  # fmt: skip

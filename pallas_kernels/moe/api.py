@@ -1,9 +1,11 @@
 """Mixture of experts: routing, and the routed experts' matmuls."""
 
+import dataclasses
+
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import mosaic, reference
+from pallas_kernels.moe import mosaic, reference, route
 
 
 def route_sigmoid(
@@ -27,15 +29,7 @@ def route_sigmoid(
     Returns:
         weights float32 [T, top_k] and expert ids int32 [T, top_k].
     """
-    return reference.route_sigmoid(
-        logits,
-        bias,
-        top_k=top_k,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        normalize=normalize,
-        scale=scale,
-    )
+    return _route(logits, bias, route.Routing(top_k, num_groups, top_groups, normalize, scale))
 
 
 def route_softmax(
@@ -49,9 +43,7 @@ def route_softmax(
     Returns:
         weights float32 [T, top_k] and expert ids int32 [T, top_k].
     """
-    return reference.route_softmax(
-        logits, top_k=top_k, num_groups=num_groups, top_groups=top_groups, normalize=normalize, scale=scale
-    )
+    return _route(logits, None, route.Routing(top_k, num_groups, top_groups, normalize, scale))
 
 
 def experts(
@@ -78,6 +70,53 @@ def experts(
     Raises:
         UnsupportedError: the backend that was asked for (`backend.Backends.moe`) cannot take this call.
     """
-    if choose("moe", current().moe, {"mosaic": mosaic.obstacle(x, gate_up, down, shared)}) == "mosaic":
+    if _experts_backend(x, gate_up, down, shared) == "mosaic":
         return mosaic.experts(x, gate_up, down, weights, ids, live, shared)
     return reference.experts(x, gate_up, down, weights, ids, live, shared)
+
+
+def routed_experts(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    live: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+) -> jax.Array:
+    """`experts` of what `route_sigmoid` chooses or, where the bias is None, `route_softmax`.
+
+    Together, because kernels for both need fewer launches than one after the other.
+    """
+    routing = route.Routing(top_k, num_groups, top_groups, normalize, scale)
+    if _experts_backend(x, gate_up, down, shared) == "mosaic" and _route_backend(logits, routing) == "mosaic":
+        return mosaic.routed_experts(x, gate_up, down, logits, bias, live, shared, routing=routing)
+    weights, ids = _route(logits, bias, routing)
+    return experts(x, gate_up, down, weights, ids, live, shared)
+
+
+def _experts_backend(
+    x: jax.Array, gate_up: jax.Array, down: jax.Array, shared: tuple[jax.Array, jax.Array] | None
+) -> str:
+    return choose("moe", current().moe, {"mosaic": mosaic.obstacle(x, gate_up, down, shared)})
+
+
+def _route_backend(logits: jax.Array, routing: route.Routing) -> str:
+    # Who asks for a kernel means the experts: a routing that has none is no reason to refuse the model.
+    wanted = "auto" if current().moe == "mosaic" else current().moe
+    return choose("moe_route", wanted, {"mosaic": route.obstacle(logits, routing)})
+
+
+def _route(logits: jax.Array, bias: jax.Array | None, routing: route.Routing) -> tuple[jax.Array, jax.Array]:
+    if _route_backend(logits, routing) == "mosaic":
+        return route.route(logits, bias, routing=routing)
+    options = dataclasses.asdict(routing)
+    if bias is None:
+        return reference.route_softmax(logits, **options)
+    return reference.route_sigmoid(logits, bias, **options)

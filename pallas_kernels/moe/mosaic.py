@@ -25,8 +25,9 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import transpose_ref
-from pallas_kernels.moe.plan import MAX_ASSIGNMENTS, plan
+from pallas_kernels.moe.plan import MAX_ASSIGNMENTS, plan, plan_assigned
 from pallas_kernels.moe.reference import swiglu
+from pallas_kernels.moe.route import ROWS, Routing, assign, route, route_and_plan
 from pallas_kernels.moe.schedule import Schedule, max_slots, schedule
 
 M = 64  # Rows of a wgmma, and the granule of the shapes this file takes.
@@ -37,8 +38,11 @@ RING_BYTES = 192 * 1024
 # Registers of a thread: the producer gives away what the consumers' accumulators need.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
-# Up to this many tokens every slot sees all of them.
-SHARED_ROWS = 8
+# Up to this many tokens every slot sees all of them, and one block of the routing kernel makes all tables.
+SHARED_ROWS = ROWS
+# Up to this many assignments the routing kernel lays ids out for the plan: each token takes a multiple of 8, which a
+# prefill would pay for.
+MAX_ASSIGNED = 2048
 # (most tokens an expert has on average, rows of a slot): wider slots read weights less often and pad more.
 ROWS_BY_LOAD = ((24.0, 16), (96.0, 64), (float("inf"), 128))
 # From this many rows on the tensor cores are the limit: wider tiles, two warpgroups.
@@ -131,11 +135,67 @@ def experts(
 
     Jitted, so that the layers of a model share one lowering.
     """
+    config = config or _configured(x, gate_up, ids.shape[1], shared)
+    tables = tabulate(ids, live, gate_up.shape[0], config, interpret=interpret)
+    return _work(x, gate_up, down, weights, tables, live, shared, config, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("routing", "config", "interpret"))
+def routed_experts(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    live: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    routing: Routing,
+    config: Config | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """As `api.routed_experts`, where both `obstacle` and that of `route` are None.
+
+    A step of few tokens has one kernel between the router's matmul and the experts', a larger decode step two.
+    """
+    T, E = logits.shape
+    k = routing.top_k
+    config = config or _configured(x, gate_up, k, shared)
+    if config.shared:
+        weights, tables = route_and_plan(
+            logits, bias, live, config.rows, config.slots, routing=routing, interpret=interpret
+        )
+    elif T * routing.width <= MAX_ASSIGNED:
+        weights, assigned = assign(logits, bias, live, routing=routing, interpret=interpret)
+        tables = plan_assigned(
+            assigned, T, routing.width, E, config.rows, config.slots, shared=False, interpret=interpret
+        )
+        tables = tables._replace(place=tables.place[:, :k])
+    else:
+        weights, ids = route(logits, bias, routing=routing, interpret=interpret)
+        tables = tabulate(ids, live, E, config, interpret=interpret)
+    return _work(x, gate_up, down, weights, tables, live, shared, config, interpret)
+
+
+def _configured(x: jax.Array, gate_up: jax.Array, k: int, shared: tuple[jax.Array, jax.Array] | None) -> Config:
     T, H = x.shape
     E, _, inner, _ = gate_up.shape
-    k = ids.shape[1]
-    config = config or configure(T, E, k, H, inner, 0 if shared is None else shared[1].shape[1])
-    tables = tabulate(ids, live, E, config, interpret=interpret)
+    shared_inner = 0 if shared is None else shared[1].shape[1]
+    return configure(T, E, k, H, inner, shared_inner)
+
+
+def _work(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    weights: jax.Array,
+    tables: Schedule,
+    live: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None,
+    config: Config,
+    interpret: Any,
+) -> jax.Array:
+    T = x.shape[0]
     x_parts, gate_up_parts, down_parts = [gather(x, tables, config)], [gate_up], [down]
     if shared is not None and config.pieces:
         x_parts.append(jnp.pad(x, ((0, config.piece_rows - T), (0, 0)))[None])

@@ -25,6 +25,12 @@ TILE = 4096
 MAX_ASSIGNMENTS = 32768
 # The most rows of a TMA copy.
 COPY_ROWS = 256
+# Rows of slots learn their tokens one after the other, a store and two barriers each. Up to this many blocks, one
+# multiprocessor each, several share a chunk of assignments: all place it, each tells a part of the rows.
+SHARING_BLOCKS = 128
+
+# Layouts of a tile's rows and of its columns as vectors.
+AS_ROWS, AS_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def plan(
@@ -35,11 +41,76 @@ def plan(
     padded = -(-T * k // BLOCK) * BLOCK
     ids_N = jnp.where(live[:, None], ids, E).reshape(-1)
     ids_N = jnp.pad(ids_N, (0, padded - T * k), constant_values=E).reshape(-1, BLOCK)
-    num_slots, expert, token, place = _plan(padded, E, k, rows, slots, shared, interpret)(ids_N)
-    place = place.reshape(-1)[: T * k].reshape(T, k)
+    tables = plan_assigned(ids_N, T, k, E, rows, slots, shared=shared, interpret=interpret)
     if shared:
-        place = jnp.where(live[:, None], place + jnp.arange(T, dtype=jnp.int32)[:, None], 0)
-    return Schedule(num_slots, expert, token, place)
+        place = jnp.where(live[:, None], tables.place + jnp.arange(T, dtype=jnp.int32)[:, None], 0)
+        tables = tables._replace(place=place)
+    return tables
+
+
+def plan_assigned(
+    ids_N: jax.Array, T: int, k: int, E: int, rows: int, slots: int, *, shared: bool, interpret: Any = False
+) -> Schedule:
+    """As `plan`, from ids [N / BLOCK, BLOCK]: k for each of T tokens, E where there is none.
+
+    With shared slots, places are the first rows of slots, not yet those of the tokens in them.
+    """
+    num_slots, expert, token, place = _plan(ids_N.size, E, k, rows, slots, shared, interpret)(ids_N)
+    return Schedule(num_slots, expert, token, place.reshape(-1)[: T * k].reshape(T, k))
+
+
+def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def down_columns(vector: jax.Array, size: int) -> jax.Array:
+    """[columns] as [size, columns]."""
+    return lax.broadcast_in_dim(vector, (size, vector.shape[0]), (1,))
+
+
+def along_rows(vector: jax.Array, size: int) -> jax.Array:
+    """[rows] as [rows, size]."""
+    return lax.broadcast_in_dim(vector, (vector.shape[0], size), (0,))
+
+
+def total(mask: jax.Array, values: jax.Array | int) -> jax.Array:
+    """Row sums of the values, a tile or a number, where the mask holds."""
+    values = values if isinstance(values, jax.Array) else jnp.full(mask.shape, values, jnp.int32)
+    return jnp.where(mask, values, jnp.zeros(mask.shape, jnp.int32)).sum(axis=1)
+
+
+def zeros(size: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((size,), jnp.int32), AS_ROWS)
+
+
+def tile_columns(experts: int) -> int:
+    """Columns of a tile with a row for each expert."""
+    return int(max(8, 1 << (TILE // experts).bit_length() - 1))
+
+
+def slot_ends(blocks_smem: Any) -> jax.Array:
+    """How many slots each expert and those before it have: [experts], from blocks_smem [experts]."""
+    experts = blocks_smem.shape[0]
+    narrow = tile_columns(experts)
+
+    def accumulate(chunk, ends):
+        start = chunk * narrow
+        col = load(blocks_smem, (pl.ds(start, narrow),), layout=AS_COLUMNS)
+        before = iota((experts, narrow), 1) + start <= iota((experts, narrow), 0)
+        return ends + total(before, down_columns(col, experts))
+
+    return lax.fori_loop(0, experts // narrow, accumulate, zeros(experts))
+
+
+def slot_experts(ends_smem: Any, first: jax.Array | int) -> jax.Array:
+    """The experts of BLOCK slots from `first` on, from ends_smem [experts]."""
+    slot = iota((BLOCK, BLOCK), 0) + first
+
+    def passed(chunk, found):
+        col = load(ends_smem, (pl.ds(chunk * BLOCK, BLOCK),), layout=AS_COLUMNS)
+        return found + total(down_columns(col, BLOCK) <= slot, 1)
+
+    return lax.fori_loop(0, ends_smem.shape[0] // BLOCK, passed, zeros(BLOCK))
 
 
 @functools.cache
@@ -48,32 +119,13 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
     int32 = jnp.int32
     experts = -(-E // BLOCK) * BLOCK
     chunks, slot_blocks = N // BLOCK, -(-slots // BLOCK)
-    # Columns of a tile with a row for each expert.
-    narrow = max(8, 1 << (TILE // experts).bit_length() - 1)
+    parts = 1 if shared else next((p for p in (8, 4, 2) if p * chunks <= SHARING_BLOCKS), 1)
+    narrow = tile_columns(experts)
     copies = [(start, min(COPY_ROWS, chunks - start)) for start in range(0, chunks, COPY_ROWS)]
-    as_rows, as_columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-
-    def iota(shape, axis):
-        return plgpu.broadcasted_iota(int32, shape, axis, layout=plgpu.Layout.WGMMA)
-
-    def down_columns(vector, size):
-        """[columns] as [size, columns]."""
-        return lax.broadcast_in_dim(vector, (size, vector.shape[0]), (1,))
-
-    def along_rows(vector, size):
-        """[rows] as [rows, size]."""
-        return lax.broadcast_in_dim(vector, (vector.shape[0], size), (0,))
-
-    def total(mask, values):
-        """Row sums of the values, a tile or a number, where the mask holds."""
-        values = values if isinstance(values, jax.Array) else jnp.full(mask.shape, values, int32)
-        return jnp.where(mask, values, jnp.zeros(mask.shape, int32)).sum(axis=1)
-
-    def zeros(size):
-        return plgpu.layout_cast(jnp.zeros((size,), int32), as_rows)
 
     def body(ids, num_slots, expert, token, place, ids_smem, blocks_smem, ends_smem, row_smem, arrived):
         block = lax.axis_index("block")
+        here, turn = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
         for start, size in copies:
             part = pl.ds(start, size)
             plgpu.copy_gmem_to_smem(ids.at[part], ids_smem.at[part], arrived)
@@ -81,7 +133,7 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
 
         def count(chunk, counts):
             for part in range(0, BLOCK, narrow):
-                ids_col = load(ids_smem, (chunk, pl.ds(part, narrow)), layout=as_columns)
+                ids_col = load(ids_smem, (chunk, pl.ds(part, narrow)), layout=AS_COLUMNS)
                 counts = counts + total(down_columns(ids_col, experts) == iota((experts, narrow), 0), 1)
             return counts
 
@@ -92,17 +144,11 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
             # rows is a power of two: what is not live counts as expert E, which has no slots.
             blocks = lax.shift_right_logical(counts + (rows - 1), jnp.full((experts,), rows.bit_length() - 1, int32))
         if experts > E:
-            number = plgpu.broadcasted_iota(int32, (experts,), 0, layout=as_rows)
+            number = plgpu.broadcasted_iota(int32, (experts,), 0, layout=AS_ROWS)
             blocks = jnp.where(number < E, blocks, jnp.zeros((experts,), int32))
         blocks_smem[...] = blocks
 
-        def accumulate(chunk, ends):
-            start = chunk * narrow
-            col = load(blocks_smem, (pl.ds(start, narrow),), layout=as_columns)
-            before = iota((experts, narrow), 1) + start <= iota((experts, narrow), 0)
-            return ends + total(before, down_columns(col, experts))
-
-        ends_smem[...] = lax.fori_loop(0, experts // narrow, accumulate, zeros(experts))
+        ends_smem[...] = slot_ends(blocks_smem)
 
         @pl.when(block == 0)
         def _count_slots():
@@ -110,45 +156,44 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
 
         @pl.when(block < slot_blocks)
         def _name_slots():
-            slot = iota((BLOCK, BLOCK), 0) + block * BLOCK
+            expert[pl.ds(block * BLOCK, BLOCK)] = slot_experts(ends_smem, block * BLOCK)
 
-            def passed(chunk, found):
-                col = load(ends_smem, (pl.ds(chunk * BLOCK, BLOCK),), layout=as_columns)
-                return found + total(down_columns(col, BLOCK) <= slot, 1)
-
-            expert[pl.ds(block * BLOCK, BLOCK)] = lax.fori_loop(0, experts // BLOCK, passed, zeros(BLOCK))
-
-        @pl.when(block < chunks)
+        @pl.when(here < chunks)
         def _place():
-            mine = load(ids_smem, (block,), layout=as_rows)
+            ids_row = load(ids_smem, (here,), layout=AS_ROWS)
 
             def preceding(chunk, slot):
-                col = load(blocks_smem, (pl.ds(chunk * BLOCK, BLOCK),), layout=as_columns)
-                before = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < along_rows(mine, BLOCK)
+                col = load(blocks_smem, (pl.ds(chunk * BLOCK, BLOCK),), layout=AS_COLUMNS)
+                before = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < along_rows(ids_row, BLOCK)
                 return slot + total(before, down_columns(col, BLOCK))
 
             row = lax.fori_loop(0, experts // BLOCK, preceding, zeros(BLOCK)) * rows
             if not shared:
 
                 def same(chunk, rank):
-                    col = load(ids_smem, (chunk,), layout=as_columns)
-                    earlier = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < iota((BLOCK, BLOCK), 0) + block * BLOCK
-                    equal = down_columns(col, BLOCK) == along_rows(mine, BLOCK)
+                    col = load(ids_smem, (chunk,), layout=AS_COLUMNS)
+                    earlier = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < iota((BLOCK, BLOCK), 0) + here * BLOCK
+                    equal = down_columns(col, BLOCK) == along_rows(ids_row, BLOCK)
                     return rank + total(equal & earlier, 1)
 
-                row = row + lax.fori_loop(0, block + 1, same, zeros(BLOCK))
-            chosen = mine < E
-            place[block] = jnp.where(chosen, row, jnp.zeros((BLOCK,), int32))
+                row = row + lax.fori_loop(0, here + 1, same, zeros(BLOCK))
+            chosen = ids_row < E
+
+            @pl.when(turn == 0)
+            def _write():
+                place[here] = jnp.where(chosen, row, jnp.zeros((BLOCK,), int32))
+
             if not shared:
                 row_smem[...] = jnp.where(chosen, row, jnp.full((BLOCK,), -1, int32))
 
-                @pl.loop(0, BLOCK)
-                def _own(i):
+                @pl.loop(0, BLOCK // parts)
+                def _own(step):
+                    i = turn * (BLOCK // parts) + step
                     to = row_smem[i]
 
                     @pl.when(to >= 0)
                     def _():
-                        token[to] = lax.div(block * BLOCK + i, int32(k))
+                        token[to] = lax.div(here * BLOCK + i, int32(k))
 
     body.__name__ = "moe_plan"
     return plgpu.kernel(
@@ -164,7 +209,7 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
             "row_smem": plgpu.SMEM((BLOCK,), int32),
             "arrived": plgpu.Barrier(num_arrivals=len(copies)),
         },
-        grid=(max(chunks, slot_blocks),),
+        grid=(max(chunks * parts, slot_blocks),),
         grid_names=("block",),
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(

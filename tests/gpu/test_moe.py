@@ -1,5 +1,6 @@
 """The routed experts' Mosaic kernels on the GPU, against the plain-XLA reference in float32."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,8 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
-from pallas_kernels.moe.schedule import schedule
+from pallas_kernels.moe.route import Routing, route, route_and_plan
+from pallas_kernels.moe.schedule import max_slots, schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -141,3 +143,86 @@ def test_slots_that_do_not_exist_are_not_read(T):
     x, ids = jnp.ones((T, H), jnp.bfloat16), jnp.tile(jnp.arange(k), (T, 1))
     got = jax.jit(mosaic.experts)(x, gate_up, down, jnp.ones((T, k)), ids, jnp.ones(T, bool))
     assert jnp.isfinite(got.astype(jnp.float32)).all()
+
+
+# Experts, and how they are chosen.
+ROUTINGS = {
+    "moonlight": (64, Routing(6, 1, 1, True, 2.446)),
+    "deepseek-v3": (256, Routing(8, 8, 4, True, 2.5)),
+    "deepseek-v2": (160, Routing(6, 8, 3, False, 16.0)),
+    "odd": (8, Routing(2, 2, 1, True, 1.0)),
+}
+
+
+def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Logits, of which some rows are ties, NaN or infinite, and the bias of a sigmoid."""
+    E, _ = ROUTINGS[shape]
+    rng = np.random.default_rng(T)
+    logits = rng.normal(size=(T, E)).astype(np.float32)
+    if T > 7:
+        logits[0], logits[1], logits[2] = 0.0, np.nan, -np.inf
+        logits[3, 3], logits[4, E - 1], logits[5, : E // 2] = np.nan, np.inf, -np.inf
+        logits[6] = np.round(logits[6])
+    bias = np.where(np.arange(E) % 3 == 0, rng.normal(size=E) / 10, -0.5).astype(np.float32)
+    return jnp.asarray(logits), jnp.asarray(bias) if sigmoid else None
+
+
+def by_reference(logits, bias, routing: Routing):
+    options = dataclasses.asdict(routing)
+    if bias is None:
+        return jax.jit(lambda a: reference.route_softmax(a, **options))(logits)
+    return jax.jit(lambda a, b: reference.route_sigmoid(a, b, **options))(logits, bias)
+
+
+@pytest.mark.parametrize("T", [1, 3, 8, 9, 128, 300, 2048])
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("shape", ROUTINGS)
+def test_routed_as_the_reference(shape, sigmoid, T):
+    """Same experts, where XLA's rounding of the scores does not decide: in one row of a thousand it may."""
+    _, routing = ROUTINGS[shape]
+    logits, bias = routers(shape, T, sigmoid=sigmoid)
+    weights, ids = route(logits, bias, routing=routing)
+    want_weights, want_ids = by_reference(logits, bias, routing)
+    same = np.asarray(ids == want_ids).all(axis=1)
+    assert (~same).sum() <= T // 1000
+    np.testing.assert_allclose(np.asarray(weights)[same], np.asarray(want_weights)[same], rtol=2e-6)
+
+
+@pytest.mark.parametrize("T", [1, 3, 8])
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("shape", ROUTINGS)
+def test_tables_of_the_routing_launch(shape, sigmoid, T):
+    """Those of XLA for the same ids, and the same weights."""
+    E, routing = ROUTINGS[shape]
+    logits, bias = routers(shape, T, sigmoid=sigmoid)
+    live = jnp.arange(T) % 3 != 1
+    slots = max_slots(T, routing.top_k, E, 8, shared=True)
+    run = jax.jit(lambda *a: route_and_plan(*a, 8, slots, routing=routing))
+    weights, got = run(logits, bias, live)
+    want_weights, ids = route(logits, bias, routing=routing)
+    want = schedule(ids, live, E, 8, shared=True)
+    n = int(want.num_slots[0])
+    assert got.num_slots.tolist() == [n]
+    np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
+    np.testing.assert_array_equal(got.place, want.place)
+    np.testing.assert_array_equal(weights, want_weights)
+
+
+@pytest.mark.parametrize("T", [1, 8, 9, 40, 300])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_routing_and_experts_together(shape, T):
+    """As one after the other; 300 tokens are a prefill, whose ids are laid out without padding."""
+    H, E, _, _ = SHAPES[shape]
+    _, routing = ROUTINGS[shape]
+    gate_up, down = layer(shape)
+    logits = jax.random.normal(jax.random.key(T), (T, E), jnp.float32)
+    bias = jnp.linspace(-0.1, 0.1, E)
+    x = jax.random.normal(jax.random.key(1), (T, H), jnp.bfloat16)
+    live = jnp.arange(T) % 5 != 4
+    with use(Backends(moe="mosaic")):
+        run = jax.jit(lambda *a: api.routed_experts(*a, **dataclasses.asdict(routing)))
+        got = np.asarray(run(x, gate_up, down, logits, bias, live), np.float32)
+    weights, ids = by_reference(logits, bias, routing)
+    expected = np.asarray(mosaic.experts(x, gate_up, down, weights, ids, live), np.float32)
+    np.testing.assert_array_equal(got[~np.asarray(live)], 0)
+    np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2)

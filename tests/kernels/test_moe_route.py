@@ -1,0 +1,178 @@
+"""The routing kernel, as far as a CPU can show: interpreted against the reference, and lowered."""
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe.route import Routing, obstacle, route, route_and_plan
+from pallas_kernels.moe.schedule import max_slots, schedule
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernels use"
+)
+# Experts, and how they are chosen.
+SHAPES = {
+    "moonlight": (64, Routing(6, 1, 1, True, 2.446)),
+    "deepseek-v3": (256, Routing(8, 8, 4, True, 2.5)),
+    "deepseek-v2": (160, Routing(6, 8, 3, False, 16.0)),
+    "demo": (8, Routing(2, 2, 1, True, 1.0)),
+}
+
+
+def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    """Logits with rows of ties, NaN and infinities, as far as there are tokens, and the bias of a sigmoid."""
+    E, _ = SHAPES[shape]
+    rng = np.random.default_rng(T)
+    logits = rng.normal(size=(T, E)).astype(np.float32)
+    odd = [np.full(E, 0.0), np.round(rng.normal(size=E)), np.where(np.arange(E) == 3, np.nan, logits[-1])]
+    odd += [np.where(np.arange(E) < E // 2, -np.inf, logits[-1]), np.full(E, np.nan), np.full(E, -np.inf)]
+    odd += [np.where(np.arange(E) == E - 1, np.inf, np.round(logits[-1]))]
+    for t, row in enumerate(odd[: T - 1]):
+        logits[t] = row
+    # Equal biases leave ties among the scores.
+    bias = np.where(np.arange(E) % 3 == 0, rng.normal(size=E) / 10, -0.5).astype(np.float32)
+    return logits, bias if sigmoid else None
+
+
+def by_reference(logits, bias, routing: Routing):
+    options = dataclasses.asdict(routing)
+    if bias is None:
+        return jax.jit(lambda a: reference.route_softmax(a, **options))(logits)
+    return jax.jit(lambda a, b: reference.route_sigmoid(a, b, **options))(logits, bias)
+
+
+def interpret():
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def assert_no_races() -> None:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+def slow(*cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("shape", "sigmoid", "T"),
+    [
+        ("demo", True, 11), ("moonlight", False, 9),
+        *slow(("moonlight", True, 9), ("moonlight", True, 1), ("deepseek-v3", True, 17), ("deepseek-v3", False, 8)),
+        *slow(("deepseek-v2", True, 8), ("deepseek-v2", False, 9), ("demo", False, 70)),
+    ],
+)  # fmt: skip
+def test_interpreted(shape, sigmoid, T):
+    _, routing = SHAPES[shape]
+    logits, bias = routers(shape, T, sigmoid=sigmoid)
+    weights, ids = route(logits, bias, routing=routing, interpret=interpret())
+    want_weights, want_ids = by_reference(logits, bias, routing)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want_weights, rtol=1e-6)
+    assert_no_races()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("shape", "sigmoid", "T"),
+    [
+        ("demo", True, 5), ("moonlight", False, 8),
+        *slow(("moonlight", True, 1), ("deepseek-v3", True, 8), ("deepseek-v2", False, 3)),
+    ],
+)  # fmt: skip
+def test_tables_of_the_same_launch(shape, sigmoid, T):
+    """Few tokens: the tables are those of XLA for what the reference chooses, and dead tokens are in none."""
+    E, routing = SHAPES[shape]
+    logits, bias = routers(shape, T, sigmoid=sigmoid)
+    live = jnp.arange(T) % 3 != 1
+    slots = max_slots(T, routing.top_k, E, 8, shared=True)
+    weights, got = route_and_plan(logits, bias, live, 8, slots, routing=routing, interpret=interpret())
+    want_weights, ids = by_reference(logits, bias, routing)
+    want = schedule(ids, live, E, 8, shared=True)
+    n = int(want.num_slots[0])
+    assert got.num_slots.tolist() == [n]
+    np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
+    np.testing.assert_array_equal(got.place, want.place)
+    np.testing.assert_allclose(weights, want_weights, rtol=1e-6)
+    assert_no_races()
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(("T", "most"), [(3, mosaic.MAX_ASSIGNED), (20, mosaic.MAX_ASSIGNED), (30, 0)])
+def test_routed_experts(T, most, monkeypatch):
+    """Shared slots, ids laid out for the plan, and not (a prefill): all as routing and experts one after the other."""
+    E, H, inner, routing = 8, 128, 128, SHAPES["demo"][1]
+    monkeypatch.setattr(mosaic, "MAX_ASSIGNED", most)
+    rng = np.random.default_rng(T)
+    x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
+    gate_up = jnp.asarray(rng.normal(size=(E, 2, inner, H)) / H**0.5, jnp.bfloat16)
+    down = jnp.asarray(rng.normal(size=(E, H, inner)) / inner**0.5, jnp.bfloat16)
+    logits, bias = rng.normal(size=(T, E)).astype(np.float32), rng.normal(size=E).astype(np.float32)
+    live = jnp.arange(T) % 5 != 4
+    config = dataclasses.replace(mosaic.configure(T, E, routing.top_k, H, inner), grid=2)
+    got = mosaic.routed_experts(
+        x, gate_up, down, logits, bias, live, routing=routing, config=config, interpret=interpret()
+    )
+    weights, ids = by_reference(logits, bias, routing)
+    want = reference.experts(*(a.astype(jnp.float32) for a in (x, gate_up, down)), weights, ids, live)
+    got, want = np.asarray(got, np.float32), np.asarray(want)
+    np.testing.assert_array_equal(got[~live], 0)
+    assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
+    assert_no_races()
+
+
+def abstract(*arrays):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
+
+
+@pytest.mark.parametrize("T", [3, 40])
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_lowers_for_the_gpu(shape, sigmoid, T):
+    E, routing = SHAPES[shape]
+    logits, live, bias = abstract(((T, E), jnp.float32), ((T,), jnp.bool_), ((E,), jnp.float32))
+
+    def step(logits, bias, live):
+        bias = bias if sigmoid else None
+        if T > 8:
+            return route(logits, bias, routing=routing)
+        return route_and_plan(logits, bias, live, 8, max_slots(T, routing.top_k, E, 8, shared=True), routing=routing)
+
+    text = jax.jit(step).trace(logits, bias, live).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(("T", "kernels"), [(1, 3), (8, 3), (32, 4), (2048, 4)])
+def test_a_layer_lowers_for_the_gpu(T, kernels):
+    """One kernel between the router's matmul and the experts' for few tokens, else two."""
+    E, routing = SHAPES["moonlight"]
+    H, inner = 2048, 1408
+    args = abstract(
+        ((T, H), jnp.bfloat16), ((E, 2, inner, H), jnp.bfloat16), ((E, H, inner), jnp.bfloat16), ((T, E), jnp.float32),
+        ((E,), jnp.float32), ((T,), jnp.bool_),
+    )  # fmt: skip
+    layer = jax.jit(lambda *a: mosaic.routed_experts(*a, routing=routing))
+    text = layer.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels
+
+
+def test_what_has_no_kernel_is_routed_by_the_reference():
+    logits, bias = routers("demo", 4, sigmoid=True)
+    _, routing = SHAPES["demo"]
+    assert "up to 512 experts" in str(obstacle(jnp.zeros((1, 1024)), routing))
+    assert "float32" in str(obstacle(jnp.zeros((1, 64), jnp.bfloat16), routing))
+    for backend in ("auto", "mosaic", "reference"):
+        with use(Backends(moe=backend)):
+            weights, ids = api.route_sigmoid(logits, bias, **dataclasses.asdict(routing))
+        want_weights, want_ids = by_reference(logits, bias, routing)
+        np.testing.assert_array_equal(ids, want_ids)
+        np.testing.assert_allclose(weights, want_weights, rtol=1e-6)
