@@ -12,6 +12,8 @@ from jaxspec.config import (
     DEFAULT_SPECULATIVE_TOKENS,
     PAGE_SIZE,
     EngineConfig,
+    Settings,
+    np_dtype,
     resolve,
     resolve_dtype,
     with_speculative_config,
@@ -22,12 +24,11 @@ from jaxspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
+    from jaxspec.engine.buckets import Bucket
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.runner import Progress
     from jaxspec.text import TextStream, Tokenizer
 
-# Memory that steps need beside weights, KV pages and logits.
-_WORKSPACE_BYTES = 1 << 30
 # KV pages on a CPU share memory with everything else on the machine.
 _CPU_KV_BYTES = 1 << 30
 
@@ -214,6 +215,7 @@ def _build_engine(
     from convert.convert import resolve_model
     from convert.draft import plan_draft
     from jaxspec.engine.engine import Engine
+    from jaxspec.engine.memory import measure_free_bytes
     from jaxspec.engine.runner import Runner
     from jaxspec.engine.state import kv_page_bytes
     from jaxspec.engine.step_log import StepLog
@@ -239,23 +241,30 @@ def _build_engine(
     model = CausalLM(model_config, dtype)
     parameters = count_parameters(model) + (count_parameters(plan.model) if plan else 0)
     page_bytes = kv_page_bytes(model, dtype, PAGE_SIZE, tp, draft=plan.model if plan else None)
-    free = _CPU_KV_BYTES
-    if on_gpu:
-        rows = (config.max_num_seqs or 128) * ((config.num_speculative_tokens or 0) + 1) + 8
-        # Of the transforms, what the drafts were drawn from, and the counts of each slot.
-        logits = 8 * 4 * model_config.vocab_size * rows
-        itemsize = 4 if dtype == "float32" else 2
-        limit = (devices[0].memory_stats() or {})["bytes_limit"]
-        free = limit - parameters * itemsize // tp - logits - _WORKSPACE_BYTES
-    settings = resolve(
-        config, model_max_position=model_config.max_position, page_bytes=page_bytes, free_bytes=free, on_gpu=on_gpu
-    )
+
+    def settings_for(free_bytes: int) -> Settings:
+        return resolve(
+            config,
+            model_max_position=model_config.max_position,
+            page_bytes=page_bytes,
+            free_bytes=free_bytes,
+            on_gpu=on_gpu,
+        )
+
+    weight_bytes = parameters * np_dtype(dtype).itemsize // tp
+    settings = settings_for(devices[0].memory_stats()["bytes_limit"] - weight_bytes if on_gpu else _CPU_KV_BYTES)
     draft = plan.load(mesh) if plan else None  # small, and its data may be refused
     model, params = load_params(folder, mesh, dtype)
     if probe and settings.prefix_caching:
         raise ConfigError("a probe sees every token of every prompt: switch enable_prefix_caching off")
     step_log = StepLog(config.log_steps) if config.log_steps else None
-    runner = Runner(model, params, settings, mesh, draft=draft, probe=probe)
+
+    def make_runner(settings: Settings, buckets: "tuple[Bucket, ...] | None" = None) -> Runner:
+        return Runner(model, params, settings, mesh, draft=draft, buckets=buckets, probe=probe)
+
+    if on_gpu and config.num_gpu_blocks_override is None:
+        settings = settings_for(measure_free_bytes(make_runner, settings, page_bytes, mesh.devices.flat))
+    runner = make_runner(settings)
     engine = Engine(
         runner,
         vocab_size=model_config.vocab_size,

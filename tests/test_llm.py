@@ -94,7 +94,7 @@ def test_a_kernel_that_cannot_run_here_is_an_error(option, known):
 
 def test_the_description_names_the_kernels_that_run(demo_llm):
     kernels = demo_llm.describe()["Kernels"]
-    assert kernels == "mla_decode reference, mla_prefill reference, moe reference"
+    assert kernels == "mla_decode reference, mla_prefill reference, moe reference, moe_route reference"
 
 
 def test_speculation_statistics(demo_llm):

@@ -91,6 +91,7 @@ class Runner:
     Args:
         params: nested dict of the model's parameters on `mesh`.
         draft: what proposes tokens, and its parameters, where the settings ask for speculation.
+        buckets: those to compile (default: the table of the settings).
         skip_dead: see `make_step`.
         probe: also return residual streams and logits of every token (for `compare`; slower).
     """
@@ -103,13 +104,14 @@ class Runner:
         mesh: Mesh,
         *,
         draft: tuple[Draft, dict] | None = None,
+        buckets: tuple[Bucket, ...] | None = None,
         skip_dead: bool = True,
         probe: bool = False,
     ):
         assert (settings.window > 1) == (draft is not None)
         self.settings = settings
         self.window = settings.window
-        self.buckets = bucket_table(settings)
+        self.buckets = buckets or bucket_table(settings)
         self._skip_dead = skip_dead
         target_def, target = bind(model, params)
         draft_def, drafter = bind(*draft) if draft else (None, None)

@@ -104,6 +104,28 @@ def test_state_is_donated_and_keeps_its_addresses():
     assert [array.unsafe_buffer_pointer() for array in engine.runner.state.kv] == addresses
 
 
+def test_no_bucket_needs_more_memory_than_the_largest(tmp_path, monkeypatch):
+    """The pool was sized by running the largest one; then all were run."""
+    from jaxspec.engine import memory
+    from jaxspec.llm import LLM
+
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    measured = []
+
+    def measure(make_runner, settings, page_bytes, devices):
+        free = measure_free_bytes(make_runner, settings, page_bytes, devices)
+        measured.append((free, page_bytes))
+        return free
+
+    measure_free_bytes = memory.measure_free_bytes
+    monkeypatch.setattr(memory, "measure_free_bytes", measure)
+    llm = LLM("demo", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256)
+    ((free, page_bytes),) = measured
+    stats = jax.devices()[0].memory_stats()
+    pool = llm.engine.runner.settings.num_pages * page_bytes
+    assert stats["peak_bytes_in_use"] - pool <= stats["bytes_limit"] - free
+
+
 @pytest.mark.parametrize("draft", ["none", "mtp", "demo/eagle3-llama", "demo/eagle3-mla"])
 def test_demo_model_says_what_pytorch_said(draft, tmp_path, monkeypatch):
     """Greedy, float32, against the recorded PyTorch run that `jaxspec demo` checks too; drafts with k = 3."""

@@ -1,0 +1,66 @@
+"""What KV pages may take of a device: what weights and the largest steps leave of it, measured by running those steps."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxspec.config import Settings, pages_for
+from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.runner import Runner
+from jaxspec.errors import ConfigError
+
+# For what other executables allocate besides, and for gaps between the allocator's blocks.
+MARGIN_BYTES = 256 << 20
+logger = logging.getLogger("jaxspec.memory")
+
+
+def largest_buckets(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Those that no other bucket of the table covers: one, where prompts and decodes share steps."""
+
+    def covers(a: Bucket, b: Bucket) -> bool:
+        sizes = [(bucket.prefill_tokens, bucket.prefill_rows, bucket.decode_rows) for bucket in (a, b)]
+        return all(x >= y for x, y in zip(*sizes, strict=True)) and (a.variant == "full" or b.variant == "lean")
+
+    return tuple(b for b in table if not any(covers(a, b) for a in table if a != b))
+
+
+def measure_free_bytes(
+    make_runner: Callable[[Settings, tuple[Bucket, ...]], Runner],
+    settings: Settings,
+    page_bytes: int,
+    devices: Iterable[Any],
+) -> int:
+    """Bytes that KV pages may take on each device.
+
+    Args:
+        make_runner: from settings and the buckets to compile. The weights are on the devices already.
+        settings: of the engine to be; its number of pages does not matter.
+        page_bytes: bytes of one KV page over all layers, on one device.
+        devices: those of the mesh.
+
+    Raises:
+        ConfigError: such a step does not fit beside the weights, whatever the number of pages.
+    """
+    settings = replace(settings, num_pages=pages_for(settings.max_model_len) + 1)
+    buckets = largest_buckets(bucket_table(settings))
+    logger.info("measuring what the largest steps need: %s", "; ".join(map(str, buckets)))
+    try:
+        make_runner(settings, buckets).warm_up()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            "the weights leave too little memory for a step of max_num_batched_tokens "
+            f"{settings.max_num_batched_tokens} and max_num_seqs {settings.max_num_seqs}; lower them or max_model_len, or "
+            "raise gpu_memory_utilization"
+        ) from error
+    pool = settings.num_pages * page_bytes
+
+    def left(device: Any) -> int:
+        stats = device.memory_stats()
+        return stats["bytes_limit"] - (stats["peak_bytes_in_use"] - pool) - MARGIN_BYTES
+
+    return min(map(left, devices))

@@ -1,0 +1,85 @@
+"""How many KV pages fit: the largest steps run with a small pool, and pages get what they leave."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.config import Settings, pages_for
+from jaxspec.engine.buckets import bucket_table, choose_bucket
+from jaxspec.engine.memory import MARGIN_BYTES, largest_buckets, measure_free_bytes
+from jaxspec.errors import ConfigError
+
+SETTINGS = Settings(
+    max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, num_pages=999, dtype="bfloat16", on_gpu=True
+)
+PAGE_BYTES = 1000
+
+
+@given(seqs=st.integers(1, 200), budget=st.integers(256, 4096), mixed=st.booleans(), on_gpu=st.booleans())
+def test_every_bucket_is_covered_by_one_of_the_largest(seqs, budget, mixed, on_gpu):
+    settings = replace(SETTINGS, max_num_seqs=seqs, max_num_batched_tokens=budget, mixed=mixed, on_gpu=on_gpu)
+    table = bucket_table(settings)
+    largest = largest_buckets(table)
+    assert len(largest) == (1 if mixed else 2)
+    for b in table:
+        sizes = {"prefill_tokens": b.prefill_tokens, "prefill_rows": b.prefill_rows, "decode_rows": b.decode_rows}
+        choose_bucket(largest, **sizes, full=b.variant == "full")  # raises where none holds it
+
+
+@dataclass
+class Device:
+    """Knows what `run` needs beside the pool, and what loading the weights needed at most."""
+
+    limit: int
+    loading: int
+    running: int = 0
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit, "peak_bytes_in_use": max(self.loading, self.running)}
+
+
+def measured(devices, needs, made=None):
+    def make_runner(settings, buckets):
+        if made is not None:
+            made.append((settings, buckets))
+
+        def warm_up():
+            for device in devices:
+                device.running = needs + settings.num_pages * PAGE_BYTES
+
+        return SimpleNamespace(warm_up=warm_up)
+
+    return measure_free_bytes(make_runner, SETTINGS, PAGE_BYTES, devices)
+
+
+@given(needs=st.integers(0, 10**9), loading=st.integers(0, 2 * 10**9))
+def test_pages_get_what_the_largest_steps_leave(needs, loading):
+    made: list = []
+    free = measured([Device(2 * 10**9, loading)], needs, made)
+    ((settings, buckets),) = made
+    assert settings.num_pages == pages_for(SETTINGS.max_model_len) + 1
+    assert buckets == largest_buckets(bucket_table(SETTINGS))
+    pool = settings.num_pages * PAGE_BYTES
+    # A peak while loading may hide what steps need: then there is less for pages, never more.
+    assert free == 2 * 10**9 - max(needs, loading - pool) - MARGIN_BYTES
+    assert free + needs + MARGIN_BYTES <= 2 * 10**9
+
+
+def test_the_fullest_device_decides():
+    assert measured([Device(2 * 10**9, 0), Device(10**9, 0)], 5) == 10**9 - 5 - MARGIN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [("RESOURCE_EXHAUSTED: out of memory", ConfigError), ("INTERNAL: something else", jax.errors.JaxRuntimeError)],
+)
+def test_steps_that_do_not_fit_are_the_users_error(text, error):
+    def make_runner(settings, buckets):  # noqa: ARG001
+        raise jax.errors.JaxRuntimeError(text)
+
+    with pytest.raises(error, match=r"lower them or max_model_len|something else"):
+        measure_free_bytes(make_runner, SETTINGS, PAGE_BYTES, [Device(1, 1)])
