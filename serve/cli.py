@@ -150,7 +150,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     def on_ready(model: ServedModel) -> None:
         startup.announce_ready(model, settings.names[0], url, with_key=bool(keys))
 
-    progress = startup.ProgressLines()
+    progress = startup.console_progress()
     return run_server(
         settings,
         lambda report: load_model(arguments.model, config, arguments.revision, startup.both(report, progress)),

@@ -1,8 +1,11 @@
-"""What `jaxspec serve` prints while it starts: one line each, so that it reads the same in a terminal and in a log."""
+"""What `jaxspec serve` prints while it starts: lines, and on a terminal a bar while it compiles."""
 
+import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
+
+from tqdm import tqdm
 
 from serve.model import Progress, ServedModel
 
@@ -26,6 +29,28 @@ class ProgressLines:
         if done >= total or now - self._printed >= _PROGRESS_SECONDS:
             self._printed = now
             say(f"[{now - self._started:6.1f} s] {done}/{total} {what}")
+
+
+class ProgressBar:
+    """Shows how many parts are done, and which one was last."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._bar: tqdm | None = None
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        if self._bar is None or self._bar.total != total:
+            self._bar = tqdm(total=total, desc="Compiling", file=self._stream, leave=True)
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(done - self._bar.n)
+        if done >= total:
+            self._bar.close()
+
+
+def console_progress(stream: TextIO | None = None) -> Progress:
+    """The right one for a stream (default: standard output)."""
+    stream = stream or sys.stdout
+    return ProgressBar(stream) if stream.isatty() else ProgressLines()
 
 
 def both(first: Progress, second: Progress) -> Progress:
