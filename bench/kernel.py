@@ -4,6 +4,7 @@ Every row is one executable of several calls, launched again and again with its 
 device always has work and graphs stay as recorded. `us` is wall time a call, `device us` the time of the call's
 kernels in a trace, taken after all timing. With `--peers` FlashMLA and FlashAttention-3 run on the same arrays in turn
 with ours, as recorded graphs of as many calls; `ratio` is ours (wall) over the better of them (time between events).
+Such a run has no device times, which no ratio needs: they would take as long as all the rest.
 
 A sample of each row's results, computed into poison, is compared with float64, and all of them with the peers'. What
 cannot run is that row's error. Exit code 1 for a row that failed or was wrong.
@@ -222,7 +223,7 @@ def run(arguments: argparse.Namespace) -> int:
         record.write(f"kernel_{arguments.operation}", result, arguments)
         return result
 
-    if gpu:
+    if gpu and not peers.names:
         save()  # a tracer that takes the process with it shall not take the times
         trace(cases, compiled, rows)
     result = save()

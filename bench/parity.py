@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, default=64, metavar="N", help="held-out texts (default: 64)")
     parser.add_argument("--length", type=int, default=1024, metavar="TOKENS", help="of each window (default: 1024)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the models on trial")
+    for what in ("attention", "moe"):
+        parser.add_argument(f"--{what}-backend", default="auto", help="of jaxspec, as for serve (default: auto)")
     record.add_arguments(parser)
 
 
@@ -113,12 +115,14 @@ def run_torch(folder: Path, windows: Sequence[Sequence[int]], dtype: str) -> Pre
 class TeacherForced:
     """jaxspec's engine over given texts: whatever it samples, the next token it is fed is the text's."""
 
-    def __init__(self, dtype: str, length: int):
+    def __init__(self, dtype: str, length: int, attention_backend: str, moe_backend: str):
         from jaxspec.llm import LLM
 
         self.llm = LLM(
             "demo",
             dtype=dtype,
+            attention_backend=attention_backend,
+            moe_backend=moe_backend,
             max_model_len=length + 1,
             max_num_seqs=LLM_ROWS,
             num_speculative_tokens=0,  # every text's own tokens are fed, one a step
@@ -222,7 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{len(windows)} windows of {len(texts)} held-out files, {tokens} tokens", flush=True)
     truth = run_torch(folder, windows, "float32")
     peer = run_torch(folder, windows, arguments.dtype)
-    engine = TeacherForced(arguments.dtype, arguments.length)
+    engine = TeacherForced(arguments.dtype, arguments.length, arguments.attention_backend, arguments.moe_backend)
     prefill = engine.run(windows, decode_half=False)
     decode = engine.run(windows, decode_half=True)
 
@@ -264,6 +268,7 @@ def run(arguments: argparse.Namespace) -> int:
         "benchmark": "parity",
         "model": "demo",
         "dtype": arguments.dtype,
+        "kernels": engine.llm.describe()["Kernels"],
         "windows": len(windows),
         "window_tokens": arguments.length,
         "tokens": tokens,
