@@ -4,8 +4,6 @@ import asyncio
 import random
 import select
 import socket
-import statistics
-import time
 
 import httpx
 import openai
@@ -131,25 +129,21 @@ def test_running_requests_do_not_count(start_server):
     server.wait_until(lambda: is_empty(server) and not engine.has_work)
 
 
-def test_a_refusal_is_quick_and_before_tokenisation(start_server, monkeypatch):
+def test_a_refusal_comes_before_tokenisation(start_server, monkeypatch):
     engine = MockEngine()
     server = start_server(served(engine, byte_tokenizer()), max_num_queued_requests=1)
     engine.gate.clear()
     waiting = send(server.base_url, SHORT)
     server.wait_until(lambda: server.service.admission.num_queued == 1)
     monkeypatch.setattr(service_module.Service, "in_pool", lambda *_: 1 / 0)  # nothing may be tokenised
-    times = []
     with httpx.Client(base_url=server.base_url) as http:
         for i in range(40):
             body = SHORT | {"prompt": "x" * 400, "stream": i % 2 == 0}
-            start = time.monotonic()
             response = http.post("/v1/completions", json=body)
-            times.append(time.monotonic() - start)
             message = check_error(response, 429, None, "rate_limit_exceeded")
             assert response.json()["error"]["type"] == "rate_limit_exceeded"
             assert response.headers["retry-after"] == "5"
             assert "the queue is full: 1 outputs wait, 1 more were asked for, and at most 1" in message
-    assert statistics.median(times) < 0.05
     with pytest.raises(openai.RateLimitError):
         client(server.base_url).completions.create(model="mock", prompt="hi", stream=True)
     monkeypatch.undo()

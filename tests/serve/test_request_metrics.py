@@ -53,7 +53,7 @@ def test_a_preempted_request_says_so(start_server, path, body, stream):
     assert found[1]["preemption_time_seconds"] == found[3]["preemption_time_seconds"] == 0
     first, preempted, last = found[1], found[2], found[3]
     ran = first["prefill_time_seconds"] + first["decode_time_seconds"]
-    assert preempted["preemption_time_seconds"] == pytest.approx(ran, abs=0.1)
+    assert preempted["preemption_time_seconds"] > ran / 2
     assert preempted["preemption_time_seconds"] < preempted["decode_time_seconds"]
     assert last["queue_time_seconds"] > preempted["preemption_time_seconds"]
     for metrics in found.values():
