@@ -64,13 +64,17 @@ def dumps(value: Any) -> str:
 
 
 def command_line() -> str:
-    """The command as somebody would type it in a checkout, without where its result went and whose code it was."""
+    """The command as somebody would type it in a checkout, without where its result went and whose code it was.
+
+    Absolute paths are of one machine: of these only the last part stays.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     argv = parser.parse_known_args(sys.argv[1:cut])[1] + sys.argv[cut:]  # what is behind -- is not for argparse
     if argv[:1] == ["bench"]:  # through the script `jaxspec`
         argv = argv[1:]
+    argv = [re.sub(r"(^|=)/(?:[^/]*/)*([^/]+)/*$", r"\1\2", argument) for argument in argv]
     return shlex.join(["python", "-m", "bench", *argv])
 
 

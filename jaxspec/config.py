@@ -252,6 +252,11 @@ def resolve(
     longest = pages_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         num_pages = config.num_gpu_blocks_override
+    elif free_bytes < 0:
+        raise ConfigError(
+            "the weights leave no memory for KV pages: raise gpu_memory_utilization, or split the model over more devices "
+            "with tensor_parallel_size"
+        )
     else:
         wanted = max_num_seqs * longest + 1
         num_pages = int(min(wanted, free_bytes // page_bytes))

@@ -285,6 +285,12 @@ def test_the_recorded_command_keeps_the_flags_of_the_server(monkeypatch):
     assert record.command_line() == "python -m bench serve --seed 3 -- --out 4"
 
 
+def test_the_recorded_command_names_no_folder_of_this_machine(monkeypatch):
+    argv = ["bench", "kernel", "mla_decode", "--peer-libs", "/opt/x/peers/", "--y=/a/b.json", "a/b", "/"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert record.command_line() == "python -m bench kernel mla_decode --peer-libs peers --y=b.json a/b /"
+
+
 @pytest.mark.parametrize("options", [["--input-len", "5:3"], ["--output-len", "0"], ["--concurrency", "0"]])
 def test_usage_errors(options):
     with pytest.raises(SystemExit):

@@ -425,6 +425,8 @@ def test_pool_is_sized_by_memory_and_capped_by_need():
     options = EngineConfig(max_num_seqs=4)
     sized = resolve(options, model_max_position=512, page_bytes=1000, free_bytes=20_000, on_gpu=False)
     assert sized.num_pages == 20
+    with pytest.raises(ConfigError, match="the weights leave no memory"):
+        resolve(options, model_max_position=512, page_bytes=1000, free_bytes=-1, on_gpu=False)
     capped = resolve(options, model_max_position=512, page_bytes=1000, free_bytes=10**9, on_gpu=False)
     assert capped.num_pages == 4 * pages_for(512) + 1
 
