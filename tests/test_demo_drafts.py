@@ -113,6 +113,7 @@ def test_other_window_sizes(draft, k, llm_with, reference):
         assert length > FLOOR
 
 
+@pytest.mark.slow
 def test_stop_strings_cut_everything_alike(demo_llm, reference):
     """A stop string at each of twelve tokens in a row, so at each position of a window: text, ids, log-probabilities
     and the count of generated tokens end at the same token, the first one that completes the string."""

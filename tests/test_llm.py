@@ -114,6 +114,7 @@ def test_speculation_statistics(demo_llm):
     assert total == tuple(map(sum, zip(*(c.acceptance.histogram for c in completions), strict=True)))
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_is_named(demo_llm, monkeypatch):
     monkeypatch.setattr("jaxspec.engine.runner.Runner.warm_up", lambda *_: None)
     folder = str(demo_llm.folder)
@@ -161,6 +162,7 @@ def test_a_stop_string_cuts_text_ids_and_logprobs_alike(demo_llm):
     assert stop in demo_llm.tokenizer.decode(cut.ids)
 
 
+@pytest.mark.slow
 def test_seeds(demo_llm):
     def text(seed, others=()):
         params = [SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=s) for s in (seed, *others)]

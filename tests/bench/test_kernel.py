@@ -107,6 +107,7 @@ def test_kernel_seconds_of_a_trace():
     assert kernel_seconds(SimpleNamespace(planes=[host, gpu])) == pytest.approx(50e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["mla_decode", "mla_prefill", "kv_write", "moe"])
 def test_a_tiny_run(operation, tmp_path, capsys):
     out = tmp_path / "kernel.json"

@@ -69,6 +69,7 @@ except ModelFormatError as e:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["*", "_METADATA", "manifest.ocdbt", "d/*"])
 def test_damaged_part(name: str, folder: Path):
     """In a process of its own: where Orbax fails half-way, it drops coroutines that Python complains about later."""
@@ -92,6 +93,7 @@ def test_config_that_does_not_fit_the_weights(converted: Get, folder: Path, mesh
         load_params(other, mesh)
 
 
+@pytest.mark.slow
 def test_two_devices_hold_their_halves(converted: Get):
     """In a process of its own, because the number of CPU devices is fixed when jax starts."""
     script = """

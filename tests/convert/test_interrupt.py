@@ -72,6 +72,7 @@ def test_the_points(source: Get, tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", FRESH)
 def test_killed_process_leaves_nothing_that_loads(point: str, source: Get, tmp_path: Path, mesh):
     out = tmp_path / "out"
@@ -85,6 +86,7 @@ def test_killed_process_leaves_nothing_that_loads(point: str, source: Get, tmp_p
     load_params(out, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", REPLACING)
 def test_killed_process_that_was_replacing_an_older_conversion(point: str, source: Get, tmp_path: Path):
     out = tmp_path / "out"

@@ -87,6 +87,7 @@ def test_changed_folders_are_converted_again(source: Get, cache: Path, tmp_path:
     assert set(entries(cache)) == names
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_two_processes_convert_once(source: Get, cache: Path):
     script = "import sys; from convert.convert import resolve_model; print(resolve_model(sys.argv[1]))"

@@ -137,6 +137,7 @@ def test_planned_as_scheduled(T, E, k, rows, shared):
         np.testing.assert_array_equal(got.token[used], want.token[used])
 
 
+@pytest.mark.slow
 def test_no_token_is_live():
     rng = np.random.default_rng(0)
     weights, ids = routed(rng, 20, 8, 2)
@@ -173,6 +174,7 @@ def test_lowers_for_the_gpu(model, T, num_shared):
     assert ("dot_general" in text) == (num_shared > 0 and T > mosaic.MOST_PIECE_ROWS)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**31), T=st.sampled_from([1, 3, 8, 33]), E=st.sampled_from([4, 8]), k=st.integers(1, 4),
     rows=st.sampled_from([8, 16]), share_live=st.sampled_from([0.0, 0.5, 1.0]),

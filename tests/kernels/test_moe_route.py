@@ -165,6 +165,7 @@ def test_a_layer_lowers_for_the_gpu(T, kernels):
     assert text.count("custom_call @mosaic_gpu") == kernels
 
 
+@pytest.mark.slow
 def test_what_has_no_kernel_is_routed_by_the_reference():
     logits, bias = routers("demo", 4, sigmoid=True)
     _, routing = SHAPES["demo"]

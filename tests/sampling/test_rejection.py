@@ -174,6 +174,7 @@ def test_draft_accept_and_recover_noise_are_independent():
     assert ((counts - R * p) ** 2 / (R * p)).sum() < 13.8
 
 
+@pytest.mark.slow
 def test_support_and_extremes():
     target, draft = chains()
     R, last = 20_000, jnp.full(20_000, 3)
@@ -193,6 +194,7 @@ def test_support_and_extremes():
     assert (np.asarray(certain.ids[:, 0]) == 5).all()
 
 
+@pytest.mark.slow
 def test_masks_of_the_target_alone():
     """q knows nothing of the transforms and need not."""
     target, draft = chains()
@@ -211,6 +213,7 @@ def test_masks_of_the_target_alone():
         assert chi2(np.bincount(verified.ids[:, 0], minlength=V), p / p.sum()) < CHI2_999[7]
 
 
+@pytest.mark.slow
 def test_one_hot_drafts_are_lossless_and_slower():
     """A sampled draft verified as a point mass, and a greedy draft: both right, with fewer acceptances."""
     statistic, verified = first_token_chi2(k=3)
@@ -222,6 +225,7 @@ def test_one_hot_drafts_are_lossless_and_slower():
     assert greedy_statistic < CHI2_999[7]
 
 
+@pytest.mark.slow
 def test_gated_and_greedily_drafted_rows_are_lossless():
     """In one batch, sampled and greedy drafts of which 0 to k count: every kind follows the target, first and second."""
     target, draft = chains()
@@ -248,6 +252,7 @@ def test_gated_and_greedily_drafted_rows_are_lossless():
             assert chi2(np.bincount(second, minlength=V), p[token]) < CHI2_999[7]
 
 
+@pytest.mark.slow
 def test_rows_of_many_kinds_share_a_batch():
     """Greedy and random rows, 0 to k drafts, another temperature each: every row is what it is alone, in any order."""
     rng = np.random.default_rng(4)
@@ -301,6 +306,7 @@ def test_zero_probabilities_and_equal_rounding():
 # --- tests of the tests: samplers known to be wrong must fail them ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "mean", "by_position"), [(1, 1.3, [0.3]), (3, 1.0, [0, 0, 0]), (3, 2.6, [1, 0.6, 0]), (3, 4.0, [1, 1, 1])]
 )

@@ -129,6 +129,7 @@ def test_sigterm_finishes_what_runs_and_lets_nobody_in(start):
     assert "Traceback" not in process.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_ends_at_once(start, number):
     process = start("mock", "--port", "0")
@@ -138,6 +139,7 @@ def test_an_idle_server_ends_at_once(start, number):
     assert "Traceback" not in process.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
 def test_what_does_not_finish_in_time_gets_an_error(start, how):
     process = start("mock", "--port", "0", "--shutdown-timeout", "0.2" if how == "timeout" else "60")
@@ -159,6 +161,7 @@ def test_what_does_not_finish_in_time_gets_an_error(start, how):
     assert "Traceback" not in process.output
 
 
+@pytest.mark.slow
 def test_engine_death_ends_the_process(start):
     process = start("dies", "--port", "0")
     check_error(httpx.post(f"{process.base_url}/v1/completions", json=SLOW), 500, None, "server_error")
@@ -166,6 +169,7 @@ def test_engine_death_ends_the_process(start):
     assert "out of luck" in process.output  # in the log, for whoever runs it
 
 
+@pytest.mark.slow
 def test_a_signal_while_loading(start):
     process = start("slow", "--port", "0")
     process.wait_for("compiling")
@@ -181,6 +185,7 @@ def test_a_model_that_cannot_be_loaded(start):
     assert "Traceback" not in process.output
 
 
+@pytest.mark.slow
 def test_the_port_is_taken_before_the_model_loads(start):
     first = start("slow", "--port", "0", "--log-level", "debug")
     first.wait_for("Listening on")
@@ -216,6 +221,7 @@ def test_an_open_server_warns(start):
     process.wait_for("listening on 0.0.0.0 without --api-key: anybody may use it")
 
 
+@pytest.mark.slow
 def test_the_queue_is_as_long_as_the_flag_says(start):
     process = start("mock", "--port", "0", "--max-num-queued-requests", "3")
     url = process.base_url
