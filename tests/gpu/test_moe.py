@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
-from pallas_kernels.moe.route import Routing, route, route_and_plan
+from pallas_kernels.moe.route import route, route_and_plan
 from pallas_kernels.moe.schedule import max_slots, schedule
+from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 
 pytestmark = pytest.mark.gpu
 
@@ -143,35 +144,6 @@ def test_slots_that_do_not_exist_are_not_read(T):
     x, ids = jnp.ones((T, H), jnp.bfloat16), jnp.tile(jnp.arange(k), (T, 1))
     got = jax.jit(mosaic.experts)(x, gate_up, down, jnp.ones((T, k)), ids, jnp.ones(T, bool))
     assert jnp.isfinite(got.astype(jnp.float32)).all()
-
-
-# Experts, and how they are chosen.
-ROUTINGS = {
-    "moonlight": (64, Routing(6, 1, 1, True, 2.446)),
-    "deepseek-v3": (256, Routing(8, 8, 4, True, 2.5)),
-    "deepseek-v2": (160, Routing(6, 8, 3, False, 16.0)),
-    "odd": (8, Routing(2, 2, 1, True, 1.0)),
-}
-
-
-def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Logits, of which some rows are ties, NaN or infinite, and the bias of a sigmoid."""
-    E, _ = ROUTINGS[shape]
-    rng = np.random.default_rng(T)
-    logits = rng.normal(size=(T, E)).astype(np.float32)
-    if T > 7:
-        logits[0], logits[1], logits[2] = 0.0, np.nan, -np.inf
-        logits[3, 3], logits[4, E - 1], logits[5, : E // 2] = np.nan, np.inf, -np.inf
-        logits[6] = np.round(logits[6])
-    bias = np.where(np.arange(E) % 3 == 0, rng.normal(size=E) / 10, -0.5).astype(np.float32)
-    return jnp.asarray(logits), jnp.asarray(bias) if sigmoid else None
-
-
-def by_reference(logits, bias, routing: Routing):
-    options = dataclasses.asdict(routing)
-    if bias is None:
-        return jax.jit(lambda a: reference.route_softmax(a, **options))(logits)
-    return jax.jit(lambda a, b: reference.route_sigmoid(a, b, **options))(logits, bias)
 
 
 @pytest.mark.parametrize("T", [1, 3, 8, 9, 128, 300, 2048])

@@ -10,41 +10,13 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
-from pallas_kernels.moe.route import Routing, obstacle, route, route_and_plan
+from pallas_kernels.moe.route import obstacle, route, route_and_plan
 from pallas_kernels.moe.schedule import max_slots, schedule
+from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernels use"
 )
-# Experts, and how they are chosen.
-SHAPES = {
-    "moonlight": (64, Routing(6, 1, 1, True, 2.446)),
-    "deepseek-v3": (256, Routing(8, 8, 4, True, 2.5)),
-    "deepseek-v2": (160, Routing(6, 8, 3, False, 16.0)),
-    "demo": (8, Routing(2, 2, 1, True, 1.0)),
-}
-
-
-def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """Logits with rows of ties, NaN and infinities, as far as there are tokens, and the bias of a sigmoid."""
-    E, _ = SHAPES[shape]
-    rng = np.random.default_rng(T)
-    logits = rng.normal(size=(T, E)).astype(np.float32)
-    odd = [np.full(E, 0.0), np.round(rng.normal(size=E)), np.where(np.arange(E) == 3, np.nan, logits[-1])]
-    odd += [np.where(np.arange(E) < E // 2, -np.inf, logits[-1]), np.full(E, np.nan), np.full(E, -np.inf)]
-    odd += [np.where(np.arange(E) == E - 1, np.inf, np.round(logits[-1]))]
-    for t, row in enumerate(odd[: T - 1]):
-        logits[t] = row
-    # Equal biases leave ties among the scores.
-    bias = np.where(np.arange(E) % 3 == 0, rng.normal(size=E) / 10, -0.5).astype(np.float32)
-    return logits, bias if sigmoid else None
-
-
-def by_reference(logits, bias, routing: Routing):
-    options = dataclasses.asdict(routing)
-    if bias is None:
-        return jax.jit(lambda a: reference.route_softmax(a, **options))(logits)
-    return jax.jit(lambda a, b: reference.route_sigmoid(a, b, **options))(logits, bias)
 
 
 def interpret():
@@ -65,13 +37,13 @@ def slow(*cases):
 @pytest.mark.parametrize(
     ("shape", "sigmoid", "T"),
     [
-        ("demo", True, 11), ("moonlight", False, 9),
+        ("odd", True, 11), ("moonlight", False, 9),
         *slow(("moonlight", True, 9), ("moonlight", True, 1), ("deepseek-v3", True, 17), ("deepseek-v3", False, 8)),
-        *slow(("deepseek-v2", True, 8), ("deepseek-v2", False, 9), ("demo", False, 70)),
+        *slow(("deepseek-v2", True, 8), ("deepseek-v2", False, 9), ("odd", False, 70)),
     ],
 )  # fmt: skip
 def test_interpreted(shape, sigmoid, T):
-    _, routing = SHAPES[shape]
+    _, routing = ROUTINGS[shape]
     logits, bias = routers(shape, T, sigmoid=sigmoid)
     weights, ids = route(logits, bias, routing=routing, interpret=interpret())
     want_weights, want_ids = by_reference(logits, bias, routing)
@@ -84,13 +56,13 @@ def test_interpreted(shape, sigmoid, T):
 @pytest.mark.parametrize(
     ("shape", "sigmoid", "T"),
     [
-        ("demo", True, 5), ("moonlight", False, 8),
+        ("odd", True, 5), ("moonlight", False, 8),
         *slow(("moonlight", True, 1), ("deepseek-v3", True, 8), ("deepseek-v2", False, 3)),
     ],
 )  # fmt: skip
 def test_tables_of_the_same_launch(shape, sigmoid, T):
     """Few tokens: the tables are those of XLA for what the reference chooses, and dead tokens are in none."""
-    E, routing = SHAPES[shape]
+    E, routing = ROUTINGS[shape]
     logits, bias = routers(shape, T, sigmoid=sigmoid)
     live = jnp.arange(T) % 3 != 1
     slots = max_slots(T, routing.top_k, E, 8, shared=True)
@@ -110,7 +82,7 @@ def test_tables_of_the_same_launch(shape, sigmoid, T):
 @pytest.mark.parametrize(("T", "most"), [(3, mosaic.MAX_ASSIGNED), (20, mosaic.MAX_ASSIGNED), (30, 0)])
 def test_routed_experts(T, most, monkeypatch):
     """Shared slots, ids laid out for the plan, and not (a prefill): all as routing and experts one after the other."""
-    E, H, inner, routing = 8, 128, 128, SHAPES["demo"][1]
+    E, H, inner, routing = 8, 128, 128, ROUTINGS["odd"][1]
     monkeypatch.setattr(mosaic, "MAX_ASSIGNED", most)
     rng = np.random.default_rng(T)
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
@@ -136,9 +108,9 @@ def abstract(*arrays):
 
 @pytest.mark.parametrize("T", [3, 40])
 @pytest.mark.parametrize("sigmoid", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ROUTINGS)
 def test_lowers_for_the_gpu(shape, sigmoid, T):
-    E, routing = SHAPES[shape]
+    E, routing = ROUTINGS[shape]
     logits, live, bias = abstract(((T, E), jnp.float32), ((T,), jnp.bool_), ((E,), jnp.float32))
 
     def step(logits, bias, live):
@@ -154,7 +126,7 @@ def test_lowers_for_the_gpu(shape, sigmoid, T):
 @pytest.mark.parametrize(("T", "kernels"), [(1, 3), (8, 3), (32, 4), (2048, 4)])
 def test_a_layer_lowers_for_the_gpu(T, kernels):
     """One kernel between the router's matmul and the experts' for few tokens, else two."""
-    E, routing = SHAPES["moonlight"]
+    E, routing = ROUTINGS["moonlight"]
     H, inner = 2048, 1408
     args = abstract(
         ((T, H), jnp.bfloat16), ((E, 2, inner, H), jnp.bfloat16), ((E, H, inner), jnp.bfloat16), ((T, E), jnp.float32),
@@ -167,8 +139,8 @@ def test_a_layer_lowers_for_the_gpu(T, kernels):
 
 @pytest.mark.slow
 def test_what_has_no_kernel_is_routed_by_the_reference():
-    logits, bias = routers("demo", 4, sigmoid=True)
-    _, routing = SHAPES["demo"]
+    logits, bias = routers("odd", 4, sigmoid=True)
+    _, routing = ROUTINGS["odd"]
     assert "up to 512 experts" in str(obstacle(jnp.zeros((1, 1024)), routing))
     assert "float32" in str(obstacle(jnp.zeros((1, 64), jnp.bfloat16), routing))
     for backend in ("auto", "mosaic", "reference"):

@@ -1,0 +1,39 @@
+"""Routings of published models and of a small one, logits that try them, and what the reference makes of these."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from pallas_kernels.moe import reference
+from pallas_kernels.moe.route import Routing
+
+# Experts, and how they are chosen.
+ROUTINGS = {
+    "moonlight": (64, Routing(6, 1, 1, True, 2.446)),
+    "deepseek-v3": (256, Routing(8, 8, 4, True, 2.5)),
+    "deepseek-v2": (160, Routing(6, 8, 3, False, 16.0)),
+    "odd": (8, Routing(2, 2, 1, True, 1.0)),
+}
+
+
+def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    """Logits with rows of ties, NaN and infinities, as far as there are tokens, and the bias of a sigmoid."""
+    E, _ = ROUTINGS[shape]
+    rng = np.random.default_rng(T)
+    logits = rng.normal(size=(T, E)).astype(np.float32)
+    odd = [np.full(E, 0.0), np.round(rng.normal(size=E)), np.where(np.arange(E) == 3, np.nan, logits[-1])]
+    odd += [np.where(np.arange(E) < E // 2, -np.inf, logits[-1]), np.full(E, np.nan), np.full(E, -np.inf)]
+    odd += [np.where(np.arange(E) == E - 1, np.inf, np.round(logits[-1]))]
+    for t, row in enumerate(odd[: T - 1]):
+        logits[t] = row
+    # Equal biases leave ties among the scores.
+    bias = np.where(np.arange(E) % 3 == 0, rng.normal(size=E) / 10, -0.5).astype(np.float32)
+    return logits, bias if sigmoid else None
+
+
+def by_reference(logits, bias, routing: Routing):
+    options = dataclasses.asdict(routing)
+    if bias is None:
+        return jax.jit(lambda a: reference.route_softmax(a, **options))(logits)
+    return jax.jit(lambda a, b: reference.route_sigmoid(a, b, **options))(logits, bias)
