@@ -26,7 +26,7 @@ import jax
 from bench import record
 from bench.kernel_attention import DECODE, PREFILL, MlaDecode
 from bench.kernel_case import LARGEST_ERROR, Case
-from bench.kernel_layers import KV_WRITE, MOE
+from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE
 from bench.kernel_peers import LIBRARIES, PeerError, Peers
 from bench.kernel_timing import TRACE_FLAG, Loop, ceilings, device_seconds, launches_for, rounds
 from pallas_kernels import backend
@@ -35,6 +35,7 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "mla_decode": DECODE,
     "mla_prefill": PREFILL,
     "kv_write": KV_WRITE,
+    "mla_query": MLA_QUERY,
     "moe": MOE,
 }
 # Of one measurement: ours ends with a wait for the device, which must not show.

@@ -1,4 +1,4 @@
-"""The other rows of `bench kernel`: routed experts, and writing tokens into the latent cache."""
+"""The other rows of `bench kernel`: routed experts, writing tokens into the latent cache, and absorbing queries."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel_attention import CACHED, LATENT, ROPE
+from bench.kernel_attention import CACHED, LATENT, NOPE, ROPE
 from bench.kernel_case import Case, exact, largest_error, normal, once, spread, take
 from jaxspec.config import PAGE_SIZE
 from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.mla_query.api import mla_query
 from pallas_kernels.moe.api import experts
 
 
@@ -137,6 +138,52 @@ class KvWrite(Case):
         return largest_error(exact(cache[self.places()[-1]]), true)
 
 
+@dataclass(frozen=True)
+class MlaQuery(Case):
+    """T tokens of H heads taken into latent space and rotated, by as many layers in turn as no cache holds."""
+
+    T: int
+    H: int = 16
+    layers: int = 40
+    calls: int = 40
+    labels: ClassVar[tuple[str, ...]] = ("T", "H")
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.T * self.H * NOPE * LATENT
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * self.H * (NOPE * LATENT + self.T * (NOPE + ROPE + CACHED))
+
+    def inputs(self) -> Any:
+        angles = np.random.default_rng(1).uniform(0, 6, (self.T, ROPE // 2))
+        cos, sin = (jnp.asarray(f(angles).astype(np.float32)) for f in (np.cos, np.sin))
+        weights = [normal(i, (self.H, NOPE, LATENT), NOPE**-0.5) for i in range(self.layers)]
+        return [normal(1000 + i, (self.T, self.H, NOPE + ROPE)) for i in range(self.calls)], weights, cos, sin
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.T, self.H, CACHED), jnp.bfloat16)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        qs, weights, cos, sin = inputs
+        call = once(mla_query)
+        return [call(q, weights[i % self.layers], cos, sin) for i, q in enumerate(qs)]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of some tokens of the last call."""
+        qs, weights, cos, sin = inputs
+        tokens = spread(self.T, 4)
+        q, w_uk = exact(qs[-1])[tokens], exact(weights[(self.calls - 1) % self.layers])
+        absorbed = np.einsum("thd,hdl->thl", q[..., :NOPE], w_uk, optimize=True)
+        turns = (exact(cos) + 1j * exact(sin))[tokens, None]
+        z = (q[..., NOPE : NOPE + ROPE // 2] + 1j * q[..., NOPE + ROPE // 2 :]) * turns
+        parts = [absorbed, np.concatenate([z.real, z.imag], axis=-1)]
+        got = np.split(exact(results[-1])[tokens], [LATENT], axis=-1)
+        return float(np.max([largest_error(a, b) for a, b in zip(got, parts, strict=True)]))  # NaN, if one is
+
+
 MOE: dict[str, list[Case]] = {
     "all": [Moe(T) for T in (1, 8, 32, 64, 128, 512, 2048)],
     "quick": [Moe(T) for T in (1, 32, 512)],
@@ -146,4 +193,9 @@ KV_WRITE: dict[str, list[Case]] = {
     "all": [KvWrite(T) for T in (1, 32, 128, 2048)],
     "quick": [KvWrite(T) for T in (1, 128)],
     "tiny": [KvWrite(T, 4, 3) for T in (1, 5)],
+}
+MLA_QUERY: dict[str, list[Case]] = {
+    "all": [MlaQuery(T) for T in (1, 4, 8, 32, 128, 512, 1024)] + [MlaQuery(128, 128, 5)],
+    "quick": [MlaQuery(T) for T in (1, 32)],
+    "tiny": [MlaQuery(T, 2, 2, 3) for T in (1, 5)],
 }

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 
 _IS_0_10 = jax.__version_info__ < (0, 11)
 
@@ -25,36 +26,50 @@ def load(ref: Any, index: tuple, *, layout: Any) -> jax.Array:
 def run_in_place(
     body: Callable[..., None],
     inputs: Sequence[jax.Array],
-    out: jax.Array,
+    outs: Sequence[jax.Array],
+    new: Sequence[jax.ShapeDtypeStruct] = (),
     *,
     scratch_types: Mapping[str, Any],
     grid: tuple[int, ...],
     grid_names: tuple[str, ...],
     compiler_params: plgpu.CompilerParams,
     interpret: Any = False,
-) -> jax.Array:
-    """Runs a kernel of one warpgroup, body(*input refs, ref of out, **scratch), that writes parts of `out`: the result."""
+    **threads: Any,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel, body(*input refs, *refs of outs, *refs of new, **scratch), that writes parts of `outs`.
+
+    Args:
+        new: results that are not there before.
+        threads: num_threads and thread_name, of a kernel of several warpgroups.
+
+    Returns:
+        `outs` and what is new, in that order.
+    """
     if not _IS_0_10:
-        ref = jax.new_ref(out)
-        plgpu.kernel(
+        refs = [jax.new_ref(out) for out in outs]
+        results = plgpu.kernel(
             body,
-            out_type=(),
+            out_type=tuple(new),
             scratch_types=scratch_types,
             grid=grid,
             grid_names=grid_names,
             compiler_params=compiler_params,
             interpret=interpret,
-        )(*inputs, ref)
-        return jax.freeze(ref)
+            **threads,
+        )(*inputs, *refs)
+        return (*(jax.freeze(ref) for ref in refs), *results)
 
-    mesh = plgpu.Mesh(grid=grid, grid_names=grid_names)
+    mesh = plgpu.Mesh(grid=grid, grid_names=grid_names, **threads)
 
     def run(refs: tuple[Any, ...]) -> None:
-        @pl.core_map(mesh, compiler_params=compiler_params, interpret=interpret, name=body.__name__)
+        @pl.core_map(mesh, compiler_params=compiler_params, interpret=interpret, name=getattr(body, "__name__", None))
         def _() -> None:
             def scoped(**scratch: Any) -> None:
                 body(*refs, **scratch)
 
-            pl.run_scoped(scoped, **scratch_types)
+            # Barriers and buffers are of all warpgroups together.
+            pl.run_scoped(scoped, collective_axes=threads.get("thread_name", ()), **scratch_types)
 
-    return pl.run_state(run)((*inputs, out))[-1]
+    # What is new has to be something before: XLA fills it, in a launch of its own.
+    empty = [jnp.zeros(each.shape, each.dtype) for each in new]
+    return tuple(pl.run_state(run)((*inputs, *outs, *empty))[len(inputs) :])

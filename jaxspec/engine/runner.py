@@ -116,7 +116,7 @@ class Runner:
         target_def, target = bind(model, params)
         draft_def, drafter = bind(*draft) if draft else (None, None)
         self._graphdefs = (target_def, draft_def)
-        self._params = (target, drafter)
+        self.use_params((target, drafter))
         self._mesh = mesh
         self._probe = probe
         self._shapes = state_shapes(
@@ -128,6 +128,12 @@ class Runner:
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.kernels: dict[str, set[str]] = {}
         self._replicated = NamedSharding(mesh, PartitionSpec())
+
+    def use_params(self, params: tuple[nnx.State, nnx.State | None]) -> None:
+        """Steps run with these from now on: those of the target and of the draft, as `bind` made them."""
+        self._params = params
+        # Flattened once: modules' state is flattened in Python, which takes a fifth of a small decode step.
+        self._leaves = tuple(jax.tree.leaves(params))
 
     @property
     def in_flight(self) -> int:
@@ -207,7 +213,12 @@ class Runner:
         shardings = jax.tree.map(lambda s: s.sharding, self._shapes)
         out_shardings = (shardings, self._replicated)
         inputs = jax.ShapeDtypeStruct((self._layouts[bucket].size,), jnp.int32, sharding=self._replicated)
-        jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
+        structure = jax.tree.structure(self._params)
+
+        def flat_step(leaves: tuple[jax.Array, ...], state: StepState, flat_inputs: jax.Array):
+            return step(jax.tree.unflatten(structure, leaves), state, flat_inputs)
+
+        jitted = jax.jit(flat_step, donate_argnums=1, out_shardings=out_shardings)
         # float32 is for parity: without this a GPU would round matmul operands to TF32.
         exact = (
             jax.default_matmul_precision("highest") if self.settings.dtype == "float32" else contextlib.nullcontext()
@@ -215,7 +226,7 @@ class Runner:
         backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
         try:
             with exact, use(backends) as chosen:
-                compiled = jitted.lower(self._params, self._shapes, inputs).compile()
+                compiled = jitted.lower(self._leaves, self._shapes, inputs).compile()
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
         for operation, implementations in chosen.items():
@@ -223,5 +234,5 @@ class Runner:
         return compiled
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
-        self.state, arrays = self._steps[bucket](self._params, self.state, jax.device_put(inputs, self._replicated))
+        self.state, arrays = self._steps[bucket](self._leaves, self.state, jax.device_put(inputs, self._replicated))
         return arrays

@@ -11,6 +11,7 @@ from jaxspec.models.params import Declare
 from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
+from pallas_kernels.mla_query.api import mla_query, write_and_query
 
 # A layer's cache: one array [num_pages, page_size, kv_lora_rank + rope_dim].
 LatentCache = jax.Array
@@ -49,19 +50,20 @@ class MLA(nnx.Module):
         """Writes the T new latents, then attends: [T, input_dim] -> [T, H] and the new cache."""
         q_TND, kv_a_TC = self.project(x_TH)
         cos, sin = rope
-        cache = write_latent(
-            cache, kv_a_TC, self.kv_norm.weight[...], cos, sin, meta.pages, meta.offsets, eps=self.kv_norm.eps
-        )
-        q_nope_TND, q_rope_TNR = jnp.split(q_TND, [self.mla.nope_dim], axis=-1)
-        q_rope_TNR = apply_rope(q_rope_TNR, cos, sin)
-
+        norm, w_uk, places = self.kv_norm, self.w_uk[...], (meta.pages, meta.offsets)
         P = meta.num_prefill_tokens
-        out_TNV = jnp.concatenate(
-            [
-                self.attend_prefill(q_nope_TND[:P], q_rope_TNR[:P], cache, meta),
-                self.attend_decode(q_nope_TND[P:], q_rope_TNR[P:], cache, meta.decode_tables, meta.decode_bounds),
-            ]
-        )
+        if P == 0:
+            cache, q_TNC = write_and_query(
+                cache, kv_a_TC, norm.weight[...], q_TND, w_uk, cos, sin, *places, eps=norm.eps
+            )
+            out_TNV = self.attend_decode(q_TNC, cache, meta.decode_tables, meta.decode_bounds)
+        else:
+            cache = write_latent(cache, kv_a_TC, norm.weight[...], cos, sin, *places, eps=norm.eps)
+            out_TNV = self.attend_prefill(q_TND[:P], cos[:P], sin[:P], cache, meta)
+            if q_TND.shape[0] > P:
+                q_TNC = mla_query(q_TND[P:], w_uk, cos[P:], sin[P:])
+                decoded_TNV = self.attend_decode(q_TNC, cache, meta.decode_tables, meta.decode_bounds)
+                out_TNV = jnp.concatenate([out_TNV, decoded_TNV])
         return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]), cache
 
     def catch_up(
@@ -85,9 +87,8 @@ class MLA(nnx.Module):
         cache = write_latent(
             cache, kv_a_TC, self.kv_norm.weight[...], cos, sin, meta.pages, meta.offsets, eps=self.kv_norm.eps
         )
-        q_nope_RND, q_rope_RNR = jnp.split(q_RND, [self.mla.nope_dim], axis=-1)
-        q_rope_RNR = apply_rope(q_rope_RNR, cos[live_R], sin[live_R])
-        out_RNV = self.attend_decode(q_nope_RND, q_rope_RNR, cache, tables_R, bounds_R[:, None])
+        q_RNC = mla_query(q_RND, self.w_uk[...], cos[live_R], sin[live_R])
+        out_RNV = self.attend_decode(q_RNC, cache, tables_R, bounds_R[:, None])
         return jnp.einsum("tnv,hnv->th", out_RNV, self.o[...]), cache
 
     def project(self, x_TH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -98,36 +99,30 @@ class MLA(nnx.Module):
         return linear(rms_norm(q_a, self.q_norm.weight[...], self.q_norm.eps), self.q_b[...]), kv_a
 
     def attend_prefill(
-        self, q_nope_PND: jax.Array, q_rope_PNR: jax.Array, cache: LatentCache, meta: StepMetadata
+        self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, cache: LatentCache, meta: StepMetadata
     ) -> jax.Array:
-        P = q_nope_PND.shape[0]
-        if P == 0:
-            return jnp.zeros((0, q_nope_PND.shape[1], self.mla.v_dim), q_nope_PND.dtype)
+        """Queries of all prompt tokens, [P, N, nope + rope] as projected -> [P, N, v_dim]."""
+        q_nope_PND, q_rope_PNR = jnp.split(q_PND, [self.mla.nope_dim], axis=-1)
         return mla_prefill(
             q_nope_PND,
-            q_rope_PNR,
+            apply_rope(q_rope_PNR, cos, sin),
             self.w_uk[...],
             self.w_uv[...],
             cache,
             meta.prefill_tables,
             meta.prefill_rows,
-            meta.positions[:P],
+            meta.positions[: q_PND.shape[0]],
             meta.prefill_ends,
             scale=self.mla.softmax_scale,
         )
 
-    def attend_decode(
-        self, q_nope: jax.Array, q_rope: jax.Array, cache: LatentCache, tables: jax.Array, bounds_Dn: jax.Array
-    ) -> jax.Array:
-        """Queries [D·n, N, ·] of D windows -> [D·n, N, v_dim]."""
-        rows, N, _ = q_nope.shape
-        if rows == 0:
-            return jnp.zeros((0, N, self.mla.v_dim), q_nope.dtype)
-        q_latent = jnp.einsum("tnd,ndl->tnl", q_nope, self.w_uk[...])
-        q = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(*bounds_Dn.shape, N, self.mla.cache_dim)
+    def attend_decode(self, q_TNC: jax.Array, cache: LatentCache, tables: jax.Array, bounds_Dn: jax.Array) -> jax.Array:
+        """Absorbed queries [D·n, N, latent + rope] of D windows -> [D·n, N, v_dim]."""
+        T, N, C = q_TNC.shape
+        q = q_TNC.reshape(*bounds_Dn.shape, N, C)
         out = mla_decode(
             q, cache, tables, bounds_Dn, scale=self.mla.softmax_scale, value_dim=self.mla.kv_lora_rank
-        ).reshape(rows, N, self.mla.kv_lora_rank)
+        ).reshape(T, N, self.mla.kv_lora_rank)
         return jnp.einsum("tnl,nvl->tnv", out, self.w_uv[...])
 
     def cache_shapes(self, num_pages: int, page_size: int) -> tuple[int, ...]:

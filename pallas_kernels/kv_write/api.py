@@ -2,7 +2,8 @@
 
 import jax
 
-from pallas_kernels.kv_write import reference
+from pallas_kernels.backend import choose, current
+from pallas_kernels.kv_write import mosaic, reference
 
 
 def write_latent(
@@ -27,8 +28,19 @@ def write_latent(
 
     Returns:
         The cache with the tokens written.
+
+    Raises:
+        UnsupportedError: the attention backend that was asked for cannot take this call.
     """
-    return reference.write_latent(latent, kv_a, norm_weight, cos, sin, pages, offsets, eps=eps)
+    chosen = mosaic if latent_writer(latent, kv_a, norm_weight) == "mosaic" else reference
+    return chosen.write_latent(latent, kv_a, norm_weight, cos, sin, pages, offsets, eps=eps)
+
+
+def latent_writer(latent: jax.Array, kv_a: jax.Array, norm_weight: jax.Array) -> str:
+    """Which implementation takes a call of `write_latent`."""
+    obstacles = {"mosaic": mosaic.obstacle(latent, kv_a, norm_weight)}
+    # "triton" is a choice of the decode kernel: writing then takes the best there is for it.
+    return choose("kv_write", current().attention, obstacles, elsewhere=("triton",))
 
 
 def write_kv(

@@ -351,13 +351,14 @@ def _merge(
             rounds = lax.div(n + (at_once - 1), i32(at_once))
             out[request, row] = lax.fori_loop(i32(0), rounds, add, zero_V).astype(bf16)
 
-    return run_in_place(
+    (out,) = run_in_place(
         mla_decode_merge,
         (partial, lse, splits),
-        out,
+        (out,),
         scratch_types={"weights_s": plgpu.SMEM((padded_items,), f32)},
         grid=(splits.shape[0], live),
         grid_names=("split", "row"),
         compiler_params=_params(reduction_scratch_bytes=2048),
         interpret=interpret,
     )
+    return out

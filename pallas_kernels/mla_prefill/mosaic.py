@@ -1,9 +1,12 @@
-"""Pallas Mosaic GPU for Hopper: latents become keys and values a chunk at a time, and a FlashAttention-3-like kernel
-(arXiv 2407.08608) attends to each chunk; its results are merged by their log-sum-exps (arXiv 2501.01005 section 2.2).
+"""Pallas Mosaic GPU for Hopper: latents become keys and values a chunk at a time (`decompress`), and a
+FlashAttention-3-like kernel (arXiv 2407.08608) attends to each chunk, going on from its results for the one before: an
+output that is normalised, with its log-sum-exp as the maximum and 1 as the sum, is a state of the online softmax.
 
 Keys are laid out in blocks: the blocks of all requests one after another, each request starting a new block, cut into
-chunks of a fixed number of blocks. Queries are laid out in tiles of 128 rows, each request starting a new tile. So no
-block and no tile mixes requests, whatever the lengths are, and all shapes are static.
+chunks of a fixed number of blocks. A tile of queries is 128 rows of the flat array, of which those of one
+request count; each request starts a new tile, so that some rows may be in two. So no block and no tile is for several
+requests, whatever the lengths are, and all shapes are static: those of the most blocks that a call may have, of which
+the ones that it does not have cost next to nothing.
 """
 
 import functools
@@ -17,13 +20,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import hopper_obstacle
-from pallas_kernels.compat import transpose_ref
+from pallas_kernels.compat import load, run_in_place, transpose_ref
+from pallas_kernels.mla_prefill.decompress import LATENT, NOPE, PAGE, PAGES, ROPE, VALUE, decompress, list_pages
 
-LATENT, NOPE, ROPE, VALUE, PAGE = 512, 128, 64, 128, 64
 # Query rows of a tile, and how many of them each of the two consumer warpgroups takes.
 TILE, HALF = 128, 64
-# Keys that are decompressed at a time: 33 MB of keys and values at 16 heads, which stay in the L2 cache.
-CHUNK = 4096
+# TMA copies rows to shared memory in groups of a swizzle's eight: tiles start at a multiple.
+GRANULE = 8
+# Keys and values of a chunk: 32768 keys at 16 heads, 4096 at 128. They pass through HBM, which attention to a chunk
+# hardly notices: eight tiles of 128 queries of each of 16 heads share a read of 8 KiB a key, at 10.5 MFLOP a key.
+CHUNK_BYTES = 256 * 2**20
+# Up to this many chunks a call goes through all that its shape may need: one without blocks takes about 8 us. A number
+# of chunks that only the device knows makes the host wait for it (some 300 us a layer), and a CUDA graph takes no loop.
+MOST_UNROLLED = 8
 # A key that a row does not see scores far below the maximum of a row that has not seen any key yet, so that its weight
 # is exactly 0 even then. Finite, because the difference of two -inf is NaN.
 MASKED, UNSEEN = -1e30, -1e20
@@ -66,7 +75,7 @@ def mla_prefill(
     ends: jax.Array,
     *,
     scale: float,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     tuning: Tuning = DEFAULT,
     interpret: Any = False,
 ) -> jax.Array:
@@ -75,36 +84,46 @@ def mla_prefill(
     Jitted, so that the layers of a model share one lowering.
 
     Args:
-        chunk: keys that are decompressed at a time, a multiple of `tuning.keys`.
+        chunk: keys that are decompressed at a time, a multiple of 128 (default: as many as fit CHUNK_BYTES).
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     E, max_pages = page_tables.shape
-    most_blocks = E * -(-max_pages * PAGE // tuning.keys)
-    chunk_blocks = min(chunk // tuning.keys, most_blocks)
-    starts_E = list_starts(ends, tuning.keys)
+    H, keys = q_nope.shape[1], tuning.keys
+    chunk = chunk or CHUNK_BYTES // (2 * (NOPE + VALUE) * H) // (PAGES * PAGE) * (PAGES * PAGE)
+    most_blocks = E * -(-max_pages * PAGE // keys)
+    chunk_blocks = min(chunk // keys, most_blocks)
+    # Whole tiles of `decompress`, which are no blocks if these are of 64 keys.
+    chunk_pages = -(-chunk_blocks * keys // (PAGES * PAGE)) * PAGES
+    starts_E = list_starts(ends, keys)
     queries = tile_queries(token_rows, positions, E)
-    q_nope_TQHD, q_rope_TQHR = q_nope[queries.tokens], q_rope[queries.tokens]
-    run = functools.partial(attend, scale=scale, tuning=tuning, interpret=interpret)
+    padding = ((0, padded_rows(token_rows.shape[0]) - token_rows.shape[0]), (0, 0), (0, 0))
+    q_nope_PHD, q_rope_PHR = jnp.pad(q_nope, padding), jnp.pad(q_rope, padding)
 
-    def attend_chunk(c: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend_chunk(c: jax.Array, so_far: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, jax.Array]:
         first = c * chunk_blocks
-        latent_CL, k_rope_CR = gather(latent, page_tables, starts_E, ends, first, chunk_blocks, tuning.keys)
-        k_nope_CHD = jnp.einsum("cl,hdl->chd", latent_CL, w_uk)
-        v_CHV = jnp.einsum("cl,hvl->chv", latent_CL, w_uv)
-        work_T4 = tile_work(queries, starts_E, first, chunk_blocks, tuning.keys)
-        o_TQHV, lse_THQ = run(q_nope_TQHD, q_rope_TQHR, k_nope_CHD, k_rope_CR, v_CHV, work_T4)
-        # The kernel leaves the results of tiles without keys as they were, NaN perhaps.
-        seen_P = work_T4[queries.tile_of, 1] > 0
-        o_PHV = jnp.where(seen_P[:, None, None], o_TQHV[queries.tile_of, queries.row_of], 0).astype(f32)
-        return o_PHV, jnp.where(seen_P[:, None], lse_THQ[queries.tile_of, :, queries.row_of], UNSEEN)
+        pages = list_pages(page_tables, starts_E, ends, first, chunk_pages, keys)
+        count = jnp.clip((starts_E[-1] - first) * (keys // PAGE), 0, chunk_pages)
+        k_nope_CHD, k_rope_CR, v_CHV = decompress(latent, w_uk, w_uv, pages, count, interpret=interpret)
+        work_T5 = tile_work(queries, starts_E, first, chunk_blocks, keys)
+        return attend(
+            q_nope_PHD, q_rope_PHR, k_nope_CHD, k_rope_CR, v_CHV, work_T5, so_far,
+            scale=scale, tuning=tuning, interpret=interpret,
+        )  # fmt: skip
 
-    o_PHV, lse_PH = attend_chunk(i32(0))
-    # Most calls fit one chunk: they neither enter the loop nor merge. Where none can need more there is no loop, which a
-    # CUDA graph would not take.
-    if most_blocks > chunk_blocks:
-        chunks = -(-starts_E[-1] // chunk_blocks)
-        o_PHV, _ = lax.fori_loop(i32(1), chunks, lambda c, so_far: merge(so_far, attend_chunk(c)), (o_PHV, lse_PH))
-    return jnp.where((token_rows < E)[:, None, None], o_PHV, 0).astype(q_nope.dtype)
+    chunks = -(-most_blocks // chunk_blocks)
+    if chunks == 1:
+        o_TQHV, _ = attend_chunk(i32(0), None)
+    else:
+        T = queries.row.shape[0]
+        state = jnp.zeros((T, TILE, H, VALUE), bf16), jnp.full((T, H, TILE), UNSEEN, f32)
+        if chunks <= MOST_UNROLLED:
+            for c in range(chunks):
+                state = attend_chunk(i32(c), state)
+        else:
+            state = lax.fori_loop(i32(0), -(-starts_E[-1] // chunk_blocks), attend_chunk, state)
+        o_TQHV, _ = state
+    # Tiles without tokens are left uninitialised, NaN perhaps, and are where padding tokens may point.
+    return jnp.where((token_rows < E)[:, None, None], o_TQHV[queries.tile_of, queries.row_of], 0).astype(q_nope.dtype)
 
 
 def list_starts(ends: jax.Array, keys: int) -> jax.Array:
@@ -112,13 +131,18 @@ def list_starts(ends: jax.Array, keys: int) -> jax.Array:
     return jnp.concatenate([jnp.zeros(1, i32), jnp.cumsum(-(-ends // keys), dtype=i32)])
 
 
-class Queries(NamedTuple):
-    """The P tokens in T tiles of Q = TILE rows, int32; tiles past the last request have no tokens."""
+def padded_rows(tokens: int) -> int:
+    """Rows of queries that the tiles of so many tokens need."""
+    return max(-(-tokens // GRANULE) * GRANULE, TILE)
 
-    tokens: jax.Array  # [T, Q] the token of each row; rows past the request's last token repeat some token
+
+class Queries(NamedTuple):
+    """The P tokens in T tiles of TILE rows, int32; tiles past the last request have no tokens."""
+
+    row: jax.Array  # [T] the token of the first row, a multiple of GRANULE; perhaps one before the request's first
     request: jax.Array  # [T] 0..E-1
-    position: jax.Array  # [T] position of the first row
-    filled: jax.Array  # [T] rows that are tokens of the request
+    position: jax.Array  # [T] position of the first row, negative perhaps if it is none of the request's
+    filled: jax.Array  # [T] rows up to the request's last token in the tile, 0 if there is none
     tile_of: jax.Array  # [P] the tile of each token, any for padding
     row_of: jax.Array  # [P] its row in that tile
 
@@ -126,28 +150,31 @@ class Queries(NamedTuple):
 def tile_queries(token_rows: jax.Array, positions: jax.Array, num_requests: int) -> Queries:
     """Tiles of the P tokens of E requests; arguments as in `api.mla_prefill`."""
     P, E = token_rows.shape[0], num_requests
-    num_tiles = (P + (TILE - 1) * E) // TILE  # the most that E requests can fill
+    num_tiles = (P + (TILE + GRANULE - 2) * E) // TILE  # the most that E requests can fill
     mine_EP = token_rows == jnp.arange(E, dtype=i32)[:, None]
     counts_E, first_E = mine_EP.sum(axis=1, dtype=i32), jnp.argmax(mine_EP, axis=1).astype(i32)
-    ends_E = jnp.cumsum(-(-counts_E // TILE), dtype=i32)  # the tile after each request's last
-    begins_E = jnp.concatenate([jnp.zeros(1, i32), ends_E[:-1]])
+    aligned_E, after_E = first_E // GRANULE * GRANULE, first_E + counts_E
+    tiles_E = jnp.where(counts_E > 0, -(-(after_E - aligned_E) // TILE), 0)
+    ends_E = jnp.cumsum(tiles_E, dtype=i32)  # the tile after each request's last
+    begins_E = ends_E - tiles_E
 
     tile_T = jnp.arange(num_tiles, dtype=i32)
     request_T = jnp.sum(tile_T[:, None] >= ends_E, axis=1, dtype=i32)
     used_T = request_T < E
     request_T = jnp.minimum(request_T, E - 1)
-    before_T = (tile_T - begins_E[request_T]) * TILE  # the request's tokens in earlier tiles
-    tokens_TQ = jnp.minimum((first_E[request_T] + before_T)[:, None] + jnp.arange(TILE, dtype=i32), P - 1)
+    begin_T = aligned_E[request_T] + (tile_T - begins_E[request_T]) * TILE
+    row_T = jnp.where(used_T, jnp.minimum(begin_T, padded_rows(P) - TILE), 0)  # all rows exist
 
     rows_P = jnp.minimum(token_rows, E - 1)
-    nth_P = jnp.maximum(jnp.arange(P, dtype=i32) - first_E[rows_P], 0)
+    token_P = jnp.arange(P, dtype=i32)
+    tile_of_P = jnp.clip(begins_E[rows_P] + (token_P - aligned_E[rows_P]) // TILE, 0, num_tiles - 1)
     return Queries(
-        tokens=tokens_TQ,
+        row=row_T,
         request=request_T,
-        position=positions[tokens_TQ[:, 0]],
-        filled=jnp.where(used_T, jnp.minimum(counts_E[request_T] - before_T, TILE), 0),
-        tile_of=jnp.minimum(begins_E[rows_P] + nth_P // TILE, num_tiles - 1),
-        row_of=nth_P % TILE,
+        position=positions[first_E][request_T] + row_T - first_E[request_T],
+        filled=jnp.where(used_T, jnp.minimum(after_E[request_T], begin_T + TILE) - row_T, 0),
+        tile_of=tile_of_P,
+        row_of=jnp.clip(token_P - row_T[tile_of_P], 0, TILE - 1),
     )
 
 
@@ -155,8 +182,8 @@ def tile_work(queries: Queries, starts_E: jax.Array, first: jax.Array, chunk_blo
     """What each tile does in the chunk of blocks [first, first + chunk_blocks) of the list.
 
     Returns:
-        int32 [T, 4]: its first block in the chunk; how many blocks it visits; how many of them, from the first, every
-        row sees whole; and by how many positions its first row lies after the first key of its first block.
+        int32 [T, 5]: its first block in the chunk; how many blocks it visits; how many of them, from the first, every
+        row sees whole; by how many positions its first row lies after the first key of its first block; and that row.
     """
     start_T, position_T = starts_E[queries.request], queries.position
     visible_T = jnp.where(queries.filled > 0, -(-(position_T + queries.filled) // keys), 0)
@@ -165,45 +192,10 @@ def tile_work(queries: Queries, starts_E: jax.Array, first: jax.Array, chunk_blo
     skipped_T = begin_T - start_T
     whole_T = jnp.clip((position_T + 1) // keys - skipped_T, 0, blocks_T)
     begin_T = jnp.where(blocks_T > 0, begin_T - first, 0)
-    return jnp.stack([begin_T, blocks_T, whole_T, position_T - skipped_T * keys], axis=1).astype(i32)
+    return jnp.stack([begin_T, blocks_T, whole_T, position_T - skipped_T * keys, queries.row], axis=1).astype(i32)
 
 
-def gather(
-    latent: jax.Array,
-    page_tables: jax.Array,
-    starts_E: jax.Array,
-    ends: jax.Array,
-    first: jax.Array,
-    chunk_blocks: int,
-    keys: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Latents [C, LATENT] and rotated keys [C, ROPE] of the chunk of blocks [first, first + chunk_blocks) of the list.
-
-    Rows past a request's end are 0: what a page holds there may be NaN, and 0 times NaN is NaN.
-    """
-    E, max_pages = page_tables.shape
-    pages_per_block = keys // PAGE
-    block_B = first + jnp.arange(chunk_blocks, dtype=i32)
-    owner_B = jnp.sum(block_B[:, None] >= starts_E[1:], axis=1, dtype=i32)
-    row_B = jnp.minimum(owner_B, E - 1)
-    nth_B = block_B - starts_E[row_B]
-    columns_BN = jnp.minimum(nth_B[:, None] * pages_per_block + jnp.arange(pages_per_block, dtype=i32), max_pages - 1)
-    position_BK = nth_B[:, None] * keys + jnp.arange(keys, dtype=i32)
-    live_BK = (position_BK < ends[row_B][:, None]) & (owner_B < E)[:, None]
-    cache_CX = latent[page_tables[row_B[:, None], columns_BN]].reshape(chunk_blocks * keys, LATENT + ROPE)
-    cache_CX = jnp.where(live_BK.reshape(-1, 1), cache_CX, 0)
-    return cache_CX[:, :LATENT], cache_CX[:, LATENT:]
-
-
-def merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention over two sets of keys from that over each: o [P, H, V] and base-2 lse [P, H], float32."""
-    (o_a, lse_a), (o_b, lse_b) = one, other
-    top = jnp.maximum(lse_a, lse_b)
-    a, b = jnp.exp2(lse_a - top), jnp.exp2(lse_b - top)
-    total = a + b
-    return o_a * (a / total)[..., None] + o_b * (b / total)[..., None], top + jnp.log2(total)
-
-
+@functools.partial(jax.jit, static_argnames=("scale", "tuning", "interpret"))
 def attend(
     q_nope: jax.Array,
     q_rope: jax.Array,
@@ -211,23 +203,25 @@ def attend(
     k_rope: jax.Array,
     v: jax.Array,
     work: jax.Array,
+    so_far: tuple[jax.Array, jax.Array] | None = None,
     *,
     scale: float,
     tuning: Tuning = DEFAULT,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of query tiles to ranges of key blocks, all bfloat16.
+    """Causal attention of query tiles to ranges of key blocks, all bfloat16. Jitted, so that chunks share one lowering.
 
     Args:
-        q_nope: [T, TILE, H, NOPE], q_rope: [T, TILE, H, ROPE].
+        q_nope: [P, H, NOPE], q_rope: [P, H, ROPE], P a multiple of GRANULE.
         k_nope: [C, H, NOPE], k_rope: [C, ROPE], v: [C, H, VALUE]; finite.
-        work: int32 [T, 4] from `tile_work`.
+        work: int32 [T, 5] from `tile_work`.
+        so_far: results for other keys, which these are added to; 0 and UNSEEN where there are none.
 
     Returns:
         o [T, TILE, H, VALUE] in bfloat16 and base-2 log-sum-exp [T, H, TILE] in float32. Rows that see no key have
-        o = 0 and a log-sum-exp near UNSEEN; tiles without blocks are left uninitialised.
+        o = 0 and a log-sum-exp near UNSEEN; tiles without blocks are left as in `so_far`, or uninitialised.
     """
-    T, _, H, _ = q_nope.shape
+    T, H = work.shape[0], q_nope.shape[1]
     # Heads that run at the same time share the L2 cache: at 128 heads their keys and values would not fit it.
     group = math.gcd(H, 16)
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -248,23 +242,28 @@ def attend(
     }
     if interpret:
         scratch["weights_s"] = smem((2, HALF, keys))
-    body = functools.partial(_body, group=group, log2_scale=scale * math.log2(math.e), tuning=tuning)
-    o, lse = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((T, TILE, H, VALUE), bf16),
-            jax.ShapeDtypeStruct((T, H, 2, HALF), f32),
-        ),
-        scratch_types=scratch,
-        grid=(H // group, T, group),
-        grid_names=("group", "tile", "head"),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
+    body = functools.partial(
+        _body, group=group, log2_scale=scale * math.log2(math.e), tuning=tuning, resumes=so_far is not None
+    )
+    body.__name__ = "mla_prefill"  # type: ignore[attr-defined]
+    inputs = (q_nope, q_rope, k_nope, k_rope, v, work)
+    how: dict[str, Any] = {
+        "scratch_types": scratch,
+        "grid": (H // group, T, group),
+        "grid_names": ("group", "tile", "head"),
+        "num_threads": 3,
+        "thread_name": "wg",
+        "compiler_params": plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
-        **({"interpret": interpret} if interpret else {}),
-    )(q_nope, q_rope, k_nope, k_rope, v, work)
+        "interpret": interpret,
+    }
+    of_halves = (T, H, 2, HALF)
+    if so_far is None:
+        out_type = jax.ShapeDtypeStruct((T, TILE, H, VALUE), bf16), jax.ShapeDtypeStruct(of_halves, f32)
+        o, lse = plgpu.kernel(body, out_type=out_type, **how)(*inputs)
+    else:
+        o, lse = run_in_place(body, inputs, (so_far[0], so_far[1].reshape(of_halves)), **how)
     return o, lse.reshape(T, H, TILE)
 
 
@@ -293,6 +292,7 @@ def _body(
     group,
     log2_scale,
     tuning,
+    resumes,
 ):
     """One tile of one head: warpgroup 2 copies, warpgroups 0 and 1 compute 64 query rows each."""
     keys, stages = tuning.keys, tuning.stages
@@ -300,15 +300,15 @@ def _body(
     head = lax.axis_index("group") * group + lax.axis_index("head")
     # The last tiles of a prompt see the most keys: they start first, so that short ones fill the gaps at the end.
     tile = work.shape[0] - 1 - lax.axis_index("tile")
-    first, blocks, whole, lead = (work[tile, j] for j in range(4))
+    first, blocks, whole, lead, row = (work[tile, j] for j in range(5))
 
     @pl.when((wg == 2) & (blocks > 0))
     def _produce():
         plgpu.set_max_registers(tuning.producer_registers, action="decrease")
         for half in range(2):
-            rows = pl.ds(half * HALF, HALF)
-            plgpu.copy_gmem_to_smem(q_nope.at[tile, rows, head], q_nope_s.at[half], q_full.at[half])
-            plgpu.copy_gmem_to_smem(q_rope.at[tile, rows, head], q_rope_s.at[half], q_full.at[half])
+            rows = pl.ds(row + half * HALF, HALF)
+            plgpu.copy_gmem_to_smem(q_nope.at[rows, head], q_nope_s.at[half], q_full.at[half])
+            plgpu.copy_gmem_to_smem(q_rope.at[rows, head], q_rope_s.at[half], q_full.at[half])
 
         @pl.loop(0, blocks)
         def _(i):
@@ -357,8 +357,8 @@ def _body(
             x = pl.run_scoped(score, plgpu.ACC((HALF, keys), f32))
             plgpu.barrier_arrive(k_free.at[s])
             if masked:
-                row, column = (plgpu.broadcasted_iota(i32, x.shape, d, layout=plgpu.Layout.WGMMA) for d in (0, 1))
-                x = jnp.where(column - row <= lead + wg * HALF - i * keys, x, MASKED)
+                query, key = (plgpu.broadcasted_iota(i32, x.shape, d, layout=plgpu.Layout.WGMMA) for d in (0, 1))
+                x = jnp.where(key - query <= lead + wg * HALF - i * keys, x, MASKED)
             new_top = jnp.maximum(top, x.max(axis=1) * log2_scale)
             shrink = jnp.exp2(top - new_top)
             # A product and a difference, which become one instruction.
@@ -388,11 +388,19 @@ def _body(
             return acc + pl.run_scoped(product, plgpu.ACC((HALF, VALUE), f32))
 
         plgpu.barrier_wait(q_full.at[wg])
-        carry = (
-            plgpu.layout_cast(jnp.zeros((HALF, VALUE), f32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((HALF,), UNSEEN, f32), plgpu.Layout.WGMMA.reduce(1)),
-            plgpu.layout_cast(jnp.zeros((HALF,), f32), plgpu.Layout.WGMMA.reduce(1)),
-        )
+        out = o.at[tile, pl.ds(wg * HALF, HALF), head]
+        if resumes:
+            carry = (
+                load(out, (slice(None), slice(None)), layout=plgpu.Layout.WGMMA).astype(f32),
+                load(lse, (tile, head, wg, slice(None)), layout=plgpu.Layout.WGMMA.reduce(1)),
+                plgpu.layout_cast(jnp.ones((HALF,), f32), plgpu.Layout.WGMMA.reduce(1)),
+            )
+        else:
+            carry = (
+                plgpu.layout_cast(jnp.zeros((HALF, VALUE), f32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.full((HALF,), UNSEEN, f32), plgpu.Layout.WGMMA.reduce(1)),
+                plgpu.layout_cast(jnp.zeros((HALF,), f32), plgpu.Layout.WGMMA.reduce(1)),
+            )
         # Half a step apart, and together again at the end.
         pl.when(wg == 1)(turn)
         carry = lax.fori_loop(i32(0), whole, functools.partial(step, masked=False), carry)
@@ -403,7 +411,7 @@ def _body(
         lse[tile, head, wg, :] = top + jnp.log(total) * math.log2(math.e)
         q_nope_s[wg] = (acc * _over_rows(1.0 / total, acc.shape)).astype(bf16)  # no longer needed: the way out
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_nope_s.at[wg], o.at[tile, pl.ds(wg * HALF, HALF), head])
+        plgpu.copy_smem_to_gmem(q_nope_s.at[wg], out)
         plgpu.wait_smem_to_gmem(0)
 
 

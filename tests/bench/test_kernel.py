@@ -12,7 +12,7 @@ from bench import kernel
 from bench.__main__ import main
 from bench.kernel_attention import DECODE, MlaDecode, MlaPrefill
 from bench.kernel_case import Case, largest_error
-from bench.kernel_layers import KV_WRITE, MOE, Moe
+from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE, Moe
 from bench.kernel_timing import Loop, kernel_seconds, rounds
 from pallas_kernels.backend import logger
 
@@ -108,7 +108,7 @@ def test_kernel_seconds_of_a_trace():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["mla_decode", "mla_prefill", "kv_write", "moe"])
+@pytest.mark.parametrize("operation", ["mla_decode", "mla_prefill", "kv_write", "mla_query", "moe"])
 def test_a_tiny_run(operation, tmp_path, capsys):
     out = tmp_path / "kernel.json"
     assert main(["kernel", operation, "--rows", "tiny", "--out", str(out)]) == 0
@@ -117,13 +117,14 @@ def test_a_tiny_run(operation, tmp_path, capsys):
     assert result["summary"] == {"rows": len(result["rows"]), "failed": 0, "wrong": 0}
     for row in result["rows"]:
         assert row["ours_us"] > 0
-        assert row["errors"]["float64"] < 0.01
+        # XLA on a CPU sums that matmul's products in less than float32.
+        assert row["errors"]["float64"] < (kernel.LARGEST_ERROR if operation == "mla_query" else 0.01)
         assert ("TFLOP_per_s" in row) == (operation != "kv_write")
         assert ("GB_per_s" in row) == (operation != "mla_prefill")
     assert "ceilings" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("case", [DECODE["tiny"][1], MOE["tiny"][1], KV_WRITE["tiny"][1]])
+@pytest.mark.parametrize("case", [DECODE["tiny"][1], MOE["tiny"][1], KV_WRITE["tiny"][1], MLA_QUERY["tiny"][0]])
 def test_wrong_results_are_found(case: Case):
     loop = Loop(case, case.lower().compile())
     assert case.error(loop.inputs, loop.launch_into_poison()) < 0.01

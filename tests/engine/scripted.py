@@ -128,10 +128,12 @@ def exchanged(runner: Runner, *, target: dict | None = None, draft: dict | None 
     try:
         for variables, values in zip(runner._params, (target, draft), strict=True):
             put(variables, values or {})
+        runner.use_params(runner._params)
         yield
     finally:
         for variable, old in reversed(before):
             variable.set_value(old)
+        runner.use_params(runner._params)
 
 
 def engine_over(runner: Runner, *, poison: float = 0.0, eos: Sequence[int] = (EOS,), **options: Any) -> Engine:

@@ -99,6 +99,7 @@ def test_a_nan_row_ends_its_own_request_only(solo):
     used = {t for r in requests() for t in r.prompt_ids} | {t for ids in solo[0].values() for t in ids}
     unused = next(t for t in range(VOCAB) if t not in used)
     embed.set_value(clean.at[unused].set(np.nan))
+    runner.use_params(runner._params)
     try:
         bad = Request("bad", [9, unused, 9], SamplingParams(max_tokens=8))
         ids, logprobs, ends = run(engine, [bad, *requests()])
@@ -109,6 +110,7 @@ def test_a_nan_row_ends_its_own_request_only(solo):
         assert_equal_runs((ids, logprobs), solo)
     finally:
         embed.set_value(clean)
+        runner.use_params(runner._params)
 
 
 def test_nothing_compiles_after_warm_up(solo):  # noqa: ARG001 - the fixture warms helpers up

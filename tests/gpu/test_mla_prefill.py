@@ -1,4 +1,4 @@
-"""The Mosaic GPU prefill kernel on an H200 against the reference in float32, over pages that are NaN where not owned."""
+"""The Mosaic GPU prefill kernels on an H200 against the reference in float32, over pages that are NaN where not owned."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backend
-from pallas_kernels.mla_prefill import mosaic, reference
+from pallas_kernels.mla_prefill import decompress, mosaic, reference
 from pallas_kernels.mla_prefill.api import mla_prefill
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,8 @@ RAGGED = {
         ((0,), (2048,)),
         ((6144,), (2048,)),
     ],
+    # Fewer rows than a tile has, and not a multiple of what TMA copies.
+    99: [((8192, 5), (33, 61))],
 }
 CASES = [(tokens, *case) for tokens, cases in RAGGED.items() for case in cases]
 
@@ -56,12 +58,9 @@ def problem(rng, tokens, starts, chunks, heads):
     return floats, [jnp.asarray(x) for x in (tables, rows, positions, ends)]
 
 
-@pytest.mark.parametrize("heads", [4, 16, 128])
-@pytest.mark.parametrize(("tokens", "starts", "chunks"), CASES)
-def test_against_the_reference(tokens, starts, chunks, heads):
+def check(run, tokens, starts, chunks, heads):
     floats, ints = problem(np.random.default_rng(heads), tokens, starts, chunks, heads)
-    with backend.use(backend.Backends(attention="mosaic")):
-        got = np.asarray(jax.jit(functools.partial(mla_prefill, scale=SCALE))(*floats, *ints), np.float32)
+    got = np.asarray(jax.jit(functools.partial(run, scale=SCALE))(*floats, *ints), np.float32)
     with jax.default_matmul_precision("highest"):
         oracle = jax.jit(functools.partial(reference.mla_prefill, scale=SCALE))
         want = np.asarray(oracle(*(x.astype(jnp.float32) for x in floats), *ints))
@@ -71,3 +70,36 @@ def test_against_the_reference(tokens, starts, chunks, heads):
     for rows in np.split(np.arange(live), np.cumsum(chunks)[:-1]):
         error = np.linalg.norm(got[rows] - want[rows]) / np.linalg.norm(want[rows])
         assert error <= 1e-2, f"relative error {error:.2e} in a chunk of {len(rows)} tokens"
+
+
+@pytest.mark.parametrize("heads", [4, 16, 128])
+@pytest.mark.parametrize(("tokens", "starts", "chunks"), CASES)
+def test_against_the_reference(tokens, starts, chunks, heads):
+    """One chunk of keys at 4 heads, three of which most are empty at 16, a loop over chunks at 128."""
+    with backend.use(backend.Backends(attention="mosaic")):
+        check(mla_prefill, tokens, starts, chunks, heads)
+
+
+@pytest.mark.parametrize("chunk", [1024, 10240])
+def test_requests_over_several_chunks(chunk):
+    """Of the 80 and 8 chunks that a call of this shape may have, in a loop and one after another, the keys fill 13 and 2."""
+    check(functools.partial(mosaic.mla_prefill, chunk=chunk), *CASES[3], heads=16)
+
+
+@pytest.mark.parametrize("heads", [4, 16, 128])
+def test_decompression(heads):
+    floats, (tables, _, _, ends) = problem(np.random.default_rng(heads), *CASES[3], heads)
+    w_uk, w_uv, pool = floats[2:]
+    starts = mosaic.list_starts(ends, 128)
+    pages = decompress.list_pages(tables, starts, ends, jnp.int32(0), 240, 128)
+    count = starts[-1] * 2
+    got = decompress.decompress(pool, w_uk, w_uv, pages, count)
+    k_nope, k_rope, v = (np.asarray(x, np.float32)[: int(count) * PAGE] for x in got)
+    owned = np.arange(PAGE) < np.asarray(pages)[:, 1:]
+    rows = np.where(owned[..., None], np.asarray(pool, np.float32)[np.asarray(pages)[:, 0]], 0).reshape(-1, L + R)
+    rows = rows[: int(count) * PAGE]
+    np.testing.assert_array_equal(k_rope, rows[:, L:])
+    for ours, weights in ((k_nope, w_uk), (v, w_uv)):
+        with jax.default_matmul_precision("highest"):
+            want = np.asarray(jnp.einsum("cl,hdl->chd", rows[:, :L], weights.astype(jnp.float32)))
+        np.testing.assert_allclose(ours, want, rtol=2**-8, atol=1e-3)

@@ -1,6 +1,6 @@
-"""The Mosaic GPU prefill kernel where there is no GPU: its tables against NumPy, interpreted on the CPU, and lowered.
+"""The Mosaic GPU prefill kernels where there is no GPU: their tables against NumPy, interpreted on the CPU, and lowered.
 
-Interpreted, the kernel keeps softmax weights in shared memory; on the GPU they stay in registers (tests/gpu).
+Interpreted, attention keeps softmax weights in shared memory; on the GPU they stay in registers (tests/gpu).
 """
 
 import functools
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import backend
-from pallas_kernels.mla_prefill import api, mosaic, reference
+from pallas_kernels.mla_prefill import api, decompress, mosaic, reference
 
 L, R, D, V, PAGE = mosaic.LATENT, mosaic.ROPE, mosaic.NOPE, mosaic.VALUE, mosaic.PAGE
 SCALE = (D + R) ** -0.5
@@ -46,22 +46,23 @@ def problem(rng, starts, chunks, padding, heads, max_pages):
     return floats, [jnp.asarray(x) for x in (tables, rows, positions, ends)]
 
 
-def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2, max_pages=5):
+def interpreted(f, *args):
+    """f(*args, interpret=...) under jit, without races."""
     if jax.__version_info__ < (0, 11):
-        pytest.skip("the interpreter of jax 0.10 lacks operations that the kernel uses")
+        pytest.skip("the interpreter of jax 0.10 lacks operations that the kernels use")
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    floats, ints = problem(np.random.default_rng(len(chunks)), starts, chunks, padding, heads, max_pages)
-    run = functools.partial(
-        mosaic.mla_prefill,
-        scale=SCALE,
-        chunk=chunk,
-        tuning=mosaic.Tuning(keys=keys),
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-    )
-    got = np.asarray(jax.jit(run)(*floats, *ints), np.float32)
+    got = jax.jit(functools.partial(f, interpret=plgpu.InterpretGPUParams(detect_races=True)))(*args)
+    jax.block_until_ready(got)
     assert not interpret_pallas_call.get_races().races_found
+    return got
+
+
+def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2, max_pages=5):
+    floats, ints = problem(np.random.default_rng(len(chunks)), starts, chunks, padding, heads, max_pages)
+    run = functools.partial(mosaic.mla_prefill, scale=SCALE, chunk=chunk, tuning=mosaic.Tuning(keys=keys))
+    got = np.asarray(interpreted(run, *floats, *ints), np.float32)
     tokens = sum(chunks)
     np.testing.assert_array_equal(got[tokens:], 0)
     exact = [x.astype(jnp.float32) for x in floats]
@@ -72,9 +73,11 @@ def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2
         assert error <= 1e-2, f"relative error {error:.2e} in a chunk of {len(rows)} tokens"
 
 
-@pytest.mark.parametrize("chunk", [128, 4096])
-def test_interpreted(chunk):
-    check_interpreted((100, 0), (65, 1), chunk=chunk)
+@pytest.mark.parametrize(("chunk", "max_pages"), [(4096, 5), (256, 5), (128, 9)], ids=["one", "unrolled", "loop"])
+def test_interpreted(chunk, max_pages):
+    """Requests within one chunk, split over chunks, and in a loop over as many as there are."""
+    assert (-(-max_pages // 2) * 2 * 128 // chunk > mosaic.MOST_UNROLLED) == (max_pages == 9)
+    check_interpreted((100, 0), (65, 1), chunk=chunk, max_pages=max_pages)
 
 
 @pytest.mark.slow
@@ -90,15 +93,17 @@ def test_interpreted_ragged(starts, chunks, keys):
     check_interpreted(starts, chunks, chunk=256, keys=keys)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("tokens", [256, 2048])
-def test_lowers_for_cuda(tokens, heads):
-    S, E, max_pages = jax.ShapeDtypeStruct, 8, 256
+# The most pages of a request decide on chunks: one, all unrolled (at 16 heads), a loop.
+@pytest.mark.parametrize(("tokens", "heads", "max_pages"), [(256, 16, 64), (2048, 16, 256), (2048, 128, 256)])
+def test_lowers_for_cuda(tokens, heads, max_pages):
+    S, E = jax.ShapeDtypeStruct, 8
     floats = [(tokens, heads, D), (tokens, heads, R), (heads, D, L), (heads, V, L), (1000, PAGE, L + R)]
     args = [S(shape, jnp.bfloat16) for shape in floats]
     args += [S(shape, jnp.int32) for shape in ((E, max_pages), (tokens,), (tokens,), (E,))]
     run = jax.jit(functools.partial(mosaic.mla_prefill, scale=SCALE))
-    assert "mosaic_gpu" in run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    text = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert ("stablehlo.while" in text) == (heads == 128)
 
 
 @settings(max_examples=60)
@@ -119,15 +124,17 @@ def test_tables(data):
     assert begins.tolist() == [0, *np.cumsum([-(-end // keys) for end in ends])]
 
     live = np.flatnonzero(rows < E)
-    np.testing.assert_array_equal(queries.tokens[queries.tile_of[live], queries.row_of[live]], live)
+    np.testing.assert_array_equal(queries.row[queries.tile_of[live]] + queries.row_of[live], live)
     np.testing.assert_array_equal(queries.request[queries.tile_of[live]], rows[live])
-    assert queries.filled.sum() == len(live)
-    assert ((queries.tokens >= 0) & (queries.tokens < P)).all()
+    np.testing.assert_array_equal(queries.position[queries.tile_of[live]] + queries.row_of[live], positions[live])
+    assert (queries.row_of[live] < queries.filled[queries.tile_of[live]]).all()
+    assert (queries.row % mosaic.GRANULE == 0).all()
+    assert ((queries.row >= 0) & (queries.row + mosaic.TILE <= mosaic.padded_rows(P))).all()
 
     visited = np.zeros((len(queries.request), begins[-1]), int)
     for first in range(0, begins[-1], chunk_blocks):
         work = np.asarray(WORK(queries, begins, np.int32(first), chunk_blocks, keys))
-        for t, (begin, blocks, whole, lead) in enumerate(work):
+        for t, (begin, blocks, whole, lead, _) in enumerate(work):
             assert 0 <= begin <= begin + blocks <= chunk_blocks
             assert 0 <= whole <= blocks
             if not blocks:
@@ -150,17 +157,38 @@ TILES = jax.jit(mosaic.tile_queries, static_argnums=2)
 WORK = jax.jit(mosaic.tile_work, static_argnums=(3, 4))
 
 
-def test_gathered_keys_are_those_of_the_requests():
-    floats, (tables, _, _, ends) = problem(np.random.default_rng(0), (0, 64, 100), (1, 64, 30), 0, 1, 3)
-    pool, keys = floats[-1], 128
+def listed(keys, first, count):
+    """Pages and up-projections, the table of `count` pages from block `first` on, and their owned rows as float32."""
+    floats, (tables, _, _, ends) = problem(np.random.default_rng(0), (0, 64, 100), (1, 64, 30), 0, 2, 3)
     starts = mosaic.list_starts(ends, keys)
-    latent, rope = mosaic.gather(pool, tables, starts, ends, jnp.int32(1), 4, keys)
-    got = np.asarray(jnp.concatenate([latent, rope], axis=1), np.float32).reshape(4, keys, L + R)
+    pages = decompress.list_pages(tables, starts, ends, jnp.int32(first), count, keys)
+    rows = np.zeros((count, PAGE, L + R), np.float32)
+    for row, (number, owned) in zip(rows, np.asarray(pages), strict=True):
+        row[:owned] = np.asarray(floats[-1][number], np.float32)[:owned]
+    return floats[-1:] + floats[2:4], pages, rows.reshape(-1, L + R), (tables, ends)
+
+
+@pytest.mark.parametrize(("keys", "first"), [(128, 0), (128, 1), (64, 2)])
+def test_listed_pages_are_those_of_the_requests(keys, first):
+    (pool, *_), pages, rows, (tables, ends) = listed(keys, first, 6)
     contexts = [np.asarray(pool[tables[e]], np.float32).reshape(-1, L + R)[: int(ends[e])] for e in range(3)]
-    want = np.zeros_like(got)  # the last block is past the list
-    want[0] = contexts[1]
-    want[1], want[2, :2] = contexts[2][:keys], contexts[2][keys:]
-    np.testing.assert_array_equal(got, want)
+    padded = [np.pad(x, ((0, -len(x) % keys), (0, 0))) for x in contexts]
+    want = np.concatenate([*padded, np.zeros((6 * PAGE, L + R), np.float32)])[first * keys :][: 6 * PAGE]
+    np.testing.assert_array_equal(rows, want)
+    assert ((pages[:, 0] >= 0) & (pages[:, 0] < len(pool))).all()
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(6, 2), (3, 5), (0, 1)])
+def test_interpreted_decompression(count, blocks):
+    """Blocks with several tiles, a ring that goes round, pages that do not exist, and blocks without work."""
+    floats, pages, rows, _ = listed(128, 0, 8)
+    run = functools.partial(decompress.decompress, blocks=blocks)
+    k_nope, k_rope, v = (np.asarray(x, np.float32) for x in interpreted(run, *floats, pages, jnp.int32(count)))
+    used = -(-count // 2) * 2 * PAGE
+    for got, weights in ((k_nope, floats[1]), (v, floats[2])):
+        want = np.einsum("cl,hdl->chd", rows[:used, :L], np.asarray(weights, np.float32))
+        np.testing.assert_allclose(got[:used], want, rtol=2**-8, atol=1e-3)
+    np.testing.assert_array_equal(k_rope[:used], rows[:used, L:])
 
 
 def test_obstacles():

@@ -1,0 +1,88 @@
+"""A token's latent, normed, and its key part, rotated, into its page: one Mosaic GPU kernel for Hopper.
+
+XLA makes three kernels of it, whose cost is that of three launches. A warpgroup takes one token: four of the latent's
+columns a thread, whose squares are the only thing that its threads have to share.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.compat import load, run_in_place
+from pallas_kernels.rotary import HALF, rotated
+
+LATENT, ROPE = 512, 2 * HALF
+COLUMNS = plgpu.Layout.WG_STRIDED((LATENT,), vec_size=4)
+# The sum of squares is over four warps. No approximate square root, so that roundings are the reference's.
+PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048)
+f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+def obstacle(latent: jax.Array, kv_a: jax.Array, norm_weight: jax.Array) -> str | None:
+    """Why the kernel cannot take this call; None if it can."""
+    L = norm_weight.shape[0]
+    if (L, kv_a.shape[1]) != (LATENT, LATENT + ROPE):
+        return f"it is for latents of {LATENT} + {ROPE}, not {L} + {kv_a.shape[1] - L}"
+    return hopper_obstacle(latent.dtype, kv_a.dtype, norm_weight.dtype)
+
+
+def write_token(
+    token: Any,
+    kv_a: Any,
+    norm_weight: Any,
+    cos: Any,
+    sin: Any,
+    pages: Any,
+    offsets: Any,
+    latent: Any,
+    *,
+    eps: float,
+) -> None:
+    """In a kernel with PARAMS: what one warpgroup does for one token. References as the arrays of api.py."""
+    page, offset = pages[token], offsets[token]
+    c = load(kv_a, (token, pl.ds(0, LATENT)), layout=COLUMNS).astype(f32)
+    a, b = rotated(kv_a, (token,), LATENT, cos, sin, token)
+    weight = load(norm_weight, (pl.ds(0, LATENT),), layout=COLUMNS).astype(f32)
+    normed = (c * lax.rsqrt((c * c).sum() * (1 / LATENT) + eps)).astype(bf16)
+    # A product of two bfloat16 is exact in float32: it is rounded once, as the reference's.
+    latent[page, offset, pl.ds(0, LATENT)] = (weight * normed.astype(f32)).astype(bf16)
+    # Several padding tokens may write the same row of page 0, which nobody reads.
+    latent[page, offset, pl.ds(LATENT, HALF)] = a.astype(bf16)
+    latent[page, offset, pl.ds(LATENT + HALF, HALF)] = b.astype(bf16)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def write_latent(
+    latent: jax.Array,
+    kv_a: jax.Array,
+    norm_weight: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
+    *,
+    eps: float,
+    interpret: Any = False,
+) -> jax.Array:
+    """See api.py. Jitted, so that the layers of a model share one lowering. `interpret` is passed to Pallas."""
+
+    def kv_write(*refs):
+        write_token(lax.axis_index("token"), *refs, eps=eps)
+
+    (latent,) = run_in_place(
+        kv_write,
+        (kv_a, norm_weight, cos, sin, pages, offsets),
+        (latent,),
+        scratch_types={},
+        grid=(kv_a.shape[0],),
+        grid_names=("token",),
+        compiler_params=PARAMS,
+        interpret=interpret,
+    )
+    return latent

@@ -1,0 +1,58 @@
+"""Queries of multi-head latent attention in the absorbed form: what `mla_decode` takes."""
+
+import jax
+
+from pallas_kernels.backend import choose, current
+from pallas_kernels.kv_write import api as kv_write
+from pallas_kernels.mla_query import mosaic, reference
+
+
+def mla_query(q: jax.Array, w_uk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Takes the up-projection of keys into the queries and rotates their shared part (arXiv 2405.04434, appendix C).
+
+    Args:
+        q: [T, H, D + R] the queries as projected: D columns for the keys of a head, R, not rotated, for the shared key.
+            Not two arrays, because it is one matmul that makes them: to split its result takes XLA a launch.
+        w_uk: [H, D, L] up-projection of the latent to keys.
+        cos, sin: float32 [T, R / 2].
+
+    Returns:
+        [T, H, L + R] in q's dtype.
+
+    Raises:
+        UnsupportedError: the backend that was asked for cannot take the call.
+    """
+    chosen = mosaic if _chosen(q, w_uk) == "mosaic" else reference
+    return chosen.mla_query(q, w_uk, cos, sin)
+
+
+def write_and_query(
+    latent: jax.Array,
+    kv_a: jax.Array,
+    norm_weight: jax.Array,
+    q: jax.Array,
+    w_uk: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pages: jax.Array,
+    offsets: jax.Array,
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """`kv_write.api.write_latent` and `mla_query` for the same tokens: one launch, where both have a Mosaic GPU kernel.
+
+    Returns:
+        The cache with the tokens written; the queries.
+
+    Raises:
+        UnsupportedError: the backend that was asked for cannot take the call.
+    """
+    if kv_write.latent_writer(latent, kv_a, norm_weight) == _chosen(q, w_uk) == "mosaic":
+        return mosaic.write_and_query(latent, kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, eps=eps)
+    latent = kv_write.write_latent(latent, kv_a, norm_weight, cos, sin, pages, offsets, eps=eps)
+    return latent, mla_query(q, w_uk, cos, sin)
+
+
+def _chosen(q: jax.Array, w_uk: jax.Array) -> str:
+    # "triton" is a choice of the decode kernel: its queries then take the best there is for them.
+    return choose("mla_query", current().attention, {"mosaic": mosaic.obstacle(q, w_uk)}, elsewhere=("triton",))

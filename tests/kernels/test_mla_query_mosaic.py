@@ -1,0 +1,104 @@
+"""The Mosaic GPU kernel of mla_query, interpreted on the CPU with race detection, and lowered for cuda."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import Backends, UnsupportedError, use
+from pallas_kernels.kv_write import reference as kv_write
+from pallas_kernels.mla_query import mosaic, reference
+from pallas_kernels.mla_query.api import mla_query
+from tests.kernels.paged_cases import relative_error
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
+)
+
+
+def inputs(T: int, H: int, D: int = 128, R: int = 64, L: int = 512) -> list[jax.Array]:
+    rng = np.random.default_rng(T)
+    angles = rng.uniform(0, 6, (T, R // 2))
+    return [
+        jnp.asarray(rng.standard_normal((T, H, D + R)), jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((H, D, L)) / D**0.5, jnp.bfloat16),
+        *(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)),
+    ]
+
+
+@interpreted
+@pytest.mark.parametrize("T", [1, 5, 12, 40])
+def test_interpreted_without_races(T, monkeypatch):
+    """Part of a tile, padded to tiles, and two blocks of tokens, of wide tiles."""
+    if T == 40:
+        monkeypatch.setattr(mosaic, "MOST_COLUMNS", 24)
+        monkeypatch.setattr(mosaic, "WIDE_FROM", 1)
+    args = inputs(T, 2)
+    # NaN in a token stays in it.
+    args[0] = args[0].at[T // 2, 0, 0].set(jnp.nan if T > 1 else 1)
+    got = mosaic.mla_query(*args, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    want = reference.mla_query(*(a.astype(jnp.float32) for a in args))
+    assert got.shape == (T, 2, 576)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert relative_error(jnp.nan_to_num(got), jnp.nan_to_num(want)) < 4e-3
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@interpreted
+@pytest.mark.parametrize(("T", "H"), [(1, 2), (5, 2), (12, 2)])
+def test_with_the_latents_in_one_launch(T, H):
+    """As two kernels; more tokens than heads, and fewer."""
+    q, w_uk, cos, sin = inputs(T, H)
+    rng = np.random.default_rng(T)
+    kv_a = jnp.asarray(rng.standard_normal((T, 576)), jnp.bfloat16)
+    norm = jnp.asarray(rng.uniform(0.5, 1.5, 512), jnp.bfloat16)
+    places = jnp.asarray(rng.permutation(3 * 64)[:T], jnp.int32)
+    pages, offsets = places // 64, places % 64
+    cache = jnp.full((3, 64, 576), jnp.nan, jnp.bfloat16)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    got_cache, got = mosaic.write_and_query(
+        cache, kv_a, norm, q, w_uk, cos, sin, pages, offsets, eps=1e-5, interpret=interpret
+    )
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+    assert relative_error(got, reference.mla_query(*(a.astype(jnp.float32) for a in (q, w_uk, cos, sin)))) < 4e-3
+    want_cache = kv_write.write_latent(cache, kv_a, norm, cos, sin, pages, offsets, eps=1e-5)
+    np.testing.assert_allclose(np.asarray(got_cache, np.float32), np.asarray(want_cache, np.float32), rtol=2**-7)
+
+
+@pytest.mark.parametrize(("T", "H"), [(1, 16), (12, 16), (32, 16), (128, 128)])
+def test_lowers_for_cuda_with_the_latents(T, H):
+    q, w_uk, cos, sin = jax.eval_shape(lambda: inputs(T, H))
+    shapes = [((1000, 64, 576), jnp.bfloat16), ((T, 576), jnp.bfloat16), ((512,), jnp.bfloat16)]
+    cache, kv_a, norm = (jax.ShapeDtypeStruct(*each) for each in shapes)
+    places = [jax.ShapeDtypeStruct((T,), jnp.int32)] * 2
+    f = jax.jit(functools.partial(mosaic.write_and_query, eps=1e-5), donate_argnums=0)
+    lowered = f.trace(cache, kv_a, norm, q, w_uk, cos, sin, *places).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("@mosaic_gpu_v2(") == 1
+    assert "output_operand_alias" in text  # in place
+
+
+@pytest.mark.parametrize(("T", "H"), [(1, 16), (4, 16), (12, 16), (32, 16), (136, 16), (128, 128), (2048, 4)])
+def test_lowers_for_cuda(T, H):
+    lowered = jax.jit(mosaic.mla_query).trace(*jax.eval_shape(lambda: inputs(T, H))).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("@mosaic_gpu_v2(") == 1
+    # Nothing but the kernel, unless rows have to be filled up to whole tiles.
+    assert ("stablehlo.pad" in text) == (T == 12)
+
+
+def test_what_has_no_kernel_is_made_by_the_reference():
+    args = inputs(3, 2, 16, 8, 32)
+    assert "heads of 128 + 64" in str(mosaic.obstacle(*args[:2]))
+    for backend in ("auto", "triton", "reference"):
+        with use(Backends(attention=backend)):
+            np.testing.assert_array_equal(mla_query(*args), reference.mla_query(*args))
+    with use(Backends(attention="mosaic")), pytest.raises(UnsupportedError, match="heads of 128"):
+        mla_query(*args)
