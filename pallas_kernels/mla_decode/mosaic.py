@@ -30,6 +30,8 @@ ROWS = 64
 # Columns of a page that are copied together; the right part ends with the 64 columns that are no value.
 LEFT, RIGHT = 256, 320
 HALF = VALUE_DIM // 2
+# Columns of one wgmma: with 512 threads, ptxas takes no instruction of 128 accumulators.
+QUARTER = HALF // 2
 STAGES = 2
 # Finite, because the difference of two -inf is NaN.
 MASKED = -1e30
@@ -100,11 +102,20 @@ def _params(reduction_scratch_bytes: int = 0) -> plgpu.CompilerParams:
     )
 
 
-def _accumulate(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
-    """acc + a @ b. The interpreter has no accumulators that start from a value."""
+def _accumulate(sums: tuple[jax.Array, ...], a: Any, b: tuple[Any, ...], interpret: Any) -> tuple[jax.Array, ...]:
+    """sums[j] + a @ b[j]. The interpreter has no accumulators that start from a value."""
     if interpret:
-        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC((ROWS, HALF), f32))
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+        accumulator = plgpu.ACC((ROWS, QUARTER), f32)
+        return tuple(
+            sum_ + pl.run_scoped(functools.partial(_product, a=a, b=part), accumulator)
+            for sum_, part in zip(sums, b, strict=True)
+        )
+
+    def add(refs: tuple[Any, ...]) -> None:
+        for ref, part in zip(refs, b, strict=True):
+            plgpu.wgmma(ref, a, part)
+
+    return pl.run_state(add)(tuple(plgpu.ACC.init(sum_) for sum_ in sums))
 
 
 def _product(ref: Any, a: Any, b: Any) -> jax.Array:
@@ -173,10 +184,11 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
                 row = plgpu.broadcasted_iota(i32, values.shape, 0, layout=WGMMA)
                 tile[...] = jnp.where(row < keys, values.astype(f32), 0.0).astype(bf16)
 
-        def store(half, acc):
+        def store(half, quarters):
             plgpu.barrier_arrive(finished)  # both halves are done with the pages, whose memory the output takes over
             plgpu.barrier_wait(finished)
-            out_s[half] = acc.astype(bf16)
+            for j, quarter in enumerate(quarters):
+                out_s[half, :, pl.ds(j * QUARTER, QUARTER)] = quarter.astype(bf16)
             plgpu.commit_smem()
             source, columns = out_s.at[half, pl.ds(0, rows), :], pl.ds(half * HALF, HALF)
 
@@ -239,25 +251,26 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
             plgpu.set_max_registers(184, action="increase")
             keys = bounds[request, blocks * ROWS - 1]
 
-            def step(i, acc, masked):
+            def step(i, sums, masked):
                 stage = lax.rem(i, i32(STAGES))
                 plgpu.barrier_wait(part_full.at[stage])
                 plgpu.barrier_wait(p_full)  # and the scores are done with the page
                 if masked:
                     clear_unowned(part_s.at[stage], keys - (first + i) * PAGE)
                     plgpu.commit_smem()
-                shrink_R = load(rows_s, (0,), layout=OF_ROWS)
-                values = part_s.at[stage, :, pl.ds(0, HALF)]
-                acc = _accumulate(acc * _over_columns(shrink_R, acc.shape), p_s, values, interpret)
+                shrink = _over_columns(load(rows_s, (0,), layout=OF_ROWS), (ROWS, QUARTER))
+                values = tuple(part_s.at[stage, :, pl.ds(start, QUARTER)] for start in (0, QUARTER))
+                sums = _accumulate(tuple(sum_ * shrink for sum_ in sums), p_s, values, interpret)
                 plgpu.barrier_arrive(p_free)
                 plgpu.barrier_arrive(part_free.at[stage])
-                return acc
+                return sums
 
-            zeros = plgpu.layout_cast(jnp.zeros((ROWS, HALF), f32), WGMMA)
-            acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros)
-            acc = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), acc)
+            zeros = plgpu.layout_cast(jnp.zeros((ROWS, QUARTER), f32), WGMMA)
+            sums = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros, zeros))
+            sums = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), sums)
             plgpu.barrier_wait(p_full)
-            store(half, acc * _over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
+            scale = _over_columns(load(rows_s, (1,), layout=OF_ROWS), (ROWS, QUARTER))
+            store(half, [sum_ * scale for sum_ in sums])
 
         # An item without pages has nothing to do, and would wait for ever.
         @pl.when(n > 0)
