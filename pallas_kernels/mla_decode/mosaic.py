@@ -3,9 +3,9 @@
 A thread block attends with up to 64 query rows (tokens of the window times heads) to a run of pages. The page is the
 tile: 64 keys of 576 columns, of which the first 512 are the values too, so each page is read once.
 
-- Warpgroup 0: scores and online softmax (base 2), a page ahead of the sums.
-- Warpgroups 1 and 2: the left and the right half of the output.
-- Warpgroup 3: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
+- Warpgroup 0: scores, online softmax (base 2), the left half of the output.
+- Warpgroup 1: the right half of the output.
+- Warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
 
 Requests whose context is split over several thread blocks leave partial outputs with their log-sum-exp, which a second
 kernel merges into the output.
@@ -30,8 +30,6 @@ ROWS = 64
 # Columns of a page that are copied together; the right part ends with the 64 columns that are no value.
 LEFT, RIGHT = 256, 320
 HALF = VALUE_DIM // 2
-# Columns of one wgmma: with 512 threads, ptxas takes no instruction of 128 accumulators.
-QUARTER = HALF // 2
 STAGES = 2
 # Finite, because the difference of two -inf is NaN.
 MASKED = -1e30
@@ -94,28 +92,17 @@ def mla_decode(
     return out[:, :live].reshape(B, n, H, VALUE_DIM)
 
 
-def _params(reduction_scratch_bytes: int = 0) -> plgpu.CompilerParams:
+def _params(**options: Any) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(
-        approx_math=True,
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-        reduction_scratch_bytes=reduction_scratch_bytes,
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **({"reduction_scratch_bytes": 0} | options)
     )
 
 
-def _accumulate(sums: tuple[jax.Array, ...], a: Any, b: tuple[Any, ...], interpret: Any) -> tuple[jax.Array, ...]:
-    """sums[j] + a @ b[j]. The interpreter has no accumulators that start from a value."""
+def _accumulate(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
+    """acc + a @ b. The interpreter has no accumulators that start from a value."""
     if interpret:
-        accumulator = plgpu.ACC((ROWS, QUARTER), f32)
-        return tuple(
-            sum_ + pl.run_scoped(functools.partial(_product, a=a, b=part), accumulator)
-            for sum_, part in zip(sums, b, strict=True)
-        )
-
-    def add(refs: tuple[Any, ...]) -> None:
-        for ref, part in zip(refs, b, strict=True):
-            plgpu.wgmma(ref, a, part)
-
-    return pl.run_state(add)(tuple(plgpu.ACC.init(sum_) for sum_ in sums))
+        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC((ROWS, HALF), f32))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
 
 def _product(ref: Any, a: Any, b: Any) -> jax.Array:
@@ -145,8 +132,11 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
         request, first, end, unmasked, alone = (items[item, j] for j in range(5))
         n = end - first
 
+        def zeros():
+            return plgpu.layout_cast(jnp.zeros((ROWS, HALF), f32), WGMMA)
+
         def copy_pages():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
             own = q.at[request, pl.ds(block * rows, rows), :]
             plgpu.copy_gmem_to_smem(own, q_s.at[pl.ds(0, rows), :], q_full)
 
@@ -184,11 +174,10 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
                 row = plgpu.broadcasted_iota(i32, values.shape, 0, layout=WGMMA)
                 tile[...] = jnp.where(row < keys, values.astype(f32), 0.0).astype(bf16)
 
-        def store(half, quarters):
+        def store(half, acc):
             plgpu.barrier_arrive(finished)  # both halves are done with the pages, whose memory the output takes over
             plgpu.barrier_wait(finished)
-            for j, quarter in enumerate(quarters):
-                out_s[half, :, pl.ds(j * QUARTER, QUARTER)] = quarter.astype(bf16)
+            out_s[half] = acc.astype(bf16)
             plgpu.commit_smem()
             source, columns = out_s.at[half, pl.ds(0, rows), :], pl.ds(half * HALF, HALF)
 
@@ -202,13 +191,13 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
 
             plgpu.wait_smem_to_gmem(0)
 
-        def score():
-            plgpu.set_max_registers(120, action="decrease")
+        def score_and_sum_left():
             bound_R = load(bounds, (request, pl.ds(block * ROWS, ROWS)), layout=OF_ROWS)
+            keys = bounds[request, blocks * ROWS - 1]
             plgpu.barrier_wait(q_full)
 
             def step(i, carry, masked):
-                top_R, sum_R = carry
+                acc, top_R, sum_R = carry
                 stage = lax.rem(i, i32(STAGES))
                 plgpu.barrier_wait(left_full.at[stage])
 
@@ -233,63 +222,62 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
 
                 p_s[...] = p.astype(bf16)
                 rows_s[0, :] = shrink_R
+                if masked:
+                    clear_unowned(left_s.at[stage], keys - (first + i) * PAGE)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_full)
-                return new_top_R, sum_R
+                acc = _accumulate(acc * _over_columns(shrink_R, acc.shape), p_s, left_s.at[stage], interpret)
+                plgpu.barrier_arrive(left_free.at[stage])
+                plgpu.barrier_arrive(right_free.at[stage])
+                return acc, new_top_R, sum_R
 
             low_R = plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), OF_ROWS)
             none_R = plgpu.layout_cast(jnp.zeros((ROWS,), f32), OF_ROWS)
-            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (low_R, none_R))
-            top_R, sum_R = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
+            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros(), low_R, none_R))
+            acc, top_R, sum_R = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
             plgpu.barrier_wait(p_free)
             rows_s[1, :] = 1.0 / sum_R
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_full)
             lse[pl.ds(block * ROWS, ROWS), item] = top_R * log2_scale + jnp.log2(sum_R)
+            store(0, acc * _over_columns(1.0 / sum_R, acc.shape))
 
-        def sum_values(half, part_s, part_full, part_free):
-            plgpu.set_max_registers(184, action="increase")
+        def sum_right():
             keys = bounds[request, blocks * ROWS - 1]
 
-            def step(i, sums, masked):
+            def step(i, acc, masked):
                 stage = lax.rem(i, i32(STAGES))
-                plgpu.barrier_wait(part_full.at[stage])
-                plgpu.barrier_wait(p_full)  # and the scores are done with the page
+                plgpu.barrier_wait(right_full.at[stage])
+                plgpu.barrier_wait(p_full)
                 if masked:
-                    clear_unowned(part_s.at[stage], keys - (first + i) * PAGE)
+                    clear_unowned(right_s.at[stage], keys - (first + i) * PAGE)
                     plgpu.commit_smem()
-                shrink = _over_columns(load(rows_s, (0,), layout=OF_ROWS), (ROWS, QUARTER))
-                values = tuple(part_s.at[stage, :, pl.ds(start, QUARTER)] for start in (0, QUARTER))
-                sums = _accumulate(tuple(sum_ * shrink for sum_ in sums), p_s, values, interpret)
+                shrink_R = load(rows_s, (0,), layout=OF_ROWS)
+                values = right_s.at[stage, :, pl.ds(0, HALF)]
+                acc = _accumulate(acc * _over_columns(shrink_R, acc.shape), p_s, values, interpret)
                 plgpu.barrier_arrive(p_free)
-                plgpu.barrier_arrive(part_free.at[stage])
-                return sums
+                plgpu.barrier_arrive(right_free.at[stage])
+                return acc
 
-            zeros = plgpu.layout_cast(jnp.zeros((ROWS, QUARTER), f32), WGMMA)
-            sums = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros, zeros))
-            sums = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), sums)
+            acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros())
+            acc = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), acc)
             plgpu.barrier_wait(p_full)
-            scale = _over_columns(load(rows_s, (1,), layout=OF_ROWS), (ROWS, QUARTER))
-            store(half, [sum_ * scale for sum_ in sums])
+            store(1, acc * _over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
 
         # An item without pages has nothing to do, and would wait for ever.
-        @pl.when(n > 0)
+        @pl.when((warpgroup == 2) & (n > 0))
         def _():
-            @pl.when(warpgroup == 0)
-            def _():
-                score()
+            copy_pages()
 
-            @pl.when(warpgroup == 1)
-            def _():
-                sum_values(0, left_s, left_full, left_free)
+        @pl.when((warpgroup == 0) & (n > 0))
+        def _():
+            plgpu.set_max_registers(248, action="increase")
+            score_and_sum_left()
 
-            @pl.when(warpgroup == 2)
-            def _():
-                sum_values(1, right_s, right_full, right_free)
-
-            @pl.when(warpgroup == 3)
-            def _():
-                copy_pages()
+        @pl.when((warpgroup == 1) & (n > 0))
+        def _():
+            plgpu.set_max_registers(216, action="increase")
+            sum_right()
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
@@ -313,16 +301,18 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
             "left_full": of_stages(),
             "right_full": of_stages(),
             "left_free": of_stages(),
-            "right_free": of_stages(),
+            "right_free": of_stages(num_arrivals=2),
             "p_full": plgpu.Barrier(),
-            "p_free": plgpu.Barrier(num_arrivals=2),
+            "p_free": plgpu.Barrier(),
             "finished": plgpu.Barrier(num_arrivals=2),
         },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of an item run together and share its pages in the L2 cache
-        num_threads=4,
+        num_threads=3,
         thread_name="warpgroup",
-        compiler_params=_params(),
+        # Every thread reads in shared memory what it wrote itself, what came by TMA, or what a barrier or commit_smem
+        # stands before: the barriers that Pallas would add around each access cost 4 %.
+        compiler_params=_params(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
 
