@@ -9,8 +9,9 @@ import pytest
 from bench import draft_ids, record
 from bench.__main__ import main
 from bench.convert import make_checkpoint
+from bench.floor import traffic
 from bench.parity import Predictions, choose_windows, compare, top_and_gap
-from bench.step import SHAPES, traffic
+from bench.step import SHAPES
 from convert.checkpoint import EMBED, HEAD, MTP
 from convert.convert import convert_checkpoint
 from convert.manifest import read_manifest
