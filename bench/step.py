@@ -409,12 +409,12 @@ def _loops(load: Load, sizes: Sizes, n: int, partner: int) -> dict[str, Any]:
     """Of the engine's own loop."""
     steps = sizes.loop(load.runner.window - 1)
     alone = load.time_loop(n, steps)
-    turns, host = load.times_alternating((n, partner) if partner != n else (n,), steps)
+    span, host = load.times_alternating((n, partner) if partner != n else (n,), steps)[n]
     return {
         "step_ms": ms(alone.seconds),
         "of_each_run_ms": [ms(t) for t in alone.of_each_run],
-        "step_alternating_ms": ms(turns[n]),
-        "plan_and_dispatch_alternating_ms": ms(host[n]),
+        "step_alternating_ms": ms(span),
+        "plan_and_dispatch_alternating_ms": ms(host),
         "tokens_a_step": round(alone.tokens, 4),
     }
 

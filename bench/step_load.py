@@ -110,14 +110,10 @@ class Load:
             Request(f"r{i}", rng.integers(0, engine.vocab_size, context).tolist(), params, arrival_time=float(i))
             for i in range(rows)
         ]
-        started = time.perf_counter()
         for request in self.requests:
             engine.add(request)
-        self.prefill_steps = 0
         while any(r.state is not RequestState.DECODE for r in self.requests):
             self.step()
-            self.prefill_steps += 1
-        self.prefill_seconds = time.perf_counter() - started
         state = self.runner.state
         slots = [r.slot for r in self.requests]
         self._seq_len, self._last_token = np.zeros_like(state.seq_len), np.zeros_like(state.last_token)
@@ -167,9 +163,9 @@ class Load:
                 tokens.append((self.engine.stats().generation_tokens - before) / (steps * rows))
         return Loop(statistics.median(times), tuple(times), statistics.mean(tokens))
 
-    def times_alternating(self, order: Sequence[int], steps: int) -> tuple[dict[int, float], dict[int, float]]:
-        """The same loop over row counts that take turns: by row count seconds a step, and of planning and dispatch."""
-        means: dict[int, list[float]] = {rows: [] for rows in order}
+    def times_alternating(self, order: Sequence[int], steps: int) -> dict[int, tuple[float, float]]:
+        """The same loop over row counts that take turns: of each, seconds a step, and of planning and dispatching one."""
+        spans: dict[int, list[float]] = {rows: [] for rows in order}
         hosts: dict[int, list[float]] = {rows: [] for rows in order}
         for _ in range(REPEATS):
             log = TimesByRows()
@@ -180,10 +176,10 @@ class Load:
                     self.step()
                 self.engine._step_log = None
             for rows, seconds in log.seconds().items():
-                means[rows].append(seconds)
+                spans[rows].append(seconds)
             for rows, times in log.steps:
                 hosts[rows].append(times.dispatched - times.planned)
-        return tuple({rows: statistics.median(t) for rows, t in by_rows.items()} for by_rows in (means, hosts))  # type: ignore[return-value]
+        return {rows: (statistics.median(spans[rows]), statistics.median(hosts[rows])) for rows in order}
 
     @contextlib.contextmanager
     def _running_late(self, rows: int) -> Iterator[None]:
