@@ -244,8 +244,8 @@ def test_gates_of_figures_beside_a_peer(tmp_path):
 
 
 def test_gates_without_a_peer():
-    assert gates([{"rows": 4, **figures(1.0, 1.0, 1)}]) == []
-    assert [gate["met"] for gate in gates([{"rows": 1, **figures(2.3, 2.1, 1)}])] == [False, True]
+    """Their bounds are of the peer's shape."""
+    assert gates([{"rows": 1, **figures(1.0, 1.0, 1), "cycle": figures(1.0, 1.0, 1)}]) == []
 
 
 @pytest.mark.parametrize(
