@@ -54,12 +54,9 @@ class Block(nnx.Module):
         self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, LayerCache]:
         with jax.named_scope("attention"):
-            out, cache = self.attention(self.input_norm(x_TH), cache, meta, rope)
-        x_TH = x_TH + out
+            out_TH, cache = self.attention(x_TH, cache, meta, rope, norm=self.input_norm)
         with jax.named_scope("mlp"):
-            normed = self.post_norm(x_TH)
-            x_TH = x_TH + (self.mlp(normed, meta.live) if isinstance(self.mlp, MoE) else self.mlp(normed))
-        return x_TH, cache
+            return self._add_mlp(x_TH, out_TH, meta.live), cache
 
     def catch_up(
         self,
@@ -78,10 +75,15 @@ class Block(nnx.Module):
             tables_R, bounds_R: page tables int32 [R, max_pages] and exclusive causal bounds int32 [R] of the live tokens.
         """
         out_RH, cache = self.attention.catch_up(self.input_norm(x_TH), live_R, cache, meta, rope, tables_R, bounds_R)
-        x_RH = x_TH[live_R] + out_RH
-        normed = self.post_norm(x_RH)
-        mlp = self.mlp(normed, meta.live[live_R]) if isinstance(self.mlp, MoE) else self.mlp(normed)
-        return x_RH + mlp, cache
+        return self._add_mlp(x_TH[live_R], out_RH, meta.live[live_R]), cache
+
+    def _add_mlp(self, x_TH: jax.Array, attended_TH: jax.Array, live_T: jax.Array) -> jax.Array:
+        """The residual stream behind the block."""
+        if isinstance(self.mlp, MoE):
+            x_TH, normed_TH, (logits_TE,) = self.post_norm.add_into(x_TH, attended_TH, self.mlp.router[...])
+            return x_TH + self.mlp(normed_TH, logits_TE, live_T)
+        x_TH = x_TH + attended_TH
+        return x_TH + self.mlp(self.post_norm(x_TH))
 
 
 class Embedding(nnx.Module):

@@ -36,10 +36,18 @@ class GQA(nnx.Module):
         self.o = declare((config.hidden_size, K, G, D), (None, "kv_heads", None, None))
 
     def __call__(
-        self, x_TH: jax.Array, cache: KVCache, meta: StepMetadata, rope: tuple[jax.Array, jax.Array]
+        self,
+        x_TH: jax.Array,
+        cache: KVCache,
+        meta: StepMetadata,
+        rope: tuple[jax.Array, jax.Array],
+        norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Writes the T new keys and values, then attends: [T, input_dim] -> [T, H] and the new cache."""
-        qkv_TKxD = linear(x_TH, self.qkv[...])
+        """Writes the T new keys and values, then attends.
+
+        [T, input_dim], `norm` of it if given, -> [T, H] and the new cache.
+        """
+        qkv_TKxD = norm.into(x_TH, self.qkv[...])[0] if norm else linear(x_TH, self.qkv[...])
         q_TKGD, k_TKD, v_TKD = qkv_TKxD[:, :, :-2], qkv_TKxD[:, :, -2], qkv_TKxD[:, :, -1]
         if self.gqa.qk_norm:
             q_TKGD, k_TKD = self.q_norm(q_TKGD), self.k_norm(k_TKD)

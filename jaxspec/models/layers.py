@@ -9,6 +9,8 @@ from flax import nnx
 
 from jaxspec.models.config import RopeConfig, yarn_mscale
 from jaxspec.models.params import Declare
+from pallas_kernels.norm_linear.api import norm_linear
+from pallas_kernels.norm_linear.reference import rms_norm
 
 
 class RMSNorm(nnx.Module):
@@ -21,11 +23,15 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., dim] -> [..., dim]
         return rms_norm(x, self.weight[...], self.eps)
 
+    def into(self, x_TH: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
+        """The linear maps of the norm: [T, dim] with weights [*out, dim] -> [T, *out] each."""
+        return norm_linear(x_TH, self.weight[...], weights, eps=self.eps)[2]
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return weight * normed.astype(x.dtype)
+    def add_into(
+        self, x_TH: jax.Array, delta_TH: jax.Array, *weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+        """x + delta, its norm, and the linear maps of the norm."""
+        return norm_linear(x_TH, self.weight[...], weights, eps=self.eps, delta=delta_TH)
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.config import MLAConfig, ModelConfig
-from jaxspec.models.layers import RMSNorm, apply_rope, linear, rms_norm
+from jaxspec.models.layers import RMSNorm, apply_rope, linear
 from jaxspec.models.metadata import StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.kv_write.api import write_latent
@@ -45,20 +45,25 @@ class MLA(nnx.Module):
         self.o = declare((H, N, mla.v_dim), (None, "heads", None))
 
     def __call__(
-        self, x_TH: jax.Array, cache: LatentCache, meta: StepMetadata, rope: tuple[jax.Array, jax.Array]
+        self,
+        x_TH: jax.Array,
+        cache: LatentCache,
+        meta: StepMetadata,
+        rope: tuple[jax.Array, jax.Array],
+        norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, LatentCache]:
-        """Writes the T new latents, then attends: [T, input_dim] -> [T, H] and the new cache."""
-        q_TND, kv_a_TC = self.project(x_TH)
+        """Writes the T new latents, then attends: [T, input_dim], `norm` of it if given, -> [T, H] and the new cache."""
+        q_TND, kv_a_TC = self.project(x_TH, norm)
         cos, sin = rope
-        norm, w_uk, places = self.kv_norm, self.w_uk[...], (meta.pages, meta.offsets)
+        kv_norm, w_uk, places = self.kv_norm, self.w_uk[...], (meta.pages, meta.offsets)
         P = meta.num_prefill_tokens
         if P == 0:
             cache, q_TNC = write_and_query(
-                cache, kv_a_TC, norm.weight[...], q_TND, w_uk, cos, sin, *places, eps=norm.eps
+                cache, kv_a_TC, kv_norm.weight[...], q_TND, w_uk, cos, sin, *places, eps=kv_norm.eps
             )
             out_TNV = self.attend_decode(q_TNC, cache, meta.decode_tables, meta.decode_bounds)
         else:
-            cache = write_latent(cache, kv_a_TC, norm.weight[...], cos, sin, *places, eps=norm.eps)
+            cache = write_latent(cache, kv_a_TC, kv_norm.weight[...], cos, sin, *places, eps=kv_norm.eps)
             out_TNV = self.attend_prefill(q_TND[:P], cos[:P], sin[:P], cache, meta)
             if q_TND.shape[0] > P:
                 q_TNC = mla_query(q_TND[P:], w_uk, cos[P:], sin[P:])
@@ -80,7 +85,7 @@ class MLA(nnx.Module):
         cos, sin = rope
         if self.q_lora_rank:
             q_a_RQ = linear(x_TH[live_R], self.qkv_a[: self.q_lora_rank])
-            q_RND = linear(rms_norm(q_a_RQ, self.q_norm.weight[...], self.q_norm.eps), self.q_b[...])
+            q_RND = linear(self.q_norm(q_a_RQ), self.q_b[...])
             kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :])
         else:
             q_RND, kv_a_TC = linear(x_TH[live_R], self.q[...]), linear(x_TH, self.kv_a[...])
@@ -91,12 +96,15 @@ class MLA(nnx.Module):
         out_RNV = self.attend_decode(q_RNC, cache, tables_R, bounds_R[:, None])
         return jnp.einsum("tnv,hnv->th", out_RNV, self.o[...]), cache
 
-    def project(self, x_TH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def project(self, x_TH: jax.Array, norm: RMSNorm | None = None) -> tuple[jax.Array, jax.Array]:
         """Queries [T, N, nope + rope], not yet rotated, and the raw down-projection [T, latent + rope]."""
+        weights = (self.qkv_a[...],) if self.q_lora_rank else (self.q[...], self.kv_a[...])
+        outs = norm.into(x_TH, *weights) if norm else tuple(linear(x_TH, weight) for weight in weights)
         if not self.q_lora_rank:
-            return linear(x_TH, self.q[...]), linear(x_TH, self.kv_a[...])
-        q_a, kv_a = jnp.split(linear(x_TH, self.qkv_a[...]), [self.q_lora_rank], axis=-1)
-        return linear(rms_norm(q_a, self.q_norm.weight[...], self.q_norm.eps), self.q_b[...]), kv_a
+            q_TND, kv_a_TC = outs
+            return q_TND, kv_a_TC
+        q_a, kv_a = jnp.split(outs[0], [self.q_lora_rank], axis=-1)
+        return self.q_norm.into(q_a, self.q_b[...])[0], kv_a
 
     def attend_prefill(
         self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, cache: LatentCache, meta: StepMetadata

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxspec.models.config import MoEConfig
 from jaxspec.models.layers import MLP
@@ -26,10 +25,9 @@ class MoE(nnx.Module):
         if config.num_shared:
             self.shared = MLP(hidden, inner * config.num_shared, declare)
 
-    def __call__(self, x_TH: jax.Array, live_T: jax.Array) -> jax.Array:
+    def __call__(self, x_TH: jax.Array, logits_TE: jax.Array, live_T: jax.Array) -> jax.Array:
+        """[T, H], with float32 logits of the router for it, -> [T, H]."""
         c = self.config
-        # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
-        logits_TE = jnp.einsum("th,eh->te", x_TH.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST)
         bias_E = self.router_bias[...] if c.scoring == "sigmoid" else None
         shared = (self.shared.gate_up[...], self.shared.down[...]) if c.num_shared else None
         return routed_experts(

@@ -1,0 +1,34 @@
+"""An RMS norm and the linear maps that read it."""
+
+import jax
+
+from pallas_kernels.backend import choose, current
+from pallas_kernels.norm_linear import mosaic, reference
+
+
+def norm_linear(
+    x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...], *, eps: float, delta: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Adds, norms, and projects.
+
+    The norm is rounded to the type of x before and after its weight, as in Hugging Face's DeepseekV3RMSNorm.
+
+    Args:
+        x: [T, H] the residual stream.
+        norm_weight: [H]; eps: the norm's epsilon.
+        weights: each [*out, H]. A float32 one (a router) gets the norm in float32.
+        delta: [T, H] what is added to x before.
+
+    Returns:
+        x + delta [T, H]; its norm [T, H]; for each of the weights [T, *out], in its type.
+
+    Raises:
+        UnsupportedError: the attention backend that was asked for cannot take the call.
+    """
+    # A kernel pays in decode steps of few tokens. In larger ones XLA's matmuls are better, whatever the backend.
+    if x.shape[0] > mosaic.MOST_TOKENS:
+        return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
+    obstacles = {"mosaic": mosaic.obstacle(x, norm_weight, weights)}
+    wanted = "reference" if current().attention == "reference" else "auto"
+    chosen = mosaic if choose("norm_linear", wanted, obstacles) == "mosaic" else reference
+    return chosen.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)

@@ -1,0 +1,142 @@
+"""Sum, RMS norm and projections of a few tokens in one Mosaic GPU kernel for Hopper.
+
+XLA makes of them three launches or more, of which the small ones cost what a launch costs. Here every block reads the
+tokens and norms them itself, while its rows of the weights are on their way: one row a warp, no tensor core, because
+the weights' bytes are the limit. One more block writes the sum and the norm.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.compat import load
+
+# Each token costs a pass over a block's rows in registers.
+MOST_TOKENS = 8
+WARPS, WARPGROUP = 4, 128
+# Columns of a load by all lanes of a warp, 16 bytes of the weights each.
+COLUMNS = {jnp.dtype(jnp.bfloat16): 256, jnp.dtype(jnp.float32): 128}
+# Rows of a block, whose loads are in flight together, and the most columns of a row at once: registers hold them.
+ROWS = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float32): 4}
+MOST_COLUMNS = 2048
+f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+def obstacle(x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...]) -> str | None:
+    """Why the kernel cannot take this call; None if it can."""
+    H = x.shape[1]
+    if H % COLUMNS[jnp.dtype(bf16)]:
+        return f"it needs a hidden size that is a multiple of {COLUMNS[jnp.dtype(bf16)]}, not {H}"
+    for weight in weights:
+        rows = ROWS.get(weight.dtype)
+        if rows is None:
+            return f"its weights are of bfloat16 or float32, not {weight.dtype}"
+        if math.prod(weight.shape[:-1]) % rows:
+            return f"it needs multiples of {rows} outputs, not {math.prod(weight.shape[:-1])}"
+    return hopper_obstacle(x.dtype, norm_weight.dtype)
+
+
+def _layout(dtype: Any) -> Any:
+    """A row a warp, 16 bytes a lane."""
+    columns = COLUMNS[jnp.dtype(dtype)]
+    tiling = plgpu.Tiling(((WARPS, columns), (columns // 32,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def norm_linear(
+    x: jax.Array,
+    norm_weight: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    eps: float,
+    delta: jax.Array | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """See api.py. Jitted, so that the layers of a model share one lowering. `interpret` is passed to Pallas."""
+    T, H = x.shape
+    flat = [weight.reshape(-1, H) for weight in weights]
+    blocks = [weight.shape[0] // ROWS[weight.dtype] for weight in flat]
+    # For a block's norm: as many columns a thread as all of its loads take.
+    vector = math.gcd(H // WARPGROUP, 8)
+    whole = plgpu.Layout.WG_STRIDED((H,), vec_size=vector)
+    adds = delta is not None
+
+    def body(x, norm_weight, *refs):
+        delta = refs[0] if adds else None
+        refs = refs[int(adds) :]
+        w, (summed, normed, *outs) = refs[: len(flat)], refs[len(flat) :]
+        block = lax.axis_index("block")
+
+        def added(t, at, layout):
+            value = load(x, (t, at), layout=layout)
+            return value if delta is None else value + load(delta, (t, at), layout=layout)
+
+        def scale(t):
+            row = added(t, pl.ds(0, H), whole).astype(f32)
+            return lax.rsqrt((row * row).sum() * (1 / H) + eps)
+
+        def norm(row, scale, weight):
+            # A product of two bfloat16 is exact in float32: it is rounded once, as the reference's.
+            return (weight.astype(f32) * (row.astype(f32) * scale).astype(bf16).astype(f32)).astype(bf16)
+
+        def project(weight, out, first):
+            dtype = weight.dtype
+            layout, rows = _layout(dtype), ROWS[jnp.dtype(dtype)]
+            across = layout.reduce(0)
+            width = next(n for n in range(MOST_COLUMNS, 0, -1) if H % n == 0 and n % COLUMNS[jnp.dtype(dtype)] == 0)
+            groups = range(0, rows, WARPS)
+            first_row = (block - first) * rows
+            totals: dict[tuple[int, int], Any] = {}
+            scales: list[Any] = []
+            for start in range(0, H, width):
+                at = pl.ds(start, width)
+                tiles = [load(weight, (pl.ds(first_row + g, WARPS), at), layout=layout) for g in groups]
+                gain = load(norm_weight, (at,), layout=across)
+                # Behind the loads of weights, which they need not wait for.
+                scales = scales or [scale(t) for t in range(T)]
+                for t in range(T):
+                    n = norm(added(t, at, across), scales[t], gain).astype(f32)
+                    n = plgpu.layout_cast(lax.broadcast_in_dim(n, (WARPS, width), [1]), layout)
+                    for g, tile in zip(groups, tiles, strict=True):
+                        part = (tile.astype(f32) * n).sum(axis=1)
+                        totals[t, g] = totals[t, g] + part if start else part
+            for (t, g), total in totals.items():
+                out[t, pl.ds(first_row + g, WARPS)] = total.astype(dtype)
+
+        first = 0
+        for weight, out, count in zip(w, outs, blocks, strict=True):
+            pl.when((block >= first) & (block < first + count))(functools.partial(project, weight, out, first))
+            first += count
+
+        @pl.when(block == first)
+        def _():
+            for t in range(T):
+                row = added(t, pl.ds(0, H), whole)
+                summed[t, :] = row
+                normed[t, :] = norm(row, scale(t), load(norm_weight, (pl.ds(0, H),), layout=whole))
+
+    body.__name__ = "norm_linear"
+    run = plgpu.kernel(
+        body,
+        out_type=(
+            *[jax.ShapeDtypeStruct((T, H), bf16)] * 2,
+            *(jax.ShapeDtypeStruct((T, weight.shape[0]), weight.dtype) for weight in flat),
+        ),
+        grid=(sum(blocks) + 1,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
+        ),
+        interpret=interpret,
+    )
+    summed, normed, *outs = run(x, norm_weight, *([delta] if adds else []), *flat)
+    shaped = tuple(out.reshape(T, *weight.shape[:-1]) for out, weight in zip(outs, weights, strict=True))
+    return summed, normed, shaped

@@ -1,0 +1,27 @@
+"""Plain XLA."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """[..., H]; rounded to the type of x before the weight (modeling_deepseek.py)."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return weight * normed.astype(x.dtype)
+
+
+def norm_linear(
+    x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...], *, eps: float, delta: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    if delta is not None:
+        x = x + delta
+    normed = rms_norm(x, norm_weight, eps)
+
+    def project(weight: jax.Array) -> jax.Array:
+        # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
+        precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+        return jnp.tensordot(normed.astype(weight.dtype), weight, axes=(-1, -1), precision=precision)
+
+    return x, normed, tuple(map(project, weights))

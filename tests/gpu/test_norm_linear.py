@@ -1,0 +1,36 @@
+"""The Mosaic GPU kernel of norm_linear on the GPU, against the reference in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.norm_linear import mosaic, reference
+from tests.kernels.paged_cases import relative_error
+from tests.kernels.test_norm_linear import inputs
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("H", "outs", "experts"), [(2048, [(16, 192), (576,)], 0), (2048, [], 64), (7168, [(2112,)], 256), (256, [(8,)], 4)]
+)
+def test_sizes(T, H, outs, experts):
+    x, gain, weights, delta = inputs(T, H, outs, experts)
+    delta = delta if experts else None
+    run = jax.jit(functools.partial(mosaic.norm_linear, eps=1e-5))
+    for _ in range(3):  # the third run is a recorded graph's
+        got = run(x, gain, weights, delta=delta)
+    # What is added is rounded, as the residual stream is.
+    total = x if delta is None else x + delta
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32), (total, gain, weights))
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(reference.norm_linear, eps=1e-5))(*exact)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.shape == w.shape
+        # Row by row, lest a wrong one hide among many.
+        for t in range(T):
+            assert relative_error(np.asarray(g[t], np.float32), w[t]) < 1e-2

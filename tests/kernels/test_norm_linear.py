@@ -1,0 +1,80 @@
+"""The Mosaic GPU kernel of norm_linear, interpreted on the CPU with race detection, and lowered for cuda."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.norm_linear import mosaic, reference
+from pallas_kernels.norm_linear.api import norm_linear
+from tests.kernels.paged_cases import relative_error
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
+)
+
+
+def inputs(T, H, outs, experts=0):
+    """x, the norm's weight, weights, and what is added to x; a router of that many experts is float32."""
+    rng = np.random.default_rng(T)
+    shapes = [(T, H), (H,), (T, H), *((*out, H) for out in outs)]
+    x, gain, delta, *weights = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
+    weights = [w / np.sqrt(H).astype(w.dtype) for w in weights]
+    if experts:
+        weights.append(jnp.asarray(rng.standard_normal((experts, H)) / H**0.5, jnp.float32))
+    return x, gain, tuple(weights), delta
+
+
+def check(got, want):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        np.testing.assert_array_equal(np.isnan(g), np.isnan(w))
+        assert relative_error(jnp.nan_to_num(g), jnp.nan_to_num(w)) < 8e-3
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("T", "H", "outs", "experts", "adds"),
+    [(1, 256, [(2, 8), (16,)], 0, False), (3, 512, [], 12, True), (8, 768, [(8,)], 4, True)],
+)
+def test_interpreted_without_races(T, H, outs, experts, adds, monkeypatch):
+    if H == 768:
+        monkeypatch.setattr(mosaic, "MOST_COLUMNS", 512)  # a row in pieces
+    x, gain, weights, delta = inputs(T, H, outs, experts)
+    # NaN in a token stays in it.
+    x = x.at[T // 2, 0].set(jnp.nan if T > 1 else 1)
+    delta = delta if adds else None
+    got = mosaic.norm_linear(
+        x, gain, weights, eps=1e-5, delta=delta, interpret=plgpu.InterpretGPUParams(detect_races=True)
+    )
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+    check(got, reference.norm_linear(x, gain, weights, eps=1e-5, delta=delta))
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "outs", "experts", "adds"),
+    [(1, 2048, [(16, 192), (576,)], 0, False), (4, 2048, [], 64, True), (8, 7168, [(2112,)], 256, True)],
+)
+def test_lowers_for_cuda(T, H, outs, experts, adds):
+    x, gain, weights, delta = jax.eval_shape(lambda: inputs(T, H, outs, experts))
+    f = jax.jit(functools.partial(mosaic.norm_linear, eps=1e-5))
+    traced = f.trace(x, gain, weights, delta=delta if adds else None)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2(") == 1
+
+
+@pytest.mark.parametrize("backend", ["auto", "mosaic", "reference"])
+def test_what_has_no_kernel_is_made_by_the_reference(backend):
+    x, gain, weights, delta = inputs(3, 48, [(8,)], 4)
+    assert "hidden size" in str(mosaic.obstacle(x, gain, weights))
+    assert "outputs" in str(mosaic.obstacle(*inputs(3, 256, [(9,)])[:3]))
+    with use(Backends(attention=backend)):
+        check(
+            norm_linear(x, gain, weights, eps=1e-5, delta=delta),
+            reference.norm_linear(x, gain, weights, eps=1e-5, delta=delta),
+        )
