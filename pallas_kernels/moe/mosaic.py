@@ -44,12 +44,12 @@ SHARED_ROWS = ROWS
 # prefill would pay for.
 MAX_ASSIGNED = 2048
 # (most tokens an expert has on average, rows of a slot): wider slots read weights less often and pad more.
-ROWS_BY_LOAD = ((24.0, 16), (96.0, 64), (float("inf"), 128))
+ROWS_BY_LOAD = ((12.0, 16), (30.0, 32), (96.0, 64), (float("inf"), 128))
 # From this many rows on the tensor cores are the limit: wider tiles, two warpgroups.
 WIDE_ROWS = 64
 # Up to this many tokens the kernels take the shared experts. Each tile reads all tokens: with more of them that is more
-# than its weights, and XLA's dense matmuls are better.
-MOST_PIECE_ROWS = 64
+# than its weights, and their accumulators are more than the registers.
+MOST_PIECE_ROWS = 128
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def norm_linear(
     Raises:
         UnsupportedError: the attention backend that was asked for cannot take the call.
     """
-    # A kernel pays in decode steps of few tokens. In larger ones XLA's matmuls are better, whatever the backend.
+    # The kernel pays in steps of one token. In larger ones XLA's matmuls are better, whatever the backend.
     if x.shape[0] > mosaic.MOST_TOKENS:
         return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
     obstacles = {"mosaic": mosaic.obstacle(x, norm_weight, weights)}

@@ -208,7 +208,7 @@ def test_tables(seed, T, E, k, rows, share_live):
 
 
 def test_tiles_fit_and_divide():
-    for T, num_shared in itertools.product((1, 8, 9, 64, 100, 500, 2048, 4096), (0, 2)):
+    for T, num_shared in itertools.product((1, 8, 9, 64, 128, 256, 500, 2048, 4096), (0, 2)):
         for H, E, k, inner in (*SHAPES.values(), (320, 8, 2, 448), (5120, 160, 6, 1536)):
             config = mosaic.configure(T, E, k, H, inner, num_shared * inner)
             rows = max(config.rows, config.piece_rows)
