@@ -77,7 +77,7 @@ def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray, shared_inner:
         assert error <= 1e-2, f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("T", [1, 3, 8, 9, 32, 128, 300, 2048])
+@pytest.mark.parametrize("T", [1, 3, 8, 9, 32, 128, 192, 256, 300, 2048])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_balanced_routing(shape, T):
     _, E, k, _ = SHAPES[shape]
@@ -94,7 +94,7 @@ def test_all_tokens_reach_the_same_experts_and_some_are_dead(shape, T):
     compare(shape, T, ids, np.arange(T) % 5 != 4)
 
 
-@pytest.mark.parametrize("T", [1, 3, 8, 9, 20, 32, 64, 65, 300])
+@pytest.mark.parametrize("T", [1, 3, 8, 9, 20, 32, 64, 65, 128, 129, 300])
 @pytest.mark.parametrize(("shape", "shared_inner"), [("moonlight", 2 * 1408), ("odd", 448), ("odd", 3 * 448)])
 def test_with_shared_experts(shape, shared_inner, T):
     """In the kernels, or, of too many tokens, beside them."""

@@ -14,7 +14,7 @@ from tests.kernels.test_norm_linear import inputs
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("T", [1, 2, 5])
 @pytest.mark.parametrize(
     ("H", "outs", "experts"), [(2048, [(16, 192), (576,)], 0), (2048, [], 64), (7168, [(2112,)], 256), (256, [(8,)], 4)]
 )
