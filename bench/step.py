@@ -329,7 +329,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     result: dict[str, Any] = {
         "benchmark": "step",
-        "model": arguments.model,
+        # A folder by its name: where it lies is of no interest to a record.
+        "model": Path(arguments.model).name,
         "layers": weights.model.config.num_layers,
         "parameters": count_parameters(weights.model),
         "dtype": dtype,

@@ -94,7 +94,7 @@ def test_a_kernel_that_cannot_run_here_is_an_error(option, known):
 
 def test_the_description_names_the_kernels_that_run(demo_llm):
     kernels = demo_llm.describe()["Kernels"]
-    operations = ("kv_write", "mla_decode", "mla_prefill", "mla_query", "moe", "moe_route")
+    operations = ("kv_write", "mla_decode", "mla_prefill", "mla_query", "moe", "moe_route", "norm_linear")
     assert kernels == ", ".join(f"{operation} reference" for operation in operations)
 
 
