@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.gqa_decode import reference
+from pallas_kernels.gqa_decode import mosaic, reference
 
 
 def gqa_decode(
@@ -22,7 +22,8 @@ def gqa_decode(
         [B, n, K, G, D] in q's dtype.
 
     Raises:
-        UnsupportedError: the attention backend that was asked for has no such kernel.
+        UnsupportedError: the attention backend that was asked for cannot take this call.
     """
-    choose("gqa_decode", current().attention, {})
-    return reference.gqa_decode(q, k, v, page_tables, bounds, scale=scale)
+    chosen = choose("gqa_decode", current().attention, {"mosaic": mosaic.obstacle(q, k, v)})
+    kernel = mosaic if chosen == "mosaic" else reference
+    return kernel.gqa_decode(q, k, v, page_tables, bounds, scale=scale)

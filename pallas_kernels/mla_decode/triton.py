@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import triton_call
 from pallas_kernels.backend import ampere_obstacle, compute_capability
 from pallas_kernels.mla_decode.mosaic import VALUE_DIM, layout_obstacle
-from pallas_kernels.mla_decode.schedule import PAGE, make_schedule
+from pallas_kernels.split_kv import PAGE, make_schedule
 
 f32 = jnp.float32
 

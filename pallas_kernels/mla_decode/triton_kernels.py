@@ -22,7 +22,7 @@ def mla_decode(
 
     Args:
         q: [B, LIVE, 576]. latent: [pages, 64, 576]. page_tables: [B, MAX_PAGES]. bounds: [B, WINDOW].
-        items: as schedule.py tells it.
+        items: as split_kv.Schedule tells it.
         out: [B, LIVE, 512]: the requests of one item.
         partial, lse: [I, LIVE, 512] and [I, LIVE], the items of the others, and their base-2 log-sum-exp.
         SCALE: of the scores, which are exponents of 2.

@@ -18,8 +18,8 @@ from pallas_kernels import backend, triton_call
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.mla_decode.schedule import num_items
 from pallas_kernels.mla_prefill.api import mla_prefill
+from pallas_kernels.split_kv import num_items
 from tests.kernels.triton_cases import CASES
 
 ROOT = Path(__file__).parents[2]

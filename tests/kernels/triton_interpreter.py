@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 from pallas_kernels import triton_call
 from pallas_kernels.mla_decode import reference, triton
-from pallas_kernels.mla_decode.schedule import make_schedule
+from pallas_kernels.split_kv import make_schedule
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 from tests.kernels.triton_cases import CASES, Case
 
