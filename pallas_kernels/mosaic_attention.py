@@ -12,8 +12,9 @@ from pallas_kernels.compat import load, run_in_place
 
 # Query rows of a block of a split kernel.
 ROWS = 64
-# Finite, because the difference of two -inf is NaN.
-MASKED = -1e30
+# A key that a row does not see scores far below the maximum of a row that has not seen any key yet, so that its weight
+# is exactly 0 even then. Finite, because the difference of two -inf is NaN.
+MASKED, UNSEEN = -1e30, -1e20
 # Partial outputs that a merging thread block has in flight: about as many as a request has, within these bounds.
 MERGED_AT_ONCE = (4, 32)
 WARPGROUP = 128
@@ -32,7 +33,8 @@ def params(reduction_scratch_bytes: int = 0) -> plgpu.CompilerParams:
 def accumulate(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
     """acc + a @ b. The interpreter has no accumulators that start from a value."""
     if interpret:
-        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC(acc.shape, f32))
+        rows, columns = acc.shape
+        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC((rows, columns), f32))
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
 
@@ -43,6 +45,40 @@ def _product(ref: Any, a: Any, b: Any) -> jax.Array:
 
 def over_columns(x_R: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x_R, shape, [0])
+
+
+def soften(
+    x: jax.Array, acc: jax.Array, top: jax.Array, total: jax.Array, log2_scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """A step of the online softmax: acc, top and total for new scores x, and their weights in bfloat16, not yet in acc.
+
+    Args:
+        top: the largest score so far, scaled: an exponent of 2.
+    """
+    new_top = jnp.maximum(top, x.max(axis=1) * log2_scale)
+    shrink = jnp.exp2(top - new_top)
+    # A product and a difference, which become one instruction.
+    weights = jnp.exp2(x * log2_scale - over_columns(new_top, x.shape))
+    total = total * shrink + weights.sum(axis=1)
+    acc = acc * over_columns(shrink, acc.shape)
+    weights = weights.astype(bf16)
+    # Keeps the compiler from moving softmax behind the wait for the tensor cores.
+    acc, total, weights = lax.optimization_barrier((acc, total, weights))
+    return acc, new_top, total, weights
+
+
+def weigh(acc: jax.Array, weights: jax.Array, values: Any, weights_s: Any | None) -> jax.Array:
+    """acc + weights @ values, with weights in registers.
+
+    Args:
+        weights_s: None on a GPU. The interpreter has neither operands in registers nor accumulators with a first value:
+            there, shared memory for the weights.
+    """
+    if weights_s is None:
+        return accumulate(acc, weights, values, False)
+    weights_s[...] = weights
+    plgpu.commit_smem()
+    return accumulate(acc, weights_s, values, True)
 
 
 def merge(
