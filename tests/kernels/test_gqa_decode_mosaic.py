@@ -50,9 +50,10 @@ def test_interpreted_without_races():
     ("lengths", "n", "K", "G", "D", "sms"),
     [
         ((70, 200, 64, 333, 1), 4, 2, 4, 128, 8),  # some requests split, some not, a window longer than its context
-        ((130, 128, 513), 1, 4, 1, 64, 1),  # more blocks than fit at once, more pages than stages
+        ((130, 128, 513), 1, 4, 1, 64, 1),  # more blocks than fit at once
         ((65, 300), 3, 1, 32, 128, 3),  # two blocks of query rows, the second half empty
         ((65, 129, 1), 8, 2, 8, 64, 4),  # a full block of rows
+        ((700,), 2, 2, 2, 128, 1),  # many times the stages in one item
     ],
 )
 def test_interpreted_ragged(lengths, n, K, G, D, sms):
