@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxspec.errors import JaxspecError
 
 COMMANDS = {
-    "kernel": "one kernel by itself: MLA decode beside FlashMLA and FlashAttention-3, MLA prefill, grouped-query attention, experts, cache writes",
+    "kernel": "one kernel by itself: MLA decode beside FlashMLA and FlashAttention-3, MLA prefill, GQA, experts, cache writes",
     "step": "decode step time, dispatch time and byte floor of each bucket, through the production runner",
     "readout": "what reading steps late gains, and what a long prompt costs running decodes, mixed and separate",
     "cycle": "time of a speculative cycle by draft, with and without the catch-up skip, and where it goes",
