@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.gqa_decode import mosaic, reference
+from pallas_kernels.gqa_decode import mosaic, reference, triton
 
 
 def gqa_decode(
@@ -24,6 +24,7 @@ def gqa_decode(
     Raises:
         UnsupportedError: the attention backend that was asked for cannot take this call.
     """
-    chosen = choose("gqa_decode", current().attention, {"mosaic": mosaic.obstacle(q, k, v)})
-    kernel = mosaic if chosen == "mosaic" else reference
+    obstacles = {"mosaic": mosaic.obstacle(q, k, v), "triton": triton.obstacle(q, k, v)}
+    chosen = choose("gqa_decode", current().attention, obstacles)
+    kernel = {"mosaic": mosaic, "triton": triton, "reference": reference}[chosen]
     return kernel.gqa_decode(q, k, v, page_tables, bounds, scale=scale)

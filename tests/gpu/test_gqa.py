@@ -19,10 +19,15 @@ pytestmark = pytest.mark.gpu
 RAGGED = (1, 63, 64, 65, 128, 130, 700, 1024, 4096, 5000)
 
 
-def caches(rng, lengths, K, D):
+@pytest.fixture(params=["mosaic", "triton"])
+def backend(request) -> str:
+    return request.param
+
+
+def caches(rng, lengths, K, D, dtype=jnp.bfloat16):
     """Keys, values and page tables."""
     pool, tables = paged_pool(rng, lengths, 2 * K * D)
-    k, v = (jnp.asarray(part.reshape(-1, 64, K, D), jnp.bfloat16) for part in np.split(pool, 2, axis=-1))
+    k, v = (jnp.asarray(part.reshape(-1, 64, K, D), dtype) for part in np.split(pool, 2, axis=-1))
     return k, v, tables
 
 
@@ -32,11 +37,11 @@ def exactly(reference, floats, ints, scale):
         return np.asarray(run(*(x.astype(jnp.float32) for x in floats), *ints))
 
 
-def check_decode(lengths, n, K, G, D, backend="mosaic"):
+def check_decode(backend, lengths, n, K, G, D, dtype=jnp.bfloat16):
     rng = np.random.default_rng(n * K * G + len(lengths))
-    k, v, tables = caches(rng, lengths, K, D)
+    k, v, tables = caches(rng, lengths, K, D, dtype)
     # Scores of some size, so that a wrong mask shows.
-    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, K, G, D), np.float32), jnp.bfloat16)
+    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, K, G, D), np.float32), dtype)
     bounds = window_bounds(lengths, n)
 
     @jax.jit
@@ -54,23 +59,27 @@ def check_decode(lengths, n, K, G, D, backend="mosaic"):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("G", [1, 4, 8])
 @pytest.mark.parametrize("K", [1, 2, 4, 8])
-def test_decode_of_ragged_lengths(K, G, D):
-    check_decode(RAGGED, 4, K, G, D)
+def test_decode_of_ragged_lengths(backend, K, G, D):
+    check_decode(backend, RAGGED, 4, K, G, D)
 
 
 @pytest.mark.parametrize("n", range(1, 9))
-def test_decode_windows(n):
-    check_decode(RAGGED[:7], n, 8, 4, 128)
+def test_decode_windows(backend, n):
+    check_decode(backend, RAGGED[:7], n, 8, 4, 128)
 
 
-def test_decode_of_several_blocks_of_rows():
-    check_decode(RAGGED, 5, 2, 32, 128)
+def test_decode_of_several_blocks_of_rows(backend):
+    check_decode(backend, RAGGED, 5, 2, 32, 128)
 
 
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("lengths", [(1,), (64,), (65,), (131072,), (64,) * 128, (1,) * 300, tuple(range(1, 1300, 10))])
-def test_decode_of_adversarial_lengths(lengths, D):
-    check_decode(lengths, 4, 2, 4, D)
+def test_decode_of_adversarial_lengths(backend, lengths, D):
+    check_decode(backend, lengths, 4, 2, 4, D)
+
+
+def test_decode_in_float16():
+    check_decode("triton", RAGGED, 2, 8, 4, 128, jnp.float16)
 
 
 def check_prefill(starts, chunks, padding, K, G, D):
