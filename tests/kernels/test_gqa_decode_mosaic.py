@@ -41,7 +41,7 @@ def check_interpreted(lengths, n, K, G, D, sms):
 @interpreted
 def test_interpreted_without_races():
     """One request in several items, the other in one; a window over two pages."""
-    check_interpreted((330, 66), n=4, K=1, G=4, D=64, sms=2)
+    check_interpreted((150, 66), n=4, K=1, G=4, D=64, sms=2)
 
 
 @slow
@@ -102,7 +102,7 @@ def test_a_backend_that_cannot_run_says_why():
     with use(Backends(attention="mosaic")), pytest.raises(UnsupportedError, match=r"needs an NVIDIA GPU.*'reference'"):
         gqa_decode(q, cache, cache, *where, scale=1.0)
     with use(Backends(attention="auto")) as chosen:
-        assert gqa_decode(q, cache, cache, *where, scale=1.0).shape == q.shape
+        jax.eval_shape(functools.partial(gqa_decode, scale=1.0), q, cache, cache, *where)
     assert chosen == {"gqa_decode": {"reference"}}
     assert mosaic.obstacle(q[..., :16], cache, cache) == "it is for heads of 64 or 128, not 16"
     assert mosaic.obstacle(q, cache[:, :16], cache) == "it is for pages of 64 tokens, not 16"

@@ -42,12 +42,13 @@ def lowered(batch, n, K, G, D, capability, dtype=jnp.bfloat16):
     return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
+@slow
 @pytest.mark.parametrize(
     ("batch", "n", "K", "G", "D", "blocks"),
     [
         (1, 1, 8, 4, 128, 8),
-        pytest.param(32, 8, 4, 8, 64, 4, marks=slow),
-        pytest.param(2, 5, 2, 16, 128, 4, marks=slow),
+        (32, 8, 4, 8, 64, 4),
+        (2, 5, 2, 16, 128, 4),
     ],
 )
 def test_lowers_for_cuda(jax_triton, batch, n, K, G, D, blocks):

@@ -47,6 +47,7 @@ def check_interpreted(starts, chunks, K, G, D, padding=3):
         assert error <= 1e-2, f"relative error {error:.2e} in a chunk of {len(own)} tokens"
 
 
+@slow
 @interpreted
 def test_interpreted_without_races():
     """Two requests in a tile each, of which the second's context ends inside a page; and one that has nothing."""
@@ -90,7 +91,7 @@ def test_a_backend_that_cannot_run_says_why():
         gqa_prefill(q, cache, cache, *where, scale=1.0)
     for attention in ("auto", "triton"):
         with use(Backends(attention=attention)) as chosen:
-            assert gqa_prefill(q, cache, cache, *where, scale=1.0).shape == q.shape
+            jax.eval_shape(functools.partial(gqa_prefill, scale=1.0), q, cache, cache, *where)
         assert chosen == {"gqa_prefill": {"reference"}}
     assert mosaic.obstacle(q[..., :16], cache, cache) == "it is for heads of 64 or 128, not 16"
     assert mosaic.obstacle(q, cache[:, :16], cache) == "it is for pages of 64 tokens, not 16"
