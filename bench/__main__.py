@@ -9,7 +9,8 @@ from jaxspec.errors import JaxspecError
 
 COMMANDS = {
     "kernel": "one kernel by itself: MLA decode beside FlashMLA and FlashAttention-3, MLA prefill, GQA, experts, cache writes",
-    "step": "decode step time, dispatch time and byte floor of each bucket, through the production runner",
+    "step": "time, dispatch time and byte floor of plain steps and of MTP cycles, through the production runner",
+    "step_vllm": "vLLM's steps, cycles and prompt rates on a random checkpoint, to stand beside those of step",
     "readout": "what reading steps late gains, and what a long prompt costs running decodes, mixed and separate",
     "cycle": "time of a speculative cycle by draft, with and without the catch-up skip, and where it goes",
     "speculation": "greedy text with speculation against plain greedy text, acceptance and tokens/s of each draft",

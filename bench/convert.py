@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench import record
+from bench.shards import Tensor, write_checkpoint
 from convert.keymaps import key_map
 from jaxspec.models.config import read_config
 
@@ -51,24 +52,21 @@ def make_checkpoint(folder: Path, at_least_bytes: int) -> int:
     """Writes the checkpoint and returns its bytes: as many layers as it takes to reach `at_least_bytes`."""
     base = LARGE if at_least_bytes >= 1024 * MIB else SMALL
     layers = 2
-    while (size := _bytes(shapes := _tensors(base | {"num_hidden_layers": layers}))) < at_least_bytes:
+    while _bytes(shapes := _tensors(base | {"num_hidden_layers": layers})) < at_least_bytes:
         layers += 1
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(base | {"num_hidden_layers": layers}))
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    for name, shape in shapes.items():
-        if shards[-1] and _bytes(shards[-1]) + _bytes({name: shape}) > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = shape
     rng = np.random.default_rng(0)
-    weight_map: dict[str, str] = {}
-    for i, shard in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        _write_safetensors(folder / file, shard, rng)
-        weight_map |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return size
+
+    def make(name: str) -> np.ndarray:
+        if _is_float32(name):
+            return np.zeros(shapes[name], np.float32)
+        # Random sign and mantissa below one fixed exponent: finite numbers of about 0.01.
+        bits = rng.integers(0, 2**16, shapes[name], np.uint16)
+        return (bits & 0x807F) | 0x3C00
+
+    tensors = {name: Tensor("F32" if _is_float32(name) else "BF16", shape) for name, shape in shapes.items()}
+    return write_checkpoint(folder, tensors, make, shard_bytes=SHARD_BYTES)
 
 
 def _tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -81,27 +79,6 @@ def _is_float32(name: str) -> bool:
 
 def _bytes(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(int(np.prod(shape)) * (4 if _is_float32(name) else 2) for name, shape in shapes.items())
-
-
-def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], rng: np.random.Generator) -> None:
-    """The safetensors format: header length (u64, little endian), JSON header, tensors. One tensor in memory."""
-    header, offset = {}, 0
-    for name, shape in shapes.items():
-        end = offset + _bytes({name: shape})
-        dtype = "F32" if _is_float32(name) else "BF16"
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as f:
-        f.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            if _is_float32(name):
-                f.write(np.zeros(shape, np.float32).tobytes())
-                continue
-            # Random sign and mantissa below one fixed exponent: finite numbers of about 0.01.
-            bits = rng.integers(0, 2**16, shape, np.uint16)
-            f.write(((bits & 0x807F) | 0x3C00).tobytes())
 
 
 def gib(size: float) -> str:

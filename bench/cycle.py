@@ -42,15 +42,15 @@ from bench.cycle_steps import (
     make_lane,
     make_settings,
 )
-from bench.step import SHAPES, mesh_of_one, ms, read_bandwidth, traffic, weight_bytes
+from bench.floor import cycle_bytes, traffic
+from bench.step import SHAPES, mesh_of_one, ms, read_bandwidth
 from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, resolve_dtype
 from jaxspec.engine.runner import WARMUP_RUNS, bind
 from jaxspec.engine.state import kv_page_bytes
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.draft import Draft
-from jaxspec.models.params import count_parameters, declarations, random_params
+from jaxspec.models.params import count_parameters, random_params
 
 # Steps that are not counted at the start of each measurement.
 WARMUP_STEPS = 1
@@ -78,26 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="shrink the target to N layers")
     parser.add_argument("--split", action="store_true", help="also time the stages of a cycle")
     record.add_arguments(parser)
-
-
-def cycle_bytes(
-    target: CausalLM, draft: Draft, rows: int, k: int, context: float, kv_token_bytes: float, draft_token_bytes: float
-) -> dict[str, float]:
-    """Bytes that one cycle has to read at least: the target's pass, and the draft's k passes (skip on).
-
-    A pass needs what the last one made, so weights that do not fit in a cache are read k times; `fc` once.
-    """
-    verify = traffic(target, rows, context, kv_token_bytes, tokens=rows * (k + 1)).total
-    once = float(sum(_nbytes(v) for path, v in declarations(draft).items() if path[0] == "fc"))  # type: ignore[arg-type]
-    each = weight_bytes(draft, target.config, rows) - once + rows * context * draft_token_bytes
-    if not any(path[0] == "head" for path in declarations(draft)):  # type: ignore[arg-type]
-        each += _nbytes(target.head.weight)
-    return {"target": verify, "draft": once + k * each}
-
-
-def _nbytes(variable: Any) -> int:
-    value = variable.get_value()
-    return int(np.prod(value.shape)) * value.dtype.itemsize
 
 
 def check(on: Variant, off: Variant) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,19 @@ def kernel_seconds(trace: Any) -> float:
         if line.name.startswith("Stream")
         for event in line.events
     )
+
+
+def compute_events(trace: Any) -> Iterator[tuple[float, float, str]]:
+    """Start and stop in nanoseconds, and the launch, of each kernel on a GPU; kernels of one graph share a launch."""
+    for plane in trace.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not (line.name.startswith("Stream") and "Compute" in line.name):
+                continue
+            for event in line.events:
+                launch = str(dict(event.stats)["correlation_id"])
+                yield event.start_ns, event.start_ns + event.duration_ns, launch
 
 
 def ceilings(gpu: bool) -> dict[str, float]:

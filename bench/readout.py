@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import latency, record, timeline_svg
+from bench.kernel_timing import TRACE_FLAG, compute_events
 from bench.step import SHAPES, mesh_of_one
 from bench.step_log import read_steps
 from jaxspec.compat import compiles
@@ -39,7 +40,6 @@ from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import random_params
 from jaxspec.sampling.params import SamplingParams
 
-TRACE_FLAG = "--xla_enable_command_buffers_during_profiling=true"
 WARM_UP_STEPS = 8
 TRACED_STEPS = 32
 REPEATS = 3
@@ -181,18 +181,10 @@ def idle_parts(trace: Any, steps: int) -> dict[str, float | None]:
     """
     kernels: list[tuple[float, float]] = []
     launches: dict[str, tuple[float, float]] = {}
-    for plane in trace.planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if not (line.name.startswith("Stream") and "Compute" in line.name):
-                continue
-            for event in line.events:
-                start, stop = event.start_ns, event.start_ns + event.duration_ns
-                kernels.append((start, stop))
-                launch = str(dict(event.stats)["correlation_id"])
-                first, last = launches.get(launch, (start, stop))
-                launches[launch] = min(first, start), max(last, stop)
+    for start, stop, launch in compute_events(trace):
+        kernels.append((start, stop))
+        first, last = launches.get(launch, (start, stop))
+        launches[launch] = min(first, start), max(last, stop)
     between_steps = idle_part(list(launches.values())) if len(launches) <= steps else None
     return {"idle_between_steps": between_steps, "idle_between_kernels": idle_part(kernels)}
 

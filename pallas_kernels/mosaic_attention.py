@@ -22,11 +22,9 @@ WARPGROUP = 128
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def params(reduction_scratch_bytes: int = 0) -> plgpu.CompilerParams:
+def params(**options: Any) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(
-        approx_math=True,
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
-        reduction_scratch_bytes=reduction_scratch_bytes,
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **({"reduction_scratch_bytes": 0} | options)
     )
 
 

@@ -221,6 +221,7 @@ def _attend_kernel(
         },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of a key head run together and share its pages in the L2 cache
+        # With Pallas' automatic barriers: a page is copied over one that all four warps must have read.
         compiler_params=params(),
         interpret=interpret,
     )

@@ -3,9 +3,9 @@
 A thread block attends with up to 64 query rows (tokens of the window times heads) to a run of pages. The page is the
 tile: 64 keys of 576 columns, of which the first 512 are the values too, so each page is read once.
 
-- Warpgroup 0: scores and online softmax (base 2), a page ahead of the sums.
-- Warpgroups 1 and 2: the left and the right half of the output.
-- Warpgroup 3: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
+- Warpgroup 0: scores, online softmax (base 2), the left half of the output.
+- Warpgroup 1: the right half of the output.
+- Warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
 
 Requests whose context is split over several thread blocks leave partial outputs with their log-sum-exp, which a second
 kernel merges into the output.
@@ -105,8 +105,11 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
         request, first, end, unmasked, alone = (items[item, j] for j in range(5))
         n = end - first
 
+        def zeros():
+            return plgpu.layout_cast(jnp.zeros((ROWS, HALF), f32), WGMMA)
+
         def copy_pages():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
             own = q.at[request, pl.ds(block * rows, rows), :]
             plgpu.copy_gmem_to_smem(own, q_s.at[pl.ds(0, rows), :], q_full)
 
@@ -161,13 +164,13 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
 
             plgpu.wait_smem_to_gmem(0)
 
-        def score():
-            plgpu.set_max_registers(120, action="decrease")
+        def score_and_sum_left():
             bound_R = load(bounds, (request, pl.ds(block * ROWS, ROWS)), layout=OF_ROWS)
+            keys = bounds[request, blocks * ROWS - 1]
             plgpu.barrier_wait(q_full)
 
             def step(i, carry, masked):
-                top_R, sum_R = carry
+                acc, top_R, sum_R = carry
                 stage = lax.rem(i, i32(STAGES))
                 plgpu.barrier_wait(left_full.at[stage])
 
@@ -192,62 +195,62 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
 
                 p_s[...] = p.astype(bf16)
                 rows_s[0, :] = shrink_R
+                if masked:
+                    clear_unowned(left_s.at[stage], keys - (first + i) * PAGE)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_full)
-                return new_top_R, sum_R
+                acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, left_s.at[stage], interpret)
+                plgpu.barrier_arrive(left_free.at[stage])
+                plgpu.barrier_arrive(right_free.at[stage])
+                return acc, new_top_R, sum_R
 
             low_R = plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), OF_ROWS)
             none_R = plgpu.layout_cast(jnp.zeros((ROWS,), f32), OF_ROWS)
-            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (low_R, none_R))
-            top_R, sum_R = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
+            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros(), low_R, none_R))
+            acc, top_R, sum_R = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
             plgpu.barrier_wait(p_free)
             rows_s[1, :] = 1.0 / sum_R
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_full)
             lse[pl.ds(block * ROWS, ROWS), item] = top_R * log2_scale + jnp.log2(sum_R)
+            store(0, acc * over_columns(1.0 / sum_R, acc.shape))
 
-        def sum_values(half, part_s, part_full, part_free):
-            plgpu.set_max_registers(184, action="increase")
+        def sum_right():
             keys = bounds[request, blocks * ROWS - 1]
 
             def step(i, acc, masked):
                 stage = lax.rem(i, i32(STAGES))
-                plgpu.barrier_wait(part_full.at[stage])
-                plgpu.barrier_wait(p_full)  # and the scores are done with the page
+                plgpu.barrier_wait(right_full.at[stage])
+                plgpu.barrier_wait(p_full)
                 if masked:
-                    clear_unowned(part_s.at[stage], keys - (first + i) * PAGE)
+                    clear_unowned(right_s.at[stage], keys - (first + i) * PAGE)
                     plgpu.commit_smem()
                 shrink_R = load(rows_s, (0,), layout=OF_ROWS)
-                values = part_s.at[stage, :, pl.ds(0, HALF)]
+                values = right_s.at[stage, :, pl.ds(0, HALF)]
                 acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, values, interpret)
                 plgpu.barrier_arrive(p_free)
-                plgpu.barrier_arrive(part_free.at[stage])
+                plgpu.barrier_arrive(right_free.at[stage])
                 return acc
 
-            zeros = plgpu.layout_cast(jnp.zeros((ROWS, HALF), f32), WGMMA)
-            acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros)
+            acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros())
             acc = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), acc)
             plgpu.barrier_wait(p_full)
-            store(half, acc * over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
+            store(1, acc * over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
 
         # An item without pages has nothing to do, and would wait for ever.
-        @pl.when(n > 0)
+        @pl.when((warpgroup == 2) & (n > 0))
         def _():
-            @pl.when(warpgroup == 0)
-            def _():
-                score()
+            copy_pages()
 
-            @pl.when(warpgroup == 1)
-            def _():
-                sum_values(0, left_s, left_full, left_free)
+        @pl.when((warpgroup == 0) & (n > 0))
+        def _():
+            plgpu.set_max_registers(248, action="increase")
+            score_and_sum_left()
 
-            @pl.when(warpgroup == 2)
-            def _():
-                sum_values(1, right_s, right_full, right_free)
-
-            @pl.when(warpgroup == 3)
-            def _():
-                copy_pages()
+        @pl.when((warpgroup == 1) & (n > 0))
+        def _():
+            plgpu.set_max_registers(216, action="increase")
+            sum_right()
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
@@ -271,15 +274,17 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
             "left_full": of_stages(),
             "right_full": of_stages(),
             "left_free": of_stages(),
-            "right_free": of_stages(),
+            "right_free": of_stages(num_arrivals=2),
             "p_full": plgpu.Barrier(),
-            "p_free": plgpu.Barrier(num_arrivals=2),
+            "p_free": plgpu.Barrier(),
             "finished": plgpu.Barrier(num_arrivals=2),
         },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of an item run together and share its pages in the L2 cache
-        num_threads=4,
+        num_threads=3,
         thread_name="warpgroup",
-        compiler_params=params(),
+        # Every thread reads in shared memory what it wrote itself, what came by TMA, or what a barrier or commit_smem
+        # stands before: the barriers that Pallas would add around each access cost 4 %.
+        compiler_params=params(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

@@ -9,8 +9,9 @@ import pytest
 from bench import draft_ids, record
 from bench.__main__ import main
 from bench.convert import make_checkpoint
+from bench.floor import traffic
 from bench.parity import Predictions, choose_windows, compare, top_and_gap
-from bench.step import SHAPES, traffic
+from bench.step import SHAPES
 from convert.checkpoint import EMBED, HEAD, MTP
 from convert.convert import convert_checkpoint
 from convert.manifest import read_manifest
@@ -25,7 +26,8 @@ def test_help_lists_the_benchmarks(capsys):
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert all(
-        name in text for name in ("step", "cycle", "speculation", "convert", "parity", "serve", "timeline", "draft_ids")
+        name in text
+        for name in ("step", "step_vllm", "cycle", "speculation", "convert", "parity", "serve", "timeline", "draft_ids")
     )
 
 
@@ -44,9 +46,10 @@ def test_byte_floor_of_the_moonlight_shape():
 
 
 @pytest.mark.slow
-def test_a_decode_step_is_measured(tmp_path, capsys):
+def test_a_decode_step_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")  # it adds to them
     out = tmp_path / "step.json"
-    options = ["--rows", "1,2", "--context", "70", "--steps", "4", "--layers", "2", "--out", str(out)]
+    options = ["--rows", "1,2", "--context", "70", "--steps", "4", "--layers", "2", "--tokens", "0", "--out", str(out)]
     assert main(["step", "--model", "tiny", *options]) == 0
     result = json.loads(out.read_text())
     assert result["compiles_after_warm_up"] == 0

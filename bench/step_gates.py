@@ -1,0 +1,103 @@
+"""`bench step` beside vLLM's figures (`bench step_vllm`), and which of the engine's gates the two meet."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.errors import JaxspecError
+
+LARGEST_RATIO = 0.95
+MOST_MS_OF_ONE_ROW = 2.2
+
+
+class PeerError(JaxspecError):
+    """A file that holds no figures to compare with."""
+
+
+def read_peers(files: Iterable[Path], *, tokens: int, context: int) -> dict[str, dict[str, Any]]:
+    """The results in `files`, by what they stand beside: "plain" steps or "cycle".
+
+    Args:
+        tokens, context: this run's drafted tokens and prompt length, which must be theirs.
+
+    Raises:
+        PeerError: a file is no such result, or of other sizes.
+    """
+    peers: dict[str, dict[str, Any]] = {}
+    for file in files:
+        try:
+            peer = json.loads(file.read_text())
+            drafted, theirs = peer["num_speculative_tokens"], peer["context"]
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise PeerError(f"{file} is no result of bench step_vllm: {e}") from e
+        if theirs != context:
+            raise PeerError(f"{file} is of prompts of {theirs} tokens, and this run's have {context}")
+        if drafted not in (0, tokens):
+            raise PeerError(f"{file} drafts {drafted} tokens a cycle, and this run {tokens}")
+        kind = "cycle" if drafted else "plain"
+        if kind in peers:
+            raise PeerError(f"{file} is a second result of the same kind")
+        peers[kind] = peer
+    return peers
+
+
+def beside(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
+    """One row count's figures over the peer's: of times, below 1 is faster; of the prompts' rate, above 1 is."""
+    return {
+        "step_ms": theirs["step_ms"],
+        "ratio": round(ours["step_ms"] / theirs["step_ms"], 4),
+        "ratio_alternating": round(ours["step_alternating_ms"] / theirs["step_ms"], 4),
+        "prefill_tokens_per_s": theirs["prefill_tokens_per_s"],
+        "prefill_ratio": round(ours["prefill_tokens_per_s"] / theirs["prefill_tokens_per_s"], 4),
+    }
+
+
+def add_peers(rows: Sequence[dict[str, Any]], peers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Adds "peer" to the plain and to the cycle's figures of each row count that the peer has too."""
+    for kind, peer in peers.items():
+        theirs = {row["rows"]: row for row in peer["rows"]}
+        for row in rows:
+            if row["rows"] in theirs:
+                ours = row if kind == "plain" else row["cycle"]
+                ours["peer"] = beside(ours, theirs[row["rows"]])
+
+
+def gates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each gate that there are figures for: its worst figure, of how many rows that is, and whether it is met.
+
+    All are gates of the shape that the peer was timed on, so without a peer there are none.
+    """
+    out = []
+
+    def judge(gate: str, figures: Sequence[tuple[float, int]], bound: float, *, at_least: bool = False) -> None:
+        if figures:
+            figure, worst = (min if at_least else max)(figures)
+            met = figure >= bound if at_least else figure <= bound
+            out.append(
+                {
+                    "gate": gate,
+                    "worst": figure,
+                    "at_rows": worst,
+                    "row_counts": len(figures),
+                    "bound": bound,
+                    "met": met,
+                }
+            )
+
+    compared = [row for row in rows if "peer" in row]
+    one = [row for row in compared if row["rows"] == 1]
+    judge("plain step at 1 row, ms", [(row["step_ms"], 1) for row in one], MOST_MS_OF_ONE_ROW)
+    judge("the same, alternating, ms", [(row["step_alternating_ms"], 1) for row in one], MOST_MS_OF_ONE_ROW)
+    kinds = {"plain step": rows, "cycle": [row["cycle"] | {"rows": row["rows"]} for row in rows if "cycle" in row]}
+    for name, each in kinds.items():
+        for suffix, key in (("", "ratio"), (", alternating", "ratio_alternating")):
+            figures = [(row["peer"][key], row["rows"]) for row in each if "peer" in row]
+            judge(f"{name} over the peer's{suffix}", figures, LARGEST_RATIO)
+    judge(
+        "prompt tokens/s over the peer's",
+        [(row["peer"]["prefill_ratio"], row["rows"]) for row in compared],
+        1.0,
+        at_least=True,
+    )
+    return out
