@@ -26,6 +26,7 @@ import jax
 from bench import record
 from bench.kernel_attention import DECODE, PREFILL, MlaDecode
 from bench.kernel_case import LARGEST_ERROR, Case
+from bench.kernel_gqa import GQA_DECODE, GQA_PREFILL
 from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE
 from bench.kernel_peers import LIBRARIES, PeerError, Peers
 from bench.kernel_timing import TRACE_FLAG, Loop, ceilings, device_seconds, launches_for, rounds
@@ -34,6 +35,8 @@ from pallas_kernels import backend
 OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "mla_decode": DECODE,
     "mla_prefill": PREFILL,
+    "gqa_decode": GQA_DECODE,
+    "gqa_prefill": GQA_PREFILL,
     "kv_write": KV_WRITE,
     "mla_query": MLA_QUERY,
     "moe": MOE,
@@ -247,7 +250,23 @@ def trace(cases: Sequence[Case], compiled: Sequence[Future], rows: Sequence[dict
 
 def print_table(result: Mapping[str, Any]) -> None:
     rows = result["rows"]
-    order = ["B", "S", "H", "Q", "P", "prefix", "T", "ours_us", "ours_device_us", "flashmla_us", "fa3_us", "ratio"]
+    order = [
+        "B",
+        "S",
+        "P",
+        "prefix",
+        "H",
+        "K",
+        "G",
+        "D",
+        "Q",
+        "T",
+        "ours_us",
+        "ours_device_us",
+        "flashmla_us",
+        "fa3_us",
+        "ratio",
+    ]
     order += ["GB_per_s", "percent_of_read", "TFLOP_per_s", "percent_of_matmul"]
     columns = [name for name in order if any(row.get(name) is not None for row in rows)]
 

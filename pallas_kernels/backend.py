@@ -106,7 +106,7 @@ def ampere_obstacle(*dtypes: jnp.dtype) -> str | None:
     if (compute_capability(device) or 0) < 80:
         return f"it needs compute capability 8.0 or more, and {device.device_kind} has another"
     if len(set(dtypes)) > 1:
-        return f"it needs one type, not {' and '.join(sorted(map(str, dtypes)))}"
+        return f"it needs one type, not {' and '.join(sorted(map(str, set(dtypes))))}"
     return _call_obstacle(dtypes, ("bfloat16", "float16"))
 
 

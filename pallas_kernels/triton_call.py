@@ -8,7 +8,7 @@ import importlib.metadata
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,6 +20,29 @@ TARGET = "triton_kernel_call_ffi"
 ALIGNMENT = 16
 # `bench` traces in several threads, of which Triton's compiler knows nothing.
 _compiling = threading.Lock()
+
+
+class Tile(NamedTuple):
+    """How a program is cut.
+
+    Attributes:
+        rows: query rows.
+        keys: keys of a round of its loop: a page, or half of one.
+        warps, stages: see `call`.
+        resident: programs that fit on a multiprocessor together.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+
+
+def tile_for(tiles: Mapping[int, Sequence[Tile]], live: int, capability: int) -> Tile:
+    """The tile for so many query rows of a request, of those by the least compute capability, fewer rows first."""
+    candidates = tiles[max(least for least in tiles if least <= capability)]
+    return next((tile for tile in candidates if tile.rows >= live), candidates[-1])
 
 
 def obstacle() -> str | None:

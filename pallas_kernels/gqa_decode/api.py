@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.gqa_decode import reference
+from pallas_kernels.gqa_decode import mosaic, reference, triton
 
 
 def gqa_decode(
@@ -22,7 +22,9 @@ def gqa_decode(
         [B, n, K, G, D] in q's dtype.
 
     Raises:
-        UnsupportedError: the attention backend that was asked for has no such kernel.
+        UnsupportedError: the attention backend that was asked for cannot take this call.
     """
-    choose("gqa_decode", current().attention, {})
-    return reference.gqa_decode(q, k, v, page_tables, bounds, scale=scale)
+    obstacles = {"mosaic": mosaic.obstacle(q, k, v), "triton": triton.obstacle(q, k, v)}
+    chosen = choose("gqa_decode", current().attention, obstacles)
+    kernel = {"mosaic": mosaic, "triton": triton, "reference": reference}[chosen]
+    return kernel.gqa_decode(q, k, v, page_tables, bounds, scale=scale)

@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.gqa_prefill import reference
+from pallas_kernels.gqa_prefill import mosaic, reference
 
 
 def gqa_prefill(
@@ -34,7 +34,10 @@ def gqa_prefill(
         [P, K, G, D] in q's dtype; 0 for padding tokens.
 
     Raises:
-        UnsupportedError: the attention backend that was asked for has no such kernel.
+        UnsupportedError: the attention backend that was asked for cannot take this call.
     """
-    choose("gqa_prefill", current().attention, {})
-    return reference.gqa_prefill(q, k, v, page_tables, token_rows, positions, ends, scale=scale)
+    obstacles = {"mosaic": mosaic.obstacle(q, k, v)}
+    # "triton" is a choice of the decode kernel: prompts then take the best there is for them.
+    chosen = choose("gqa_prefill", current().attention, obstacles, elsewhere=("triton",))
+    kernel = mosaic if chosen == "mosaic" else reference
+    return kernel.gqa_prefill(q, k, v, page_tables, token_rows, positions, ends, scale=scale)

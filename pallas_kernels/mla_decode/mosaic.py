@@ -22,20 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import hopper_obstacle
-from pallas_kernels.compat import load, run_in_place, transpose_ref
-from pallas_kernels.mla_decode.schedule import PAGE, make_schedule
+from pallas_kernels.compat import load, transpose_ref
+from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
+from pallas_kernels.split_kv import PAGE, make_schedule
 
 KEY_DIM, VALUE_DIM = 576, 512
-ROWS = 64
 # Columns of a page that are copied together; the right part ends with the 64 columns that are no value.
 LEFT, RIGHT = 256, 320
 HALF = VALUE_DIM // 2
 STAGES = 2
-# Finite, because the difference of two -inf is NaN.
-MASKED = -1e30
-# Partial outputs that a merging thread block has in flight: about as many as a request has, within these bounds.
-MERGED_AT_ONCE = (4, 32)
-WARPGROUP = 128
 
 WGMMA = plgpu.Layout.WGMMA
 OF_ROWS = WGMMA.reduce(1)
@@ -88,30 +83,8 @@ def mla_decode(
     attend = _attend_kernel(B, blocks, rows, items.shape[0], scale / math.log(2), interpret)
     out, partial, lse = attend(q, latent, page_tables, items, bounds_BR)
     if splits.shape[0]:
-        out = _merge(out, partial, lse, splits, live, interpret)
+        out = merge("mla_decode_merge", out, partial, lse, splits, live, interpret)
     return out[:, :live].reshape(B, n, H, VALUE_DIM)
-
-
-def _params(**options: Any) -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(
-        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **({"reduction_scratch_bytes": 0} | options)
-    )
-
-
-def _accumulate(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
-    """acc + a @ b. The interpreter has no accumulators that start from a value."""
-    if interpret:
-        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC((ROWS, HALF), f32))
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
-
-
-def _product(ref: Any, a: Any, b: Any) -> jax.Array:
-    plgpu.wgmma(ref, a, b)
-    return ref[...]
-
-
-def _over_columns(x_R: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    return lax.broadcast_in_dim(x_R, shape, [0])
 
 
 @functools.cache
@@ -210,10 +183,10 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
                 x = pl.run_scoped(scores, plgpu.ACC((ROWS, PAGE), f32))
                 if masked:
                     key = plgpu.broadcasted_iota(i32, x.shape, 1, layout=WGMMA) + (first + i) * PAGE
-                    x = jnp.where(key < _over_columns(bound_R, x.shape), x, MASKED)
+                    x = jnp.where(key < over_columns(bound_R, x.shape), x, MASKED)
                 new_top_R = jnp.maximum(top_R, x.max(axis=1))
                 shrink_R = jnp.exp2((top_R - new_top_R) * log2_scale)
-                p = jnp.exp2((x - _over_columns(new_top_R, x.shape)) * log2_scale)
+                p = jnp.exp2((x - over_columns(new_top_R, x.shape)) * log2_scale)
                 sum_R = sum_R * shrink_R + p.sum(axis=1)
 
                 @pl.when(i > 0)
@@ -226,7 +199,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
                     clear_unowned(left_s.at[stage], keys - (first + i) * PAGE)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_full)
-                acc = _accumulate(acc * _over_columns(shrink_R, acc.shape), p_s, left_s.at[stage], interpret)
+                acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, left_s.at[stage], interpret)
                 plgpu.barrier_arrive(left_free.at[stage])
                 plgpu.barrier_arrive(right_free.at[stage])
                 return acc, new_top_R, sum_R
@@ -240,7 +213,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_full)
             lse[pl.ds(block * ROWS, ROWS), item] = top_R * log2_scale + jnp.log2(sum_R)
-            store(0, acc * _over_columns(1.0 / sum_R, acc.shape))
+            store(0, acc * over_columns(1.0 / sum_R, acc.shape))
 
         def sum_right():
             keys = bounds[request, blocks * ROWS - 1]
@@ -254,7 +227,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
                     plgpu.commit_smem()
                 shrink_R = load(rows_s, (0,), layout=OF_ROWS)
                 values = right_s.at[stage, :, pl.ds(0, HALF)]
-                acc = _accumulate(acc * _over_columns(shrink_R, acc.shape), p_s, values, interpret)
+                acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, values, interpret)
                 plgpu.barrier_arrive(p_free)
                 plgpu.barrier_arrive(right_free.at[stage])
                 return acc
@@ -262,7 +235,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
             acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros())
             acc = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), acc)
             plgpu.barrier_wait(p_full)
-            store(1, acc * _over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
+            store(1, acc * over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
 
         # An item without pages has nothing to do, and would wait for ever.
         @pl.when((warpgroup == 2) & (n > 0))
@@ -312,53 +285,6 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
         thread_name="warpgroup",
         # Every thread reads in shared memory what it wrote itself, what came by TMA, or what a barrier or commit_smem
         # stands before: the barriers that Pallas would add around each access cost 4 %.
-        compiler_params=_params(unsafe_no_auto_barriers=True),
+        compiler_params=params(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-
-
-def _merge(
-    out: jax.Array, partial: jax.Array, lse: jax.Array, splits: jax.Array, live: int, interpret: Any
-) -> jax.Array:
-    """Writes the merged outputs of the requests in `splits` into their first `live` rows of out (arXiv 2501.01005)."""
-    padded_items = lse.shape[1]
-    fewest, most = MERGED_AT_ONCE
-    at_once = min(max(pl.next_power_of_2(partial.shape[1] // out.shape[0]), fewest), most)
-    items_layout = plgpu.Layout.WG_STRIDED((padded_items,), vec_size=padded_items // WARPGROUP)
-    values_layout = plgpu.Layout.WG_STRIDED((VALUE_DIM,), vec_size=VALUE_DIM // WARPGROUP)
-
-    def mla_decode_merge(partial, lse, splits, out, weights_s):
-        split, row = lax.axis_index("split"), lax.axis_index("row")
-        request, first, n = (splits[split, j] for j in range(3))
-
-        @pl.when(n > 0)
-        def _():
-            item_I = plgpu.broadcasted_iota(i32, (padded_items,), 0, layout=items_layout)
-            mine_I = (item_I >= first) & (item_I < first + n)
-            lse_I = jnp.where(mine_I, load(lse, (row, pl.ds(0, padded_items)), layout=items_layout), MASKED)
-            weights_I = jnp.where(mine_I, jnp.exp2(lse_I - lse_I.max()), 0.0)
-            weights_s[...] = weights_I / weights_I.sum()
-
-            def add(i, sum_V):
-                for j in range(at_once):
-                    at = i * at_once + j
-                    weight = jnp.where(at < n, weights_s[first + lax.min(at, n - 1)], 0.0)
-                    part_V = load(partial, (row, first + lax.min(at, n - 1), slice(None)), layout=values_layout)
-                    sum_V += weight * part_V.astype(f32)
-                return sum_V
-
-            zero_V = plgpu.layout_cast(jnp.zeros((VALUE_DIM,), f32), values_layout)
-            rounds = lax.div(n + (at_once - 1), i32(at_once))
-            out[request, row] = lax.fori_loop(i32(0), rounds, add, zero_V).astype(bf16)
-
-    (out,) = run_in_place(
-        mla_decode_merge,
-        (partial, lse, splits),
-        (out,),
-        scratch_types={"weights_s": plgpu.SMEM((padded_items,), f32)},
-        grid=(splits.shape[0], live),
-        grid_names=("split", "row"),
-        compiler_params=_params(reduction_scratch_bytes=2048),
-        interpret=interpret,
-    )
-    return out

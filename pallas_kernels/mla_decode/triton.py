@@ -6,7 +6,7 @@ heads) to a run of pages, and a second kernel merges the requests that are split
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +14,10 @@ import jax.numpy as jnp
 from pallas_kernels import triton_call
 from pallas_kernels.backend import ampere_obstacle, compute_capability
 from pallas_kernels.mla_decode.mosaic import VALUE_DIM, layout_obstacle
-from pallas_kernels.mla_decode.schedule import PAGE, make_schedule
+from pallas_kernels.split_kv import PAGE, make_schedule
+from pallas_kernels.triton_call import Tile, tile_for
 
 f32 = jnp.float32
-
-
-class Tile(NamedTuple):
-    """How a program is cut.
-
-    Attributes:
-        rows: query rows.
-        keys: keys of a round of its loop: a page, or half of one.
-        warps, stages: see `triton_call.call`.
-        resident: programs that fit on a multiprocessor together.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    resident: int
 
 
 # By the least compute capability, fewer rows first. What fits in shared memory without many spilled registers: 10.0
@@ -45,19 +29,11 @@ TILES = {
     100: (Tile(16, 32, 4, 3, 2), Tile(32, 64, 8, 3, 1)),
     120: (Tile(16, 32, 4, 3, 1), Tile(32, 32, 8, 2, 1)),
 }
-# Partial outputs that a merging program has in flight.
-MERGED_AT_ONCE = 32
 
 
 def obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
     """Why the kernel cannot take this call; None if it can."""
     return layout_obstacle(q, latent, value_dim) or ampere_obstacle(q.dtype, latent.dtype) or triton_call.obstacle()
-
-
-def tile_for(live: int, capability: int) -> Tile:
-    """The tile for so many query rows of a request."""
-    tiles = TILES[max(least for least in TILES if least <= capability)]
-    return next((tile for tile in tiles if tile.rows >= live), tiles[-1])
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sms", "capability"))
@@ -78,12 +54,13 @@ def mla_decode(
         capability: compute capability to compile for, 90 for 9.0 (default: the device's).
     """
     from pallas_kernels.mla_decode import triton_kernels as kernels
+    from pallas_kernels.triton_merge import merge
 
     B, n, H, _ = q.shape
     live = n * H
     capability = capability or compute_capability(jax.devices()[0])
     assert capability
-    tile = tile_for(live, capability)
+    tile = tile_for(TILES, live, capability)
     blocks = -(-live // tile.rows)
     sms = sms or jax.devices()[0].core_count
     items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms * tile.resident)
@@ -113,14 +90,5 @@ def mla_decode(
         },
     )
     if splits.shape[0]:
-        (out,) = call(
-            kernels.mla_decode_merge,
-            (partial, lse, splits, out),
-            (of(out.shape),),
-            grid=(live, splits.shape[0]),
-            warps=4,
-            stages=1,
-            constants={"LIVE": live, "AT_ONCE": MERGED_AT_ONCE},
-            aliases={3: 0},
-        )
+        out = merge(call, out, partial, lse, splits)
     return out.reshape(B, n, H, VALUE_DIM)

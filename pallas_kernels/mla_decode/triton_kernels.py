@@ -22,7 +22,7 @@ def mla_decode(
 
     Args:
         q: [B, LIVE, 576]. latent: [pages, 64, 576]. page_tables: [B, MAX_PAGES]. bounds: [B, WINDOW].
-        items: as schedule.py tells it.
+        items: as split_kv.Schedule tells it.
         out: [B, LIVE, 512]: the requests of one item.
         partial, lse: [I, LIVE, 512] and [I, LIVE], the items of the others, and their base-2 log-sum-exp.
         SCALE: of the scores, which are exponents of 2.
@@ -87,46 +87,3 @@ def mla_decode(
         partial_R = partial + (item * LIVE + row_R).to(tl.int64) * VALUE_DIM
         tl.store(partial_R[:, None] + value_V[None], result_RV, mask=live_R[:, None])
         tl.store(lse + item * LIVE + row_R, top_R + tl.log2(sum_R), mask=live_R)
-
-
-@triton.jit
-def mla_decode_merge(
-    partial, lse, splits,
-    whole,  # noqa: ARG001
-    out, LIVE: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """A program merges the partial outputs of one row of one request that has several items (arXiv 2501.01005).
-
-    Args:
-        whole: the buffer of `out`, which holds the other requests' rows already.
-        AT_ONCE: partial outputs that are in flight together.
-    """
-    row = tl.program_id(0)
-    split = tl.program_id(1)
-    request = tl.load(splits + split * 3)
-    first = tl.load(splits + split * 3 + 1)
-    n = tl.load(splits + split * 3 + 2)
-    if n == 0:
-        return
-
-    value_V = tl.arange(0, VALUE_DIM)
-    # Values, because a name that changes its type in a loop does not compile.
-    top = tl.full((), MASKED, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    sum_V = tl.zeros((VALUE_DIM,), tl.float32)
-    for start in range(0, n, AT_ONCE):
-        part_I = start + tl.arange(0, AT_ONCE)
-        mine_I = part_I < n
-        at_I = (first + part_I) * LIVE + row
-        lse_I = tl.load(lse + at_I, mask=mine_I, other=MASKED)
-        part_IV = tl.load(
-            partial + at_I.to(tl.int64)[:, None] * VALUE_DIM + value_V[None], mask=mine_I[:, None], other=0.0
-        )
-        new_top = tl.maximum(top, tl.max(lse_I, axis=0))
-        shrink = tl.exp2(top - new_top)
-        weight_I = tl.where(mine_I, tl.exp2(lse_I - new_top), 0.0)
-        total = total * shrink + tl.sum(weight_I, axis=0)
-        sum_V = sum_V * shrink + tl.sum(weight_I[:, None] * part_IV.to(tl.float32), axis=0)
-        top = new_top
-    out_V = out + (request * LIVE + row).to(tl.int64) * VALUE_DIM + value_V
-    tl.store(out_V, (sum_V / total).to(out.dtype.element_ty))

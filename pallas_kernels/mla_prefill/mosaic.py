@@ -22,21 +22,15 @@ from jax import lax
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import load, run_in_place, transpose_ref
 from pallas_kernels.mla_prefill.decompress import LATENT, NOPE, PAGE, PAGES, ROPE, VALUE, decompress, list_pages
+from pallas_kernels.mosaic_attention import MASKED, UNSEEN, over_columns, params, soften, weigh
+from pallas_kernels.query_tiles import HALF, TILE, Queries, padded_rows, tile_queries
 
-# Query rows of a tile, and how many of them each of the two consumer warpgroups takes.
-TILE, HALF = 128, 64
-# TMA copies rows to shared memory in groups of a swizzle's eight: tiles start at a multiple.
-GRANULE = 8
 # Keys and values of a chunk: 32768 keys at 16 heads, 4096 at 128. They pass through HBM, which attention to a chunk
 # hardly notices: eight tiles of 128 queries of each of 16 heads share a read of 8 KiB a key, at 10.5 MFLOP a key.
 CHUNK_BYTES = 256 * 2**20
 # Up to this many chunks a call goes through all that its shape may need: one without blocks takes about 8 us. A number
 # of chunks that only the device knows makes the host wait for it (some 300 us a layer), and a CUDA graph takes no loop.
 MOST_UNROLLED = 8
-# A key that a row does not see scores far below the maximum of a row that has not seen any key yet, so that its weight
-# is exactly 0 even then. Finite, because the difference of two -inf is NaN.
-MASKED, UNSEEN = -1e30, -1e20
-
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
@@ -131,53 +125,6 @@ def list_starts(ends: jax.Array, keys: int) -> jax.Array:
     return jnp.concatenate([jnp.zeros(1, i32), jnp.cumsum(-(-ends // keys), dtype=i32)])
 
 
-def padded_rows(tokens: int) -> int:
-    """Rows of queries that the tiles of so many tokens need."""
-    return max(-(-tokens // GRANULE) * GRANULE, TILE)
-
-
-class Queries(NamedTuple):
-    """The P tokens in T tiles of TILE rows, int32; tiles past the last request have no tokens."""
-
-    row: jax.Array  # [T] the token of the first row, a multiple of GRANULE; perhaps one before the request's first
-    request: jax.Array  # [T] 0..E-1
-    position: jax.Array  # [T] position of the first row, negative perhaps if it is none of the request's
-    filled: jax.Array  # [T] rows up to the request's last token in the tile, 0 if there is none
-    tile_of: jax.Array  # [P] the tile of each token, any for padding
-    row_of: jax.Array  # [P] its row in that tile
-
-
-def tile_queries(token_rows: jax.Array, positions: jax.Array, num_requests: int) -> Queries:
-    """Tiles of the P tokens of E requests; arguments as in `api.mla_prefill`."""
-    P, E = token_rows.shape[0], num_requests
-    num_tiles = (P + (TILE + GRANULE - 2) * E) // TILE  # the most that E requests can fill
-    mine_EP = token_rows == jnp.arange(E, dtype=i32)[:, None]
-    counts_E, first_E = mine_EP.sum(axis=1, dtype=i32), jnp.argmax(mine_EP, axis=1).astype(i32)
-    aligned_E, after_E = first_E // GRANULE * GRANULE, first_E + counts_E
-    tiles_E = jnp.where(counts_E > 0, -(-(after_E - aligned_E) // TILE), 0)
-    ends_E = jnp.cumsum(tiles_E, dtype=i32)  # the tile after each request's last
-    begins_E = ends_E - tiles_E
-
-    tile_T = jnp.arange(num_tiles, dtype=i32)
-    request_T = jnp.sum(tile_T[:, None] >= ends_E, axis=1, dtype=i32)
-    used_T = request_T < E
-    request_T = jnp.minimum(request_T, E - 1)
-    begin_T = aligned_E[request_T] + (tile_T - begins_E[request_T]) * TILE
-    row_T = jnp.where(used_T, jnp.minimum(begin_T, padded_rows(P) - TILE), 0)  # all rows exist
-
-    rows_P = jnp.minimum(token_rows, E - 1)
-    token_P = jnp.arange(P, dtype=i32)
-    tile_of_P = jnp.clip(begins_E[rows_P] + (token_P - aligned_E[rows_P]) // TILE, 0, num_tiles - 1)
-    return Queries(
-        row=row_T,
-        request=request_T,
-        position=positions[first_E][request_T] + row_T - first_E[request_T],
-        filled=jnp.where(used_T, jnp.minimum(after_E[request_T], begin_T + TILE) - row_T, 0),
-        tile_of=tile_of_P,
-        row_of=jnp.clip(token_P - row_T[tile_of_P], 0, TILE - 1),
-    )
-
-
 def tile_work(queries: Queries, starts_E: jax.Array, first: jax.Array, chunk_blocks: int, keys: int) -> jax.Array:
     """What each tile does in the chunk of blocks [first, first + chunk_blocks) of the list.
 
@@ -212,7 +159,7 @@ def attend(
     """Causal attention of query tiles to ranges of key blocks, all bfloat16. Jitted, so that chunks share one lowering.
 
     Args:
-        q_nope: [P, H, NOPE], q_rope: [P, H, ROPE], P a multiple of GRANULE.
+        q_nope: [P, H, NOPE], q_rope: [P, H, ROPE], P as `padded_rows` has it.
         k_nope: [C, H, NOPE], k_rope: [C, ROPE], v: [C, H, VALUE]; finite.
         work: int32 [T, 5] from `tile_work`.
         so_far: results for other keys, which these are added to; 0 and UNSEEN where there are none.
@@ -253,9 +200,7 @@ def attend(
         "grid_names": ("group", "tile", "head"),
         "num_threads": 3,
         "thread_name": "wg",
-        "compiler_params": plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
-        ),
+        "compiler_params": params(),
         "interpret": interpret,
     }
     of_halves = (T, H, 2, HALF)
@@ -359,33 +304,12 @@ def _body(
             if masked:
                 query, key = (plgpu.broadcasted_iota(i32, x.shape, d, layout=plgpu.Layout.WGMMA) for d in (0, 1))
                 x = jnp.where(key - query <= lead + wg * HALF - i * keys, x, MASKED)
-            new_top = jnp.maximum(top, x.max(axis=1) * log2_scale)
-            shrink = jnp.exp2(top - new_top)
-            # A product and a difference, which become one instruction.
-            weights = jnp.exp2(x * log2_scale - _over_rows(new_top, x.shape))
-            total = total * shrink + weights.sum(axis=1)
-            acc = acc * _over_rows(shrink, acc.shape)
-            weights = weights.astype(bf16)
-            # Keeps the compiler from moving softmax behind the wait for the tensor cores.
-            acc, total, weights = lax.optimization_barrier((acc, total, weights))
+            acc, top, total, weights = soften(x, acc, top, total, log2_scale)
             plgpu.barrier_wait(v_full.at[s])
             turn()
-            acc = weigh(acc, weights, v_s.at[s])
+            acc = weigh(acc, weights, v_s.at[s], None if weights_s is None else weights_s.at[wg])
             plgpu.barrier_arrive(v_free.at[s])
-            return acc, new_top, total
-
-        def weigh(acc, weights, values):
-            if weights_s is None:
-                return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(acc))
-            # The interpreter has neither operands in registers nor accumulators with a first value.
-            weights_s[wg] = weights
-            plgpu.commit_smem()
-
-            def product(ref):
-                plgpu.wgmma(ref, weights_s.at[wg], values)
-                return ref[...]
-
-            return acc + pl.run_scoped(product, plgpu.ACC((HALF, VALUE), f32))
+            return acc, top, total
 
         plgpu.barrier_wait(q_full.at[wg])
         out = o.at[tile, pl.ds(wg * HALF, HALF), head]
@@ -409,11 +333,7 @@ def _body(
 
         total = jnp.maximum(total, 1e-30)  # 0 for rows that saw no key
         lse[tile, head, wg, :] = top + jnp.log(total) * math.log2(math.e)
-        q_nope_s[wg] = (acc * _over_rows(1.0 / total, acc.shape)).astype(bf16)  # no longer needed: the way out
+        q_nope_s[wg] = (acc * over_columns(1.0 / total, acc.shape)).astype(bf16)  # no longer needed: the way out
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_nope_s.at[wg], out)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _over_rows(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])

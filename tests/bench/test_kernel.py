@@ -12,6 +12,7 @@ from bench import kernel
 from bench.__main__ import main
 from bench.kernel_attention import DECODE, MlaDecode, MlaPrefill
 from bench.kernel_case import Case, largest_error
+from bench.kernel_gqa import GQA_DECODE, GQA_PREFILL, GqaDecode, GqaPrefill
 from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE, Moe
 from bench.kernel_timing import Loop, kernel_seconds, rounds
 from pallas_kernels.backend import logger
@@ -40,6 +41,9 @@ def test_bytes_and_flops():
     assert (decode.bytes, decode.flops) == (1152 * 256, 2176 * 16 * 256)
     # The first of two tokens does not see the last key.
     assert MlaDecode(1, 128, 16, 2).flops == 2176 * 16 * (128 + 127)
+    gqa = GqaDecode(2, 128, 8, 4, 64, 1)
+    assert (gqa.bytes, gqa.flops) == (2 * 2 * 8 * 64 * 256, 4 * 64 * 32 * 256)
+    assert GqaPrefill(4, 10, 2, 3, 64).flops == 4 * 64 * 6 * (11 + 12 + 13 + 14)
     assert MlaPrefill(4, 10).flops == 640 * 16 * (11 + 12 + 13 + 14)
     assert Moe(1).bytes == 6 * 3 * 2048 * 1408 * 2
     routes = Moe(32).routes(0)
@@ -108,7 +112,9 @@ def test_kernel_seconds_of_a_trace():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["mla_decode", "mla_prefill", "kv_write", "mla_query", "moe"])
+@pytest.mark.parametrize(
+    "operation", ["mla_decode", "mla_prefill", "gqa_decode", "gqa_prefill", "kv_write", "mla_query", "moe"]
+)
 def test_a_tiny_run(operation, tmp_path, capsys):
     out = tmp_path / "kernel.json"
     assert main(["kernel", operation, "--rows", "tiny", "--out", str(out)]) == 0
@@ -120,11 +126,21 @@ def test_a_tiny_run(operation, tmp_path, capsys):
         # XLA on a CPU sums that matmul's products in less than float32.
         assert row["errors"]["float64"] < (kernel.LARGEST_ERROR if operation == "mla_query" else 0.01)
         assert ("TFLOP_per_s" in row) == (operation != "kv_write")
-        assert ("GB_per_s" in row) == (operation != "mla_prefill")
+        assert ("GB_per_s" in row) == (operation not in ("mla_prefill", "gqa_prefill"))
     assert "ceilings" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("case", [DECODE["tiny"][1], MOE["tiny"][1], KV_WRITE["tiny"][1], MLA_QUERY["tiny"][0]])
+@pytest.mark.parametrize(
+    "case",
+    [
+        DECODE["tiny"][1],
+        pytest.param(GQA_DECODE["tiny"][1], marks=pytest.mark.slow),
+        pytest.param(GQA_PREFILL["tiny"][1], marks=pytest.mark.slow),
+        MOE["tiny"][1],
+        KV_WRITE["tiny"][1],
+        MLA_QUERY["tiny"][0],
+    ],
+)
 def test_wrong_results_are_found(case: Case):
     loop = Loop(case, case.lower().compile())
     assert case.error(loop.inputs, loop.launch_into_poison()) < 0.01

@@ -31,6 +31,16 @@ def window_bounds(lengths: Sequence[int], n: int) -> np.ndarray:
     return np.maximum(ends, 1).astype(np.int32)
 
 
+def flat_chunks(
+    starts: Sequence[int], chunks: Sequence[int], padding: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """token_rows, positions and ends of requests whose chunk tokens lie one after another, then padding tokens."""
+    rows = np.concatenate([np.repeat(np.arange(len(chunks)), chunks), [len(chunks)] * padding])
+    positions = np.concatenate([*(np.arange(s, s + n) for s, n in zip(starts, chunks, strict=True)), [0] * padding])
+    ends = np.where(np.array(chunks) > 0, np.array(starts) + chunks, 0)
+    return rows.astype(np.int32), positions.astype(np.int32), ends.astype(np.int32)
+
+
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     """In the Frobenius norm; NaN where either has one."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)

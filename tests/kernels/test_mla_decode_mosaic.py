@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import mosaic, reference
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.mla_decode.schedule import OVERHEAD_PAGES, PAGE, make_schedule, num_items, page_limits
+from pallas_kernels.split_kv import OVERHEAD_PAGES, PAGE, make_schedule, num_items, page_limits
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 
 SCALE = 192**-0.5

@@ -1,13 +1,7 @@
 """The Triton kernels of mla_decode without a GPU: interpreted, compiled for every tile, and lowered for cuda."""
 
 import functools
-import json
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,67 +12,21 @@ from pallas_kernels import backend, triton_call
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.mla_decode.schedule import num_items
 from pallas_kernels.mla_prefill.api import mla_prefill
-from tests.kernels.triton_cases import CASES
+from pallas_kernels.split_kv import num_items
+from tests.kernels.triton_cases import CASES, check_fit, errors_of
 
-ROOT = Path(__file__).parents[2]
 SCALE = 192**-0.5
 
 
 @pytest.fixture(scope="module")
 def interpreted_errors() -> dict[str, float]:
-    """Relative errors by case, from a process of its own: the interpreter is chosen when triton is imported."""
-    pytest.importorskip("triton", reason="needs Triton: pip install -e '.[test]'")
-    pytest.importorskip("torch", reason="Triton's interpreter needs PyTorch: pip install -e '.[test]' on Python 3.11")
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_interpreter"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return errors_of("mla_decode")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(interpreted_errors, name):
     assert interpreted_errors[name] < {"float32": 1e-5, "float16": 1e-2}[CASES[name].dtype]
-
-
-@pytest.fixture
-def jax_triton(monkeypatch):
-    """jax-triton with stand-ins for the parts of jaxlib that come with its CUDA plugin; what they are given is in .calls."""
-    pytest.importorskip("triton", reason="needs Triton: pip install -e '.[test]'")
-    from jax._src.lib import gpu_triton
-
-    calls = []
-
-    def kernel_call(compiled, *grid_and_parameters):
-        calls.append(SimpleNamespace(**compiled, grid=grid_and_parameters[:3], parameters=grid_and_parameters[3]))
-        return SimpleNamespace(to_proto=lambda name, _: name.encode())
-
-    def kernel(name, warps, clusters, shared_bytes, ptx, _, capability):
-        assert clusters == 1
-        return {"name": name, "warps": warps, "shared_bytes": shared_bytes, "ptx": ptx, "capability": capability}
-
-    stand_ins = {
-        "TritonKernel": kernel,
-        "TritonKernelCall": kernel_call,
-        "create_array_parameter": lambda zeroed, alignment: (zeroed, alignment),
-        # jax-triton refuses to be imported without them.
-        "get_compute_capability": None,
-        "get_serialized_metadata": None,
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(gpu_triton, name, stand_in, raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # importing jax-triton sets it
-    from jax_triton import triton_lib
-
-    monkeypatch.setattr(triton_lib, "_COMPILED_KERNEL_CACHE", {})
-    return SimpleNamespace(calls=calls)
 
 
 def lowered(batch, n, heads, capability, sms=132, dtype=jnp.bfloat16):
@@ -107,26 +55,17 @@ def test_lowers_for_cuda(jax_triton, batch, n, heads, blocks):
     # What is merged goes into the first kernel's output.
     assert "output_to_operand_aliasing={{}: (3, {})}" in calls[1]
     attend, merge = jax_triton.calls
-    items = num_items(batch, blocks, 132 * triton.tile_for(n * heads, 90).resident)
+    items = num_items(batch, blocks, 132 * triton_call.tile_for(triton.TILES, n * heads, 90).resident)
     assert (attend.name, attend.grid) == ("mla_decode", (blocks, items, 1))
-    assert (merge.name, merge.grid) == ("mla_decode_merge", (n * heads, min(batch, items - batch), 1))
+    assert (merge.name, merge.grid) == ("split_kv_merge", (n * heads, min(batch, items - batch), 1))
     assert set(attend.parameters + merge.parameters) == {(0, triton_call.ALIGNMENT)}
-
-
-# What a program may take, in KiB, by the least compute capability.
-SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 
 
 @pytest.mark.parametrize(("capability", "tile"), [(c, tile) for c, tiles in triton.TILES.items() for tile in tiles])
 def test_every_tile_fits(jax_triton, capability, tile):
     lowered(2, 1, tile.rows, capability)
     attend, merge = jax_triton.calls
-    for call in (attend, merge):
-        assert call.capability == capability
-        assert f".target sm_{capability}" in call.ptx
-    assert attend.warps == tile.warps
-    # A multiprocessor keeps a KiB a program for itself, and has one more than a single program may take.
-    assert tile.resident * (attend.shared_bytes + 1024) <= (SHARED_KIB[capability] + 1) * 1024
+    check_fit(attend, merge, tile, capability)
     # Pages are copied asynchronously, 16 bytes a thread, also where they are masked.
     assert "cp.async.cg.shared.global" in attend.ptx
     assert "cp.async.ca" not in attend.ptx
@@ -137,14 +76,6 @@ def test_every_tile_fits(jax_triton, capability, tile):
 def test_float16(jax_triton):
     lowered(2, 1, 16, 80, dtype=jnp.float16)
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in jax_triton.calls[0].ptx
-
-
-@pytest.fixture
-def ampere(monkeypatch):
-    """Backends and obstacles see an A100."""
-    device = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="A100", core_count=108)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    return device
 
 
 ARRAYS = (
@@ -199,9 +130,12 @@ def test_what_to_install_is_said(monkeypatch):
 
 
 def test_the_smallest_tile_that_holds_the_rows():
-    assert [triton.tile_for(live, 90).rows for live in (1, 16, 17, 33, 64, 65, 1024)] == [16, 16, 32, 64, 64, 64, 64]
-    assert triton.tile_for(64, 89) == triton.TILES[86][-1]
-    assert triton.tile_for(64, 103) == triton.TILES[100][-1]
+    def rows(live):
+        return triton_call.tile_for(triton.TILES, live, 90).rows
+
+    assert [rows(live) for live in (1, 16, 17, 33, 64, 65, 1024)] == [16, 16, 32, 64, 64, 64, 64]
+    assert triton_call.tile_for(triton.TILES, 64, 89) == triton.TILES[86][-1]
+    assert triton_call.tile_for(triton.TILES, 64, 103) == triton.TILES[100][-1]
 
 
 def test_operations_without_a_triton_kernel(caplog):

@@ -12,19 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import backend
+from pallas_kernels import backend, query_tiles
 from pallas_kernels.mla_prefill import api, decompress, mosaic, reference
+from tests.kernels.paged_cases import flat_chunks
 
 L, R, D, V, PAGE = mosaic.LATENT, mosaic.ROPE, mosaic.NOPE, mosaic.VALUE, mosaic.PAGE
 SCALE = (D + R) ** -0.5
-
-
-def flat_chunks(starts, chunks, padding):
-    """token_rows, positions and ends of requests whose chunk tokens lie one after another, then padding tokens."""
-    rows = np.concatenate([np.repeat(np.arange(len(chunks)), chunks), [len(chunks)] * padding])
-    positions = np.concatenate([*(np.arange(s, s + n) for s, n in zip(starts, chunks, strict=True)), [0] * padding])
-    ends = np.where(np.array(chunks) > 0, np.array(starts) + chunks, 0)
-    return rows.astype(np.int32), positions.astype(np.int32), ends.astype(np.int32)
 
 
 def problem(rng, starts, chunks, padding, heads, max_pages):
@@ -128,8 +121,8 @@ def test_tables(data):
     np.testing.assert_array_equal(queries.request[queries.tile_of[live]], rows[live])
     np.testing.assert_array_equal(queries.position[queries.tile_of[live]] + queries.row_of[live], positions[live])
     assert (queries.row_of[live] < queries.filled[queries.tile_of[live]]).all()
-    assert (queries.row % mosaic.GRANULE == 0).all()
-    assert ((queries.row >= 0) & (queries.row + mosaic.TILE <= mosaic.padded_rows(P))).all()
+    assert (queries.row % query_tiles.GRANULE == 0).all()
+    assert ((queries.row >= 0) & (queries.row + query_tiles.TILE <= query_tiles.padded_rows(P))).all()
 
     visited = np.zeros((len(queries.request), begins[-1]), int)
     for first in range(0, begins[-1], chunk_blocks):
@@ -153,7 +146,7 @@ def test_tables(data):
         np.testing.assert_array_equal(visited[t], want)
 
 
-TILES = jax.jit(mosaic.tile_queries, static_argnums=2)
+TILES = jax.jit(query_tiles.tile_queries, static_argnums=2)
 WORK = jax.jit(mosaic.tile_work, static_argnums=(3, 4))
 
 

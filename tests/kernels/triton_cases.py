@@ -1,10 +1,24 @@
-"""Cases of mla_decode for Triton's interpreter."""
+"""Cases of the Triton kernels for Triton's interpreter, what it finds, and what a GPU has room for."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+
+import pytest
+
+from pallas_kernels.triton_call import Tile
+
+ROOT = Path(__file__).parents[2]
+# What a program may take, in KiB, by the least compute capability.
+SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 
 
 class Case(NamedTuple):
-    """Lengths, window, heads and type of a call; multiprocessors and compute capability that it is cut for."""
+    """Of mla_decode: lengths, window, heads and type of a call; multiprocessors and compute capability that it is cut for."""
 
     lengths: tuple[int, ...]
     n: int
@@ -23,3 +37,53 @@ CASES = {
     "more parts than are merged at once": Case((2200,), 1, 4, 20, 90),
     "float16": Case((100, 257), 8, 2, 3, 80, "float16"),
 }
+
+
+class GqaCase(NamedTuple):
+    """Of gqa_decode: the same with key heads, query heads of each, and their size."""
+
+    lengths: tuple[int, ...]
+    n: int
+    key_heads: int
+    group: int
+    head_dim: int
+    sms: int
+    capability: int
+    dtype: str = "float32"
+
+
+GQA_CASES = {
+    "some requests split, a window longer than its context": GqaCase((70, 200, 64, 333, 1), 4, 2, 4, 64, 4, 90),
+    "more requests than programs, whole pages": GqaCase((130, 128, 64), 1, 2, 2, 128, 1, 80),
+    "two blocks of rows, rows of padding, tiles of 64 rows": GqaCase((65, 300), 3, 2, 32, 64, 6, 90),
+    "tiles of 32 rows, a window that is no power of two": GqaCase((200, 3), 5, 4, 5, 128, 2, 90),
+    "half pages": GqaCase((130, 1, 257), 8, 1, 8, 64, 4, 86),
+    "more parts than are merged at once": GqaCase((2200,), 1, 1, 4, 64, 20, 90),
+    "float16": GqaCase((100, 257), 8, 8, 1, 64, 3, 80, "float16"),
+}
+
+
+def errors_of(operation: str) -> dict[str, float]:
+    """Relative errors by case, from a process of its own: the interpreter is chosen when triton is imported."""
+    pytest.importorskip("triton", reason="needs Triton: pip install -e '.[test]'")
+    pytest.importorskip("torch", reason="Triton's interpreter needs PyTorch: pip install -e '.[test]' on Python 3.11")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton_interpreter", operation],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def check_fit(attend: SimpleNamespace, merge: SimpleNamespace, tile: Tile, capability: int) -> None:
+    """What was compiled for a tile is for that capability, and fits as often as the tile says."""
+    for call in (attend, merge):
+        assert call.capability == capability
+        assert f".target sm_{capability}" in call.ptx
+    assert attend.warps == tile.warps
+    # A multiprocessor keeps a KiB a program for itself, and has one more than a single program may take.
+    assert tile.resident * (attend.shared_bytes + 1024) <= (SHARED_KIB[capability] + 1) * 1024

@@ -1,10 +1,11 @@
-"""Runs the Triton kernels of mla_decode in Triton's interpreter, which has to be chosen before triton is imported:
+"""Runs Triton kernels in Triton's interpreter, which has to be chosen before triton is imported:
 
-TRITON_INTERPRET=1 python -m tests.kernels.triton_interpreter   # prints the relative error of each case as JSON
+TRITON_INTERPRET=1 python -m tests.kernels.triton_interpreter mla_decode   # prints each case's relative error as JSON
 """
 
 import functools
 import json
+import sys
 from unittest import mock
 
 import jax
@@ -14,12 +15,14 @@ import torch
 from triton.runtime import interpreter
 
 from pallas_kernels import triton_call
-from pallas_kernels.mla_decode import reference, triton
-from pallas_kernels.mla_decode.schedule import make_schedule
+from pallas_kernels.gqa_decode import reference as gqa_reference
+from pallas_kernels.gqa_decode import triton as gqa_triton
+from pallas_kernels.mla_decode import reference as mla_reference
+from pallas_kernels.mla_decode import triton as mla_triton
+from pallas_kernels.split_kv import make_schedule
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
-from tests.kernels.triton_cases import CASES, Case
+from tests.kernels.triton_cases import CASES, GQA_CASES, Case, GqaCase
 
-SCALE = 192**-0.5
 _patch_lang_tensor = interpreter._patch_lang_tensor
 
 
@@ -42,23 +45,51 @@ def interpret(kernel, inputs, outputs, *, grid, constants, aliases=None, **_):
     return [jnp.asarray(tensor.numpy()) for tensor in results]
 
 
-def error(case: Case) -> float:
+def run(kernel, *arrays, **options):
+    """A Triton kernel's public function."""
+    schedule = jax.jit(make_schedule, static_argnums=(1, 2, 3))
+    with mock.patch.object(triton_call, "call", interpret), mock.patch.object(kernel, "make_schedule", schedule):
+        name = kernel.__name__.split(".")[1]
+        return getattr(kernel, name).__wrapped__(*arrays, **options)  # not jitted: the interpreter needs values
+
+
+def error(got, want, dtype: str) -> float:
+    assert got.shape == want.shape
+    assert got.dtype == dtype
+    return relative_error(got, want)
+
+
+def mla_error(case: Case) -> float:
     rng = np.random.default_rng(0)
     pool, tables = paged_pool(rng, case.lengths, 576)
     # Scores of some size, so that a wrong mask shows.
     q = 3 * rng.standard_normal((len(case.lengths), case.n, case.heads, 576), np.float32)
     q, latent = jnp.asarray(q, case.dtype), jnp.asarray(pool, case.dtype)
-    tables, bounds = jnp.asarray(tables), jnp.asarray(window_bounds(case.lengths, case.n))
-    run = triton.mla_decode.__wrapped__  # not jitted: the interpreter needs values
-    schedule = jax.jit(make_schedule, static_argnums=(1, 2, 3))
-    with mock.patch.object(triton_call, "call", interpret), mock.patch.object(triton, "make_schedule", schedule):
-        got = run(q, latent, tables, bounds, scale=SCALE, sms=case.sms, capability=case.capability)
+    where = jnp.asarray(tables), jnp.asarray(window_bounds(case.lengths, case.n))
+    got = run(mla_triton, q, latent, *where, scale=192**-0.5, sms=case.sms, capability=case.capability)
     exact = [a.astype(jnp.float32) for a in (q, latent)]
-    want = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=512))(*exact, tables, bounds)
-    assert got.shape == want.shape
-    assert got.dtype == q.dtype
-    return relative_error(got, want)
+    reference = jax.jit(functools.partial(mla_reference.mla_decode, scale=192**-0.5, value_dim=512))
+    return error(got, reference(*exact, *where), case.dtype)
 
+
+def gqa_error(case: GqaCase) -> float:
+    rng = np.random.default_rng(0)
+    K, D = case.key_heads, case.head_dim
+    pool, tables = paged_pool(rng, case.lengths, 2 * K * D)
+    k, v = (jnp.asarray(part.reshape(-1, 64, K, D), case.dtype) for part in np.split(pool, 2, axis=-1))
+    q = 3 * rng.standard_normal((len(case.lengths), case.n, K, case.group, D), np.float32)
+    q = jnp.asarray(q, case.dtype)
+    where = jnp.asarray(tables), jnp.asarray(window_bounds(case.lengths, case.n))
+    got = run(gqa_triton, q, k, v, *where, scale=D**-0.5, sms=case.sms, capability=case.capability)
+    exact = [a.astype(jnp.float32) for a in (q, k, v)]
+    reference = jax.jit(functools.partial(gqa_reference.gqa_decode, scale=D**-0.5))
+    return error(got, reference(*exact, *where), case.dtype)
+
+
+ERRORS = {
+    "mla_decode": lambda: {name: mla_error(case) for name, case in CASES.items()},
+    "gqa_decode": lambda: {name: gqa_error(case) for name, case in GQA_CASES.items()},
+}
 
 if __name__ == "__main__":
-    print(json.dumps({name: error(case) for name, case in CASES.items()}))
+    print(json.dumps(ERRORS[sys.argv[1]]()))

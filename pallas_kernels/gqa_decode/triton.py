@@ -1,0 +1,95 @@
+"""Paged grouped-query attention over decode windows for NVIDIA GPUs since Ampere, in Triton.
+
+It follows the schedule of the Mosaic kernel: a program attends with up to 64 query rows of one key head to a run of
+pages, and a second kernel merges the requests that are split.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import triton_call
+from pallas_kernels.backend import ampere_obstacle, compute_capability
+from pallas_kernels.gqa_decode.mosaic import layout_obstacle
+from pallas_kernels.split_kv import PAGE, make_schedule
+from pallas_kernels.triton_call import Tile, tile_for
+
+f32 = jnp.float32
+
+# By the least compute capability, fewer rows first: what fits in shared memory at 128 columns.
+TILES = {
+    80: (Tile(16, 64, 4, 3, 2), Tile(32, 64, 4, 3, 2), Tile(64, 64, 4, 3, 1)),
+    86: (Tile(16, 32, 4, 3, 2), Tile(32, 32, 4, 3, 2), Tile(64, 32, 4, 3, 1)),
+    90: (Tile(16, 64, 4, 3, 2), Tile(32, 64, 4, 3, 2), Tile(64, 64, 4, 3, 2)),
+    100: (Tile(16, 64, 4, 3, 2), Tile(32, 64, 4, 3, 2), Tile(64, 64, 4, 3, 1)),
+    120: (Tile(16, 32, 4, 3, 2), Tile(32, 32, 4, 3, 2), Tile(64, 32, 4, 3, 1)),
+}
+
+
+def obstacle(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    """Why the kernel cannot take this call; None if it can."""
+    return layout_obstacle(q, k) or ampere_obstacle(q.dtype, k.dtype, v.dtype) or triton_call.obstacle()
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "sms", "capability"))
+def gqa_decode(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    page_tables: jax.Array,
+    bounds: jax.Array,
+    *,
+    scale: float,
+    sms: int | None = None,
+    capability: int | None = None,
+) -> jax.Array:
+    """See api.py. Jitted, so that the layers of a model share one lowering.
+
+    Args:
+        sms: multiprocessors (default: those of the device).
+        capability: compute capability to compile for, 90 for 9.0 (default: the device's).
+    """
+    from pallas_kernels.gqa_decode import triton_kernels as kernels
+    from pallas_kernels.triton_merge import merge
+
+    B, n, K, G, D = q.shape
+    capability = capability or compute_capability(jax.devices()[0])
+    assert capability
+    tile = tile_for(TILES, n * G, capability)
+    row_blocks = -(-n * G // tile.rows)
+    blocks = K * row_blocks
+    sms = sms or jax.devices()[0].core_count
+    items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms * tile.resident)
+    num_items, rows = items.shape[0], n * K * G
+    call = functools.partial(triton_call.call, compute_capability=capability)
+
+    def of(shape: tuple[int, ...], dtype: Any = q.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    out, partial, lse = call(
+        kernels.gqa_decode,
+        (q, k, v, page_tables, items, bounds),
+        (of((B, rows, D)), of((num_items, rows, D)), of((num_items, rows), f32)),
+        grid=(blocks, num_items),  # blocks of an item run together
+        warps=tile.warps,
+        stages=tile.stages,
+        constants={
+            "SCALE": scale / math.log(2),
+            "WINDOW": n,
+            "WINDOW_POWER": 1 << (n - 1).bit_length(),
+            "HEADS": K,
+            "GROUP": G,
+            "DIM": D,
+            "MAX_PAGES": page_tables.shape[1],
+            "ROWS": tile.rows,
+            "ROW_BLOCKS": row_blocks,
+            "PARTS": PAGE // tile.keys,
+            "KEYS": tile.keys,
+        },
+    )
+    if splits.shape[0]:
+        out = merge(call, out, partial, lse, splits)
+    return out.reshape(q.shape)

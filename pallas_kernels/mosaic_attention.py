@@ -1,0 +1,140 @@
+"""What the Mosaic GPU attention kernels share: accumulating products, and merging the parts of split requests."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load, run_in_place
+
+# Query rows of a block of a split kernel.
+ROWS = 64
+# A key that a row does not see scores far below the maximum of a row that has not seen any key yet, so that its weight
+# is exactly 0 even then. Finite, because the difference of two -inf is NaN.
+MASKED, UNSEEN = -1e30, -1e20
+# Partial outputs that a merging thread block has in flight: about as many as a request has, within these bounds.
+MERGED_AT_ONCE = (4, 32)
+WARPGROUP = 128
+
+i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
+
+
+def params(**options: Any) -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(
+        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, **({"reduction_scratch_bytes": 0} | options)
+    )
+
+
+def accumulate(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
+    """acc + a @ b. The interpreter has no accumulators that start from a value."""
+    if interpret:
+        rows, columns = acc.shape
+        return acc + pl.run_scoped(lambda ref: _product(ref, a, b), plgpu.ACC((rows, columns), f32))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+
+
+def _product(ref: Any, a: Any, b: Any) -> jax.Array:
+    plgpu.wgmma(ref, a, b)
+    return ref[...]
+
+
+def over_columns(x_R: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(x_R, shape, [0])
+
+
+def soften(
+    x: jax.Array, acc: jax.Array, top: jax.Array, total: jax.Array, log2_scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """A step of the online softmax: acc, top and total for new scores x, and their weights in bfloat16, not yet in acc.
+
+    Args:
+        top: the largest score so far, scaled: an exponent of 2.
+    """
+    new_top = jnp.maximum(top, x.max(axis=1) * log2_scale)
+    shrink = jnp.exp2(top - new_top)
+    # A product and a difference, which become one instruction.
+    weights = jnp.exp2(x * log2_scale - over_columns(new_top, x.shape))
+    total = total * shrink + weights.sum(axis=1)
+    acc = acc * over_columns(shrink, acc.shape)
+    weights = weights.astype(bf16)
+    # Keeps the compiler from moving softmax behind the wait for the tensor cores.
+    acc, total, weights = lax.optimization_barrier((acc, total, weights))
+    return acc, new_top, total, weights
+
+
+def weigh(acc: jax.Array, weights: jax.Array, values: Any, weights_s: Any | None) -> jax.Array:
+    """acc + weights @ values, with weights in registers.
+
+    Args:
+        weights_s: None on a GPU. The interpreter has neither operands in registers nor accumulators with a first value:
+            there, shared memory for the weights.
+    """
+    if weights_s is None:
+        return accumulate(acc, weights, values, False)
+    weights_s[...] = weights
+    plgpu.commit_smem()
+    return accumulate(acc, weights_s, values, True)
+
+
+def merge(
+    name: str, out: jax.Array, partial: jax.Array, lse: jax.Array, splits: jax.Array, live: int, interpret: Any
+) -> jax.Array:
+    """Writes the merged outputs of split requests into their first `live` rows of out (arXiv 2501.01005).
+
+    Args:
+        name: of the kernel, in profiles.
+        out: [B, rows, V], rows in equal blocks of at most ROWS.
+        partial: [rows, I, V] normalised outputs of the I items.
+        lse: float32 [blocks * ROWS, padded I] their base-2 log-sum-exp: a block's rows, then unused ones up to ROWS.
+        splits: as `split_kv.Schedule` has it.
+    """
+    padded_items, V = lse.shape[1], out.shape[2]
+    block_rows = out.shape[1] * ROWS // lse.shape[0]
+    fewest, most = MERGED_AT_ONCE
+    at_once = min(max(pl.next_power_of_2(partial.shape[1] // out.shape[0]), fewest), most)
+    items_layout = plgpu.Layout.WG_STRIDED((padded_items,), vec_size=padded_items // WARPGROUP)
+    # Fewer values than threads: some threads hold the same ones.
+    values_layout: Any = (
+        plgpu.Layout.WG_STRIDED((V,), vec_size=V // WARPGROUP) if V % WARPGROUP == 0 else plgpu.Layout.WGMMA.reduce(0)
+    )
+
+    def body(partial, lse, splits, out, weights_s):
+        split, row = lax.axis_index("split"), lax.axis_index("row")
+        request, first, n = (splits[split, j] for j in range(3))
+        lse_row = lax.div(row, i32(block_rows)) * ROWS + lax.rem(row, i32(block_rows))
+
+        @pl.when(n > 0)
+        def _():
+            item_I = plgpu.broadcasted_iota(i32, (padded_items,), 0, layout=items_layout)
+            mine_I = (item_I >= first) & (item_I < first + n)
+            lse_I = jnp.where(mine_I, load(lse, (lse_row, pl.ds(0, padded_items)), layout=items_layout), MASKED)
+            weights_I = jnp.where(mine_I, jnp.exp2(lse_I - lse_I.max()), 0.0)
+            weights_s[...] = weights_I / weights_I.sum()
+
+            def add(i, sum_V):
+                for j in range(at_once):
+                    at = i * at_once + j
+                    weight = jnp.where(at < n, weights_s[first + lax.min(at, n - 1)], 0.0)
+                    part_V = load(partial, (row, first + lax.min(at, n - 1), slice(None)), layout=values_layout)
+                    sum_V += weight * part_V.astype(f32)
+                return sum_V
+
+            zero_V = plgpu.layout_cast(jnp.zeros((V,), f32), values_layout)
+            rounds = lax.div(n + (at_once - 1), i32(at_once))
+            out[request, row] = lax.fori_loop(i32(0), rounds, add, zero_V).astype(bf16)
+
+    body.__name__ = name
+    (out,) = run_in_place(
+        body,
+        (partial, lse, splits),
+        (out,),
+        scratch_types={"weights_s": plgpu.SMEM((padded_items,), f32)},
+        grid=(splits.shape[0], live),
+        grid_names=("split", "row"),
+        compiler_params=params(reduction_scratch_bytes=2048),
+        interpret=interpret,
+    )
+    return out

@@ -1,0 +1,108 @@
+"""The Mosaic GPU kernel of gqa_decode, interpreted on the CPU with race detection, and lowered for cuda."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import Backends, UnsupportedError, use
+from pallas_kernels.gqa_decode import mosaic, reference
+from pallas_kernels.gqa_decode.api import gqa_decode
+from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
+)
+slow = pytest.mark.slow
+
+
+def check_interpreted(lengths, n, K, G, D, sms):
+    rng = np.random.default_rng(0)
+    pool, tables = paged_pool(rng, lengths, 2 * K * D)
+    k, v = (jnp.asarray(part.reshape(-1, 64, K, D), jnp.bfloat16) for part in np.split(pool, 2, axis=-1))
+    # Scores of some size, so that a wrong mask shows.
+    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, K, G, D)), jnp.bfloat16)
+    bounds = window_bounds(lengths, n)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    got = mosaic.gqa_decode(q, k, v, tables, bounds, scale=D**-0.5, sms=sms, interpret=params)
+
+    exact = [a.astype(jnp.float32) for a in (q, k, v)]
+    want = reference.gqa_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), scale=D**-0.5)
+    assert got.shape == want.shape
+    assert relative_error(got, want) < 1e-2
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@interpreted
+def test_interpreted_without_races():
+    """One request in several items, the other in one; a window over two pages."""
+    check_interpreted((150, 66), n=4, K=1, G=4, D=64, sms=2)
+
+
+@slow
+@interpreted
+@pytest.mark.parametrize(
+    ("lengths", "n", "K", "G", "D", "sms"),
+    [
+        ((70, 200, 64, 333, 1), 4, 2, 4, 128, 8),  # some requests split, some not, a window longer than its context
+        ((130, 128, 513), 1, 4, 1, 64, 1),  # more blocks than fit at once
+        ((65, 300), 3, 1, 32, 128, 3),  # two blocks of query rows, the second half empty
+        ((65, 129, 1), 8, 2, 8, 64, 4),  # a full block of rows
+        ((700,), 2, 2, 2, 128, 1),  # many times the stages in one item
+    ],
+)
+def test_interpreted_ragged(lengths, n, K, G, D, sms):
+    check_interpreted(lengths, n, K, G, D, sms)
+
+
+@slow
+@interpreted
+@pytest.mark.parametrize("n", range(1, 9))
+def test_interpreted_windows(n):
+    check_interpreted((64, 67, 200), n, K=2, G=2, D=64, sms=3)
+
+
+def lowered(batch, n, K, G, D):
+    call = functools.partial(mosaic.gqa_decode, scale=D**-0.5, sms=132)
+    cache = jax.ShapeDtypeStruct((1000, 64, K, D), jnp.bfloat16)
+    shapes = (
+        jax.ShapeDtypeStruct((batch, n, K, G, D), jnp.bfloat16),
+        cache,
+        cache,
+        jax.ShapeDtypeStruct((batch, 64), jnp.int32),
+        jax.ShapeDtypeStruct((batch, n), jnp.int32),
+    )
+    return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "K", "G", "D"),
+    [
+        (1, 1, 8, 4, 128),  # Llama 3, one request
+        pytest.param(32, 4, 8, 8, 64, marks=slow),
+        pytest.param(8, 5, 4, 8, 128, marks=slow),
+        pytest.param(200, 1, 1, 1, 64, marks=slow),
+        pytest.param(2, 8, 2, 16, 128, marks=slow),
+    ],
+)
+def test_lowers_for_cuda(batch, n, K, G, D):
+    text = lowered(batch, n, K, G, D)
+    assert text.count("@mosaic_gpu_v2(") == 2
+    assert "output_operand_alias" in text  # what is merged goes into the first kernel's output
+
+
+def test_a_backend_that_cannot_run_says_why():
+    q, cache = jnp.zeros((1, 1, 2, 4, 64), jnp.bfloat16), jnp.zeros((2, 64, 2, 64), jnp.bfloat16)
+    where = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
+    with use(Backends(attention="mosaic")), pytest.raises(UnsupportedError, match=r"needs an NVIDIA GPU.*'reference'"):
+        gqa_decode(q, cache, cache, *where, scale=1.0)
+    with use(Backends(attention="auto")) as chosen:
+        jax.eval_shape(functools.partial(gqa_decode, scale=1.0), q, cache, cache, *where)
+    assert chosen == {"gqa_decode": {"reference"}}
+    assert mosaic.obstacle(q[..., :16], cache, cache) == "it is for heads of 64 or 128, not 16"
+    assert mosaic.obstacle(q, cache[:, :16], cache) == "it is for pages of 64 tokens, not 16"

@@ -1,0 +1,97 @@
+"""The Mosaic GPU kernel of gqa_prefill where there is no GPU: interpreted with race detection, and lowered for cuda.
+
+Interpreted, attention keeps softmax weights in shared memory; on the GPU they stay in registers (tests/gpu).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import Backends, UnsupportedError, use
+from pallas_kernels.gqa_prefill import mosaic, reference
+from pallas_kernels.gqa_prefill.api import gqa_prefill
+from tests.kernels.paged_cases import flat_chunks, paged_pool
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
+)
+slow = pytest.mark.slow
+
+
+def check_interpreted(starts, chunks, K, G, D, padding=3):
+    rng = np.random.default_rng(0)
+    rows, positions, ends = flat_chunks(starts, chunks, padding)
+    pool, tables = paged_pool(rng, ends, 2 * K * D)
+    k, v = (jnp.asarray(part.reshape(-1, 64, K, D), jnp.bfloat16) for part in np.split(pool, 2, axis=-1))
+    # Scores of some size, so that a wrong mask shows.
+    q = 3 * rng.standard_normal((len(rows), K, G, D))
+    q[rows == len(ends)] = np.nan
+    floats, ints = (jnp.asarray(q, jnp.bfloat16), k, v), (tables, rows, positions, ends)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    run = functools.partial(mosaic.gqa_prefill, scale=D**-0.5, interpret=params)
+    got = np.asarray(jax.jit(run)(*floats, *ints), np.float32)
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+    exact = [x.astype(jnp.float32) for x in floats]
+    want = np.asarray(jax.jit(functools.partial(reference.gqa_prefill, scale=D**-0.5))(*exact, *ints))
+    tokens = sum(chunks)
+    np.testing.assert_array_equal(got[tokens:], 0)
+    assert np.isfinite(got).all()
+    for own in np.split(np.arange(tokens), np.cumsum(chunks)[:-1]):
+        error = np.linalg.norm(got[own] - want[own]) / max(np.linalg.norm(want[own]), 1e-9)
+        assert error <= 1e-2, f"relative error {error:.2e} in a chunk of {len(own)} tokens"
+
+
+@slow
+@interpreted
+def test_interpreted_without_races():
+    """Two requests in a tile each, of which the second's context ends inside a page; and one that has nothing."""
+    check_interpreted((70, 0, 130), (60, 0, 13), K=1, G=2, D=64)
+
+
+@slow
+@interpreted
+@pytest.mark.parametrize(
+    ("starts", "chunks", "K", "G", "D"),
+    [
+        ((0, 64, 100), (1, 63, 64), 2, 2, 128),
+        ((300, 0, 64), (65, 0, 130), 1, 4, 64),  # a request over two tiles, more blocks than stages
+        ((0,), (256,), 2, 1, 64),
+        ((127, 128, 1), (1, 129, 65), 1, 1, 128),
+    ],
+)
+def test_interpreted_ragged(starts, chunks, K, G, D):
+    check_interpreted(starts, chunks, K, G, D)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "K", "G", "D"),
+    [(2048, 8, 4, 128), pytest.param(40, 8, 8, 64, marks=slow), pytest.param(256, 1, 1, 128, marks=slow)],
+)
+def test_lowers_for_cuda(tokens, K, G, D):
+    S, E = jax.ShapeDtypeStruct, 8
+    floats = [(tokens, K, G, D), (1000, 64, K, D), (1000, 64, K, D)]
+    args = [S(shape, jnp.bfloat16) for shape in floats]
+    args += [S(shape, jnp.int32) for shape in ((E, 64), (tokens,), (tokens,), (E,))]
+    run = jax.jit(functools.partial(mosaic.gqa_prefill, scale=D**-0.5))
+    text = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 1
+
+
+def test_a_backend_that_cannot_run_says_why():
+    q, cache = jnp.zeros((3, 2, 4, 64), jnp.bfloat16), jnp.zeros((2, 64, 2, 64), jnp.bfloat16)
+    rows, ends = jnp.zeros((3,), jnp.int32), jnp.array([3])
+    where = jnp.zeros((1, 1), jnp.int32), rows, rows, ends
+    with use(Backends(attention="mosaic")), pytest.raises(UnsupportedError, match=r"needs an NVIDIA GPU.*'reference'"):
+        gqa_prefill(q, cache, cache, *where, scale=1.0)
+    for attention in ("auto", "triton"):
+        with use(Backends(attention=attention)) as chosen:
+            jax.eval_shape(functools.partial(gqa_prefill, scale=1.0), q, cache, cache, *where)
+        assert chosen == {"gqa_prefill": {"reference"}}
+    assert mosaic.obstacle(q[..., :16], cache, cache) == "it is for heads of 64 or 128, not 16"
+    assert mosaic.obstacle(q, cache[:, :16], cache) == "it is for pages of 64 tokens, not 16"
