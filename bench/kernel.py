@@ -27,7 +27,7 @@ from bench import record
 from bench.kernel_attention import DECODE, PREFILL, MlaDecode
 from bench.kernel_case import LARGEST_ERROR, Case
 from bench.kernel_gqa import GQA_DECODE, GQA_PREFILL
-from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE
+from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE, NORM_LINEAR
 from bench.kernel_peers import LIBRARIES, PeerError, Peers
 from bench.kernel_timing import TRACE_FLAG, Loop, ceilings, device_seconds, launches_for, rounds
 from pallas_kernels import backend
@@ -39,6 +39,7 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "gqa_prefill": GQA_PREFILL,
     "kv_write": KV_WRITE,
     "mla_query": MLA_QUERY,
+    "norm_linear": NORM_LINEAR,
     "moe": MOE,
 }
 # Of one measurement: ours ends with a wait for the device, which must not show.

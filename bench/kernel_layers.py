@@ -13,6 +13,7 @@ from jaxspec.config import PAGE_SIZE
 from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.mla_query.api import mla_query
 from pallas_kernels.moe.api import experts
+from pallas_kernels.norm_linear.api import norm_linear
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,84 @@ class Moe(Case):
             each = np.einsum("ki,khi->kh", inner, exact(take(down, chosen)), optimize=True)
             errors.append(largest_error(exact(results[-1])[token], weights[token] @ each))
         return float(np.max(errors))  # NaN, if one is
+
+
+@dataclass(frozen=True)
+class MoeShared(Moe):
+    """The same with shared experts of a joint inner size of `pieces` routed ones."""
+
+    pieces: int = 2
+
+    @property
+    def bytes(self) -> float:
+        return super().bytes + float(2 * 3 * self.H * self.I * self.pieces)
+
+    def inputs(self) -> Any:
+        inner = self.pieces * self.I
+        shared = [
+            (normal(100 + 2 * i, (2, inner, self.H), self.H**-0.5), normal(101 + 2 * i, (self.H, inner), inner**-0.5))
+            for i in range(self.layers)
+        ]
+        return super().inputs(), shared
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        (layers, tokens, live), shared = inputs
+        call = once(experts)
+        at = [i % self.layers for i in range(self.calls)]
+        return [
+            call(x, *layers[j], weights, ids, live, shared[j]) for j, (x, weights, ids) in zip(at, tokens, strict=True)
+        ]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        (layers, tokens, live), shared = inputs
+        gate_up, down = shared[(self.calls - 1) % self.layers]
+        rows = spread(self.T, 2)
+        gate, up = np.einsum("gih,th->gti", exact(gate_up), exact(tokens[-1][0])[rows], optimize=True)
+        beside = np.zeros((self.T, self.H))
+        beside[rows] = gate / (1 + np.exp(-gate)) * up @ exact(down).T
+        # Without the shared experts, what is left is the routed ones'.
+        return super().error((layers, tokens, live), [exact(results[-1]) - beside])
+
+
+@dataclass(frozen=True)
+class NormLinear(Case):
+    """T tokens normed, and their projections to the queries of 16 heads and to a latent, by many layers in turn."""
+
+    T: int
+    H: int = 2048
+    outs: tuple[int, ...] = (16 * 192, CACHED)
+    calls: int = 24
+    labels: ClassVar[tuple[str, ...]] = ("T", "H")
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * self.H * sum(self.outs)
+
+    def inputs(self) -> Any:
+        weights = [
+            tuple(normal(10 * i + j, (out, self.H), self.H**-0.5) for j, out in enumerate(self.outs))
+            for i in range(self.calls)
+        ]
+        tokens = [normal(1000 + i, (self.T, self.H)) for i in range(self.calls)]
+        return tokens, normal(999, (self.H,)), weights
+
+    def results(self) -> Any:
+        return [tuple(jax.ShapeDtypeStruct((self.T, out), jnp.bfloat16) for out in self.outs)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        tokens, norm, weights = inputs
+        call = once(lambda *args: norm_linear(*args, eps=1e-6)[2])
+        return [call(x, norm, each) for x, each in zip(tokens, weights, strict=True)]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of the last call."""
+        tokens, norm, weights = inputs
+        x = exact(tokens[-1])
+        normed = x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + 1e-6) * exact(norm)
+        true = [normed @ exact(w).T for w in weights[-1]]
+        return max(largest_error(exact(got), want) for got, want in zip(results[-1], true, strict=True))
 
 
 @dataclass(frozen=True)
@@ -193,6 +272,11 @@ KV_WRITE: dict[str, list[Case]] = {
     "all": [KvWrite(T) for T in (1, 32, 128, 2048)],
     "quick": [KvWrite(T) for T in (1, 128)],
     "tiny": [KvWrite(T, 4, 3) for T in (1, 5)],
+}
+NORM_LINEAR: dict[str, list[Case]] = {
+    "all": [NormLinear(T) for T in (1, 2, 4, 8)],
+    "quick": [NormLinear(1)],
+    "tiny": [NormLinear(T, 32, (8, 4), 3) for T in (1, 3)],
 }
 MLA_QUERY: dict[str, list[Case]] = {
     "all": [MlaQuery(T) for T in (1, 4, 8, 32, 128, 512, 1024)] + [MlaQuery(128, 128, 5)],

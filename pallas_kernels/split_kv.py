@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.tuning import current
+
 PAGE = 64
-# A thread block spends about the time of this many pages on starting, storing and being merged.
-OVERHEAD_PAGES = 5
 
 
 class Schedule(NamedTuple):
@@ -59,7 +59,9 @@ def make_schedule(bounds: jax.Array, max_pages: int, blocks: int, sms: int) -> S
     limits_C = jnp.asarray(page_limits(max_pages))
     count_C = (-(-pages_B[None] // limits_C[:, None])).sum(axis=1)
     rounds_C = -(-count_C * blocks // sms)
-    cost_C = jnp.where(count_C <= items_count, rounds_C * (limits_C + OVERHEAD_PAGES), jnp.iinfo(jnp.int32).max)
+    cost_C = jnp.where(
+        count_C <= items_count, rounds_C * (limits_C + current().split_overhead_pages), jnp.iinfo(jnp.int32).max
+    )
     # The largest candidate always fits, because it leaves every request whole.
     limit = limits_C[jnp.argmin(cost_C)]
 

@@ -29,6 +29,7 @@ from pallas_kernels.moe.plan import MAX_ASSIGNMENTS, plan, plan_assigned
 from pallas_kernels.moe.reference import swiglu
 from pallas_kernels.moe.route import ROWS, Routing, assign, route, route_and_plan
 from pallas_kernels.moe.schedule import Schedule, max_slots, schedule
+from pallas_kernels.tuning import current
 
 M = 64  # Rows of a wgmma, and the granule of the shapes this file takes.
 GRANULE = 8  # Of a wgmma's columns.
@@ -43,13 +44,10 @@ SHARED_ROWS = ROWS
 # Up to this many assignments the routing kernel lays ids out for the plan: each token takes a multiple of 8, which a
 # prefill would pay for.
 MAX_ASSIGNED = 2048
-# (most tokens an expert has on average, rows of a slot): wider slots read weights less often and pad more.
-ROWS_BY_LOAD = ((12.0, 16), (30.0, 32), (96.0, 64), (float("inf"), 128))
+# Rows of a slot where `Tuning.slot_rows` ends.
+WIDEST_ROWS = 128
 # From this many rows on the tensor cores are the limit: wider tiles, two warpgroups.
 WIDE_ROWS = 64
-# Up to this many tokens the kernels take the shared experts. Each tile reads all tokens: with more of them that is more
-# than its weights, and their accumulators are more than the registers.
-MOST_PIECE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,13 @@ def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: in
 
 def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0) -> Config:
     """How T tokens with k of E experts each are worked on, and with shared experts of a joint inner size."""
-    shared = T <= SHARED_ROWS
-    rows = SHARED_ROWS if shared else next(rows for load, rows in ROWS_BY_LOAD if T * k / E <= load)
+    tuning, shared = current(), T <= SHARED_ROWS
+    slot_rows = (rows for load, rows in tuning.slot_rows if T * k / E <= load)
+    rows = SHARED_ROWS if shared else next(slot_rows, WIDEST_ROWS)
     slots = max_slots(T, k, E, rows, shared=shared)
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = getattr(jax.devices()[0], "core_count", None) or 132
-    pieces = shared_inner // inner if T <= MOST_PIECE_ROWS and shared_inner % inner == 0 else 0
+    pieces = shared_inner // inner if tuning.most_piece_rows >= T and shared_inner % inner == 0 else 0
     piece_rows = -(-T // GRANULE) * GRANULE if pieces else 0
     up = tiles(rows, H, inner, gated=True, piece_rows=piece_rows)
     down = tiles(rows, inner, H, gated=False, piece_rows=piece_rows)

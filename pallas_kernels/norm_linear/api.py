@@ -2,6 +2,7 @@
 
 import jax
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
 from pallas_kernels.norm_linear import mosaic, reference
 
@@ -25,8 +26,8 @@ def norm_linear(
     Raises:
         UnsupportedError: the attention backend that was asked for cannot take the call.
     """
-    # The kernel pays in steps of one token. In larger ones XLA's matmuls are better, whatever the backend.
-    if x.shape[0] > mosaic.MOST_TOKENS:
+    # With more tokens XLA's matmuls are better, whatever the backend.
+    if x.shape[0] > tuning.current().norm_linear_tokens:
         return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
     obstacles = {"mosaic": mosaic.obstacle(x, norm_weight, weights)}
     wanted = "reference" if current().attention == "reference" else "auto"

@@ -18,8 +18,6 @@ from jax import lax
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import load
 
-# Each token costs a norm, and a pass over a block's rows in registers: at 4 tokens XLA's matmuls take half as long.
-MOST_TOKENS = 1
 WARPS, WARPGROUP = 4, 128
 # Columns of a load by all lanes of a warp, 16 bytes of the weights each.
 COLUMNS = {jnp.dtype(jnp.bfloat16): 256, jnp.dtype(jnp.float32): 128}

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import mosaic, reference
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.split_kv import OVERHEAD_PAGES, PAGE, make_schedule, num_items, page_limits
+from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
+from pallas_kernels.tuning import Tuning
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 
 SCALE = 192**-0.5
@@ -99,7 +100,7 @@ def test_items_cover_every_page_once(shape, data):
 
     # No other limit is cheaper by the schedule's own account.
     counts = {c: sum(math.ceil(math.ceil(n / PAGE) / c) for n in lengths) for c in page_limits(MAX_PAGES).tolist()}
-    cost = {c: -(-n * blocks // 12) * (c + OVERHEAD_PAGES) for c, n in counts.items() if n <= len(items)}
+    cost = {c: -(-n * blocks // 12) * (c + Tuning().split_overhead_pages) for c, n in counts.items() if n <= len(items)}
     best = min(cost, key=lambda c: (cost[c], c))
     assert sum(map(len, of_request.values())) == counts[best]
 

@@ -15,6 +15,7 @@ from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.moe import api, mosaic, reference
 from pallas_kernels.moe.plan import plan
 from pallas_kernels.moe.schedule import max_slots, schedule
+from pallas_kernels.tuning import Tuning
 
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernels use"
@@ -81,7 +82,7 @@ def test_interpreted_with_shared_experts(T, pieces):
     check(T, 8, 2, 128, 128, shared_inner=pieces * 128)
 
 
-@pytest.mark.parametrize(("T", "shared_inner"), [(16, 192), (mosaic.MOST_PIECE_ROWS + 1, 256)])
+@pytest.mark.parametrize(("T", "shared_inner"), [(16, 192), (Tuning().most_piece_rows + 1, 256)])
 def test_shared_experts_that_the_kernels_leave_out(T, shared_inner):
     """An inner size that is no multiple of an expert's, and more tokens than are worth it."""
     config = mosaic.configure(T, 8, 2, 128, 128, shared_inner)
@@ -171,7 +172,7 @@ def test_lowers_for_the_gpu(model, T, num_shared):
         args.append(tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, S, H), (H, S))))
     text = jax.jit(mosaic.experts).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3
-    assert ("dot_general" in text) == (num_shared > 0 and T > mosaic.MOST_PIECE_ROWS)
+    assert ("dot_general" in text) == (num_shared > 0 and Tuning().most_piece_rows < T)
 
 
 @pytest.mark.slow

@@ -1,0 +1,91 @@
+"""`bench tune`: what is chosen from which times, what is written, and one tiny run."""
+
+import dataclasses
+import json
+
+import pytest
+
+from bench import tune
+from bench.__main__ import main
+from bench.kernel_layers import Moe
+from pallas_kernels import tuning
+from pallas_kernels.tuning import Tuning
+
+CASE = Moe(6, 32, 8, 2, 16, 2, 4)
+
+
+def test_choices_are_fields_and_their_candidates_make_tunings():
+    assert set(tune.CHOICES) == {field.name for field in dataclasses.fields(Tuning)}
+    for name, choice in tune.CHOICES.items():
+        assert len(set(choice.candidates)) == len(choice.candidates) > 1
+        for value in choice.candidates:
+            there_and_back = tuning.from_json(json.loads(json.dumps(tuning.to_json(Tuning(**{name: value})))))
+            assert getattr(there_and_back, name) == value
+
+
+@pytest.mark.parametrize(
+    ("scores", "chosen"),
+    [
+        ({5: 1.0, 3: 0.95, 8: 0.9}, 8),
+        ({5: 1.0, 3: 0.995}, 5),  # within the margin
+        ({5: 1.0, 3: None, 8: 0.97}, 8),  # the fastest was wrong
+        ({5: None, 3: 0.9}, 3),
+        ({5: 1.0, 3: 1.2}, 5),
+    ],
+)
+def test_the_fastest_right_one_is_chosen(scores, chosen):
+    assert tune.choose(5, scores) == chosen
+
+
+def test_scores_are_geometric_means_over_the_cases(capsys):
+    times = {CASE: [4.0, 2.0, 1.0], dataclasses.replace(CASE, T=7): [1.0, 1.0, 1.0]}
+    errors = iter([[0.001, 0.001, 0.001], [0.001, 0.001, float("nan")]])
+    variants = []
+
+    def compare(case, given):
+        variants.append([each.most_piece_rows for each in given])
+        return times[case], next(errors)
+
+    result = tune.tune("most_piece_rows", Tuning(), list(times), (32, 64, 128), compare)
+    assert variants == [[128, 32, 64]] * 2  # the present one first, and once
+    assert result["candidates"] == [
+        {"value": 128, "score": 1.0}, {"value": 32, "score": 0.7071}, {"value": 64, "score": None},
+    ]  # fmt: skip
+    assert (result["present"], result["chosen"], result["wrong"]) == (128, 32, [64])
+    assert "T=7" in capsys.readouterr().out
+
+
+def test_what_is_written_keeps_other_devices(tmp_path):
+    file = tmp_path / "tuned.json"
+    tune.write(file, "B", Tuning(split_overhead_pages=9))
+    tune.write(file, "A", Tuning(slot_rows=((1.0, 16),)))
+    tune.write(file, "B", Tuning(norm_linear_tokens=4))
+    data = json.loads(file.read_text())
+    assert list(data) == ["A", "B"]
+    assert tuning.from_json(data["A"]) == Tuning(slot_rows=((1.0, 16),))
+    assert tuning.from_json(data["B"]) == Tuning(norm_linear_tokens=4)
+    # In the form that is checked in.
+    tune.write(file, "NVIDIA H200", tuning.of_device("NVIDIA H200"))
+    (entry,) = (part for part in file.read_text().split("},\n") if "H200" in part)
+    assert entry.rstrip("}\n ") == tuning.FILE.read_text().removeprefix("{\n").rstrip("}\n ")
+
+
+@pytest.mark.slow
+def test_a_tiny_run(tmp_path, capsys, monkeypatch):
+    file, out = tmp_path / "tuned.json", tmp_path / "tune.json"
+    monkeypatch.setattr(tuning, "FILE", file)
+    assert main(["tune", "--rows", "tiny", "--write", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert [each["choice"] for each in result["choices"]] == list(tune.CHOICES)
+    for each in result["choices"]:
+        assert each["wrong"] == []
+        assert each["chosen"] in [candidate["value"] for candidate in each["candidates"]]
+    (written,) = json.loads(file.read_text()).values()
+    assert written == result["chosen"]
+    assert "norm_linear_tokens" in capsys.readouterr().out
+
+
+def test_an_unknown_choice_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "--choices", "nothing"])
+    assert "unknown choice nothing" in capsys.readouterr().err

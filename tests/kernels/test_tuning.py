@@ -1,0 +1,61 @@
+"""The kernels' choices: where they come from, and that the kernels ask for them."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.moe import mosaic as moe
+from pallas_kernels.norm_linear import api as norm_linear
+from pallas_kernels.split_kv import make_schedule
+from pallas_kernels.tuning import Tuning
+
+
+def test_the_data_is_of_known_choices_and_other_devices_get_the_defaults():
+    kinds = json.loads(tuning.FILE.read_text())
+    assert "NVIDIA H200" in kinds
+    for kind, fields in kinds.items():
+        assert tuning.of_device(kind) == tuning.from_json(fields)
+    assert tuning.of_device("a device of another kind") == Tuning()
+    assert tuning.current() == Tuning()
+    with pytest.raises(TypeError, match="unknown_choice"):
+        tuning.from_json({"unknown_choice": 1})
+
+
+def test_json_gives_back_what_was_put_in():
+    other = Tuning(7, ((3.0, 16),), 64, 0)
+    assert tuning.from_json(json.loads(json.dumps(tuning.to_json(other)))) == other
+
+
+def test_slots_and_pieces():
+    shape = (64, 6, 2048, 1408, 2816)
+    for T, rows in ((8, moe.SHARED_ROWS), (128, 16), (320, 32), (1024, 64), (1025, moe.WIDEST_ROWS)):
+        assert moe.configure(T, *shape).rows == rows
+    with tuning.use(dataclasses.replace(Tuning(), slot_rows=((1e9, 64),), most_piece_rows=100)):
+        assert moe.configure(128, *shape).rows == 64
+        assert moe.configure(100, *shape).pieces == 2
+        assert moe.configure(101, *shape).pieces == 0
+    assert moe.configure(128, *shape).pieces == 2
+
+
+@pytest.mark.parametrize(("overhead", "pieces"), [(0, 8), (1000, 2)])
+def test_the_cost_of_a_split(overhead, pieces):
+    """A long context beside 14 short ones, 8 blocks at once: three rounds of small pieces, or two of large ones."""
+    bounds = jnp.full((15, 1), 64, jnp.int32).at[0].set(64 * 32)
+    with tuning.use(Tuning(split_overhead_pages=overhead)):
+        items = np.asarray(make_schedule(bounds, 32, 1, 8).items)
+    assert ((items[:, 0] == 0) & (items[:, 2] > items[:, 1])).sum() == pieces
+
+
+def test_how_many_tokens_norm_linear_takes(monkeypatch):
+    calls = []
+    monkeypatch.setattr(norm_linear, "choose", lambda *args: calls.append(args) or "reference")
+    x, norm, weights = jnp.ones((2, 16)), jnp.ones(16), (jnp.ones((4, 16)),)
+    norm_linear.norm_linear(x, norm, weights, eps=1e-5)
+    assert not calls
+    with tuning.use(Tuning(norm_linear_tokens=2)):
+        norm_linear.norm_linear(x, norm, weights, eps=1e-5)
+    assert len(calls) == 1
