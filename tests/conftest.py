@@ -20,9 +20,12 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
     # The threads of XLA's pool. Each warpgroup of an interpreted kernel that waits at a barrier blocks one of them, and
     # with as few threads as a small machine has cores they wait forever.
     os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
-elif "xla_gpu_autotune_level" not in os.environ.get("XLA_FLAGS", ""):
-    # On a GPU, timing candidates for every matmul is most of a compilation. Any candidate is right.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+else:
+    # On a GPU, timing candidates for every matmul is most of a compilation, and any candidate is right. Graphs stay
+    # graphs while they are traced.
+    for flag in ("--xla_gpu_autotune_level=0", "--xla_enable_command_buffers_during_profiling=true"):
+        if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 import pytest
 from hypothesis import HealthCheck, settings
