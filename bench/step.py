@@ -147,8 +147,7 @@ def touched_experts(load: Load, params: dict, model: CausalLM, rows: Sequence[in
         return routed_experts(x, gate_up, down, logits, bias, live, shared, **routing)
 
     load.rewind()
-    runner = Runner(model, params, load.engine.settings, load.runner._mesh)
-    runner.buckets = (load.bucket(max(rows)),)
+    runner = Runner(model, params, load.engine.settings, load.runner._mesh, buckets=(load.bucket(max(rows)),))
     moe.routed_experts = reporting  # type: ignore[attr-defined]
     try:
         runner.warm_up()

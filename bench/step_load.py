@@ -28,7 +28,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopTimes:
     """Of the engine's own loop: seconds a step, of each run too, and tokens that a row got in a step."""
 
     seconds: float
@@ -150,7 +150,7 @@ class Load:
     def bucket(self, rows: int) -> Bucket:
         return choose_bucket(self.runner.buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=False)
 
-    def time_loop(self, rows: int, steps: int) -> Loop:
+    def time_loop(self, rows: int, steps: int) -> LoopTimes:
         """The engine's own loop, each step read while the next one runs."""
         times, tokens = [], []
         for _ in range(REPEATS):
@@ -161,7 +161,7 @@ class Load:
                     self.step()
                 times.append((time.perf_counter() - started) / steps)
                 tokens.append((self.engine.stats().generation_tokens - before) / (steps * rows))
-        return Loop(statistics.median(times), tuple(times), statistics.mean(tokens))
+        return LoopTimes(statistics.median(times), tuple(times), statistics.mean(tokens))
 
     def times_alternating(self, order: Sequence[int], steps: int) -> dict[int, tuple[float, float]]:
         """The same loop over row counts that take turns: of each, seconds a step, and of planning and dispatching one."""

@@ -4,8 +4,8 @@ One choice after the other, the others as they are. All candidates run the same 
 changes meets all of them; a candidate's score is the geometric mean, over the cases, of its time over that of the present
 value. A candidate takes the present value's place if it is right everywhere and more than 1 % faster.
 
-With `--write` what was chosen goes to `pallas_kernels/tuned.json`, under this kind of device. Exit code 1 if a
-candidate's results were wrong.
+With `--write` what was chosen goes to `pallas_kernels/tuned.json`, under this kind of device; not from tiny shapes, which
+say nothing. Exit code 1 if a candidate's results were wrong.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from bench.kernel_attention import MlaDecode
 from bench.kernel_case import LARGEST_ERROR, Case
 from bench.kernel_layers import Moe, MoeShared, NormLinear
 from bench.kernel_timing import Loop, launches_for, rounds
+from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
 from pallas_kernels.tuning import Tuning
 
@@ -170,6 +171,8 @@ def write(file: Path, kind: str, chosen: Tuning) -> None:
 def run(arguments: argparse.Namespace) -> int:
     device = jax.devices()[0]
     tiny = (arguments.rows or ("all" if device.platform == "gpu" else "tiny")) == "tiny"
+    if arguments.write and tiny:
+        raise ConfigError("--write needs the real shapes, which need a GPU: use --rows all, or leave --write out")
     present = tuning.current()
     results = []
     for name in arguments.choices:

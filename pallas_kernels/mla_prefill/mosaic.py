@@ -34,7 +34,7 @@ MOST_UNROLLED = 8
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-class Tuning(NamedTuple):
+class Pipeline(NamedTuple):
     """Sizes that change the speed, not the result: keys of a block, blocks in flight, and registers of a thread."""
 
     keys: int = 128
@@ -43,7 +43,7 @@ class Tuning(NamedTuple):
     producer_registers: int = 24
 
 
-DEFAULT = Tuning()
+DEFAULT = Pipeline()
 
 
 def obstacle(q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: jax.Array) -> str | None:
@@ -56,7 +56,7 @@ def obstacle(q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Ar
     return hopper_obstacle(*(x.dtype for x in (q_nope, q_rope, w_uk, w_uv, latent)))
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "chunk", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "chunk", "pipeline", "interpret"))
 def mla_prefill(
     q_nope: jax.Array,
     q_rope: jax.Array,
@@ -70,7 +70,7 @@ def mla_prefill(
     *,
     scale: float,
     chunk: int | None = None,
-    tuning: Tuning = DEFAULT,
+    pipeline: Pipeline = DEFAULT,
     interpret: Any = False,
 ) -> jax.Array:
     """As `api.mla_prefill`; a call that `obstacle` objects to is undefined.
@@ -82,7 +82,7 @@ def mla_prefill(
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     E, max_pages = page_tables.shape
-    H, keys = q_nope.shape[1], tuning.keys
+    H, keys = q_nope.shape[1], pipeline.keys
     chunk = chunk or CHUNK_BYTES // (2 * (NOPE + VALUE) * H) // (PAGES * PAGE) * (PAGES * PAGE)
     most_blocks = E * -(-max_pages * PAGE // keys)
     chunk_blocks = min(chunk // keys, most_blocks)
@@ -101,7 +101,7 @@ def mla_prefill(
         work_T5 = tile_work(queries, starts_E, first, chunk_blocks, keys)
         return attend(
             q_nope_PHD, q_rope_PHR, k_nope_CHD, k_rope_CR, v_CHV, work_T5, so_far,
-            scale=scale, tuning=tuning, interpret=interpret,
+            scale=scale, pipeline=pipeline, interpret=interpret,
         )  # fmt: skip
 
     chunks = -(-most_blocks // chunk_blocks)
@@ -142,7 +142,7 @@ def tile_work(queries: Queries, starts_E: jax.Array, first: jax.Array, chunk_blo
     return jnp.stack([begin_T, blocks_T, whole_T, position_T - skipped_T * keys, queries.row], axis=1).astype(i32)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "tuning", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "pipeline", "interpret"))
 def attend(
     q_nope: jax.Array,
     q_rope: jax.Array,
@@ -153,7 +153,7 @@ def attend(
     so_far: tuple[jax.Array, jax.Array] | None = None,
     *,
     scale: float,
-    tuning: Tuning = DEFAULT,
+    pipeline: Pipeline = DEFAULT,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of query tiles to ranges of key blocks, all bfloat16. Jitted, so that chunks share one lowering.
@@ -173,7 +173,7 @@ def attend(
     group = math.gcd(H, 16)
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
-    keys, stages = tuning.keys, tuning.stages
+    keys, stages = pipeline.keys, pipeline.stages
     scratch: dict[str, Any] = {
         "q_nope_s": smem((2, HALF, NOPE)),
         "q_rope_s": smem((2, HALF, ROPE)),
@@ -190,7 +190,7 @@ def attend(
     if interpret:
         scratch["weights_s"] = smem((2, HALF, keys))
     body = functools.partial(
-        _body, group=group, log2_scale=scale * math.log2(math.e), tuning=tuning, resumes=so_far is not None
+        _body, group=group, log2_scale=scale * math.log2(math.e), pipeline=pipeline, resumes=so_far is not None
     )
     body.__name__ = "mla_prefill"  # type: ignore[attr-defined]
     inputs = (q_nope, q_rope, k_nope, k_rope, v, work)
@@ -236,11 +236,11 @@ def _body(
     weights_s=None,
     group,
     log2_scale,
-    tuning,
+    pipeline,
     resumes,
 ):
     """One tile of one head: warpgroup 2 copies, warpgroups 0 and 1 compute 64 query rows each."""
-    keys, stages = tuning.keys, tuning.stages
+    keys, stages = pipeline.keys, pipeline.stages
     wg = lax.axis_index("wg")
     head = lax.axis_index("group") * group + lax.axis_index("head")
     # The last tiles of a prompt see the most keys: they start first, so that short ones fill the gaps at the end.
@@ -249,7 +249,7 @@ def _body(
 
     @pl.when((wg == 2) & (blocks > 0))
     def _produce():
-        plgpu.set_max_registers(tuning.producer_registers, action="decrease")
+        plgpu.set_max_registers(pipeline.producer_registers, action="decrease")
         for half in range(2):
             rows = pl.ds(row + half * HALF, HALF)
             plgpu.copy_gmem_to_smem(q_nope.at[rows, head], q_nope_s.at[half], q_full.at[half])
@@ -281,7 +281,7 @@ def _body(
 
     @pl.when((wg < 2) & (blocks > 0))
     def _consume():
-        plgpu.set_max_registers(tuning.consumer_registers, action="increase")
+        plgpu.set_max_registers(pipeline.consumer_registers, action="increase")
 
         def turn():
             """One warpgroup has the tensor cores while the other computes its softmax; here they change places."""

@@ -12,7 +12,9 @@ def norm_linear(
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Adds, norms, and projects.
 
-    The norm is rounded to the type of x before and after its weight, as in Hugging Face's DeepseekV3RMSNorm.
+    No option of its own: it is a part of every step, and takes the best implementation there is, plain XLA where attention
+    is asked to be the reference. The norm is rounded to the type of x before and after its weight, as in Hugging Face's
+    DeepseekV3RMSNorm.
 
     Args:
         x: [T, H] the residual stream.
@@ -22,9 +24,6 @@ def norm_linear(
 
     Returns:
         x + delta [T, H]; its norm [T, H]; for each of the weights [T, *out], in its type.
-
-    Raises:
-        UnsupportedError: the attention backend that was asked for cannot take the call.
     """
     # With more tokens XLA's matmuls are better, whatever the backend.
     if x.shape[0] > tuning.current().norm_linear_tokens:

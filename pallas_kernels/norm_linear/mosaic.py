@@ -62,7 +62,7 @@ def norm_linear(
     T, H = x.shape
     flat = [weight.reshape(-1, H) for weight in weights]
     blocks = [weight.shape[0] // ROWS[weight.dtype] for weight in flat]
-    # For a block's norm: as many columns a thread as all of its loads take.
+    # The whole token over a warpgroup, up to 16 bytes a load.
     vector = math.gcd(H // WARPGROUP, 8)
     whole = plgpu.Layout.WG_STRIDED((H,), vec_size=vector)
     adds = delta is not None

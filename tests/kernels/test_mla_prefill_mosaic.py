@@ -54,7 +54,7 @@ def interpreted(f, *args):
 
 def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2, max_pages=5):
     floats, ints = problem(np.random.default_rng(len(chunks)), starts, chunks, padding, heads, max_pages)
-    run = functools.partial(mosaic.mla_prefill, scale=SCALE, chunk=chunk, tuning=mosaic.Tuning(keys=keys))
+    run = functools.partial(mosaic.mla_prefill, scale=SCALE, chunk=chunk, pipeline=mosaic.Pipeline(keys=keys))
     got = np.asarray(interpreted(run, *floats, *ints), np.float32)
     tokens = sum(chunks)
     np.testing.assert_array_equal(got[tokens:], 0)
