@@ -31,6 +31,9 @@ Progress = Callable[[int, int, str], None]
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
 WARMUP_RUNS = 3
+# XLA would make one matmul of those that share an input (queries and latents): it then copies their weights together, or
+# their results apart, in every step.
+COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ class Runner:
         backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
         try:
             with exact, use(backends) as chosen:
-                compiled = jitted.lower(self._leaves, self._shapes, inputs).compile()
+                compiled = jitted.lower(self._leaves, self._shapes, inputs).compile(COMPILER_OPTIONS)
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
         for operation, implementations in chosen.items():

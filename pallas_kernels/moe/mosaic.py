@@ -25,6 +25,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import transpose_ref
+from pallas_kernels.moe.gather import gather_slots, takes
 from pallas_kernels.moe.plan import MAX_ASSIGNMENTS, plan, plan_assigned
 from pallas_kernels.moe.reference import swiglu
 from pallas_kernels.moe.route import ROWS, Routing, assign, route, route_and_plan
@@ -195,9 +196,9 @@ def _work(
     interpret: Any,
 ) -> jax.Array:
     T = x.shape[0]
-    x_parts, gate_up_parts, down_parts = [gather(x, tables, config)], [gate_up], [down]
+    x_parts, gate_up_parts, down_parts = [gather(x, tables, config, interpret=interpret)], [gate_up], [down]
     if shared is not None and config.pieces:
-        x_parts.append(jnp.pad(x, ((0, config.piece_rows - T), (0, 0)))[None])
+        x_parts.append(_whole(x)[None])
         gate_up_parts.append(shared[0])
         down_parts.append(shared[1])
     h_parts = up_matmul(x_parts, gate_up_parts, tables, config, interpret=interpret)
@@ -215,12 +216,19 @@ def tabulate(ids: jax.Array, live: jax.Array, E: int, config: Config, *, interpr
     return plan(ids, live, E, config.rows, config.slots, shared=config.shared, interpret=interpret)
 
 
-def gather(x: jax.Array, tables: Schedule, config: Config) -> jax.Array:
-    """The slots' rows of x [T, H]: [slots, rows, H], or [1, rows, H] if all slots share them."""
-    T, H = x.shape
+def gather(x: jax.Array, tables: Schedule, config: Config, *, interpret: Any = False) -> jax.Array:
+    """The slots' rows of x [T, H]: [slots, rows, H], or [1, T, H] if all slots share them."""
     if config.shared:
-        return jnp.pad(x, ((0, config.rows - T), (0, 0)))[None]
-    return x.at[tables.token].get(mode="clip").reshape(-1, config.rows, H)
+        return _whole(x)[None]
+    if not takes(x.shape[1]):
+        return x.at[tables.token].get(mode="clip").reshape(-1, config.rows, x.shape[1])
+    return gather_slots(x, tables.token, tables.num_slots, rows=config.rows, interpret=interpret)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Pads tokens: rows of tiles in memory are whole. Of fewer than a tile, TMA reads zeros past the last one."""
+    T = x.shape[0]
+    return x if T < GRANULE or T % GRANULE == 0 else jnp.pad(x, ((0, -T % GRANULE), (0, 0)))
 
 
 def up_matmul(
@@ -229,7 +237,7 @@ def up_matmul(
     """silu(x gate^T) * (x up^T) of the slots and, where there are any, of the pieces.
 
     Args:
-        x: [slots or 1, rows, H]; [1, piece_rows, H].
+        x: [slots, rows, H] or [1, T, H]; [1, piece_rows, H]. Of shared rows and of pieces there may be fewer.
         gate_up: [E, 2, I, H]; [2, pieces * I, H].
 
     Returns:
@@ -273,7 +281,8 @@ def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret:
     """kernel(num_slots [1], expert [slots], *weights, *tokens): products of the slots and, if there are any, of pieces.
 
     weights: [E, (2 *) out_rows, columns]; of pieces [2 * pieces * out_rows, columns] or [out_rows, pieces * columns].
-    tokens: [slots or 1, rows, columns]; of pieces [pieces or 1, piece_rows, columns].
+    tokens: [slots or 1, rows, columns]; of pieces [pieces or 1, piece_rows, columns]; with fewer rows than a tile's 8 where
+    there are fewer tokens.
     Gives bfloat16 [slots, rows, out_rows], of which only the slots that exist are written; [pieces, piece_rows, out_rows].
     """
     t = config.up if gated else config.down
@@ -320,7 +329,10 @@ def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret:
                         for b in range(t.blocks):
                             row, up = (c * M, b) if gated else ((c * t.blocks + b) * M, 0)
                             plgpu.copy_gmem_to_smem(weights(tile * width + row, up), w_smem.at[s, c, b], full.at[s])
-                    plgpu.copy_gmem_to_smem(tokens.at[:, at], x_smem.at[s, pl.ds(0, rows)], full.at[s])
+                    # An index that is not static may reach past the last token.
+                    plgpu.copy_gmem_to_smem(
+                        tokens.at[pl.ds(jnp.int32(0), rows), at], x_smem.at[s, pl.ds(0, rows)], full.at[s]
+                    )
 
                 @pl.when(pieces == 0 or slot >= pieces)
                 def _copy_routed():

@@ -79,6 +79,14 @@ def total(mask: jax.Array, values: jax.Array | int) -> jax.Array:
     return jnp.where(mask, values, jnp.zeros(mask.shape, jnp.int32)).sum(axis=1)
 
 
+def nothing(shape: tuple[int, int]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.int32), plgpu.Layout.WGMMA)
+
+
+def add_one(counts: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, counts + 1, counts)
+
+
 def zeros(size: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((size,), jnp.int32), AS_ROWS)
 
@@ -134,10 +142,11 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
         def count(chunk, counts):
             for part in range(0, BLOCK, narrow):
                 ids_col = load(ids_smem, (chunk, pl.ds(part, narrow)), layout=AS_COLUMNS)
-                counts = counts + total(down_columns(ids_col, experts) == iota((experts, narrow), 0), 1)
+                counts = add_one(counts, down_columns(ids_col, experts) == iota((experts, narrow), 0))
             return counts
 
-        counts = lax.fori_loop(0, chunks, count, zeros(experts))
+        # Tiles are summed up behind the loop: across threads, which is what costs.
+        counts = lax.fori_loop(0, chunks, count, nothing((experts, narrow))).sum(axis=1)
         if shared:
             blocks = jnp.minimum(counts, jnp.full((experts,), 1, int32))
         else:
@@ -170,13 +179,15 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
             row = lax.fori_loop(0, experts // BLOCK, preceding, zeros(BLOCK)) * rows
             if not shared:
 
-                def same(chunk, rank):
+                def equal(chunk):
                     col = load(ids_smem, (chunk,), layout=AS_COLUMNS)
-                    earlier = iota((BLOCK, BLOCK), 1) + chunk * BLOCK < iota((BLOCK, BLOCK), 0) + here * BLOCK
-                    equal = down_columns(col, BLOCK) == along_rows(ids_row, BLOCK)
-                    return rank + total(equal & earlier, 1)
+                    return down_columns(col, BLOCK) == along_rows(ids_row, BLOCK)
 
-                row = row + lax.fori_loop(0, here + 1, same, zeros(BLOCK))
+                ranks = lax.fori_loop(
+                    0, here, lambda chunk, ranks: add_one(ranks, equal(chunk)), nothing((BLOCK, BLOCK))
+                )
+                earlier = iota((BLOCK, BLOCK), 1) < iota((BLOCK, BLOCK), 0)
+                row = row + add_one(ranks, equal(here) & earlier).sum(axis=1)
             chosen = ids_row < E
 
             @pl.when(turn == 0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
-from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe import api, gather, mosaic, reference
 from pallas_kernels.moe.plan import plan
 from pallas_kernels.moe.schedule import max_slots, schedule
 from pallas_kernels.tuning import Tuning
@@ -171,7 +171,8 @@ def test_lowers_for_the_gpu(model, T, num_shared):
     if num_shared:
         args.append(tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, S, H), (H, S))))
     text = jax.jit(mosaic.experts).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 3
+    gathers = T > mosaic.SHARED_ROWS and gather.takes(H)
+    assert text.count("custom_call @mosaic_gpu") == 3 + gathers
     assert ("dot_general" in text) == (num_shared > 0 and Tuning().most_piece_rows < T)
 
 
