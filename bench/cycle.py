@@ -104,10 +104,14 @@ def check(on: Variant, off: Variant) -> dict[str, Any]:
 
 
 def _one_step(variant: Variant) -> tuple[np.ndarray, np.ndarray, jax.Array]:
-    """Emitted ids [rows, n], drafts [rows, k] and log q of the first draft [rows, V] of a step from the start."""
+    """Emitted ids [rows, n], drafts [rows, k] and log q of the first draft [rows, V] of a step from the start.
+
+    Requests sample, as those of which a step writes log q, and draft greedily, as in all that is timed.
+    """
     lane, rows = variant.lane, variant.rows
     lane.rewind()
-    packed = np.asarray(variant.dispatch())
+    with lane.sampling():
+        packed = np.asarray(variant.dispatch())
     n = lane.window
     state = lane.carry[0]
     log_q = state.draft_log_q[1 : rows + 1]

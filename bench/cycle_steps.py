@@ -4,10 +4,11 @@ Whole steps are the engine's own function. A step that ends early is put togethe
 order, and returns what its last stage made, so that nothing in it is dead code.
 """
 
+import contextlib
 import enum
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.drafting import propose
 from jaxspec.engine.runner import bind
-from jaxspec.engine.state import MAX_LEN, NO_ID, NUM_DRAFTS, state_shapes, zero_state
+from jaxspec.engine.state import GREEDY_DRAFTS, MAX_LEN, NO_ID, NUM_DRAFTS, TEMPERATURE, state_shapes, zero_state
 from jaxspec.engine.step import advance, apply_updates, choose, lay_out, logit_rows, make_step, pack_output
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
@@ -112,13 +113,24 @@ class Lane:
 
     def rewind(self) -> None:
         """Lengths, tokens and drafts as in the beginning; what later positions hold in the caches is written again."""
+        self._set(**self.start)
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Steps inside sample at temperature 1 and draft greedily."""
         state = self.carry[0]
-        fields = {
-            # A copy: the next step is given the array's buffer to write in.
-            name: jax.device_put(value.copy(), getattr(state, name).sharding)
-            for name, value in self.start.items()
-        }
-        self.carry = (state._replace(**fields), self.carry[1])
+        greedy = {name: np.array(getattr(state, name)) for name in ("params_f", "params_i")}
+        params_f, params_i = greedy["params_f"].copy(), greedy["params_i"].copy()
+        params_f[:, TEMPERATURE], params_i[:, GREEDY_DRAFTS] = 1, 1
+        self._set(params_f=params_f, params_i=params_i)
+        yield
+        self._set(**greedy)
+
+    def _set(self, **fields: np.ndarray) -> None:
+        state = self.carry[0]
+        # A copy: the next step is given the array's buffer to write in.
+        arrays = {name: jax.device_put(v.copy(), getattr(state, name).sharding) for name, v in fields.items()}
+        self.carry = (state._replace(**arrays), self.carry[1])
 
 
 def make_lane(

@@ -278,7 +278,8 @@ def run_jaxspec(
         enable_prefix_caching=False,  # each text is one of vLLM's cut short: every one is computed whole
     )
     engine = llm.engine
-    params = SamplingParams(temperature=0, ignore_eos=True)
+    # The likeliest drafts, as of a greedy request, of which a step would not write log q.
+    params = SamplingParams(temperature=1, greedy_drafts=True, ignore_eos=True)
     waiting = {}
     for i, text in enumerate(texts):
         request = llm.make_request(list(text[:-1]), params)

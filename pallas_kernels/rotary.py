@@ -20,7 +20,7 @@ TILE = plgpu.Layout.TILED(
 ROW = TILE.reduce(0)
 
 
-def rotated(x: Any, place: tuple, first: int, cos: Any, sin: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+def rotated(x: Any, place: tuple, first: Any, cos: Any, sin: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
     """Both halves, float32, of the columns from `first` of x[place], which is a row or ROWS rows: `rows` of cos, sin."""
     layout = TILE if isinstance(rows, pl.Slice) else ROW
 

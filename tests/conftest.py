@@ -44,7 +44,11 @@ def optimise_steps(patch: pytest.MonkeyPatch) -> None:
 
     compile_as_flags_say = jax.stages.Lowered.compile
     options = {} if os.environ.get("JAXSPEC_TEST_GPU") else {"xla_backend_optimization_level": 2}
-    patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_as_flags_say(lowered, options))
+
+    def compile_optimised(lowered, more=None):
+        return compile_as_flags_say(lowered, options | (more or {}))
+
+    patch.setattr(jax.stages.Lowered, "compile", compile_optimised)
 
 
 @pytest.fixture(scope="session")

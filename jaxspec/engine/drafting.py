@@ -96,11 +96,14 @@ def propose(
         id_R, log_q_RV = sample_draft(draft.logits(target, h_RH), result.rows, result.lengths + 1 + i)
         ids.append(id_R)
         log_q.append(log_q_RV)
-    target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, state.seq_len.shape[0])
+    S = state.seq_len.shape[0]
+    target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, S)
+    # Nobody looks at the q of a greedy request, and it is the largest thing that a step writes.
+    q_target_R = jnp.where(result.rows.temperature > 0, target_R, S)
     return state._replace(
         draft_kv=cache,
         drafts=state.drafts.at[target_R].set(jnp.stack(ids, axis=1), mode="drop"),
-        draft_log_q=state.draft_log_q.at[target_R].set(jnp.stack(log_q, axis=1), mode="drop"),
+        draft_log_q=state.draft_log_q.at[q_target_R].set(jnp.stack(log_q, axis=1), mode="drop"),
     )
 
 

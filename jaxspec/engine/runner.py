@@ -24,6 +24,7 @@ from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, StepArrays, make_step
 from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
+from jaxspec.models.layers import MOST_MERGED_TOKENS
 from pallas_kernels.backend import Backends, UnsupportedError, use
 
 # Called with how many of how many buckets are ready, and which one that was.
@@ -31,9 +32,6 @@ Progress = Callable[[int, int, str], None]
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
 WARMUP_RUNS = 3
-# XLA would make one matmul of those that share an input (queries and latents): it then copies their weights together, or
-# their results apart, in every step.
-COMPILER_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 @dataclass(frozen=True)
@@ -227,9 +225,14 @@ class Runner:
             jax.default_matmul_precision("highest") if self.settings.dtype == "float32" else contextlib.nullcontext()
         )
         backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
+        tokens = bucket.prefill_tokens + bucket.decode_rows * self.window
+        # What is to be one matmul is one already.
+        options: dict[str, str | bool] = (
+            {} if tokens <= MOST_MERGED_TOKENS else {"xla_gpu_dot_merger_threshold_mb": "0"}
+        )
         try:
             with exact, use(backends) as chosen:
-                compiled = jitted.lower(self._leaves, self._shapes, inputs).compile(COMPILER_OPTIONS)
+                compiled = jitted.lower(self._leaves, self._shapes, inputs).compile(options)
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
         for operation, implementations in chosen.items():

@@ -40,7 +40,8 @@ class StepState(NamedTuple):
         bias_ids: int32 [S, MAX_LOGIT_BIAS], of which the first NUM_BIAS count; bias_values float32 likewise.
         draft_kv: the draft's paged cache, under the same page ids. Like the next two () where nothing drafts.
         drafts: int32 [S, k] tokens proposed to follow `last_token`.
-        draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from.
+        draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
+            requests of temperature 0.
     """
 
     kv: Cache

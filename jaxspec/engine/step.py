@@ -31,7 +31,8 @@ from jaxspec.models.metadata import StepMetadata, window_bounds
 from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.rejection import verify
-from jaxspec.sampling.sampler import SamplingRows, sample
+from jaxspec.sampling.sampler import SamplingRows, sample, temperatures
+from pallas_kernels.sampling.api import LogitsStats, logits_stats
 
 # Bits of the packed output's flags column.
 FLAG_DONE, FLAG_NAN = 1, 2
@@ -105,7 +106,7 @@ def make_step(
         seen = None
         if probe:
             residuals = jnp.stack([c.astype(jnp.float32) for c in output.captured])
-            seen = Probe(residuals, target.logits(output.hidden))
+            seen = Probe(residuals, target.logits(output.hidden).astype(jnp.float32))
         return state, StepArrays(pack_output(result), pack_top(result), seen)
 
     return step
@@ -203,7 +204,7 @@ def choose(
     """What each row gains: one sampled (or, for a request that resumes, forced) token, or a verified window.
 
     Args:
-        logits_RV: float32 [E + D * n, V].
+        logits_RV: [E + D * n, V].
         synthetic_length: see `verify`.
     """
     slots_E, slots_D = inputs.prefill[:, 0], inputs.decode_slots
@@ -213,10 +214,6 @@ def choose(
     ends_E = inputs.prefill[:, 1] + inputs.prefill[:, 2]
     # The first token to choose goes behind the prompt chunk, or behind the newest token.
     positions_R = jnp.concatenate([ends_E, state.seq_len[slots_D] + 1])
-    bad_rows = ~jnp.isfinite(logits_RV).all(axis=1)
-    logits_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV)
-    nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
-
     params_i = state.params_i[slots_R]
     rows = SamplingRows(
         temperature=state.params_f[slots_R, TEMPERATURE],
@@ -226,25 +223,46 @@ def choose(
         seeds=lax.bitcast_convert_type(params_i[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32),
         greedy_drafts=params_i[:, GREEDY_DRAFTS] > 0,
     )
-    adjusted_RV = adjusted_logits(logits_RV, state, inputs, positions_R, n) if full else logits_RV
+    # Of which of the E + D rows each row of logits is.
+    row_R = jnp.concatenate([jnp.arange(E), E + jnp.repeat(jnp.arange(D), n)])
+    stats = logits_stats(logits_RV, temperatures(rows)[row_R])
+    bad_rows = ~stats.finite
+    nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
+    adjusted_RV = logits_RV
+    if full:
+        logits_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV.astype(jnp.float32))
+        adjusted_RV = adjusted_logits(logits_RV, state, inputs, positions_R, n)
+
+    def part(tree, start: int, stop: int):
+        return jax.tree.map(lambda a: a[start:stop], tree)
+
+    def stats_of(start: int, stop: int) -> LogitsStats | None:  # of what is not adjusted
+        return None if full else part(stats, start, stop)
+
     accepted_R = jnp.zeros(E + D, jnp.int32)
-    if n == 1:
-        ids_Rn = sample(adjusted_RV, rows, positions_R, full=full)[:, None]
-    else:
-        first, window = (jax.tree.map(lambda a, part=part: a[part], rows) for part in (slice(E), slice(E, None)))
+    ids_Rn = jnp.zeros((E + D, n), jnp.int32)
+    whole = E + D if n == 1 else E
+    if whole:
+        ids = sample(
+            adjusted_RV[:whole], part(rows, 0, whole), positions_R[:whole], full=full, stats=stats_of(0, whole)
+        )
+        ids_Rn = ids_Rn.at[:whole, 0].set(ids)
+    if D and n > 1:
+        window = part(rows, E, E + D)
         verified = verify(
             adjusted_RV[E:].reshape(D, n, adjusted_RV.shape[1]),
             state.drafts[slots_D],
-            state.draft_log_q[slots_D],
+            state.draft_log_q,
             window.greedy_drafts,
             params_i[E:, NUM_DRAFTS],
             window,
             positions_R[E:],
             full=full,
             synthetic_length=synthetic_length,
+            q_rows=slots_D,
+            stats=stats_of(E, E + D * n),
         )
-        sampled_E = sample(adjusted_RV[:E], first, ends_E, full=full)
-        ids_Rn = jnp.concatenate([jnp.pad(sampled_E[:, None], ((0, 0), (0, n - 1))), verified.ids])
+        ids_Rn = ids_Rn.at[E:].set(verified.ids)
         accepted_R = accepted_R.at[E:].set(verified.accepted)
     is_forced_R = jnp.concatenate([forced_E >= 0, jnp.zeros(D, bool)])
     ids_Rn = ids_Rn.at[:E, 0].set(jnp.where(forced_E >= 0, forced_E, ids_Rn[:E, 0]))
@@ -265,7 +283,9 @@ def choose(
     if full:
         of_token = top_logprobs(logits_RV, min(MAX_LOGPROBS, logits_RV.shape[1]))
         top = TopLogprobs(*(values[token_Rn] for values in of_token))
-    logprobs_Rn = logprobs_of(logits_RV[token_Rn.reshape(-1)], ids_Rn.reshape(-1)).reshape(E + D, n)
+    # A row of logits of a prompt has one id, each of a window's its own; what lies behind a prompt's first is not read.
+    of_logits = jnp.concatenate([ids_Rn[:E, :1], ids_Rn[E:].reshape(D * n, 1)])
+    logprobs_Rn = logprobs_of(logits_RV, of_logits, stats.log_z)[token_Rn, 0]
     return RowResult(
         ids=ids_Rn,
         logprobs=logprobs_Rn,

@@ -131,9 +131,9 @@ class CausalLM(nnx.Module):
         return jnp.take(self.embed.weight[...], ids_T, axis=0)
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
-        """float32 [R, vocab] of hidden states after the final norm."""
+        """[R, vocab] of hidden states after the final norm, in their type."""
         weight = self.embed.weight if self.config.tie_embeddings else self.head.weight
-        return linear(hidden_RH, weight[...]).astype(jnp.float32)
+        return linear(hidden_RH, weight[...])
 
     def cache_shapes(self, num_pages: int, page_size: int) -> tuple[Any, ...]:
         """Shapes of the paged caches, layer by layer."""

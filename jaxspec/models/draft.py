@@ -49,7 +49,7 @@ class Draft(Protocol):
         ...
 
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
-        """float32 [R, V] over the target's vocabulary; -inf for tokens that the draft cannot propose."""
+        """[R, V] over the target's vocabulary; -inf for tokens that the draft cannot propose."""
         ...
 
     def cache_shapes(self, num_pages: int, page_size: int) -> Any:

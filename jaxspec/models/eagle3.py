@@ -216,11 +216,11 @@ class Eagle3(nnx.Module):
         normed_RH = self.norm(hidden_RH)
         if not self.own_head:
             return target.logits(normed_RH)
-        logits = linear(normed_RH, self.head.weight[...]).astype(jnp.float32)
+        logits = linear(normed_RH, self.head.weight[...])
         if not self.config.reduced:
             return logits
         ids = jnp.arange(self.config.draft_vocab_size) + self.d2t[...]
-        everything = jnp.full((logits.shape[0], self.config.model.vocab_size), -jnp.inf, jnp.float32)
+        everything = jnp.full((logits.shape[0], self.config.model.vocab_size), -jnp.inf, logits.dtype)
         return everything.at[:, ids].set(logits)
 
     def cache_shapes(self, num_pages: int, page_size: int) -> Any:

@@ -12,6 +12,10 @@ from jaxspec.models.params import Declare
 from pallas_kernels.norm_linear.api import norm_linear
 from pallas_kernels.norm_linear.reference import rms_norm
 
+# Up to this many tokens projections that share an input are one matmul, for which XLA reads the weights as if they were
+# one array; with more it would copy them together in every step.
+MOST_MERGED_TOKENS = 128
+
 
 class RMSNorm(nnx.Module):
     """Root mean square norm, rounded to the input's dtype before the weight as in Hugging Face's T5-style norms."""

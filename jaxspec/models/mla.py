@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.config import MLAConfig, ModelConfig
-from jaxspec.models.layers import RMSNorm, apply_rope, linear
+from jaxspec.models.layers import MOST_MERGED_TOKENS, RMSNorm, apply_rope, linear
 from jaxspec.models.metadata import StepMetadata
 from jaxspec.models.params import Declare
+from pallas_kernels import tuning
+from pallas_kernels.backend import current
 from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
@@ -53,16 +55,19 @@ class MLA(nnx.Module):
         norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, LatentCache]:
         """Writes the T new latents, then attends: [T, input_dim], `norm` of it if given, -> [T, H] and the new cache."""
-        q_TND, kv_a_TC = self.project(x_TH, norm)
+        q_TX, kv_a_TX = self.project(x_TH, norm)
         cos, sin = rope
         kv_norm, w_uk, places = self.kv_norm, self.w_uk[...], (meta.pages, meta.offsets)
         P = meta.num_prefill_tokens
         if P == 0:
             cache, q_TNC = write_and_query(
-                cache, kv_a_TC, kv_norm.weight[...], q_TND, w_uk, cos, sin, *places, eps=kv_norm.eps
+                cache, kv_a_TX, kv_norm.weight[...], q_TX, w_uk, cos, sin, *places, eps=kv_norm.eps
             )
             out_TNV = self.attend_decode(q_TNC, cache, meta.decode_tables, meta.decode_bounds)
         else:
+            kv_a_TC = kv_a_TX[:, kv_a_TX.shape[1] - self.mla.cache_dim :]
+            N, D = w_uk.shape[0], self.mla.nope_dim + self.mla.rope_dim
+            q_TND = q_TX[:, : N * D].reshape(-1, N, D)
             cache = write_latent(cache, kv_a_TC, kv_norm.weight[...], cos, sin, *places, eps=kv_norm.eps)
             out_TNV = self.attend_prefill(q_TND[:P], cos[:P], sin[:P], cache, meta)
             if q_TND.shape[0] > P:
@@ -97,14 +102,22 @@ class MLA(nnx.Module):
         return jnp.einsum("tnv,hnv->th", out_RNV, self.o[...]), cache
 
     def project(self, x_TH: jax.Array, norm: RMSNorm | None = None) -> tuple[jax.Array, jax.Array]:
-        """Queries [T, N, nope + rope], not yet rotated, and the raw down-projection [T, latent + rope]."""
+        """Queries [T, X], not yet rotated, and the raw down-projection [T, X], as matmuls leave them.
+
+        Queries are the first N * (nope + rope) columns of theirs, the down-projection the last latent + rope of its own,
+        which may be the same array.
+        """
+        T, inputs = x_TH.shape
         weights = (self.qkv_a[...],) if self.q_lora_rank else (self.q[...], self.kv_a[...])
+        # A kernel takes them as they are; weights that lie on several devices cannot be put together.
+        merged = tuning.current().norm_linear_tokens < T <= MOST_MERGED_TOKENS and current().devices == 1
+        if merged and not self.q_lora_rank:
+            weights = (jnp.concatenate([weight.reshape(-1, inputs) for weight in weights]),)
         outs = norm.into(x_TH, *weights) if norm else tuple(linear(x_TH, weight) for weight in weights)
-        if not self.q_lora_rank:
-            q_TND, kv_a_TC = outs
-            return q_TND, kv_a_TC
-        q_a, kv_a = jnp.split(outs[0], [self.q_lora_rank], axis=-1)
-        return self.q_norm.into(q_a, self.q_b[...])[0], kv_a
+        if self.q_lora_rank:
+            (q_TND,) = self.q_norm.into(outs[0][:, : self.q_lora_rank], self.q_b[...])
+            return q_TND.reshape(T, -1), outs[0]
+        return outs[0].reshape(T, -1), outs[-1]
 
     def attend_prefill(
         self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, cache: LatentCache, meta: StepMetadata

@@ -16,10 +16,9 @@ class TopLogprobs(NamedTuple):
     values: jax.Array
 
 
-def logprobs_of(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Log-probabilities float32 [R] of ids [R] under the raw distribution of logits [R, V]."""
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=1)
+def logprobs_of(logits: jax.Array, ids: jax.Array, log_z: jax.Array) -> jax.Array:
+    """Log-probabilities float32 [R, n] of ids [R, n] under softmax of logits [R, V], whose log-sum-exp is log_z [R]."""
+    return jnp.take_along_axis(logits, ids, axis=1).astype(jnp.float32) - log_z[:, None]
 
 
 def top_logprobs(logits_RV: jax.Array, count: int) -> TopLogprobs:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.sampling.sampler import SamplingRows, Stream, gumbel, transform, uniform
+from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, one_each, temperatures, tempered, uniform
+from pallas_kernels.sampling.api import LogitsStats, Residual, gumbel_argmax, logits_stats
 
 
 class Verified(NamedTuple):
@@ -30,12 +31,13 @@ def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
     Args:
         positions: int32 [R] absolute position of the drafted token.
     """
-    scaled = logits / jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
-    streams = jnp.full(positions.shape, int(Stream.DRAFT), jnp.int32)
-    noisy = scaled + gumbel(rows.seeds, positions, streams, logits.shape[1])
+    temperature = temperatures(rows)
+    stats = logits_stats(logits, temperature)
     greedy = (rows.temperature == 0) | rows.greedy_drafts
-    chosen = jnp.where(greedy[:, None], logits, noisy)
-    return jnp.argmax(chosen, axis=1).astype(jnp.int32), jax.nn.log_softmax(scaled, axis=1)
+    keys = noise_keys(rows.seeds, positions, jnp.full(positions.shape, int(Stream.DRAFT), jnp.int32))
+    drawn = gumbel_argmax(*one_each((logits, temperature)), keys, ~greedy)
+    log_q = logits.astype(jnp.float32) / temperature[:, None] - stats.log_z_tempered[:, None]
+    return jnp.where(greedy, stats.argmax, drawn), log_q
 
 
 def verify(
@@ -49,38 +51,47 @@ def verify(
     *,
     full: bool,
     synthetic_length: float | None = None,
+    q_rows: jax.Array | None = None,
+    stats: LogitsStats | None = None,
 ) -> Verified:
     """Verifies D windows of k drafts each.
 
     Args:
-        logits: float32 [D, k + 1, V] of the target, after the request's rules; row i decides about draft i, the last one
+        logits: [D, k + 1, V] of the target, after the request's rules; row i decides about draft i, the last one
             is for the bonus.
         drafts: int32 [D, k].
-        log_q: float32 [D, k, V] of the distributions that the drafts were drawn from.
+        log_q: float32 [X, k, V] of the distributions that the drafts were drawn from.
         one_hot: bool [D]: the drafts are a point mass (drafted greedily, or given); log_q is not looked at.
         num_drafts: int32 [D], 0 to k: drafts from there on do not count.
         rows: the requests' parameters, [D].
         positions: int32 [D] absolute position of the first token to choose.
         full: also apply min_p, top_k and top_p (static).
         synthetic_length: see `accept_synthetically` (static); the token behind the drafts is the target's own.
+        q_rows: int32 [D] which of the X is a window's (default: the first one of the first window, and so on).
+        stats: of the logits, [D * (k + 1)], at `temperatures` of their requests, where they are known.
     """
     D, n, V = logits.shape
     k = n - 1
+    q_rows = jnp.arange(D) if q_rows is None else q_rows
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
-    transformed = transform(logits.reshape(D * n, V), window_rows, full=full)
-    log_p_DnV = jax.nn.log_softmax(transformed, axis=1).reshape(D, n, V)
+    # Masks leave the largest logits alone: greedy rows may look at what is masked.
+    transformed, temperature_W = tempered(logits.reshape(D * n, V), window_rows, full=full)
+    if full or stats is None:
+        stats = logits_stats(transformed, temperature_W)
+    best_Dn, log_z_Dn = stats.argmax.reshape(D, n), stats.log_z_tempered.reshape(D, n)
+    temperature_D = temperature_W[::n]
 
     greedy_D = rows.temperature == 0
     index_k = jnp.arange(k, dtype=jnp.int32)
-    log_p_x = jnp.take_along_axis(log_p_DnV[:, :k], drafts[..., None], axis=2)[..., 0]
-    log_q_x = jnp.take_along_axis(log_q, drafts[..., None], axis=2)[..., 0]
-    log_q_x = jnp.where(one_hot[:, None], 0.0, log_q_x)
+    x_Dk = jnp.take_along_axis(transformed.reshape(D, n, V)[:, :k], drafts[..., None], axis=2)[..., 0]
+    log_p_x = x_Dk.astype(jnp.float32) / temperature_D[:, None] - log_z_Dn[:, :k]
+    log_q_x = jnp.where(one_hot[:, None], 0.0, log_q[q_rows[:, None], index_k, drafts])
     u = uniform(
         jnp.repeat(rows.seeds, k, axis=0), (positions[:, None] + index_k).reshape(D * k), Stream.ACCEPT
     ).reshape(D, k)
     # Strictly below, and never where q or p is zero: u may be exactly 0, whose log is -inf like theirs.
     random_ok = (jnp.log(u) + log_q_x < log_p_x) & (log_q_x > -jnp.inf)
-    greedy_ok = drafts == jnp.argmax(logits[:, :k], axis=2)
+    greedy_ok = drafts == best_Dn[:, :k]
     ok = jnp.where(greedy_D[:, None], greedy_ok, random_ok) & (index_k < num_drafts[:, None])
     accepted_D = jnp.cumprod(ok, axis=1).sum(axis=1, dtype=jnp.int32)
 
@@ -89,22 +100,21 @@ def verify(
     if synthetic_length is not None:
         accepted_D = accept_synthetically(num_drafts, rows, positions, synthetic_length)
         is_bonus_D = jnp.ones(D, bool)
-    p_DV = jnp.exp(_row(log_p_DnV, accepted_D))
-    refused_D = jnp.minimum(accepted_D, max(k - 1, 0))
+    residual = None
     if k:
-        refused_id = jnp.take_along_axis(drafts, refused_D[:, None], axis=1)
-        point_DV = (jnp.arange(V) == refused_id).astype(jnp.float32)
-        q_DV = jnp.where(one_hot[:, None], point_DV, jnp.exp(_row(log_q, refused_D)))
-        residual_DV = jnp.maximum(p_DV - q_DV, 0.0)
-        # p and q may agree up to rounding; then nothing is left and p itself is right.
-        nothing_left = residual_DV.sum(axis=1, keepdims=True) == 0
-        weights_DV = jnp.where(is_bonus_D[:, None] | nothing_left, p_DV, residual_DV)
-    else:
-        weights_DV = p_DV
+        refused_D = jnp.minimum(accepted_D, k - 1)
+        residual = Residual(
+            log_z=_at(log_z_Dn, accepted_D),
+            excluded=jnp.where(one_hot & ~is_bonus_D, _at(drafts, refused_D), -1),
+            dense=~one_hot & ~is_bonus_D,
+            log_q=log_q.reshape(-1, V),
+            q_rows=(q_rows * k + refused_D).astype(jnp.int32),
+        )
     streams_D = jnp.where(is_bonus_D, int(Stream.BONUS), int(Stream.RECOVER))
-    noisy_DV = jnp.log(weights_DV) + gumbel(rows.seeds, positions + accepted_D, streams_D, V)
-    chosen_DV = jnp.where(greedy_D[:, None], _row(logits, accepted_D), noisy_DV)
-    last_D = jnp.argmax(chosen_DV, axis=1).astype(jnp.int32)
+    keys = noise_keys(rows.seeds, positions + accepted_D, streams_D)
+    row_D = jnp.arange(D, dtype=jnp.int32) * n + accepted_D
+    drawn_D = gumbel_argmax(transformed, row_D, temperature_D, keys, ~greedy_D, residual)
+    last_D = jnp.where(greedy_D, _at(best_Dn, accepted_D), drawn_D)
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     return Verified(jnp.where(jnp.arange(n) == accepted_D[:, None], last_D[:, None], padded), accepted_D)
 
@@ -123,6 +133,6 @@ def accept_synthetically(
     return jnp.minimum(int(certain) + one_more_D.astype(jnp.int32), num_drafts)
 
 
-def _row(values_DnV: jax.Array, index_D: jax.Array) -> jax.Array:
-    """values [D, n, V] at each row's index -> [D, V]."""
-    return jnp.take_along_axis(values_DnV, index_D[:, None, None], axis=1)[:, 0]
+def _at(values_Dn: jax.Array, index_D: jax.Array) -> jax.Array:
+    """values [D, n] at each row's index -> [D]."""
+    return jnp.take_along_axis(values_Dn, index_D[:, None], axis=1)[:, 0]

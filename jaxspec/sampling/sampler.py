@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.sampling.api import LogitsStats, gumbel_argmax, logits_stats
+
 
 class Stream(enum.IntEnum):
     """Independent streams of randomness at one position.
@@ -44,10 +46,9 @@ def _key(seed: jax.Array, position: jax.Array, stream: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, position), stream)
 
 
-def gumbel(seeds: jax.Array, positions: jax.Array, streams: jax.Array, size: int) -> jax.Array:
-    """Standard Gumbel noise float32 [R, size] from seeds uint32 [R, 2], positions and streams int32 [R]."""
-    draw = jax.vmap(lambda *row: jax.random.gumbel(_key(*row), (size,), jnp.float32))
-    return draw(seeds, positions, streams)
+def noise_keys(seeds: jax.Array, positions: jax.Array, streams: jax.Array) -> jax.Array:
+    """Threefry keys uint32 [R, 2] of seeds uint32 [R, 2], positions and streams int32 [R]."""
+    return jax.vmap(lambda *row: jax.random.key_data(_key(*row)))(seeds, positions, streams)
 
 
 def uniform(seeds: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array:
@@ -100,22 +101,47 @@ def mask_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
     return jnp.where(logits < border[:, None], -jnp.inf, logits)
 
 
-def transform(logits: jax.Array, rows: SamplingRows, *, full: bool) -> jax.Array:
-    """Logits [R, V] of the distribution that a row samples from; of greedy rows, as if the temperature were 1."""
-    scaled = logits / jnp.where(rows.temperature == 0, 1.0, rows.temperature)[:, None]
-    if not full:
-        return scaled
+def transform(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Logits float32 [R, V] of the distribution that a row samples from, after its temperature and its masks."""
+    scaled = logits / temperatures(rows)[:, None]
     return mask_top_p(mask_top_k(mask_min_p(scaled, rows.min_p), rows.top_k), rows.top_p)
 
 
-def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, full: bool) -> jax.Array:
-    """Next ids int32 [R] from float32 logits [R, V]; greedy where the temperature is 0.
+def temperatures(rows: SamplingRows) -> jax.Array:
+    """What logits are divided by, float32 [R]: of greedy rows, as if their temperature were 1."""
+    return jnp.where(rows.temperature == 0, 1.0, rows.temperature)
+
+
+def tempered(logits: jax.Array, rows: SamplingRows, *, full: bool) -> tuple[jax.Array, jax.Array]:
+    """Logits [R, V] and temperatures float32 [R]: a row samples from softmax(logits / temperature).
+
+    Args:
+        full: apply min_p, top_k and top_p (static). Else these are the logits that came in, as they are in memory.
+    """
+    if not full:
+        return logits, temperatures(rows)
+    return transform(logits.astype(jnp.float32), rows), jnp.ones_like(rows.temperature)
+
+
+def sample(
+    logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, full: bool, stats: LogitsStats | None = None
+) -> jax.Array:
+    """Next ids int32 [R] from logits [R, V]; greedy where the temperature is 0.
 
     Args:
         positions: int32 [R] absolute position of the token to choose.
         full: also apply min_p, top_k and top_p (static).
+        stats: of the logits, at `temperatures(rows)`, where they are known.
     """
-    streams = jnp.full(positions.shape, int(Stream.BONUS), jnp.int32)
-    noisy = transform(logits, rows, full=full) + gumbel(rows.seeds, positions, streams, logits.shape[1])
+    R = logits.shape[0]
+    stats = stats or logits_stats(logits, temperatures(rows))
     greedy = rows.temperature == 0
-    return jnp.argmax(jnp.where(greedy[:, None], logits, noisy), axis=1).astype(jnp.int32)
+    keys = noise_keys(rows.seeds, positions, jnp.full(R, int(Stream.BONUS), jnp.int32))
+    drawn = gumbel_argmax(*one_each(tempered(logits, rows, full=full)), keys, ~greedy)
+    return jnp.where(greedy, stats.argmax, drawn)
+
+
+def one_each(distributions: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `gumbel_argmax` takes them, one draw from each row."""
+    logits, temperature = distributions
+    return logits, jnp.arange(logits.shape[0], dtype=jnp.int32), temperature

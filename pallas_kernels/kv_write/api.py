@@ -36,7 +36,7 @@ def write_latent(
     return chosen.write_latent(latent, kv_a, norm_weight, cos, sin, pages, offsets, eps=eps)
 
 
-def latent_writer(latent: jax.Array, kv_a: jax.Array, norm_weight: jax.Array) -> str:
+def latent_writer(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str:
     """Which implementation takes a call of `write_latent`."""
     obstacles = {"mosaic": mosaic.obstacle(latent, kv_a, norm_weight)}
     # "triton" is a choice of the decode kernel: writing then takes the best there is for it.

@@ -24,7 +24,7 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, r
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 
-def obstacle(latent: jax.Array, kv_a: jax.Array, norm_weight: jax.Array) -> str | None:
+def obstacle(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str | None:
     """Why the kernel cannot take this call; None if it can."""
     L = norm_weight.shape[0]
     if (L, kv_a.shape[1]) != (LATENT, LATENT + ROPE):
@@ -46,8 +46,9 @@ def write_token(
 ) -> None:
     """In a kernel with PARAMS: what one warpgroup does for one token. References as the arrays of api.py."""
     page, offset = pages[token], offsets[token]
-    c = load(kv_a, (token, pl.ds(0, LATENT)), layout=COLUMNS).astype(f32)
-    a, b = rotated(kv_a, (token,), LATENT, cos, sin, token)
+    first = kv_a.shape[1] - LATENT - ROPE  # what lies before is not for the cache
+    c = load(kv_a, (token, pl.ds(first, LATENT)), layout=COLUMNS).astype(f32)
+    a, b = rotated(kv_a, (token,), first + LATENT, cos, sin, token)
     weight = load(norm_weight, (pl.ds(0, LATENT),), layout=COLUMNS).astype(f32)
     normed = (c * lax.rsqrt((c * c).sum() * (1 / LATENT) + eps)).astype(bf16)
     # A product of two bfloat16 is exact in float32: it is rounded once, as the reference's.

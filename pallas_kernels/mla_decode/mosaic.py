@@ -80,7 +80,7 @@ def mla_decode(
     # Rows of padding see all that the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, H, axis=1), ((0, 0), (0, blocks * ROWS - live)), mode="edge")
 
-    attend = _attend_kernel(B, blocks, rows, items.shape[0], scale / math.log(2), interpret)
+    attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), interpret)
     out, partial, lse = attend(q, latent, page_tables, items, bounds_BR)
     if splits.shape[0]:
         out = merge("mla_decode_merge", out, partial, lse, splits, live, interpret)
@@ -88,7 +88,7 @@ def mla_decode(
 
 
 @functools.cache
-def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: float, interpret: Any) -> Any:
+def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, interpret: Any) -> Any:
     """kernel(q [B, blocks * rows, 576], latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
 
     out [B, blocks * rows, 512] holds the requests of one item; partial [blocks * rows, I, 512] and the base-2
@@ -98,7 +98,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
 
     def body(
         q, latent, page_tables, items, bounds, out, partial, lse, q_s, pages_or_out, p_s, rows_s, q_full, left_full,
-        right_full, left_free, right_free, p_full, p_free, finished,
+        right_full, free, p_full, p_free, finished,
     ):  # fmt: skip
         (left_s, right_s), (out_s,) = pages_or_out
         warpgroup, item, block = lax.axis_index("warpgroup"), lax.axis_index("item"), lax.axis_index("block")
@@ -110,8 +110,8 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
 
         def copy_pages():
             plgpu.set_max_registers(40, action="decrease")
-            own = q.at[request, pl.ds(block * rows, rows), :]
-            plgpu.copy_gmem_to_smem(own, q_s.at[pl.ds(0, rows), :], q_full)
+            # A tile with fewer rows than 64: TMA reads zeros past the last one.
+            plgpu.copy_gmem_to_smem(q.at[request, pl.ds(block * rows, ROWS), :], q_s, q_full)
 
             @pl.loop(0, n)
             def _(i):
@@ -120,15 +120,11 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
 
                 @pl.when(i >= STAGES)
                 def _():
-                    plgpu.barrier_wait(left_free.at[stage])
+                    plgpu.barrier_wait(free.at[stage])
 
+                # Both at once: parts of the same rows of memory.
                 left = latent.at[page, :, pl.ds(0, LEFT)]
                 plgpu.copy_gmem_to_smem(left, left_s.at[stage], left_full.at[stage])
-
-                @pl.when(i >= STAGES)
-                def _():
-                    plgpu.barrier_wait(right_free.at[stage])
-
                 right = latent.at[page, :, pl.ds(LEFT, RIGHT)]
                 plgpu.copy_gmem_to_smem(right, right_s.at[stage], right_full.at[stage])
 
@@ -136,8 +132,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
             @pl.loop(lax.max(n - STAGES, i32(0)), n)
             def _(i):
                 stage = lax.rem(i, i32(STAGES))
-                plgpu.barrier_wait(left_free.at[stage])
-                plgpu.barrier_wait(right_free.at[stage])
+                plgpu.barrier_wait(free.at[stage])
 
         def clear_unowned(part, keys):
             """Zeroes the values behind the last key of the request: 0 times NaN is NaN."""
@@ -200,11 +195,13 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_full)
                 acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, left_s.at[stage], interpret)
-                plgpu.barrier_arrive(left_free.at[stage])
-                plgpu.barrier_arrive(right_free.at[stage])
+                plgpu.barrier_arrive(free.at[stage])
                 return acc, new_top_R, sum_R
 
-            low_R = plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), OF_ROWS)
+            # Rows of padding get a maximum that leaves their weights 0. With zeros in all their operands tensor cores need
+            # less power, which is what limits the clock in a full batch.
+            row_R = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=OF_ROWS) + block * ROWS
+            low_R = jnp.where(row_R < live, f32(MASKED), f32(-MASKED))
             none_R = plgpu.layout_cast(jnp.zeros((ROWS,), f32), OF_ROWS)
             carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros(), low_R, none_R))
             acc, top_R, sum_R = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
@@ -229,7 +226,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
                 values = right_s.at[stage, :, pl.ds(0, HALF)]
                 acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, values, interpret)
                 plgpu.barrier_arrive(p_free)
-                plgpu.barrier_arrive(right_free.at[stage])
+                plgpu.barrier_arrive(free.at[stage])
                 return acc
 
             acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros())
@@ -273,8 +270,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, num_items: int, log2_scale: f
             "q_full": plgpu.Barrier(),
             "left_full": of_stages(),
             "right_full": of_stages(),
-            "left_free": of_stages(),
-            "right_free": of_stages(num_arrivals=2),
+            "free": of_stages(num_arrivals=2),
             "p_full": plgpu.Barrier(),
             "p_free": plgpu.Barrier(),
             "finished": plgpu.Barrier(num_arrivals=2),

@@ -41,18 +41,27 @@ def write_and_query(
 ) -> tuple[jax.Array, jax.Array]:
     """`kv_write.api.write_latent` and `mla_query` for the same tokens: one launch, where both have a Mosaic GPU kernel.
 
+    Args:
+        kv_a: [T, at least L + R], of which the last columns go to the cache.
+        q: [T, at least H * (D + R)], of which the first columns are the heads' queries. May be the same array as kv_a, as
+            one matmul makes it: to split its result takes XLA launches.
+
     Returns:
         The cache with the tokens written; the queries.
 
     Raises:
         UnsupportedError: the backend that was asked for cannot take the call.
     """
-    if kv_write.latent_writer(latent, kv_a, norm_weight) == _chosen(q, w_uk) == "mosaic":
+    (T, _), (H, D, _), R = q.shape, w_uk.shape, 2 * cos.shape[1]
+    queries = jax.ShapeDtypeStruct((T, H, D + R), q.dtype)
+    written = jax.ShapeDtypeStruct((T, latent.shape[2]), kv_a.dtype)
+    if kv_write.latent_writer(latent, written, norm_weight) == _chosen(queries, w_uk) == "mosaic":
         return mosaic.write_and_query(latent, kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, eps=eps)
+    kv_a = kv_a[:, kv_a.shape[1] - written.shape[1] :]
     latent = kv_write.write_latent(latent, kv_a, norm_weight, cos, sin, pages, offsets, eps=eps)
-    return latent, mla_query(q, w_uk, cos, sin)
+    return latent, mla_query(q[:, : H * (D + R)].reshape(queries.shape), w_uk, cos, sin)
 
 
-def _chosen(q: jax.Array, w_uk: jax.Array) -> str:
+def _chosen(q: jax.Array | jax.ShapeDtypeStruct, w_uk: jax.Array) -> str:
     # "triton" is a choice of the decode kernel: its queries then take the best there is for them.
     return choose("mla_query", current().attention, {"mosaic": mosaic.obstacle(q, w_uk)}, elsewhere=("triton",))

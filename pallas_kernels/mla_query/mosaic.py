@@ -37,7 +37,7 @@ TILES_AT_ONCE = 4
 GRID_NAMES = ("tokens", "head", "part")
 
 
-def obstacle(q: jax.Array, w_uk: jax.Array) -> str | None:
+def obstacle(q: jax.Array | jax.ShapeDtypeStruct, w_uk: jax.Array) -> str | None:
     """Why the kernel cannot take this call; None if it can."""
     width = q.shape[-1]
     _, D, L = w_uk.shape
@@ -49,9 +49,9 @@ def obstacle(q: jax.Array, w_uk: jax.Array) -> str | None:
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def mla_query(q: jax.Array, w_uk: jax.Array, cos: jax.Array, sin: jax.Array, *, interpret: Any = False) -> jax.Array:
     """See api.py. Jitted, so that the layers of a model share one lowering. `interpret` is passed to Pallas."""
-    T = q.shape[0]
-    q, cos, sin = _whole(q, cos, sin)
-    kernel = Kernel.of(q)
+    T, H = q.shape[:2]
+    q, cos, sin = _whole(q.reshape(T, -1), cos, sin)
+    kernel = Kernel.of(q.shape[0], H)
 
     def mla_query(*refs, **scratch):
         kernel.body(lax.axis_index("part"), *refs, **scratch)
@@ -88,7 +88,7 @@ def write_and_query(
     """See api.py. Each token's latent is a block of the same launch."""
     T = q.shape[0]
     q, cos, sin = _whole(q, cos, sin)
-    kernel = Kernel.of(q)
+    kernel = Kernel.of(q.shape[0], w_uk.shape[0])
     writers = -(-T // (kernel.token_blocks * kernel.H))
 
     def mla_write_and_query(kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, latent, out, **scratch):
@@ -142,8 +142,7 @@ class Kernel:
     parts: int
 
     @classmethod
-    def of(cls, q: jax.Array) -> "Kernel":
-        T, H, _ = q.shape
+    def of(cls, T: int, H: int) -> "Kernel":
         token_blocks = -(-T // MOST_COLUMNS)
         columns = -(-T // (token_blocks * GRANULE)) * GRANULE
         width = 2 * M if token_blocks * H * (LATENT // (2 * M)) >= WIDE_FROM else M
@@ -167,14 +166,14 @@ class Kernel:
         }
 
     def body(self, part, q, w_uk, cos, sin, out, *, w_s, x_s, out_s, arrived):
-        """What a block does: q [T, H, 192], w_uk [H, 128, 512], cos, sin [T, 32], out [T, H, 576]."""
+        """What a block does: q [T, at least H * 192], w_uk [H, 128, 512], cos, sin [T, 32], out [T, H, 576]."""
         first, head = lax.axis_index("tokens") * self.columns, lax.axis_index("head")
 
         @pl.when(part < self.tiles)
         def _absorb():
             tokens, at = pl.ds(first, self.columns), pl.ds(part * self.width, self.width)
             plgpu.copy_gmem_to_smem(w_uk.at[head, :, at], w_s, arrived)
-            plgpu.copy_gmem_to_smem(q.at[tokens, head, pl.ds(0, NOPE)], x_s, arrived)
+            plgpu.copy_gmem_to_smem(q.at[tokens, pl.ds(head * (NOPE + ROPE), NOPE)], x_s, arrived)
             plgpu.barrier_wait(arrived)
 
             def multiply(total):
@@ -199,6 +198,6 @@ class Kernel:
                     for i in range(min(TILES_AT_ONCE, self.row_tiles))
                 ]
             # All loads come before the first store, behind which none could move.
-            for row, halves in [(row, rotated(q, (row, head), NOPE, cos, sin, row)) for row in rows]:
+            for row, halves in [(row, rotated(q, (row,), head * (NOPE + ROPE) + NOPE, cos, sin, row)) for row in rows]:
                 for i, half in enumerate(halves):
                     out[row, head, pl.ds(LATENT + i * HALF, HALF)] = half.astype(jnp.bfloat16)

@@ -1,8 +1,9 @@
 """Sum, RMS norm and projections of a few tokens in one Mosaic GPU kernel for Hopper.
 
 XLA makes of them three launches or more, of which the small ones cost what a launch costs. Here every block reads the
-tokens and norms them itself, while its rows of the weights are on their way: one row a warp, no tensor core, because
-the weights' bytes are the limit. One more block writes the sum and the norm.
+tokens and norms them itself, while TMA brings its rows of the weights into shared memory (the compiler puts loads into
+registers behind the norm, whatever their order here): one row a warp, no tensor core, because the weights' bytes are the
+limit. One more block writes the sum and the norm.
 """
 
 import functools
@@ -21,9 +22,10 @@ from pallas_kernels.compat import load
 WARPS, WARPGROUP = 4, 128
 # Columns of a load by all lanes of a warp, 16 bytes of the weights each.
 COLUMNS = {jnp.dtype(jnp.bfloat16): 256, jnp.dtype(jnp.float32): 128}
-# Rows of a block, whose loads are in flight together, and the most columns of a row at once: registers hold them.
+# Rows of a block: so few bytes that all blocks' are on their way at once.
 ROWS = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float32): 4}
-MOST_COLUMNS = 2048
+# Shared memory that a block may take.
+MOST_BYTES = 200 * 1024
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 
@@ -36,6 +38,8 @@ def obstacle(x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...
         rows = ROWS.get(weight.dtype)
         if rows is None:
             return f"its weights are of bfloat16 or float32, not {weight.dtype}"
+        if rows * H * weight.dtype.itemsize > MOST_BYTES:
+            return f"its rows of weights do not fit into shared memory: {rows} of {H} columns"
         if math.prod(weight.shape[:-1]) % rows:
             return f"it needs multiples of {rows} outputs, not {math.prod(weight.shape[:-1])}"
     return hopper_obstacle(x.dtype, norm_weight.dtype)
@@ -66,8 +70,9 @@ def norm_linear(
     vector = math.gcd(H // WARPGROUP, 8)
     whole = plgpu.Layout.WG_STRIDED((H,), vec_size=vector)
     adds = delta is not None
+    kinds = sorted({jnp.dtype(weight.dtype) for weight in flat}, key=str)
 
-    def body(x, norm_weight, *refs):
+    def body(x, norm_weight, *refs, rows_s, arrived):
         delta = refs[0] if adds else None
         refs = refs[int(adds) :]
         w, (summed, normed, *outs) = refs[: len(flat)], refs[len(flat) :]
@@ -85,33 +90,35 @@ def norm_linear(
             # A product of two bfloat16 is exact in float32: it is rounded once, as the reference's.
             return (weight.astype(f32) * (row.astype(f32) * scale).astype(bf16).astype(f32)).astype(bf16)
 
-        def project(weight, out, first):
+        def project(weight, rows_s, arrived, out, first):
             dtype = weight.dtype
-            layout, rows = _layout(dtype), ROWS[jnp.dtype(dtype)]
+            layout, rows, columns = _layout(dtype), ROWS[jnp.dtype(dtype)], COLUMNS[jnp.dtype(dtype)]
             across = layout.reduce(0)
-            width = next(n for n in range(MOST_COLUMNS, 0, -1) if H % n == 0 and n % COLUMNS[jnp.dtype(dtype)] == 0)
-            groups = range(0, rows, WARPS)
             first_row = (block - first) * rows
+            for part in range(H // columns):
+                source = weight.at[pl.ds(first_row, rows), pl.ds(part * columns, columns)]
+                plgpu.copy_gmem_to_smem(source, rows_s.at[part], arrived)
+            scales = [scale(t) for t in range(T)]
             totals: dict[tuple[int, int], Any] = {}
-            scales: list[Any] = []
-            for start in range(0, H, width):
-                at = pl.ds(start, width)
-                tiles = [load(weight, (pl.ds(first_row + g, WARPS), at), layout=layout) for g in groups]
+            for part in range(H // columns):
+                at = pl.ds(part * columns, columns)
                 gain = load(norm_weight, (at,), layout=across)
-                # Behind the loads of weights, which they need not wait for.
-                scales = scales or [scale(t) for t in range(T)]
-                for t in range(T):
-                    n = norm(added(t, at, across), scales[t], gain).astype(f32)
-                    n = plgpu.layout_cast(lax.broadcast_in_dim(n, (WARPS, width), [1]), layout)
-                    for g, tile in zip(groups, tiles, strict=True):
-                        part = (tile.astype(f32) * n).sum(axis=1)
-                        totals[t, g] = totals[t, g] + part if start else part
+                vectors = [norm(added(t, at, across), scales[t], gain).astype(f32) for t in range(T)]
+                if part == 0:
+                    plgpu.barrier_wait(arrived)
+                for g in range(0, rows, WARPS):
+                    tile = load(rows_s, (part, pl.ds(g, WARPS), slice(None)), layout=layout).astype(f32)
+                    for t, vector in enumerate(vectors):
+                        product = tile * plgpu.layout_cast(lax.broadcast_in_dim(vector, tile.shape, [1]), layout)
+                        totals[t, g] = totals[t, g] + product if part else product
             for (t, g), total in totals.items():
-                out[t, pl.ds(first_row + g, WARPS)] = total.astype(dtype)
+                out[t, pl.ds(first_row + g, WARPS)] = total.sum(axis=1).astype(dtype)
 
         first = 0
         for weight, out, count in zip(w, outs, blocks, strict=True):
-            pl.when((block >= first) & (block < first + count))(functools.partial(project, weight, out, first))
+            which = kinds.index(jnp.dtype(weight.dtype))
+            part = functools.partial(project, weight, rows_s[which], arrived[which], out, first)
+            pl.when((block >= first) & (block < first + count))(part)
             first += count
 
         @pl.when(block == first)
@@ -128,6 +135,10 @@ def norm_linear(
             *[jax.ShapeDtypeStruct((T, H), bf16)] * 2,
             *(jax.ShapeDtypeStruct((T, weight.shape[0]), weight.dtype) for weight in flat),
         ),
+        scratch_types={
+            "rows_s": [plgpu.SMEM((H // COLUMNS[kind], ROWS[kind], COLUMNS[kind]), kind) for kind in kinds],
+            "arrived": [plgpu.Barrier(num_arrivals=H // COLUMNS[kind]) for kind in kinds],
+        },
         grid=(sum(blocks) + 1,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(

@@ -19,7 +19,7 @@ from jaxspec.engine.batch import StepPlan
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner, StepOutput
-from jaxspec.engine.state import StepState
+from jaxspec.engine.state import GREEDY_DRAFTS, TEMPERATURE, StepState
 from jaxspec.models.config import ModelConfig, read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
@@ -144,6 +144,13 @@ def engine_over(runner: Runner, *, poison: float = 0.0, eos: Sequence[int] = (EO
 
 def tiny_vocab(runner: Runner) -> int:
     return runner._params[0]["embed"]["weight"].get_value().shape[0]
+
+
+def sampling(state):
+    """The state with requests that sample at temperature 1 and draft greedily, so that drafts stay those they were."""
+    params_f, params_i = state.params_f.copy(), state.params_i.copy()
+    params_f[:, TEMPERATURE], params_i[:, GREEDY_DRAFTS] = 1, 1
+    return state._replace(params_f=params_f, params_i=params_i)
 
 
 def greedy_requests(

@@ -65,7 +65,7 @@ from jaxspec.engine.drafting import kv_places
 from jaxspec.engine.request import Request
 from jaxspec.engine.step import lay_out
 from jaxspec.sampling.params import SamplingParams
-from tests.engine.scripted import engine_over, greedy_requests, one_step, plan_where, snapshot
+from tests.engine.scripted import engine_over, greedy_requests, one_step, plan_where, sampling, snapshot
 from tests.engine.tiny import SETTINGS, VOCAB, make_engine, run, tiny_runner
 
 K, N = 3, 4
@@ -137,6 +137,20 @@ def test_a_mixed_step_equals_two_separate_ones(mixed):
     slots = [r.slot for r in plan.requests]
     for field in ("seq_len", "last_token", "drafts", "done"):
         np.testing.assert_array_equal(getattr(after, field)[slots], getattr(separate, field)[slots])
+
+
+@pytest.mark.slow
+def test_a_mixed_step_drafts_from_the_same_distributions_as_two(mixed):
+    """Of requests that sample: the q of greedy ones is not written."""
+    runner, plan, state = mixed
+    state = sampling(state)
+    _, after = one_step(runner, state, plan)
+    _, between = one_step(runner, state, dataclasses.replace(plan, decode=()))
+    _, separate = one_step(runner, between, dataclasses.replace(plan, prefill=()))
+    # Prompts that start in this plan bring their own temperature, which is 0.
+    slots = [r.slot for r in plan.decode]
+    assert (after.draft_log_q[slots] != state.draft_log_q[slots]).any(axis=(1, 2)).all()
+    np.testing.assert_array_equal(after.last_token[slots], separate.last_token[slots])
     np.testing.assert_allclose(after.draft_log_q[slots], separate.draft_log_q[slots], atol=1e-4)
 
 

@@ -99,6 +99,7 @@ from tests.engine.scripted import (
     pattern_runner,
     plain_run,
     plan_where,
+    sampling,
     snapshot,
     target_params,
     warmed,
@@ -182,9 +183,15 @@ def test_catch_up_for_live_rows_equals_catch_up_for_all(draft, mode):
         slots = [r.slot for r in plan.decode] + [row.request.slot for row in plan.prefill if row.final]
         assert (one.drafts[slots] != state.drafts[slots]).any()
         np.testing.assert_array_equal(one.drafts[1:], other.drafts[1:])
-        np.testing.assert_allclose(one.draft_log_q[slots], other.draft_log_q[slots], atol=1e-4)
         for a, b in zip(jax.tree.leaves(one.draft_kv), jax.tree.leaves(other.draft_kv), strict=True):
             np.testing.assert_allclose(a[1:], b[1:], atol=1e-5)
+
+        # Of requests that sample: the q of greedy ones is not written.
+        (out, one), (same, other) = (one_step(runner, sampling(state), plan) for runner in runners)
+        np.testing.assert_array_equal(out.accepted, same.accepted)
+        slots = [r.slot for r in plan.decode]
+        assert (one.draft_log_q[slots] != state.draft_log_q[slots]).any(axis=(1, 2)).all()
+        np.testing.assert_allclose(one.draft_log_q[slots], other.draft_log_q[slots], atol=1e-4)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pallas_kernels.backend import Backends, use
 from pallas_kernels.kv_write import reference as kv_write
 from pallas_kernels.mla_query import reference
 from pallas_kernels.mla_query.api import mla_query, write_and_query
-from tests.kernels.paged_cases import relative_error
+from tests.kernels.paged_cases import arranged, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -79,9 +79,10 @@ def test_writes_nothing_behind_the_last_token(T):
         assert relative_error(got, wanted) < 1e-2  # TF32, if XLA takes it
 
 
+@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("H", [4, 16, 128])
 @pytest.mark.parametrize("T", [1, 4, 12, 32, 128, 1024])
-def test_with_the_latents_in_one_launch(T, H):
+def test_with_the_latents_in_one_launch(T, H, merged):
     """The cache is donated, and only the rows of tokens change."""
     q, w_uk, cos, sin = inputs(T, H)
     rng = np.random.default_rng(T)
@@ -94,7 +95,8 @@ def test_with_the_latents_in_one_launch(T, H):
     @functools.partial(jax.jit, donate_argnums=0)
     def run(cache):
         with use(Backends(attention="mosaic")):
-            return write_and_query(cache, kv_a, norm, q, w_uk, cos, sin, pages, offsets, eps=1e-5)
+            projected = arranged(q, kv_a, norm, merged=merged)
+            return write_and_query(cache, *projected, w_uk, cos, sin, pages, offsets, eps=1e-5)
 
     compiled = run.lower(cache).compile()
     assert compiled.as_text().count("mosaic_gpu_v2") == 1

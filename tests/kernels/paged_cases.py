@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -45,3 +46,13 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     """In the Frobenius norm; NaN where either has one."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def arranged(q, kv_a, norm_weight, *, merged):
+    """kv_a, the norm's weight and q as `write_and_query` takes them: in two arrays, or in one with columns between."""
+    T = q.shape[0]
+    q = q.reshape(T, -1)
+    if not merged:
+        return kv_a, norm_weight, q
+    whole = jnp.concatenate([q, jnp.full((T, 64), jnp.nan, q.dtype), kv_a], axis=1)
+    return whole, norm_weight, whole

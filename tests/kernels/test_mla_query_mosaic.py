@@ -12,7 +12,7 @@ from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.kv_write import reference as kv_write
 from pallas_kernels.mla_query import mosaic, reference
 from pallas_kernels.mla_query.api import mla_query
-from tests.kernels.paged_cases import relative_error
+from tests.kernels.paged_cases import arranged, relative_error
 
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
@@ -50,9 +50,9 @@ def test_interpreted_without_races(T, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(("T", "H"), [(1, 2), (5, 2), (12, 2)])
-def test_with_the_latents_in_one_launch(T, H):
-    """As two kernels; more tokens than heads, and fewer."""
+@pytest.mark.parametrize(("T", "H", "merged"), [(1, 2, False), (5, 2, True), (12, 2, False), (12, 2, True)])
+def test_with_the_latents_in_one_launch(T, H, merged):
+    """As two kernels; more tokens than heads, and fewer; in one array, with something between them, and in two."""
     q, w_uk, cos, sin = inputs(T, H)
     rng = np.random.default_rng(T)
     kv_a = jnp.asarray(rng.standard_normal((T, 576)), jnp.bfloat16)
@@ -62,7 +62,7 @@ def test_with_the_latents_in_one_launch(T, H):
     cache = jnp.full((3, 64, 576), jnp.nan, jnp.bfloat16)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     got_cache, got = mosaic.write_and_query(
-        cache, kv_a, norm, q, w_uk, cos, sin, pages, offsets, eps=1e-5, interpret=interpret
+        cache, *arranged(q, kv_a, norm, merged=merged), w_uk, cos, sin, pages, offsets, eps=1e-5, interpret=interpret
     )
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
@@ -72,13 +72,15 @@ def test_with_the_latents_in_one_launch(T, H):
     np.testing.assert_allclose(np.asarray(got_cache, np.float32), np.asarray(want_cache, np.float32), rtol=2**-7)
 
 
+@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(("T", "H"), [(1, 16), (12, 16), (32, 16), (128, 128)])
-def test_lowers_for_cuda_with_the_latents(T, H):
+def test_lowers_for_cuda_with_the_latents(T, H, merged):
     q, w_uk, cos, sin = jax.eval_shape(lambda: inputs(T, H))
     shapes = [((1000, 64, 576), jnp.bfloat16), ((T, 576), jnp.bfloat16), ((512,), jnp.bfloat16)]
     cache, kv_a, norm = (jax.ShapeDtypeStruct(*each) for each in shapes)
     places = [jax.ShapeDtypeStruct((T,), jnp.int32)] * 2
     f = jax.jit(functools.partial(mosaic.write_and_query, eps=1e-5), donate_argnums=0)
+    kv_a, norm, q = jax.eval_shape(functools.partial(arranged, merged=merged), q, kv_a, norm)
     lowered = f.trace(cache, kv_a, norm, q, w_uk, cos, sin, *places).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count("@mosaic_gpu_v2(") == 1

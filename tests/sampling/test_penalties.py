@@ -13,7 +13,7 @@ from tests.sampling.rules_reference import adjusted, probabilities, softmax
 
 V, W, B, STOPS = 40, 96, 6, 3
 adjust = jax.jit(adjust)
-distribution = jax.jit(lambda logits, rows: jax.nn.softmax(transform(logits, rows, full=True), axis=1))
+distribution = jax.jit(lambda logits, rows: jax.nn.softmax(transform(logits, rows), axis=1))
 
 
 def random_requests(rng):
@@ -114,7 +114,7 @@ def test_neutral_rules_are_exactly_nothing():
         jnp.zeros((W, 2), jnp.uint32),
         jnp.zeros(W, bool),
     )
-    np.testing.assert_array_equal(transform(raw[:, 0], rows, full=True), raw[:, 0])
+    np.testing.assert_array_equal(transform(raw[:, 0], rows), raw[:, 0])
 
 
 @pytest.mark.parametrize("size", [20, 160, 1500])
@@ -146,7 +146,7 @@ def test_nothing_here_breaks_a_cuda_graph():
 
     def everything(logits, drafts, rules, positions, rows):
         x = adjust(logits, drafts, rules, positions)[:, 0]
-        return transform(x, rows, full=True), top_logprobs(logits[:, 0], 20)
+        return transform(x, rows), top_logprobs(logits[:, 0], 20)
 
     traced = jax.jit(everything).trace(logits, drafts, rules, positions, rows)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -13,7 +13,8 @@ import pytest
 
 from jaxspec.sampling import rejection
 from jaxspec.sampling.rejection import Verified, sample_draft, verify
-from jaxspec.sampling.sampler import SamplingRows, Stream, sample
+from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, sample
+from pallas_kernels.sampling import reference
 
 V, N = 8, 40_000
 CHI2_999 = {7: 24.3, 63: 103.4}  # 0.999 quantiles
@@ -88,7 +89,7 @@ def test_exactly_by_enumeration(monkeypatch):
     def decide(drafts, u, noise):
         R = len(drafts)
         monkeypatch.setattr(rejection, "uniform", lambda *_: jnp.asarray(u, jnp.float32))
-        monkeypatch.setattr(rejection, "gumbel", lambda *_: jnp.asarray(noise, jnp.float32))
+        monkeypatch.setattr(reference, "gumbel", lambda *_: jnp.asarray(noise, jnp.float32))
         logits = jnp.broadcast_to(jnp.log(p), (R, 2, 5)).astype(jnp.float32)
         log_q = jnp.broadcast_to(jnp.log(q), (R, 1, 5)).astype(jnp.float32)
         none, one, first = jnp.zeros(R, bool), jnp.ones(R, jnp.int32), jnp.zeros(R, jnp.int32)
@@ -396,9 +397,7 @@ def test_shared_noise_is_caught(monkeypatch):
     """Recovery that reuses the draft's noise, as vLLM once did, fails the independence fixture."""
     shared = {Stream.RECOVER: Stream.DRAFT}
     monkeypatch.setattr(
-        rejection,
-        "gumbel",
-        lambda seeds, positions, streams, size: _gumbel_shared(seeds, positions, streams, size, shared),
+        rejection, "noise_keys", lambda seeds, positions, streams: _shared_keys(seeds, positions, streams, shared)
     )
     cycle.clear_cache()
     try:
@@ -409,9 +408,7 @@ def test_shared_noise_is_caught(monkeypatch):
         cycle.clear_cache()
 
 
-def _gumbel_shared(seeds, positions, streams, size, shared):
-    from jaxspec.sampling.sampler import gumbel
-
+def _shared_keys(seeds, positions, streams, shared):
     for stream, source in shared.items():
         streams = jnp.where(streams == int(stream), int(source), streams)
-    return gumbel(seeds, positions, streams, size)
+    return noise_keys(seeds, positions, streams)

@@ -11,6 +11,7 @@ from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.logprobs import logprobs_of
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.sampler import SamplingRows, mask_top_k, mask_top_p, sample
+from pallas_kernels.sampling.api import logits_stats
 
 V = 12
 mask_top_k, mask_top_p = jax.jit(mask_top_k), jax.jit(mask_top_p)
@@ -112,9 +113,11 @@ def test_a_rows_draw_depends_on_its_seed_and_position_alone():
 def test_logprobs_are_of_the_raw_distribution():
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(8, V)).astype(np.float32)
-    ids = np.arange(8)
-    want = logits[np.arange(8), ids] - np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
-    np.testing.assert_allclose(logprobs_of(logits, ids), want, atol=1e-5)
+    ids = np.stack([np.arange(8), np.arange(8)[::-1]], axis=1)
+    log_z = np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
+    want = np.take_along_axis(logits, ids, axis=1) - log_z[:, None]
+    stats = logits_stats(logits, jnp.ones(8))
+    np.testing.assert_allclose(logprobs_of(logits, ids, stats.log_z), want, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,263 @@
+"""A sampler's passes over the vocabulary as Mosaic GPU kernels for Hopper.
+
+XLA reads the logits once for each thing that is wanted of them, and draws noise for greedy rows too: at 512 rows of
+163840 logits that is a millisecond. Here a thread block reads a part of a row once. Every thread keeps what it needs
+of its own columns, and threads meet once, at the end; parts are joined by XLA, which are a few numbers a row.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.compat import load
+from pallas_kernels.sampling.reference import LogitsStats, Residual
+
+WARPGROUP = 128
+# Bytes that a thread loads at once.
+LOAD_BYTES = 16
+# Vectors whose loads are in flight together.
+AT_ONCE = 4
+# Blocks for each multiprocessor, as far as there are columns for them.
+BLOCKS_PER_SM = 8
+# Below all logits, so that the first maximum is finite: the difference of two infinities is NaN.
+LOWEST = -1e30
+LOG2_E = math.log2(math.e)
+TINY = float(np.finfo(np.float32).tiny)
+
+i32, f32 = jnp.int32, jnp.float32
+
+
+def obstacle(logits: jax.Array) -> str | None:
+    """Why the kernels cannot take these logits; None if they can."""
+    V = logits.shape[1]
+    width = WARPGROUP * LOAD_BYTES // logits.dtype.itemsize
+    if width > V or V * logits.dtype.itemsize % LOAD_BYTES:
+        return f"it needs a vocabulary of at least {width} and rows of multiples of {LOAD_BYTES} bytes, not {V} ids"
+    # What a full bucket has masked is float32.
+    return hopper_obstacle(*[logits.dtype] * (logits.dtype != f32))
+
+
+class Parts:
+    """How rows of V columns are cut: each block takes `vectors` of `width` columns, of which the last may be old ones."""
+
+    def __init__(self, R: int, V: int, itemsize: int, at_once: int):
+        # The number of an H200, where there is no GPU to ask (lowering on a CPU).
+        sms = getattr(jax.devices()[0], "core_count", None) or 132
+        self.V, self.vec_size = V, LOAD_BYTES // itemsize
+        self.width = WARPGROUP * self.vec_size
+        self.layout = plgpu.Layout.WG_STRIDED((self.width,), vec_size=self.vec_size)
+        total = -(-V // self.width)
+        wanted = min(-(-BLOCKS_PER_SM * sms // R), total)
+        self.vectors = -(-total // (wanted * at_once)) * at_once
+        self.count = -(-total // self.vectors)
+
+    def column(self, j: Any) -> jax.Array:
+        """The first column of the j-th vector."""
+        return lax.min(j * self.width, i32(self.V - self.width))
+
+    def columns(self, j: Any) -> jax.Array:
+        return plgpu.broadcasted_iota(i32, (self.width,), 0, layout=self.layout) + self.column(j)
+
+    def load(self, ref: Any, row: Any, j: Any) -> jax.Array:
+        return load(ref, (row, pl.ds(self.column(j), self.width)), layout=self.layout).astype(f32)
+
+    def fill(self, value: float) -> jax.Array:
+        return plgpu.layout_cast(jnp.full((self.width,), value, f32), self.layout)
+
+
+def _first_of_best(best: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest value and the lowest column that has it, exact below 2^24."""
+    top = best.max()
+    return top, -jnp.where(best == top, -column, f32(-(2.0**24))).max()
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = False) -> LogitsStats:
+    """See api.py."""
+    R, V = logits.shape
+    parts = Parts(R, V, logits.dtype.itemsize, AT_ONCE)
+
+    def logits_stats(logits, temperature, best, column, top, total, tempered_total, lowest):
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+        inverse = LOG2_E / temperature[row]
+
+        def work(tempered):
+            def step(i, carry):
+                best, column, top, total, tempered_total, lowest = carry
+                js = [part * parts.vectors + i * AT_ONCE + n for n in range(AT_ONCE)]
+                loaded = [parts.load(logits, row, j) for j in js]
+                # A vector that reaches back over the one before counts what is new.
+                values = [
+                    jnp.where(parts.columns(j) >= j * parts.width, x, f32(-jnp.inf))
+                    for j, x in zip(js, loaded, strict=True)
+                ]
+                group = functools.reduce(jnp.maximum, values)
+                new_top = jnp.maximum(top, group)
+                total = total * jnp.exp2((top - new_top) * LOG2_E)
+                if tempered:
+                    tempered_total = tempered_total * jnp.exp2((top - new_top) * inverse)
+                for j, x in zip(js, values, strict=True):
+                    total = total + jnp.exp2((x - new_top) * LOG2_E)
+                    if tempered:
+                        tempered_total = tempered_total + jnp.exp2((x - new_top) * inverse)
+                    better = x > best
+                    best = jnp.where(better, x, best)
+                    column = jnp.where(better, parts.columns(j).astype(f32), column)
+                lowest = functools.reduce(jnp.minimum, loaded, lowest)
+                return best, column, new_top, total, tempered_total, lowest
+
+            none, zero = parts.fill(-jnp.inf), parts.fill(0.0)
+            carry = (none, zero, parts.fill(LOWEST), zero, zero, parts.fill(jnp.inf))
+            return lax.fori_loop(0, parts.vectors // AT_ONCE, step, carry)
+
+        def finish(mine, tempered):
+            best_x, best_column, top_x, total_x, tempered_x, lowest_x = mine
+            best[row, part], column[row, part] = _first_of_best(best_x, best_column)
+            highest = top_x.max()
+            top[row, part] = highest
+            joined = (total_x * jnp.exp2((top_x - highest) * LOG2_E)).sum()
+            total[row, part] = joined
+            if tempered:
+                joined = (tempered_x * jnp.exp2((top_x - highest) * inverse)).sum()
+            tempered_total[row, part] = joined
+            lowest[row, part] = -(-lowest_x).max()
+
+        for tempered in (False, True):
+
+            @pl.when((temperature[row] != 1.0) == tempered)
+            def _(tempered=tempered):
+                finish(work(tempered), tempered)
+
+    best, column, top, total, tempered_total, lowest = plgpu.kernel(
+        logits_stats,
+        out_type=[jax.ShapeDtypeStruct((R, parts.count), f32)] * 6,
+        grid=(R, parts.count),
+        grid_names=("row", "part"),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
+        ),
+    )(logits, temperature)
+    winner = jnp.argmax(best, axis=1)[:, None]
+    highest = top.max(axis=1, keepdims=True)
+    shrink = jnp.exp(top - highest)
+    log_z = highest[:, 0] + jnp.log((total * shrink).sum(axis=1))
+    tempered_shrink = jnp.exp((top - highest) / temperature[:, None])
+    log_z_tempered = highest[:, 0] / temperature + jnp.log((tempered_total * tempered_shrink).sum(axis=1))
+    finite = jnp.isfinite(log_z) & (lowest.min(axis=1) > -jnp.inf)
+    ids = jnp.take_along_axis(column, winner, axis=1)[:, 0].astype(i32)
+    return LogitsStats(ids, log_z, log_z_tempered, finite)
+
+
+def threefry(key: tuple[Any, Any], counter: jax.Array) -> jax.Array:
+    """The 32 random bits that jax draws for an element with this number: the words of threefry2x32 (Salmon et al., 2011,
+    20 rounds) of (0, counter), xor-ed. All int32, whose sums wrap."""
+    keys = (*key, key[0] ^ key[1] ^ i32(0x1BD11BDA))
+    x, y = jnp.full(counter.shape, 0, i32) + keys[0], counter + keys[1]
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x = x + y
+            y = (y << rotation) | lax.shift_right_logical(y, jnp.full(y.shape, 32 - rotation, i32))
+            y = y ^ x
+        x = x + keys[(group + 1) % 3]
+        y = y + (keys[(group + 2) % 3] + (group + 1))
+    return x ^ y
+
+
+def noise_of(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel noise of random bits, as `jax.random.gumbel` makes it."""
+    mantissa = lax.shift_right_logical(bits, jnp.full(bits.shape, 9, i32)) | i32(0x3F800000)
+    uniform = jnp.maximum(lax.bitcast_convert_type(mantissa, f32) - 1.0, TINY)
+    return -jnp.log(-jnp.log(uniform))
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def gumbel_argmax(
+    logits: jax.Array,
+    rows: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    wanted: jax.Array,
+    residual: Residual | None = None,
+    *,
+    interpret: Any = False,
+) -> jax.Array:
+    """See api.py. Without point masses in floating point: an excluded id is left out, whatever the others' p round to."""
+    R, V = rows.shape[0], logits.shape[1]
+    parts = Parts(R, V, 4, 1)
+    adjusts = residual is not None
+
+    def gumbel_argmax(logits, rows, temperature, keys, wanted, *refs):
+        given = Residual(*refs[:5]) if adjusts else None
+        outs = refs[5:] if given else refs
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+
+        def work(dense):
+            """Best values and their columns: of p, and of what is left of it if `dense`."""
+            source, divisor, key = rows[row], temperature[row], (keys[row, 0], keys[row, 1])
+
+            def step(i, carry):
+                j = part * parts.vectors + i
+                columns = parts.columns(j)
+                tempered = parts.load(logits, source, j) / divisor
+                noise = noise_of(threefry(key, columns))
+                mine = columns >= j * parts.width
+                if given and not dense:
+                    mine = mine & (columns != given.excluded[row])
+                scores = [tempered + noise]
+                if given and dense:
+                    p = jnp.exp(tempered - given.log_z[row])
+                    q = jnp.exp(parts.load(given.log_q, given.q_rows[row], j))
+                    scores.append(jnp.log(jnp.maximum(p - q, 0.0)) + noise)
+                kept = []
+                for (best, column), score in zip(carry, scores, strict=True):
+                    better = mine & (score > best)
+                    kept.append((jnp.where(better, score, best), jnp.where(better, columns.astype(f32), column)))
+                return tuple(kept)
+
+            start = ((parts.fill(-jnp.inf), parts.fill(0.0)),) * (2 if dense else 1)
+            return lax.fori_loop(0, parts.vectors, step, start)
+
+        def finish(found):
+            for i, (best, column) in enumerate(found):
+                outs[2 * i][row, part], outs[2 * i + 1][row, part] = _first_of_best(best, column)
+
+        if given is None:
+            pl.when(wanted[row] != 0)(lambda: finish(work(False)))
+            return
+        is_dense = given.dense[row] != 0
+        pl.when((wanted[row] != 0) & is_dense)(lambda: finish(work(True)))
+        pl.when((wanted[row] != 0) & jnp.logical_not(is_dense))(lambda: finish(work(False)))
+
+    extra = () if residual is None else residual._replace(dense=residual.dense.astype(i32))
+    found = plgpu.kernel(
+        gumbel_argmax,
+        out_type=[jax.ShapeDtypeStruct((R, parts.count), f32)] * (4 if adjusts else 2),
+        grid=(R, parts.count),
+        grid_names=("row", "part"),
+        interpret=interpret,
+        # Exact logarithms: approximate ones are far off where noise is large, which is what decides.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
+        ),
+    )(logits, rows, temperature, lax.bitcast_convert_type(keys, i32), wanted.astype(i32), *extra)
+
+    def joined(best, column):
+        winner = jnp.argmax(best, axis=1)[:, None]
+        # Nothing was written for rows that do not draw.
+        ids = jnp.where(wanted, jnp.take_along_axis(column, winner, axis=1)[:, 0], 0.0)
+        return ids.astype(i32), best.max(axis=1)
+
+    ids, _ = joined(*found[:2])
+    if residual is None:
+        return ids
+    left_ids, left_best = joined(*found[2:])
+    return jnp.where(residual.dense & (left_best > -jnp.inf), left_ids, ids)

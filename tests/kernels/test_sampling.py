@@ -1,0 +1,89 @@
+"""What a sampler needs of logits: the Mosaic GPU kernels interpreted on the CPU and lowered for cuda, beside plain XLA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.sampling import api, mosaic, reference
+from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernels use"
+)
+# Two vectors of which the second reaches back over the first.
+V = 1400
+
+
+def races() -> bool:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.get_races().races_found
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_stats_interpreted(dtype):
+    logits, temperature = logits_of(6, V, dtype), temperatures_of(6)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    got, want = (
+        mosaic.logits_stats(logits, temperature, interpret=params),
+        reference.logits_stats(logits, temperature),
+    )
+    np.testing.assert_array_equal(got.finite, [True, True, True, False, False, False])
+    np.testing.assert_array_equal(want.finite, got.finite)
+    for name in ("argmax", "log_z", "log_z_tempered"):
+        # The fourth row has -inf, which is a number to all but `finite`; the last two have NaN and infinity.
+        np.testing.assert_allclose(getattr(got, name)[:4], getattr(want, name)[:4], rtol=1e-6, err_msg=name)
+    assert ((np.asarray(got.argmax) >= 0) & (np.asarray(got.argmax) < V)).all()
+    assert not races()
+
+
+@interpreted
+@pytest.mark.parametrize("residual", [False, True])
+def test_draws_interpreted(residual):
+    case = draws(V, jnp.bfloat16, residual=residual)
+    params = plgpu.InterpretGPUParams(detect_races=True)
+    got, want = mosaic.gumbel_argmax(*case, interpret=params), reference.gumbel_argmax(*case)
+    wanted = np.asarray(case[4])
+    assert 0 < wanted.sum() < len(wanted)
+    np.testing.assert_array_equal(np.asarray(got)[wanted], np.asarray(want)[wanted])
+    assert not races()
+
+
+def test_noise_is_that_of_jax():
+    """To the bit: which implementation draws must not matter."""
+    keys = np.random.default_rng(0).integers(0, 2**32, (3, 2), np.uint32)
+    want = reference.gumbel(jnp.asarray(keys), 5000)
+    for key, noise in zip(keys.view(np.int32), want, strict=True):
+        words = (jnp.int32(key[0]), jnp.int32(key[1]))
+        got = mosaic.noise_of(mosaic.threefry(words, jnp.arange(5000, dtype=jnp.int32)))
+        np.testing.assert_array_equal(got, noise)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("R", "size"), [(1, 163840), (512, 163840), (8, 129280), (4, 151936), (3, 1024)])
+def test_lowers_for_the_gpu(R, size, dtype):
+    def shape(dims, dtype):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    logits, floats, ints = shape((R, size), dtype), shape((R,), jnp.float32), shape((R,), jnp.int32)
+    bools, keys, log_q = shape((R,), bool), shape((R, 2), jnp.uint32), shape((3 * R, size), jnp.float32)
+    residual = reference.Residual(floats, ints, bools, log_q, ints)
+    for function, *args in (
+        (mosaic.logits_stats, logits, floats),
+        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, None),
+        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual),
+    ):
+        text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_what_cannot_run_here_says_why():
+    with use(Backends()) as chosen:
+        api.logits_stats(jnp.zeros((1, 8), jnp.bfloat16), jnp.ones(1))
+    assert chosen == {"logits_stats": {"reference"}}
+    assert "at least 1024 and rows of multiples of 16 bytes" in mosaic.obstacle(jnp.zeros((1, 1020), jnp.bfloat16))
+    assert "rows of multiples of 16 bytes" in mosaic.obstacle(jnp.zeros((1, 4001), jnp.bfloat16))
