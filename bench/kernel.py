@@ -198,9 +198,9 @@ def run(arguments: argparse.Namespace) -> int:
     backend.logger.addHandler(messages)
     backend.logger.setLevel(logging.INFO)
 
-    ceiling = ceilings(gpu)
     compiled = compile_all(cases, arguments.backend)
     compile_seconds = time.perf_counter() - started
+    ceiling = ceilings(gpu)
     rows = []
     for case, future in zip(cases, compiled, strict=True):
         try:

@@ -79,62 +79,83 @@ def weigh(acc: jax.Array, weights: jax.Array, values: Any, weights_s: Any | None
     return accumulate(acc, weights_s, values, True)
 
 
+class Merging:
+    """How a thread block merges a row of split partial outputs (arXiv 2501.01005).
+
+    Args:
+        partial: [rows, I, V] normalised outputs of the I items.
+        lse: float32 [blocks * ROWS, padded I] their base-2 log-sum-exp: a block's rows, then unused ones up to ROWS.
+        requests: how many requests share the items.
+    """
+
+    def __init__(self, partial: jax.Array, lse: jax.Array, requests: int):
+        self.padded_items, V = lse.shape[1], partial.shape[2]
+        self.block_rows = partial.shape[0] * ROWS // lse.shape[0]
+        fewest, most = MERGED_AT_ONCE
+        self.at_once = min(max(pl.next_power_of_2(partial.shape[1] // requests), fewest), most)
+        self.items_layout = plgpu.Layout.WG_STRIDED((self.padded_items,), vec_size=self.padded_items // WARPGROUP)
+        # Fewer values than threads: some threads hold the same ones.
+        self.values_layout: Any = (
+            plgpu.Layout.WG_STRIDED((V,), vec_size=V // WARPGROUP)
+            if V % WARPGROUP == 0
+            else plgpu.Layout.WGMMA.reduce(0)
+        )
+        self.V = V
+        self.params = params(reduction_scratch_bytes=2048)
+        self.weights_s = plgpu.SMEM((self.padded_items,), f32)
+
+    def row(self, partial: Any, lse: Any, weights_s: Any, row: Any, first: Any, n: Any) -> jax.Array:
+        """In a kernel with `params` and scratch `weights_s`: float32 [V] of a row's n items from the first one on."""
+        lse_row = lax.div(row, i32(self.block_rows)) * ROWS + lax.rem(row, i32(self.block_rows))
+        item_I = plgpu.broadcasted_iota(i32, (self.padded_items,), 0, layout=self.items_layout)
+        mine_I = (item_I >= first) & (item_I < first + n)
+        lse_I = load(lse, (lse_row, pl.ds(0, self.padded_items)), layout=self.items_layout)
+        lse_I = jnp.where(mine_I, lse_I, MASKED)
+        weights_I = jnp.where(mine_I, jnp.exp2(lse_I - lse_I.max()), 0.0)
+        weights_s[...] = weights_I / weights_I.sum()
+
+        def add(i, sum_V):
+            for j in range(self.at_once):
+                at = i * self.at_once + j
+                weight = jnp.where(at < n, weights_s[first + lax.min(at, n - 1)], 0.0)
+                part_V = load(partial, (row, first + lax.min(at, n - 1), slice(None)), layout=self.values_layout)
+                sum_V += weight * part_V.astype(f32)
+            return sum_V
+
+        zero_V = plgpu.layout_cast(jnp.zeros((self.V,), f32), self.values_layout)
+        return lax.fori_loop(i32(0), lax.div(n + (self.at_once - 1), i32(self.at_once)), add, zero_V)
+
+
 def merge(
     name: str, out: jax.Array, partial: jax.Array, lse: jax.Array, splits: jax.Array, live: int, interpret: Any
 ) -> jax.Array:
-    """Writes the merged outputs of split requests into their first `live` rows of out (arXiv 2501.01005).
+    """Writes the merged outputs of split requests into their first `live` rows of out.
 
     Args:
         name: of the kernel, in profiles.
         out: [B, rows, V], rows in equal blocks of at most ROWS.
-        partial: [rows, I, V] normalised outputs of the I items.
-        lse: float32 [blocks * ROWS, padded I] their base-2 log-sum-exp: a block's rows, then unused ones up to ROWS.
+        partial, lse: see `Merging`.
         splits: as `split_kv.Schedule` has it.
     """
-    padded_items, V = lse.shape[1], out.shape[2]
-    block_rows = out.shape[1] * ROWS // lse.shape[0]
-    fewest, most = MERGED_AT_ONCE
-    at_once = min(max(pl.next_power_of_2(partial.shape[1] // out.shape[0]), fewest), most)
-    items_layout = plgpu.Layout.WG_STRIDED((padded_items,), vec_size=padded_items // WARPGROUP)
-    # Fewer values than threads: some threads hold the same ones.
-    values_layout: Any = (
-        plgpu.Layout.WG_STRIDED((V,), vec_size=V // WARPGROUP) if V % WARPGROUP == 0 else plgpu.Layout.WGMMA.reduce(0)
-    )
+    merging = Merging(partial, lse, out.shape[0])
 
     def body(partial, lse, splits, out, weights_s):
         split, row = lax.axis_index("split"), lax.axis_index("row")
         request, first, n = (splits[split, j] for j in range(3))
-        lse_row = lax.div(row, i32(block_rows)) * ROWS + lax.rem(row, i32(block_rows))
 
         @pl.when(n > 0)
         def _():
-            item_I = plgpu.broadcasted_iota(i32, (padded_items,), 0, layout=items_layout)
-            mine_I = (item_I >= first) & (item_I < first + n)
-            lse_I = jnp.where(mine_I, load(lse, (lse_row, pl.ds(0, padded_items)), layout=items_layout), MASKED)
-            weights_I = jnp.where(mine_I, jnp.exp2(lse_I - lse_I.max()), 0.0)
-            weights_s[...] = weights_I / weights_I.sum()
-
-            def add(i, sum_V):
-                for j in range(at_once):
-                    at = i * at_once + j
-                    weight = jnp.where(at < n, weights_s[first + lax.min(at, n - 1)], 0.0)
-                    part_V = load(partial, (row, first + lax.min(at, n - 1), slice(None)), layout=values_layout)
-                    sum_V += weight * part_V.astype(f32)
-                return sum_V
-
-            zero_V = plgpu.layout_cast(jnp.zeros((V,), f32), values_layout)
-            rounds = lax.div(n + (at_once - 1), i32(at_once))
-            out[request, row] = lax.fori_loop(i32(0), rounds, add, zero_V).astype(bf16)
+            out[request, row] = merging.row(partial, lse, weights_s, row, first, n).astype(bf16)
 
     body.__name__ = name
     (out,) = run_in_place(
         body,
         (partial, lse, splits),
         (out,),
-        scratch_types={"weights_s": plgpu.SMEM((padded_items,), f32)},
+        scratch_types={"weights_s": merging.weights_s},
         grid=(splits.shape[0], live),
         grid_names=("split", "row"),
-        compiler_params=params(reduction_scratch_bytes=2048),
+        compiler_params=merging.params,
         interpret=interpret,
     )
     return out

@@ -20,7 +20,7 @@ LAYERS = {
     "jaxspec.compat": (),
     "jaxspec.compile_cache": ("jaxspec.errors",),
     "jaxspec.config": ("jaxspec.errors",),
-    "jaxspec.sampling": ("jaxspec.errors",),
+    "jaxspec.sampling": ("jaxspec.errors", "pallas_kernels"),
     "jaxspec.models": ("jaxspec.errors", "pallas_kernels"),
     "jaxspec.engine": (
         "jaxspec.errors", "jaxspec.config", "jaxspec.compat", "jaxspec.models", "jaxspec.sampling",

@@ -31,8 +31,7 @@ from jaxspec.models.metadata import StepMetadata, window_bounds
 from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.rejection import verify
-from jaxspec.sampling.sampler import SamplingRows, sample, temperatures
-from pallas_kernels.sampling.api import LogitsStats, logits_stats
+from jaxspec.sampling.sampler import LogitsStats, SamplingRows, logits_stats, sample, temperatures
 
 # Bits of the packed output's flags column.
 FLAG_DONE, FLAG_NAN = 1, 2

@@ -9,12 +9,17 @@ from flax import nnx
 
 from jaxspec.models.config import RopeConfig, yarn_mscale
 from jaxspec.models.params import Declare
-from pallas_kernels.norm_linear.api import norm_linear
+from pallas_kernels.norm_linear.api import norm_linear, reads_apart
 from pallas_kernels.norm_linear.reference import rms_norm
 
 # Up to this many tokens projections that share an input are one matmul, for which XLA reads the weights as if they were
 # one array; with more it would copy them together in every step.
 MOST_MERGED_TOKENS = 128
+
+
+def worth_merging(T: int) -> bool:
+    """Whether the weights that T tokens go through are better put together."""
+    return T <= MOST_MERGED_TOKENS and not reads_apart(T)
 
 
 class RMSNorm(nnx.Module):

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.config import MLAConfig, ModelConfig
-from jaxspec.models.layers import MOST_MERGED_TOKENS, RMSNorm, apply_rope, linear
+from jaxspec.models.layers import RMSNorm, apply_rope, linear, worth_merging
 from jaxspec.models.metadata import StepMetadata
 from jaxspec.models.params import Declare
-from pallas_kernels import tuning
-from pallas_kernels.backend import current
 from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
@@ -109,9 +107,7 @@ class MLA(nnx.Module):
         """
         T, inputs = x_TH.shape
         weights = (self.qkv_a[...],) if self.q_lora_rank else (self.q[...], self.kv_a[...])
-        # A kernel takes them as they are; weights that lie on several devices cannot be put together.
-        merged = tuning.current().norm_linear_tokens < T <= MOST_MERGED_TOKENS and current().devices == 1
-        if merged and not self.q_lora_rank:
+        if not self.q_lora_rank and worth_merging(T):
             weights = (jnp.concatenate([weight.reshape(-1, inputs) for weight in weights]),)
         outs = norm.into(x_TH, *weights) if norm else tuple(linear(x_TH, weight) for weight in weights)
         if self.q_lora_rank:
@@ -142,9 +138,9 @@ class MLA(nnx.Module):
         T, N, C = q_TNC.shape
         q = q_TNC.reshape(*bounds_Dn.shape, N, C)
         out = mla_decode(
-            q, cache, tables, bounds_Dn, scale=self.mla.softmax_scale, value_dim=self.mla.kv_lora_rank
-        ).reshape(T, N, self.mla.kv_lora_rank)
-        return jnp.einsum("tnl,nvl->tnv", out, self.w_uv[...])
+            q, cache, tables, bounds_Dn, self.w_uv[...], scale=self.mla.softmax_scale, value_dim=self.mla.kv_lora_rank
+        )
+        return out.reshape(T, N, self.mla.v_dim)
 
     def cache_shapes(self, num_pages: int, page_size: int) -> tuple[int, ...]:
         return (num_pages, page_size, self.mla.cache_dim)

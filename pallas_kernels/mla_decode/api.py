@@ -7,7 +7,14 @@ from pallas_kernels.mla_decode import mosaic, reference, triton
 
 
 def mla_decode(
-    q: jax.Array, latent: jax.Array, page_tables: jax.Array, bounds: jax.Array, *, scale: float, value_dim: int
+    q: jax.Array,
+    latent: jax.Array,
+    page_tables: jax.Array,
+    bounds: jax.Array,
+    w_uv: jax.Array | None = None,
+    *,
+    scale: float,
+    value_dim: int,
 ) -> jax.Array:
     """Attention of n query tokens a request over its pages of latents (arXiv 2405.04434, appendix C, absorbed).
 
@@ -18,18 +25,23 @@ def mla_decode(
         latent: [pages, page_size, C] the layer's cache.
         page_tables: int32 [B, max_pages]; entries past a request's length may name any page.
         bounds: int32 [B, n], exclusive: query (b, r) sees the keys at positions < bounds[b, r]. At least 1.
+        w_uv: [H, V, value_dim] up-projection of the latent to values, where it is to follow: of a few tokens it is a part of
+            the same kernels.
         scale: softmax scale.
         value_dim: the latent rank.
 
     Returns:
-        [B, n, H, value_dim] in q's dtype.
+        [B, n, H, value_dim], with w_uv [B, n, H, V], in q's dtype.
 
     Raises:
         UnsupportedError: the attention backend that was asked for cannot take this call.
     """
     obstacles = {"mosaic": mosaic.obstacle(q, latent, value_dim), "triton": triton.obstacle(q, latent, value_dim)}
     chosen = choose("mla_decode", current().attention, obstacles)
-    if chosen == "reference":
-        return reference.mla_decode(q, latent, page_tables, bounds, scale=scale, value_dim=value_dim)
-    kernel = {"mosaic": mosaic, "triton": triton}[chosen]
-    return kernel.mla_decode(q, latent, page_tables, bounds, scale=scale)
+    if chosen == "mosaic":
+        return mosaic.mla_decode(q, latent, page_tables, bounds, w_uv, scale=scale)
+    if chosen == "triton":
+        out = triton.mla_decode(q, latent, page_tables, bounds, scale=scale)
+    else:
+        out = reference.mla_decode(q, latent, page_tables, bounds, scale=scale, value_dim=value_dim)
+    return out if w_uv is None else reference.values(out, w_uv)

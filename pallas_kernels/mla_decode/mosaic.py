@@ -23,6 +23,8 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import load, transpose_ref
+from pallas_kernels.mla_decode import reference
+from pallas_kernels.mla_decode.values import merged_values, takes
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
 
@@ -57,6 +59,7 @@ def mla_decode(
     latent: jax.Array,
     page_tables: jax.Array,
     bounds: jax.Array,
+    w_uv: jax.Array | None = None,
     *,
     scale: float,
     sms: int | None = None,
@@ -75,6 +78,8 @@ def mla_decode(
     padding = blocks * rows - live
     sms = sms or jax.devices()[0].core_count
     items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms)
+    # With its first page an item has one load less to wait for before it can begin.
+    items = jnp.concatenate([items, page_tables[items[:, 0], items[:, 1], None].astype(i32)], axis=1)
 
     q = jnp.pad(q.reshape(B, live, KEY_DIM), ((0, 0), (0, padding), (0, 0)))
     # Rows of padding see all that the last token sees: a smaller bound would need a mask.
@@ -82,9 +87,12 @@ def mla_decode(
 
     attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), interpret)
     out, partial, lse = attend(q, latent, page_tables, items, bounds_BR)
+    if splits.shape[0] and w_uv is not None and takes(B * n, w_uv):
+        return merged_values(out, partial, lse, splits, w_uv, n, interpret)
     if splits.shape[0]:
         out = merge("mla_decode_merge", out, partial, lse, splits, live, interpret)
-    return out[:, :live].reshape(B, n, H, VALUE_DIM)
+    out = out[:, :live].reshape(B, n, H, VALUE_DIM)
+    return out if w_uv is None else reference.values(out, w_uv)
 
 
 @functools.cache
@@ -102,7 +110,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
     ):  # fmt: skip
         (left_s, right_s), (out_s,) = pages_or_out
         warpgroup, item, block = lax.axis_index("warpgroup"), lax.axis_index("item"), lax.axis_index("block")
-        request, first, end, unmasked, alone = (items[item, j] for j in range(5))
+        request, first, end, unmasked, alone, first_page = (items[item, j] for j in range(6))
         n = end - first
 
         def zeros():
@@ -113,10 +121,8 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
             # A tile with fewer rows than 64: TMA reads zeros past the last one.
             plgpu.copy_gmem_to_smem(q.at[request, pl.ds(block * rows, ROWS), :], q_s, q_full)
 
-            @pl.loop(0, n)
-            def _(i):
+            def copy(i, page):
                 stage = lax.rem(i, i32(STAGES))
-                page = page_tables[request, first + i]
 
                 @pl.when(i >= STAGES)
                 def _():
@@ -127,6 +133,10 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
                 plgpu.copy_gmem_to_smem(left, left_s.at[stage], left_full.at[stage])
                 right = latent.at[page, :, pl.ds(LEFT, RIGHT)]
                 plgpu.copy_gmem_to_smem(right, right_s.at[stage], right_full.at[stage])
+                # Ahead of the wait that the next copy begins with.
+                return page_tables[request, lax.min(first + i + 1, end - 1)]
+
+            lax.fori_loop(i32(0), n, copy, first_page)
 
             # Every completion must be awaited before the kernel ends.
             @pl.loop(lax.max(n - STAGES, i32(0)), n)

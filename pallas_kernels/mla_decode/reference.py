@@ -32,3 +32,9 @@ def mla_decode(
     state = OnlineSoftmax.init((B, n, H), value_dim)
     state = lax.fori_loop(0, blocks_for(bounds.max(), page_size), body, state)
     return OnlineSoftmax.finish(state).astype(q.dtype)
+
+
+def values(out: jax.Array, w_uv: jax.Array) -> jax.Array:
+    """[B, n, H, L] and w_uv [H, V, L] -> [B, n, H, V]."""
+    B, n, H, L = out.shape
+    return jnp.einsum("thl,hvl->thv", out.reshape(B * n, H, L), w_uv).reshape(B, n, H, -1)

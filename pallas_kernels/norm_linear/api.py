@@ -7,6 +7,12 @@ from pallas_kernels.backend import choose, current
 from pallas_kernels.norm_linear import mosaic, reference
 
 
+def reads_apart(T: int) -> bool:
+    """Whether weights that T tokens go through are best given one by one: a kernel takes them so, and those that lie on
+    several devices cannot be put together."""
+    return tuning.current().norm_linear_tokens >= T or current().devices > 1
+
+
 def norm_linear(
     x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...], *, eps: float, delta: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:

@@ -90,17 +90,17 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = 
         inverse = LOG2_E / temperature[row]
 
         def work(tempered):
-            def step(i, carry):
-                best, column, top, total, tempered_total, lowest = carry
+            def step(i, carry, masked):
+                best, vector, top, total, tempered_total, lowest = carry
                 js = [part * parts.vectors + i * AT_ONCE + n for n in range(AT_ONCE)]
-                loaded = [parts.load(logits, row, j) for j in js]
-                # A vector that reaches back over the one before counts what is new.
-                values = [
-                    jnp.where(parts.columns(j) >= j * parts.width, x, f32(-jnp.inf))
-                    for j, x in zip(js, loaded, strict=True)
-                ]
-                group = functools.reduce(jnp.maximum, values)
-                new_top = jnp.maximum(top, group)
+                values = [parts.load(logits, row, j) for j in js]
+                lowest = functools.reduce(jnp.minimum, values, lowest)
+                if masked:  # A vector that reaches back over the one before counts what is new.
+                    values = [
+                        jnp.where(parts.columns(j) >= j * parts.width, x, f32(-jnp.inf))
+                        for j, x in zip(js, values, strict=True)
+                    ]
+                new_top = functools.reduce(jnp.maximum, values, top)
                 total = total * jnp.exp2((top - new_top) * LOG2_E)
                 if tempered:
                     tempered_total = tempered_total * jnp.exp2((top - new_top) * inverse)
@@ -109,18 +109,21 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = 
                     if tempered:
                         tempered_total = tempered_total + jnp.exp2((x - new_top) * inverse)
                     better = x > best
-                    best = jnp.where(better, x, best)
-                    column = jnp.where(better, parts.columns(j).astype(f32), column)
-                lowest = functools.reduce(jnp.minimum, loaded, lowest)
-                return best, column, new_top, total, tempered_total, lowest
+                    best, vector = jnp.where(better, x, best), jnp.where(better, j.astype(f32), vector)
+                return best, vector, new_top, total, tempered_total, lowest
 
             none, zero = parts.fill(-jnp.inf), parts.fill(0.0)
             carry = (none, zero, parts.fill(LOWEST), zero, zero, parts.fill(jnp.inf))
-            return lax.fori_loop(0, parts.vectors // AT_ONCE, step, carry)
+            groups = parts.vectors // AT_ONCE
+            whole = lax.div(i32(V // parts.width) - part * parts.vectors, i32(AT_ONCE))
+            whole = lax.max(lax.min(whole, i32(groups)), i32(0))
+            carry = lax.fori_loop(i32(0), whole, functools.partial(step, masked=False), carry)
+            return lax.fori_loop(whole, i32(groups), functools.partial(step, masked=True), carry)
 
         def finish(mine, tempered):
-            best_x, best_column, top_x, total_x, tempered_x, lowest_x = mine
-            best[row, part], column[row, part] = _first_of_best(best_x, best_column)
+            best_x, vector, top_x, total_x, tempered_x, lowest_x = mine
+            start = jnp.minimum(vector * parts.width, f32(V - parts.width))
+            best[row, part], column[row, part] = _first_of_best(best_x, start + parts.columns(i32(0)).astype(f32))
             highest = top_x.max()
             top[row, part] = highest
             joined = (total_x * jnp.exp2((top_x - highest) * LOG2_E)).sum()

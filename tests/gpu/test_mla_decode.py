@@ -62,3 +62,28 @@ def test_adversarial_lengths(backend, lengths):
 
 def test_float16():
     check("triton", RAGGED, 2, 16, jnp.float16)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "n"), [((1,), 1), ((700,), 1), ((4096,), 4), ((65, 5000), 2), ((64, 1, 1024, 130), 1)]
+)
+def test_values_of_a_few_tokens(backend, lengths, n):
+    """With the up-projection of values, which a kernel takes along."""
+    rng = np.random.default_rng(n)
+    pool, tables = paged_pool(rng, lengths, 576)
+    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, 16, 576), np.float32), jnp.bfloat16)
+    w_uv = jnp.asarray(rng.standard_normal((16, 128, 512)) / 512**0.5, jnp.bfloat16)
+    latent, bounds = jnp.asarray(pool, jnp.bfloat16), window_bounds(lengths, n)
+
+    @jax.jit
+    def run(*arrays):
+        with use(Backends(attention=backend)):
+            return mla_decode(*arrays, scale=SCALE, value_dim=512)
+
+    exact = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=512))
+    with jax.default_matmul_precision("highest"):
+        want = exact(q.astype(jnp.float32), latent.astype(jnp.float32), tables, bounds)
+        want = jax.jit(reference.values)(want, w_uv.astype(jnp.float32))
+    for _ in range(3):  # the third run is a recorded graph's
+        got = run(q, latent, tables, bounds, w_uv)
+    assert relative_error(got, want) < 1e-2

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import mosaic, reference
 from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.values import takes
 from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
 from pallas_kernels.tuning import Tuning
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
@@ -49,6 +50,46 @@ def test_interpreted_without_races(lengths, n, heads, sms):
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     assert not interpret_pallas_call.get_races().races_found
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("lengths", "n", "sms"),
+    [
+        ((70,), 1, 8),  # one request, split
+        ((60, 200), 2, 8),  # one whole, one split
+        ((130, 128, 7, 300), 1, 4),  # all whole
+    ],
+)
+def test_values_of_a_few_tokens(lengths, n, sms):
+    """As merging and the up-projection apart, without races."""
+    rng = np.random.default_rng(1)
+    H, V = 2, 64
+    pool, tables = paged_pool(rng, lengths, 576)
+    q = jnp.asarray(rng.standard_normal((len(lengths), n, H, 576)), jnp.bfloat16)
+    w_uv = jnp.asarray(rng.standard_normal((H, V, 512)) / 512**0.5, jnp.bfloat16)
+    args = (q, jnp.asarray(pool, jnp.bfloat16), tables, window_bounds(lengths, n))
+    run = functools.partial(
+        mosaic.mla_decode, scale=SCALE, sms=sms, interpret=plgpu.InterpretGPUParams(detect_races=True)
+    )
+    got, out = run(*args, w_uv), run(*args)
+    assert got.shape == (len(lengths), n, H, V)
+    assert takes(len(lengths) * n, w_uv)
+    assert relative_error(got, reference.values(out.astype(jnp.float32), w_uv.astype(jnp.float32))) < 4e-3
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.parametrize(("batch", "n"), [(1, 1), (1, 4), (4, 1), (8, 1)])
+def test_lowers_for_cuda_with_values(batch, n):
+    call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
+    shapes = ((batch, n, 16, 576), jnp.bfloat16), ((99, 64, 576), jnp.bfloat16), ((batch, 9), jnp.int32)
+    shapes += ((batch, n), jnp.int32), ((16, 128, 512), jnp.bfloat16)
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 2
+    assert ("dot_general" in text) == (batch * n > 4)
 
 
 @pytest.mark.parametrize(("batch", "n", "heads"), [(1, 1, 16), (8, 8, 4), (128, 4, 16), (200, 1, 64), (2, 5, 128)])

@@ -1,0 +1,98 @@
+"""The end of decode attention for a few tokens: merging split requests, and the up-projection of values, in one kernel.
+
+Apart they are two launches, each of which mostly waits. Here a thread block merges a row while TMA brings its share of
+the head's weights; blocks of the same row merge it anew, from the L2 cache.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load
+from pallas_kernels.mosaic_attention import Merging, bf16, f32, i32
+
+# With more tokens tensor cores are better.
+MOST_TOKENS = 4
+WARPS = 4
+# Rows of the weights to a block, and columns that a warp loads at once, 16 bytes a lane.
+ROWS, COLUMNS = 32, 256
+ROW_A_WARP = plgpu.Layout.TILED(
+    plgpu.Tiling(((WARPS, COLUMNS), (COLUMNS // 32,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+
+
+def takes(tokens: int, w_uv: jax.Array) -> bool:
+    """Whether the kernel is for that many tokens and such weights [H, V, L]."""
+    return tokens <= MOST_TOKENS and w_uv.shape[1] % ROWS == 0 and w_uv.dtype == bf16
+
+
+def merged_values(
+    out: jax.Array,
+    partial: jax.Array,
+    lse: jax.Array,
+    splits: jax.Array,
+    w_uv: jax.Array,
+    tokens: int,
+    interpret: Any,
+) -> jax.Array:
+    """Values [B, tokens, H, V] of out [B, rows, L], `tokens` times H rows a request, and of what is yet to be merged.
+
+    Args:
+        partial, lse: see `Merging`.
+        splits: as `split_kv.Schedule` has it.
+        w_uv: [H, V, L].
+    """
+    B, L = out.shape[0], out.shape[2]
+    H, V, _ = w_uv.shape
+    merging, columns = Merging(partial, lse, B), range(0, L, COLUMNS)
+
+    def mla_decode_values(whole, partial, lse, splits, w_uv, values, weights_s, row_s, w_s, arrived):
+        request, head = lax.axis_index("request"), lax.axis_index("head")
+        token, part = lax.axis_index("token"), lax.axis_index("part")
+        for i, column in enumerate(columns):
+            source = w_uv.at[head, pl.ds(part * ROWS, ROWS), pl.ds(column, COLUMNS)]
+            plgpu.copy_gmem_to_smem(source, w_s.at[i], arrived)
+        first, n = i32(0), i32(0)
+        for split in range(splits.shape[0]):
+            mine = (splits[split, 0] == request) & (splits[split, 2] > 0)
+            first, n = (jnp.where(mine, splits[split, j], old) for j, old in ((1, first), (2, n)))
+        row = token * H + head
+
+        @pl.when(n > 0)
+        def _():
+            row_s[...] = merging.row(partial, lse, weights_s, row, first, n).astype(bf16)
+
+        @pl.when(n == 0)
+        def _():
+            row_s[...] = load(whole, (request, row, slice(None)), layout=merging.values_layout)
+
+        plgpu.barrier_wait(arrived)
+        vectors = [load(row_s, (pl.ds(column, COLUMNS),), layout=ROW_A_WARP.reduce(0)) for column in columns]
+        for start in range(0, ROWS, WARPS):
+            total = None
+            for i, vector in enumerate(vectors):
+                tile = load(w_s, (i, pl.ds(start, WARPS), slice(None)), layout=ROW_A_WARP).astype(f32)
+                over = lax.broadcast_in_dim(vector.astype(f32), tile.shape, [1])
+                product = tile * plgpu.layout_cast(over, ROW_A_WARP)
+                total = product if total is None else total + product
+            assert total is not None
+            values[request, token, head, pl.ds(part * ROWS + start, WARPS)] = total.sum(axis=1).astype(bf16)
+
+    return plgpu.kernel(
+        mla_decode_values,
+        out_type=jax.ShapeDtypeStruct((B, tokens, H, V), bf16),
+        scratch_types={
+            "weights_s": merging.weights_s,
+            "row_s": plgpu.SMEM((L,), bf16),
+            "w_s": plgpu.SMEM((len(columns), ROWS, COLUMNS), bf16),
+            "arrived": plgpu.Barrier(num_arrivals=len(columns)),
+        },
+        grid=(B, tokens, H, V // ROWS),
+        grid_names=("request", "token", "head", "part"),
+        compiler_params=merging.params,
+        interpret=interpret,
+    )(out, partial, lse, splits, w_uv)
