@@ -29,6 +29,7 @@ from bench.kernel_case import LARGEST_ERROR, Case
 from bench.kernel_gqa import GQA_DECODE, GQA_PREFILL
 from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE, NORM_LINEAR
 from bench.kernel_peers import LIBRARIES, PeerError, Peers
+from bench.kernel_sampling import SAMPLING
 from bench.kernel_timing import TRACE_FLAG, Loop, ceilings, device_seconds, launches_for, rounds
 from pallas_kernels import backend
 
@@ -41,6 +42,7 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "mla_query": MLA_QUERY,
     "norm_linear": NORM_LINEAR,
     "moe": MOE,
+    "sampling": SAMPLING,
 }
 # Of one measurement: ours ends with a wait for the device, which must not show.
 OUR_SECONDS, PEER_SECONDS, CPU_SECONDS = 0.05, 0.02, 0.01

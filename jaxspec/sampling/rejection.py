@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, one_each, temperatures, tempered, uniform
+from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, temperatures, tempered, uniform
 from pallas_kernels.sampling.api import LogitsStats, Residual, gumbel_argmax, logits_stats
 
 
@@ -35,7 +35,7 @@ def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
     stats = logits_stats(logits, temperature)
     greedy = (rows.temperature == 0) | rows.greedy_drafts
     keys = noise_keys(rows.seeds, positions, jnp.full(positions.shape, int(Stream.DRAFT), jnp.int32))
-    drawn = gumbel_argmax(*one_each((logits, temperature)), keys, ~greedy)
+    drawn = gumbel_argmax(logits, jnp.arange(logits.shape[0], dtype=jnp.int32), temperature, keys, ~greedy)
     log_q = logits.astype(jnp.float32) / temperature[:, None] - stats.log_z_tempered[:, None]
     return jnp.where(greedy, stats.argmax, drawn), log_q
 

@@ -137,11 +137,6 @@ def sample(
     stats = stats or logits_stats(logits, temperatures(rows))
     greedy = rows.temperature == 0
     keys = noise_keys(rows.seeds, positions, jnp.full(R, int(Stream.BONUS), jnp.int32))
-    drawn = gumbel_argmax(*one_each(tempered(logits, rows, full=full)), keys, ~greedy)
+    distributions, temperature = tempered(logits, rows, full=full)
+    drawn = gumbel_argmax(distributions, jnp.arange(R, dtype=jnp.int32), temperature, keys, ~greedy)
     return jnp.where(greedy, stats.argmax, drawn)
-
-
-def one_each(distributions: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `gumbel_argmax` takes them, one draw from each row."""
-    logits, temperature = distributions
-    return logits, jnp.arange(logits.shape[0], dtype=jnp.int32), temperature

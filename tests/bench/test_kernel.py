@@ -114,7 +114,17 @@ def test_kernel_seconds_of_a_trace():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "operation",
-    ["mla_decode", "mla_prefill", "gqa_decode", "gqa_prefill", "kv_write", "mla_query", "norm_linear", "moe"],
+    [
+        "mla_decode",
+        "mla_prefill",
+        "gqa_decode",
+        "gqa_prefill",
+        "kv_write",
+        "mla_query",
+        "norm_linear",
+        "moe",
+        "sampling",
+    ],
 )
 def test_a_tiny_run(operation, tmp_path, capsys):
     out = tmp_path / "kernel.json"
@@ -126,7 +136,7 @@ def test_a_tiny_run(operation, tmp_path, capsys):
         assert row["ours_us"] > 0
         # XLA on a CPU sums that matmul's products in less than float32.
         assert row["errors"]["float64"] < (kernel.LARGEST_ERROR if operation == "mla_query" else 0.01)
-        assert ("TFLOP_per_s" in row) == (operation not in ("kv_write", "norm_linear"))
+        assert ("TFLOP_per_s" in row) == (operation not in ("kv_write", "norm_linear", "sampling"))
         assert ("GB_per_s" in row) == (operation not in ("mla_prefill", "gqa_prefill"))
     assert "ceilings" in capsys.readouterr().out
 
