@@ -81,7 +81,7 @@ def test_values_of_a_few_tokens(lengths, n, sms):
     assert not interpret_pallas_call.get_races().races_found
 
 
-@pytest.mark.parametrize(("batch", "n"), [(1, 1), (1, 4), (4, 1), (8, 1)])
+@pytest.mark.parametrize(("batch", "n"), [(1, 4), (8, 1)])
 def test_lowers_for_cuda_with_values(batch, n):
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
     shapes = ((batch, n, 16, 576), jnp.bfloat16), ((99, 64, 576), jnp.bfloat16), ((batch, 9), jnp.int32)
