@@ -226,7 +226,8 @@ class Runner:
         )
         backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
         tokens = bucket.prefill_tokens + bucket.decode_rows * self.window
-        # What is to be one matmul is one already.
+        # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
+        # themselves where it pays: see `worth_merging`.
         options: dict[str, str | bool] = (
             {} if tokens <= MOST_MERGED_TOKENS else {"xla_gpu_dot_merger_threshold_mb": "0"}
         )

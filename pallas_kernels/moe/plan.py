@@ -145,7 +145,7 @@ def _plan(N: int, E: int, k: int, rows: int, slots: int, shared: bool, interpret
                 counts = add_one(counts, down_columns(ids_col, experts) == iota((experts, narrow), 0))
             return counts
 
-        # Tiles are summed up behind the loop: across threads, which is what costs.
+        # One sum across threads, behind the loop.
         counts = lax.fori_loop(0, chunks, count, nothing((experts, narrow))).sum(axis=1)
         if shared:
             blocks = jnp.minimum(counts, jnp.full((experts,), 1, int32))

@@ -30,6 +30,8 @@ BLOCKS_PER_SM = 8
 # Below all logits, so that the first maximum is finite: the difference of two infinities is NaN.
 LOWEST = -1e30
 LOG2_E = math.log2(math.e)
+# Ids are kept as float32 beside the logits.
+MOST_IDS = 2**24
 TINY = float(np.finfo(np.float32).tiny)
 
 i32, f32 = jnp.int32, jnp.float32
@@ -38,6 +40,8 @@ i32, f32 = jnp.int32, jnp.float32
 def obstacle(logits: jax.Array) -> str | None:
     """Why the kernels cannot take these logits; None if they can."""
     V = logits.shape[1]
+    if V > MOST_IDS:
+        return f"it counts up to {MOST_IDS} ids, not {V}"
     width = WARPGROUP * LOAD_BYTES // logits.dtype.itemsize
     if width > V or V * logits.dtype.itemsize % LOAD_BYTES:
         return f"it needs a vocabulary of at least {width} and rows of multiples of {LOAD_BYTES} bytes, not {V} ids"
@@ -46,7 +50,10 @@ def obstacle(logits: jax.Array) -> str | None:
 
 
 class Parts:
-    """How rows of V columns are cut: each block takes `vectors` of `width` columns, of which the last may be old ones."""
+    """How rows of V columns are cut: each block takes `vectors` of `width` columns.
+
+    The last vector of a row ends with it, and reaches back over columns of the one before; those behind it repeat it.
+    """
 
     def __init__(self, R: int, V: int, itemsize: int, at_once: int):
         # The number of an H200, where there is no GPU to ask (lowering on a CPU).
@@ -74,9 +81,9 @@ class Parts:
 
 
 def _first_of_best(best: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest value and the lowest column that has it, exact below 2^24."""
+    """The largest value and the lowest column that has it."""
     top = best.max()
-    return top, -jnp.where(best == top, -column, f32(-(2.0**24))).max()
+    return top, -jnp.where(best == top, -column, f32(-MOST_IDS)).max()
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
