@@ -57,7 +57,12 @@ def test_interpreted_without_races(T, H, outs, experts, adds):
 
 @pytest.mark.parametrize(
     ("T", "H", "outs", "experts", "adds"),
-    [(1, 2048, [(16, 192), (576,)], 0, False), (4, 2048, [], 64, True), (8, 7168, [(2112,)], 256, True)],
+    [
+        (1, 2048, [(16, 192), (576,)], 0, False),
+        (4, 2048, [], 64, True),
+        (1, 7168, [(2112,)], 256, True),
+        pytest.param(8, 7168, [(2112,)], 256, True, marks=pytest.mark.slow),
+    ],
 )
 def test_lowers_for_cuda(T, H, outs, experts, adds):
     x, gain, weights, delta = jax.eval_shape(lambda: inputs(T, H, outs, experts))
