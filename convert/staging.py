@@ -64,11 +64,13 @@ def _locked_folder(out: Path) -> tuple[Path, int]:
     while True:
         folder = out.parent / _name(out)
         folder.mkdir()
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if folder.exists():
-            return folder, fd
-        os.close(fd)  # another run took it for a leftover before it was locked
+        # Until it is locked, another run may take it for a leftover: before it is opened, or after.
+        with suppress(FileNotFoundError):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, fd
+            os.close(fd)
 
 
 def _remove_leftovers(out: Path) -> None:
@@ -96,15 +98,16 @@ def _swap_in(folder: Path, out: Path, on_event: OnEvent) -> None:
             folder.rename(out)
         else:
             old = out.parent / _name(out)
-            on_event("rename the old one away")
-            out.rename(old)
-            try:
-                on_event("rename into place")
-                folder.rename(out)
-            except BaseException:
-                old.rename(out)
-                raise
-            shutil.rmtree(old)
+            with _locked(out):  # under its other name it would be another run's leftover
+                on_event("rename the old one away")
+                out.rename(old)
+                try:
+                    on_event("rename into place")
+                    folder.rename(out)
+                except BaseException:
+                    old.rename(out)
+                    raise
+                shutil.rmtree(old)
     _sync_folder(out.parent)
 
 

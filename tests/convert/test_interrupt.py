@@ -7,13 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from convert.checkpoint import load_params, read_manifest
 from convert.convert import convert_checkpoint
-from convert.staging import staged
+from convert.staging import is_staging, staged
 from jaxspec.errors import ModelFormatError
 from tests.convert.edits import edit_config
 
@@ -135,6 +137,41 @@ def test_work_in_progress_is_not_a_leftover(tmp_path: Path):
             raise Killed
         assert (first / "x").read_text() == "first"
     assert (out / "x").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_another_run_takes_a_folder_away_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    taken: list[Path] = []
+    mkdir = Path.mkdir
+
+    def mkdir_and_lose_the_first(self: Path, *args: Any, **kwargs: Any) -> None:
+        mkdir(self, *args, **kwargs)
+        if is_staging(self) and not taken:
+            taken.append(self)
+            self.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_and_lose_the_first)
+    with staged(tmp_path / "out", lambda _: None) as folder:
+        assert taken
+        assert folder not in taken
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_the_old_one_is_no_leftover_while_it_is_being_replaced(tmp_path: Path):
+    """A run that starts between the two renames must leave the old one where it can be brought back from."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "x").write_text("old")
+
+    def another_run_then_failure(point: str) -> None:
+        if point == "rename into place":
+            with suppress(Killed), staged(out, lambda _: None):
+                raise Killed
+            raise Killed
+
+    with pytest.raises(Killed), staged(out, another_run_then_failure):
+        pass
+    assert (out / "x").read_text() == "old"
     assert list(tmp_path.iterdir()) == [out]
 
 
