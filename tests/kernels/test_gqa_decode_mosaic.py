@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.gqa_decode import mosaic, reference
 from pallas_kernels.gqa_decode.api import gqa_decode
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
-)
 slow = pytest.mark.slow
 
 
@@ -26,16 +23,13 @@ def check_interpreted(lengths, n, K, G, D, sms):
     # Scores of some size, so that a wrong mask shows.
     q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, K, G, D)), jnp.bfloat16)
     bounds = window_bounds(lengths, n)
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    got = mosaic.gqa_decode(q, k, v, tables, bounds, scale=D**-0.5, sms=sms, interpret=params)
+    got = mosaic.gqa_decode(q, k, v, tables, bounds, scale=D**-0.5, sms=sms, interpret=detect_races())
 
     exact = [a.astype(jnp.float32) for a in (q, k, v)]
     want = reference.gqa_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), scale=D**-0.5)
     assert got.shape == want.shape
     assert relative_error(got, want) < 1e-2
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    assert_no_races(got)
 
 
 @interpreted

@@ -9,16 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.gqa_prefill import mosaic, reference
 from pallas_kernels.gqa_prefill.api import gqa_prefill
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import flat_chunks, paged_pool
 
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
-)
 slow = pytest.mark.slow
 
 
@@ -31,12 +28,9 @@ def check_interpreted(starts, chunks, K, G, D, padding=3):
     q = 3 * rng.standard_normal((len(rows), K, G, D))
     q[rows == len(ends)] = np.nan
     floats, ints = (jnp.asarray(q, jnp.bfloat16), k, v), (tables, rows, positions, ends)
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    run = functools.partial(mosaic.gqa_prefill, scale=D**-0.5, interpret=params)
+    run = functools.partial(mosaic.gqa_prefill, scale=D**-0.5, interpret=detect_races())
     got = np.asarray(jax.jit(run)(*floats, *ints), np.float32)
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    assert_no_races(got)
     exact = [x.astype(jnp.float32) for x in floats]
     want = np.asarray(jax.jit(functools.partial(reference.gqa_prefill, scale=D**-0.5))(*exact, *ints))
     tokens = sum(chunks)

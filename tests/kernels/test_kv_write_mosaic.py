@@ -6,17 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.kv_write import mosaic, reference
 from pallas_kernels.kv_write.api import write_latent
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
 EPS = 1e-5
-
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
-)
 
 
 def tokens(T: int, width: int = 576, latent: int = 512) -> list[jax.Array]:
@@ -38,15 +34,12 @@ def test_interpreted_without_races(T):
     pages, offsets = (jnp.asarray(a, jnp.int32) for a in (places // 64, places % 64))
     cache = jnp.full((3, 64, 576), jnp.nan, jnp.bfloat16)
     args = (*tokens(T), pages, offsets)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    got = np.asarray(mosaic.write_latent(cache, *args, eps=EPS, interpret=interpret), np.float32)
+    got = np.asarray(mosaic.write_latent(cache, *args, eps=EPS, interpret=detect_races()), np.float32)
     want = np.asarray(reference.write_latent(cache, *args, eps=EPS), np.float32)
     # The order of a sum of squares may move a rounding.
     np.testing.assert_allclose(got, want, rtol=2**-7)
     assert (got != want)[~np.isnan(want)].mean() < 0.01
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    assert_no_races(got)
 
 
 @pytest.mark.parametrize("T", [1, 32, 2048])

@@ -61,6 +61,7 @@ def test_lowers_for_cuda(jax_triton, batch, n, heads, blocks):
     assert set(attend.parameters + merge.parameters) == {(0, triton_call.ALIGNMENT)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "tile"), [(c, tile) for c, tiles in triton.TILES.items() for tile in tiles])
 def test_every_tile_fits(jax_triton, capability, tile):
     lowered(2, 1, tile.rows, capability)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import backend, query_tiles
 from pallas_kernels.mla_prefill import api, decompress, mosaic, reference
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import flat_chunks
 
 L, R, D, V, PAGE = mosaic.LATENT, mosaic.ROPE, mosaic.NOPE, mosaic.VALUE, mosaic.PAGE
@@ -39,23 +40,18 @@ def problem(rng, starts, chunks, padding, heads, max_pages):
     return floats, [jnp.asarray(x) for x in (tables, rows, positions, ends)]
 
 
-def interpreted(f, *args):
+def run_interpreted(f, *args):
     """f(*args, interpret=...) under jit, without races."""
-    if jax.__version_info__ < (0, 11):
-        pytest.skip("the interpreter of jax 0.10 lacks operations that the kernels use")
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    got = jax.jit(functools.partial(f, interpret=plgpu.InterpretGPUParams(detect_races=True)))(*args)
+    got = jax.jit(functools.partial(f, interpret=detect_races()))(*args)
     jax.block_until_ready(got)
-    assert not interpret_pallas_call.get_races().races_found
+    assert_no_races(got)
     return got
 
 
 def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2, max_pages=5):
     floats, ints = problem(np.random.default_rng(len(chunks)), starts, chunks, padding, heads, max_pages)
     run = functools.partial(mosaic.mla_prefill, scale=SCALE, chunk=chunk, pipeline=mosaic.Pipeline(keys=keys))
-    got = np.asarray(interpreted(run, *floats, *ints), np.float32)
+    got = np.asarray(run_interpreted(run, *floats, *ints), np.float32)
     tokens = sum(chunks)
     np.testing.assert_array_equal(got[tokens:], 0)
     exact = [x.astype(jnp.float32) for x in floats]
@@ -66,6 +62,7 @@ def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2
         assert error <= 1e-2, f"relative error {error:.2e} in a chunk of {len(rows)} tokens"
 
 
+@interpreted
 @pytest.mark.parametrize(("chunk", "max_pages"), [(4096, 5), (256, 5), (128, 9)], ids=["one", "unrolled", "loop"])
 def test_interpreted(chunk, max_pages):
     """Requests within one chunk, split over chunks, and in a loop over as many as there are."""
@@ -73,6 +70,7 @@ def test_interpreted(chunk, max_pages):
     check_interpreted((100, 0), (65, 1), chunk=chunk, max_pages=max_pages)
 
 
+@interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("starts", "chunks", "keys"),
@@ -171,12 +169,13 @@ def test_listed_pages_are_those_of_the_requests(keys, first):
     assert ((pages[:, 0] >= 0) & (pages[:, 0] < len(pool))).all()
 
 
+@interpreted
 @pytest.mark.parametrize(("count", "blocks"), [(6, 2), (3, 5), (0, 1)])
 def test_interpreted_decompression(count, blocks):
     """Blocks with several tiles, a ring that goes round, pages that do not exist, and blocks without work."""
     floats, pages, rows, _ = listed(128, 0, 8)
     run = functools.partial(decompress.decompress, blocks=blocks)
-    k_nope, k_rope, v = (np.asarray(x, np.float32) for x in interpreted(run, *floats, pages, jnp.int32(count)))
+    k_nope, k_rope, v = (np.asarray(x, np.float32) for x in run_interpreted(run, *floats, pages, jnp.int32(count)))
     used = -(-count // 2) * 2 * PAGE
     for got, weights in ((k_nope, floats[1]), (v, floats[2])):
         want = np.einsum("cl,hdl->chd", rows[:used, :L], np.asarray(weights, np.float32))

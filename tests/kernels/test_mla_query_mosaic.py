@@ -6,17 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.kv_write import reference as kv_write
 from pallas_kernels.mla_query import mosaic, reference
 from pallas_kernels.mla_query.api import mla_query
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import arranged, relative_error
-
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
-)
 
 
 def inputs(T: int, H: int, D: int = 128, R: int = 64, L: int = 512) -> list[jax.Array]:
@@ -39,14 +35,12 @@ def test_interpreted_without_races(T, monkeypatch):
     args = inputs(T, 2)
     # NaN in a token stays in it.
     args[0] = args[0].at[T // 2, 0, 0].set(jnp.nan if T > 1 else 1)
-    got = mosaic.mla_query(*args, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    got = mosaic.mla_query(*args, interpret=detect_races())
     want = reference.mla_query(*(a.astype(jnp.float32) for a in args))
     assert got.shape == (T, 2, 576)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
     assert relative_error(jnp.nan_to_num(got), jnp.nan_to_num(want)) < 4e-3
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    assert_no_races(got)
 
 
 @interpreted
@@ -60,13 +54,10 @@ def test_with_the_latents_in_one_launch(T, H, merged):
     places = jnp.asarray(rng.permutation(3 * 64)[:T], jnp.int32)
     pages, offsets = places // 64, places % 64
     cache = jnp.full((3, 64, 576), jnp.nan, jnp.bfloat16)
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    got_cache, got = mosaic.write_and_query(
-        cache, *arranged(q, kv_a, norm, merged=merged), w_uk, cos, sin, pages, offsets, eps=1e-5, interpret=interpret
-    )
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    parts = arranged(q, kv_a, norm, merged=merged)
+    run = functools.partial(mosaic.write_and_query, eps=1e-5, interpret=detect_races())
+    got_cache, got = run(cache, *parts, w_uk, cos, sin, pages, offsets)
+    assert_no_races((got_cache, got))
     assert relative_error(got, reference.mla_query(*(a.astype(jnp.float32) for a in (q, w_uk, cos, sin)))) < 4e-3
     want_cache = kv_write.write_latent(cache, kv_a, norm, cos, sin, pages, offsets, eps=1e-5)
     np.testing.assert_allclose(np.asarray(got_cache, np.float32), np.asarray(want_cache, np.float32), rtol=2**-7)

@@ -6,16 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.norm_linear import mosaic, reference
 from pallas_kernels.norm_linear.api import norm_linear
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import relative_error
-
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
-)
 
 
 def inputs(T, H, outs, experts=0):
@@ -46,12 +42,8 @@ def test_interpreted_without_races(T, H, outs, experts, adds):
     # NaN in a token stays in it.
     x = x.at[T // 2, 0].set(jnp.nan if T > 1 else 1)
     delta = delta if adds else None
-    got = mosaic.norm_linear(
-        x, gain, weights, eps=1e-5, delta=delta, interpret=plgpu.InterpretGPUParams(detect_races=True)
-    )
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    got = mosaic.norm_linear(x, gain, weights, eps=1e-5, delta=delta, interpret=detect_races())
+    assert_no_races(got)
     check(got, reference.norm_linear(x, gain, weights, eps=1e-5, delta=delta))
 
 

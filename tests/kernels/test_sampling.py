@@ -4,32 +4,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, reference
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
 
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernels use"
-)
 # Two vectors of which the second reaches back over the first.
 V = 1400
-
-
-def races() -> bool:
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    return interpret_pallas_call.get_races().races_found
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_stats_interpreted(dtype):
     logits, temperature = logits_of(6, V, dtype), temperatures_of(6)
-    params = plgpu.InterpretGPUParams(detect_races=True)
     got, want = (
-        mosaic.logits_stats(logits, temperature, interpret=params),
+        mosaic.logits_stats(logits, temperature, interpret=detect_races()),
         reference.logits_stats(logits, temperature),
     )
     np.testing.assert_array_equal(got.finite, [True, True, True, False, False, False])
@@ -38,19 +28,18 @@ def test_stats_interpreted(dtype):
         # The fourth row has -inf, which is a number to all but `finite`; the last two have NaN and infinity.
         np.testing.assert_allclose(getattr(got, name)[:4], getattr(want, name)[:4], rtol=1e-6, err_msg=name)
     assert ((np.asarray(got.argmax) >= 0) & (np.asarray(got.argmax) < V)).all()
-    assert not races()
+    assert_no_races(got)
 
 
 @interpreted
 @pytest.mark.parametrize("residual", [False, True])
 def test_draws_interpreted(residual):
     case = draws(V, jnp.bfloat16, residual=residual)
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    got, want = mosaic.gumbel_argmax(*case, interpret=params), reference.gumbel_argmax(*case)
+    got, want = mosaic.gumbel_argmax(*case, interpret=detect_races()), reference.gumbel_argmax(*case)
     wanted = np.asarray(case[4])
     assert 0 < wanted.sum() < len(wanted)
     np.testing.assert_array_equal(np.asarray(got)[wanted], np.asarray(want)[wanted])
-    assert not races()
+    assert_no_races(got)
 
 
 def test_noise_is_that_of_jax():

@@ -80,6 +80,7 @@ def first_token_chi2(**options):
     return chi2(np.bincount(verified.ids[:, 0], minlength=V), softmax(target[3])), verified
 
 
+@pytest.mark.slow
 def test_exactly_by_enumeration(monkeypatch):
     """No draws: every draft, a grid of u, and noise that just tips the replacement one way or the other."""
     p, q = np.array([0.1, 0.3, 0.25, 0.2, 0.15]), np.array([0.5, 0.1, 0.2, 0.15, 0.05])
