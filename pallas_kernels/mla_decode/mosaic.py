@@ -5,7 +5,7 @@ tile: 64 keys of 576 columns, of which the first 512 are the values too, so each
 
 - Warpgroup 0: scores, online softmax (base 2), the left half of the output.
 - Warpgroup 1: the right half of the output.
-- Warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
+- A warp of warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
 
 Requests whose context is split over several thread blocks leave partial outputs with their log-sum-exp, which a second
 kernel merges into the output.
@@ -117,7 +117,6 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
             return plgpu.layout_cast(jnp.zeros((ROWS, HALF), f32), WGMMA)
 
         def copy_pages():
-            plgpu.set_max_registers(40, action="decrease")
             # A tile with fewer rows than 64: TMA reads zeros past the last one.
             plgpu.copy_gmem_to_smem(q.at[request, pl.ds(block * rows, ROWS), :], q_s, q_full)
 
@@ -247,7 +246,14 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
         # An item without pages has nothing to do, and would wait for ever.
         @pl.when((warpgroup == 2) & (n > 0))
         def _():
-            copy_pages()
+            plgpu.set_max_registers(40, action="decrease")
+
+            # One warp: waiting takes power, and in a full batch power is what limits the clock.
+            @plgpu.warp_map
+            def _(warp):
+                @pl.when(warp == 0)
+                def _():
+                    copy_pages()
 
         @pl.when((warpgroup == 0) & (n > 0))
         def _():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import mosaic, reference
@@ -17,13 +16,10 @@ from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_decode.values import takes
 from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
 from pallas_kernels.tuning import Tuning
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 
 SCALE = 192**-0.5
-
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernel uses"
-)
 
 
 @interpreted
@@ -41,15 +37,12 @@ def test_interpreted_without_races(lengths, n, heads, sms):
     q = jnp.asarray(rng.standard_normal((len(lengths), n, heads, 576)), jnp.bfloat16)
     latent = jnp.asarray(pool, jnp.bfloat16)
     bounds = window_bounds(lengths, n)
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    got = mosaic.mla_decode(q, latent, tables, bounds, scale=SCALE, sms=sms, interpret=params)
+    got = mosaic.mla_decode(q, latent, tables, bounds, scale=SCALE, sms=sms, interpret=detect_races())
 
     exact = [a.astype(jnp.float32) for a in (q, latent)]
     want = reference.mla_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), scale=SCALE, value_dim=512)
     assert relative_error(got, want) < 1e-2
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    assert_no_races(got)
 
 
 @interpreted
@@ -69,16 +62,12 @@ def test_values_of_a_few_tokens(lengths, n, sms):
     q = jnp.asarray(rng.standard_normal((len(lengths), n, H, 576)), jnp.bfloat16)
     w_uv = jnp.asarray(rng.standard_normal((H, V, 512)) / 512**0.5, jnp.bfloat16)
     args = (q, jnp.asarray(pool, jnp.bfloat16), tables, window_bounds(lengths, n))
-    run = functools.partial(
-        mosaic.mla_decode, scale=SCALE, sms=sms, interpret=plgpu.InterpretGPUParams(detect_races=True)
-    )
+    run = functools.partial(mosaic.mla_decode, scale=SCALE, sms=sms, interpret=detect_races())
     got, out = run(*args, w_uv), run(*args)
     assert got.shape == (len(lengths), n, H, V)
     assert takes(len(lengths) * n, w_uv)
     assert relative_error(got, reference.values(out.astype(jnp.float32), w_uv.astype(jnp.float32))) < 4e-3
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
-    assert not interpret_pallas_call.get_races().races_found
+    assert_no_races((got, out), kernels=2)
 
 
 @pytest.mark.parametrize(("batch", "n"), [(1, 4), (8, 1)])
