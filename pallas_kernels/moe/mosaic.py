@@ -26,10 +26,10 @@ from jax import lax
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import transpose_ref
 from pallas_kernels.moe.gather import gather_slots, takes
-from pallas_kernels.moe.plan import MAX_ASSIGNMENTS, plan, plan_assigned
+from pallas_kernels.moe.plan import plan, plan_assigned
 from pallas_kernels.moe.reference import swiglu
-from pallas_kernels.moe.route import ROWS, Routing, assign, route, route_and_plan
-from pallas_kernels.moe.schedule import Schedule, max_slots, schedule
+from pallas_kernels.moe.route import ROWS, Routing, assign, route_and_plan
+from pallas_kernels.moe.schedule import Schedule, max_slots
 from pallas_kernels.tuning import current
 
 M = 64  # Rows of a wgmma, and the granule of the shapes this file takes.
@@ -42,9 +42,6 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 # Up to this many tokens every slot sees all of them, and one block of the routing kernel makes all tables.
 SHARED_ROWS = ROWS
-# Up to this many assignments the routing kernel lays ids out for the plan: each token takes a multiple of 8, which a
-# prefill would pay for.
-MAX_ASSIGNED = 2048
 # Rows of a slot where `Tuning.slot_rows` ends.
 WIDEST_ROWS = 128
 # From this many rows on the tensor cores are the limit: wider tiles, two warpgroups.
@@ -136,7 +133,8 @@ def experts(
     Jitted, so that the layers of a model share one lowering.
     """
     config = config or _configured(x, gate_up, ids.shape[1], shared)
-    tables = tabulate(ids, live, gate_up.shape[0], config, interpret=interpret)
+    E = gate_up.shape[0]
+    tables = plan(ids, live, E, config.rows, config.slots, shared=config.shared, interpret=interpret)
     return _work(x, gate_up, down, weights, tables, live, shared, config, interpret)
 
 
@@ -156,7 +154,8 @@ def routed_experts(
 ) -> jax.Array:
     """As `api.routed_experts`, where both `obstacle` and that of `route` are None.
 
-    A step of few tokens has one kernel between the router's matmul and the experts', a larger decode step two.
+    A step of few tokens has one kernel between the router's matmul and the experts', a larger decode step two, a prefill
+    three.
     """
     T, E = logits.shape
     k = routing.top_k
@@ -165,15 +164,12 @@ def routed_experts(
         weights, tables = route_and_plan(
             logits, bias, live, config.rows, config.slots, routing=routing, interpret=interpret
         )
-    elif T * routing.width <= MAX_ASSIGNED:
+    else:
         weights, assigned = assign(logits, bias, live, routing=routing, interpret=interpret)
         tables = plan_assigned(
             assigned, T, routing.width, E, config.rows, config.slots, shared=False, interpret=interpret
         )
         tables = tables._replace(place=tables.place[:, :k])
-    else:
-        weights, ids = route(logits, bias, routing=routing, interpret=interpret)
-        tables = tabulate(ids, live, E, config, interpret=interpret)
     return _work(x, gate_up, down, weights, tables, live, shared, config, interpret)
 
 
@@ -207,13 +203,6 @@ def _work(
     if shared is not None and not config.pieces:
         beside = [swiglu(x, *shared)]
     return combine(y, weights, tables, live, beside).astype(x.dtype)
-
-
-def tabulate(ids: jax.Array, live: jax.Array, E: int, config: Config, *, interpret: Any = False) -> Schedule:
-    """The layer's tables, by a kernel or, for a prefill that is too large for it, by XLA."""
-    if ids.size > MAX_ASSIGNMENTS:
-        return schedule(ids, live, E, config.rows, shared=config.shared)
-    return plan(ids, live, E, config.rows, config.slots, shared=config.shared, interpret=interpret)
 
 
 def gather(x: jax.Array, tables: Schedule, config: Config, *, interpret: Any = False) -> jax.Array:

@@ -20,8 +20,8 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import load
-from pallas_kernels.moe.plan import AS_ROWS, BLOCK, slot_ends, slot_experts
 from pallas_kernels.moe.schedule import Schedule
+from pallas_kernels.moe.tables import AS_ROWS, BLOCK, slot_ends, slot_experts
 
 # Tokens of a block: two for each of its warps, so that the latency of one's reductions hides behind the other's.
 ROWS = 8

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe.plan import plan
 from pallas_kernels.moe.route import route, route_and_plan
 from pallas_kernels.moe.schedule import max_slots, schedule
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
@@ -116,14 +117,15 @@ def test_no_token_is_live(T, shared_inner):
 
 
 @pytest.mark.parametrize(("E", "k"), [(64, 6), (256, 8), (8, 2), (160, 6)])
-@pytest.mark.parametrize("T", [1, 8, 9, 128, 2048])
+@pytest.mark.parametrize("T", [1, 8, 9, 128, 2048, 8192])
 def test_planned_as_scheduled(T, E, k):
     """The kernel's tables are those of XLA: slots, experts, and the token of each row that is used."""
     rng = np.random.default_rng(T)
     ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
     live = np.arange(T) % 5 != 4
     config = mosaic.configure(T, E, k, 2048, 1408)
-    got = jax.jit(lambda *a: mosaic.tabulate(*a, E, config))(ids, live)
+    run = jax.jit(lambda *a: plan(*a, E, config.rows, config.slots, shared=config.shared))
+    got = run(ids, live)
     want = jax.jit(lambda *a: schedule(*a, E, config.rows, shared=config.shared))(ids, live)
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
-from pallas_kernels.moe import api, gather, mosaic, reference
-from pallas_kernels.moe.plan import plan
+from pallas_kernels.moe import api, gather, mosaic, plan, reference
 from pallas_kernels.moe.schedule import max_slots, schedule
+from pallas_kernels.moe.tables import BLOCK
 from pallas_kernels.tuning import Tuning
-
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernels use"
-)
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
 
 def routed(rng: np.random.Generator, T: int, E: int, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,13 +24,10 @@ def routed(rng: np.random.Generator, T: int, E: int, k: int) -> tuple[np.ndarray
 
 
 def interpret(config: mosaic.Config, *arrays) -> np.ndarray:
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-
     # Two blocks, so that a block works on several tiles and the interpreter is not one of 132 threads.
     config = dataclasses.replace(config, grid=2)
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    got = np.asarray(mosaic.experts(*arrays, config=config, interpret=params), np.float32)
-    assert not interpret_pallas_call.get_races().races_found
+    got = np.asarray(mosaic.experts(*arrays, config=config, interpret=detect_races()), np.float32)
+    assert_no_races(got)
     return got
 
 
@@ -118,16 +111,22 @@ def test_interpreted_two_consumers(pieces):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("T", "E", "k", "rows", "shared"), [(5, 8, 2, 8, True), pytest.param(33, 70, 6, 8, False, marks=pytest.mark.slow)]
+    ("T", "E", "k", "rows", "shared", "most_chunks"),
+    [
+        (5, 8, 2, 8, True, plan.MOST_CHUNKS),
+        (37, 8, 2, 16, False, 0),
+        pytest.param(33, 70, 6, 8, False, plan.MOST_CHUNKS, marks=pytest.mark.slow),
+        pytest.param(33, 70, 6, 8, False, 0, marks=pytest.mark.slow),
+    ],
 )
-def test_planned_as_scheduled(T, E, k, rows, shared):
-    """The kernel's tables are those of XLA: slots, experts, and the token of each row that is used."""
+def test_planned_as_scheduled(T, E, k, rows, shared, most_chunks, monkeypatch):
+    """The tables of one kernel and of two are those of XLA: slots, experts, and the token of each row that is used."""
+    monkeypatch.setattr(plan, "MOST_CHUNKS", most_chunks)
     rng = np.random.default_rng(T)
     _, ids = routed(rng, T, E, k)
     live = rng.uniform(size=T) < 0.7
     slots = max_slots(T, k, E, rows, shared=shared)
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    got = plan(jnp.asarray(ids), jnp.asarray(live), E, rows, slots, shared=shared, interpret=params)
+    got = plan.plan(jnp.asarray(ids), jnp.asarray(live), E, rows, slots, shared=shared, interpret=detect_races())
     want = schedule(jnp.asarray(ids), jnp.asarray(live), E, rows, shared=shared)
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
@@ -136,6 +135,7 @@ def test_planned_as_scheduled(T, E, k, rows, shared):
     if not shared:
         used = want.place[live]
         np.testing.assert_array_equal(got.token[used], want.token[used])
+    assert_no_races(got, kernels=1 if most_chunks else 2)
 
 
 @pytest.mark.slow
@@ -151,9 +151,13 @@ def test_no_token_is_live():
 SHAPES = {"moonlight": (2048, 64, 6, 1408), "deepseek-v3": (7168, 256, 8, 2048), "demo": (192, 8, 2, 64)}
 
 
-@pytest.mark.parametrize("num_shared", [0, 2])
-@pytest.mark.parametrize("T", [1, 8, 32, 128, 2048])
-@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize(
+    ("model", "T", "num_shared"),
+    [
+        *itertools.product(["moonlight"], [1, 8, 32, 128, 2048], [0, 2]),
+        ("deepseek-v3", 1, 2), ("deepseek-v3", 128, 0), ("deepseek-v3", 2048, 2), ("demo", 1, 0), ("demo", 32, 2),
+    ],
+)  # fmt: skip
 def test_lowers_for_the_gpu(model, T, num_shared):
     H, E, k, inner = SHAPES[model]
     S = num_shared * inner
@@ -172,7 +176,8 @@ def test_lowers_for_the_gpu(model, T, num_shared):
         args.append(tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, S, H), (H, S))))
     text = jax.jit(mosaic.experts).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     gathers = T > mosaic.SHARED_ROWS and gather.takes(H)
-    assert text.count("custom_call @mosaic_gpu") == 3 + gathers
+    two_plans = T > mosaic.SHARED_ROWS and T * k > plan.MOST_CHUNKS * BLOCK
+    assert text.count("custom_call @mosaic_gpu") == 3 + gathers + two_plans
     assert ("dot_general" in text) == (num_shared > 0 and Tuning().most_piece_rows < T)
 
 

@@ -1,0 +1,162 @@
+"""What the kernels that make tables of assignments share: register tiles of ids, compared with vectors along them."""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load
+
+# Assignments of a chunk, and slots that a block names: the rows of a register tile.
+BLOCK = 64
+# Registers of the tile that is compared at once: 32 a thread.
+TILE = 4096
+# Rows of slots learn their tokens one after the other, a store and two barriers each. Up to this many blocks, one
+# multiprocessor each, several share a chunk of assignments: all place it, each tells a part of the rows.
+SHARING_BLOCKS = 128
+
+# Layouts of a tile's rows and of its columns as vectors.
+AS_ROWS, AS_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0)
+
+
+def table_types(chunks: int, slots: int, rows: int) -> list[jax.ShapeDtypeStruct]:
+    """Of num_slots, expert, token and place."""
+    shapes = (1,), (-(-slots // BLOCK) * BLOCK,), (slots * rows,), (chunks, BLOCK)
+    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+
+
+def sharing(chunks: int) -> int:
+    """How many blocks share a chunk."""
+    return next((parts for parts in (8, 4, 2) if parts * chunks <= SHARING_BLOCKS), 1)
+
+
+def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def down_columns(vector: jax.Array, size: int) -> jax.Array:
+    """[columns] as [size, columns]."""
+    return lax.broadcast_in_dim(vector, (size, vector.shape[0]), (1,))
+
+
+def along_rows(vector: jax.Array, size: int) -> jax.Array:
+    """[rows] as [rows, size]."""
+    return lax.broadcast_in_dim(vector, (vector.shape[0], size), (0,))
+
+
+def total(mask: jax.Array, values: jax.Array | int) -> jax.Array:
+    """Row sums of the values, a tile or a number, where the mask holds."""
+    values = values if isinstance(values, jax.Array) else jnp.full(mask.shape, values, jnp.int32)
+    return jnp.where(mask, values, jnp.zeros(mask.shape, jnp.int32)).sum(axis=1)
+
+
+def nothing(shape: tuple[int, int]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.int32), plgpu.Layout.WGMMA)
+
+
+def add_one(counts: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.where(mask, counts + 1, counts)
+
+
+def zeros(size: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((size,), jnp.int32), AS_ROWS)
+
+
+def tile_columns(experts: int) -> int:
+    """Columns of a tile with a row for each expert."""
+    return int(max(8, 1 << (TILE // experts).bit_length() - 1))
+
+
+def count_experts(ids: Any, chunk: Any, counts: jax.Array) -> jax.Array:
+    """counts [experts, columns] and a chunk of ids [chunks, BLOCK]; a row's sum is what there is of its expert."""
+    experts, columns = counts.shape
+    for start in range(0, BLOCK, columns):
+        col = load(ids, (chunk, pl.ds(start, columns)), layout=AS_COLUMNS)
+        counts = add_one(counts, down_columns(col, experts) == iota((experts, columns), 0))
+    return counts
+
+
+def slot_ends(blocks_smem: Any) -> jax.Array:
+    """How many slots each expert and those before it have: [experts], from blocks_smem [experts]."""
+    experts = blocks_smem.shape[0]
+    narrow = tile_columns(experts)
+
+    def accumulate(chunk, ends):
+        start = chunk * narrow
+        col = load(blocks_smem, (pl.ds(start, narrow),), layout=AS_COLUMNS)
+        before = iota((experts, narrow), 1) + start <= iota((experts, narrow), 0)
+        return ends + total(before, down_columns(col, experts))
+
+    return lax.fori_loop(0, experts // narrow, accumulate, zeros(experts))
+
+
+def slot_experts(ends_smem: Any, first: jax.Array | int) -> jax.Array:
+    """The experts of BLOCK slots from `first` on, from ends_smem [experts]."""
+    slot = iota((BLOCK, BLOCK), 0) + first
+
+    def passed(chunk, found):
+        col = load(ends_smem, (pl.ds(chunk * BLOCK, BLOCK),), layout=AS_COLUMNS)
+        return found + total(down_columns(col, BLOCK) <= slot, 1)
+
+    return lax.fori_loop(0, ends_smem.shape[0] // BLOCK, passed, zeros(BLOCK))
+
+
+def write_slots(num_slots: Any, expert: Any, ends_smem: Any, block: Any) -> None:
+    """Writes how many slots there are, in the first block, and the experts of this block's BLOCK slots, if it has any."""
+
+    @pl.when(block == 0)
+    def _count() -> None:
+        num_slots[0] = ends_smem[ends_smem.shape[0] - 1]
+
+    @pl.when(block < expert.shape[0] // BLOCK)
+    def _name() -> None:
+        expert[pl.ds(block * BLOCK, BLOCK)] = slot_experts(ends_smem, block * BLOCK)
+
+
+def slots_needed(counts: jax.Array, E: int, rows: int) -> jax.Array:
+    """How many slots of `rows`, a power of two, each expert's assignments fill: [experts], 0 from E on.
+
+    What is not live counts as expert E, which has no slots.
+    """
+    slots = lax.shift_right_logical(counts + (rows - 1), jnp.full(counts.shape, rows.bit_length() - 1, jnp.int32))
+    return of_experts(slots, E)
+
+
+def of_experts(values: jax.Array, E: int) -> jax.Array:
+    """Values [experts], 0 from E on."""
+    if values.shape[0] == E:
+        return values
+    number = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=AS_ROWS)
+    return jnp.where(number < E, values, jnp.zeros(values.shape, jnp.int32))
+
+
+def write_places(
+    place: Any, token: Any, row_smem: Any, row: jax.Array, chosen: jax.Array, chunk: Any, part: Any, parts: int, k: int
+) -> None:
+    """Writes the places of a chunk, 0 for what is not chosen, and the tokens of the rows of a part of it.
+
+    Args:
+        place, token: refs int32 [chunks, BLOCK] and [slots * rows].
+        row_smem: scratch [BLOCK].
+        row, chosen: [BLOCK] the row of each assignment.
+        part: of `parts`.
+    """
+
+    @pl.when(part == 0)
+    def _write() -> None:
+        place[chunk] = jnp.where(chosen, row, jnp.zeros((BLOCK,), jnp.int32))
+
+    row_smem[...] = jnp.where(chosen, row, jnp.full((BLOCK,), -1, jnp.int32))
+
+    @pl.loop(0, BLOCK // parts)
+    def _own(step: Any) -> None:
+        i = part * (BLOCK // parts) + step
+        to = row_smem[i]
+
+        @pl.when(to >= 0)
+        def _() -> None:
+            token[to] = lax.div(chunk * BLOCK + i, jnp.int32(k))
