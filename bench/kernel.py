@@ -1,10 +1,11 @@
 """`bench kernel`: each kernel by itself, beside what the device can do and, for MLA decode, beside the best peers.
 
 Every row is one executable of several calls, launched again and again with its results going back in, so that the
-device always has work and graphs stay as recorded. `us` is wall time a call, `device us` the time of the call's
-kernels in a trace, taken after all timing. With `--peers` FlashMLA and FlashAttention-3 run on the same arrays in turn
-with ours, as recorded graphs of as many calls; `ratio` is ours (wall) over the better of them (time between events).
-Such a run has no device times, which no ratio needs: they would take as long as all the rest.
+device always has work and graphs stay as recorded. `us` is wall time a call, in turns of a tenth of a second that follow
+as much again uncounted; `device us` is the time of the call's kernels in a trace, taken after all timing. With `--peers`
+FlashMLA and FlashAttention-3 run on the same arrays in turn with ours, as recorded graphs of as many calls; `ratio` is
+ours (wall) over the better of them (time between events). Such a run has no device times, which no ratio needs: they
+would take as long as all the rest.
 
 A sample of each row's results, computed into poison, is compared with float64, and all of them with the peers'. What
 cannot run is that row's error. Exit code 1 for a row that failed or was wrong.
@@ -30,7 +31,7 @@ from bench.kernel_gqa import GQA_DECODE, GQA_PREFILL
 from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE, NORM_LINEAR
 from bench.kernel_peers import LIBRARIES, PeerError, Peers
 from bench.kernel_sampling import SAMPLING
-from bench.kernel_timing import TRACE_FLAG, Loop, ceilings, device_seconds, launches_for, rounds
+from bench.kernel_timing import TRACE_FLAG, Loop, ceilings, device_seconds, launches_for, rounds, turn_seconds
 from pallas_kernels import backend
 
 OPERATIONS: dict[str, dict[str, list[Case]]] = {
@@ -44,8 +45,6 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "moe": MOE,
     "sampling": SAMPLING,
 }
-# Of one measurement: ours ends with a wait for the device, which must not show.
-OUR_SECONDS, PEER_SECONDS, CPU_SECONDS = 0.05, 0.02, 0.01
 COMPILE_THREADS = 8
 
 
@@ -141,13 +140,13 @@ def measure(case: Case, executable: Any, peers: Peers, ceiling: Mapping[str, flo
     if not loop.finite():
         errors["float64"] = float("nan")
     failures = []
-    timers = {"ours": (loop.time, launches_for(loop.time, loop.calls, OUR_SECONDS if gpu else CPU_SECONDS))}
+    timers = {"ours": (loop.time, launches_for(loop.time, loop.calls, turn_seconds(gpu)))}
     outputs: dict[str, Any] = {}
     for name in peers.names:
         assert isinstance(case, MlaDecode)
         try:
             for variant, graph in peers.record(name, case, loop.inputs).items():
-                timers[variant] = (graph.time, launches_for(graph.time, graph.calls, PEER_SECONDS))
+                timers[variant] = (graph.time, launches_for(graph.time, graph.calls, turn_seconds(gpu)))
                 # Before the next one is timed, while the results are those of the poisoned launch or ones like them.
                 errors[variant] = peers.error(loop.results, graph.outputs)
                 for other, theirs in outputs.items():

@@ -24,14 +24,13 @@ from bench import record
 from bench.kernel_attention import MlaDecode
 from bench.kernel_case import LARGEST_ERROR, Case
 from bench.kernel_layers import Moe, MoeShared, NormLinear
-from bench.kernel_timing import Loop, launches_for, rounds
+from bench.kernel_timing import Loop, launches_for, rounds, turn_seconds
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
 from pallas_kernels.tuning import Tuning
 
 # A candidate has to be this much faster than the present value: less is the spread of two equal executables.
 MARGIN = 0.01
-SECONDS = {"gpu": 0.03, "cpu": 0.003}
 COMPILE_THREADS = 8
 
 
@@ -150,7 +149,7 @@ def compare_executables(case: Case, variants: Sequence[Tuning]) -> tuple[list[fl
                 compiling.append(pool.submit(case.lower().compile))
         loops = [Loop(case, each.result()) for each in compiling]
     errors = [case.error(loop.inputs, loop.launch_into_poison()) for loop in loops]
-    seconds = SECONDS["gpu" if jax.devices()[0].platform == "gpu" else "cpu"]
+    seconds = turn_seconds(jax.devices()[0].platform == "gpu")
     timers = {str(i): (loop.time, launches_for(loop.time, loop.calls, seconds)) for i, loop in enumerate(loops)}
     return list(rounds(timers).values()), errors
 
