@@ -70,8 +70,12 @@ def test_overload(start_server, seed):
     while asked < 10 * LIMIT:
         wave = [one_request(rng) for _ in range(20)]  # at once
         pending = {send(server.base_url, body, path): count for path, body, count in wave}
+        # What is in the queue has not been refused: the sums are equal once all are either.
         server.wait_until(
-            lambda pending=pending: server.service.in_flight == len(admitted) + sum(status(c) != 429 for c in pending)
+            lambda pending=pending: (
+                queue.num_queued
+                == sum(admitted.values()) + sum(count for c, count in pending.items() if status(c) != 429)
+            )
         )
         for connection, count in pending.items():
             asked += count
