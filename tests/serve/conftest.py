@@ -21,7 +21,7 @@ class RunningServer:
     base_url: str
     service: Service
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "waited in vain"

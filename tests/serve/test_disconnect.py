@@ -16,17 +16,19 @@ from tests.serve.client_checks import client, send, stream_texts
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
 ENDLESS = {"prompt": "hi", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+# Outlives a busy machine's slowness, of an engine that takes as many tokens.
+MINUTES, MANY_TOKENS = {"max_tokens": 15_000}, 20_000
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("state", ["running", "waiting"])
 def test_a_disconnect_drops_the_request(start_server, stream, state):
-    engine = MockEngine(step_seconds=0.005, max_running=1)
+    engine = MockEngine(step_seconds=0.005, max_running=1, max_model_len=MANY_TOKENS)
     server = start_server(served(engine, byte_tokenizer()))
-    connections = [send(server.base_url, ENDLESS | {"stream": stream, "n": 2})]
+    connections = [send(server.base_url, ENDLESS | MINUTES | {"stream": stream, "n": 2})]
     server.wait_until(lambda: engine.stats().generation_tokens > 5)
     if state == "waiting":  # behind the first one
-        connections.append(send(server.base_url, ENDLESS | {"stream": stream}))
+        connections.append(send(server.base_url, ENDLESS | MINUTES | {"stream": stream}))
         server.wait_until(lambda: engine.stats().num_waiting == 2)
         if stream:  # accepted, so the status line came, and no token yet
             assert connections[1].recv(12) == b"HTTP/1.1 200"
@@ -57,9 +59,9 @@ def test_a_disconnect_before_the_engine_took_the_request(start_server, stream):
 
 
 def test_the_openai_client_may_close_a_stream(start_server):
-    engine = MockEngine(step_seconds=0.005)
+    engine = MockEngine(step_seconds=0.005, max_model_len=MANY_TOKENS)
     server = start_server(served(engine, byte_tokenizer()))
-    options = {"prompt": "hi", "max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    options = {"prompt": "hi", **MINUTES, "temperature": 0, "extra_body": {"ignore_eos": True}}
     stream = client(server.base_url).completions.create(model="mock", stream=True, **options)
     next(iter(stream))
     stream.close()
@@ -88,9 +90,9 @@ def test_output_that_nobody_reads_yet_is_merged():
 
 
 def test_a_slow_reader_loses_nothing_and_slows_nobody(start_server):
-    engine = MockEngine(max_model_len=20_000)
+    engine = MockEngine(max_model_len=MANY_TOKENS)
     server = start_server(served(engine, byte_tokenizer()))
-    body = ENDLESS | {"max_tokens": 15_000, "logprobs": 0}
+    body = ENDLESS | MINUTES | {"logprobs": 0}
     whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
     slow = send(server.base_url, body | {"stream": True})
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -44,8 +44,10 @@ def test_a_preempted_request_says_so(start_server, path, body, stream):
     for priority, max_tokens in ((2, 200), (1, 40), (3, 5)):  # runs, is put before it, waits for both
         threads.append(threading.Thread(target=run, args=(priority, max_tokens)))
         threads[-1].start()
-        server.wait_until(lambda: len(server.service.engine_thread._running) == len(threads))
+        server.wait_until(lambda: len(server.service.engine_thread._generations) == len(threads))
         server.wait_until(lambda: engine.stats().generation_tokens > 4)
+        engine.gate.clear()  # the others have arrived before a step more, however slow they are
+    engine.gate.set()
     for thread in threads:
         thread.join()
 
