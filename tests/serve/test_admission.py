@@ -113,8 +113,7 @@ def test_running_requests_do_not_count(start_server):
     server = start_server(served(engine, byte_tokenizer()), max_num_queued_requests=3)
     body = ENDLESS | {"max_tokens": 90_000, "stream": True}
     connections = [send(server.base_url, body) for _ in range(2)]
-    server.wait_until(lambda: engine.stats().generation_tokens > 4)
-    assert server.service.admission.num_queued == 0
+    server.wait_until(lambda: engine.stats().num_running == 2 and server.service.admission.num_queued == 0)
     connections += [send(server.base_url, body) for _ in range(3)]
     server.wait_until(lambda: server.service.admission.num_queued == 3 == engine.stats().num_waiting)
     check_error(server.post("/v1/completions", SHORT), 429, None, "rate_limit_exceeded")
