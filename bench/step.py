@@ -140,11 +140,11 @@ def touched_experts(load: Load, params: dict, model: CausalLM, rows: Sequence[in
     routed_experts = moe.routed_experts
 
     def reporting(
-        x: Any, gate_up: Any, down: Any, logits: Any, bias: Any, live: Any, shared: Any = None, **routing: Any
+        x: Any, gate_up: Any, down: Any, logits: Any, bias: Any, live: Any, *more: Any, **routing: Any
     ) -> Any:
         route = route_softmax(logits, **routing) if bias is None else route_sigmoid(logits, bias, **routing)
         jax.debug.callback(lambda got: seen.append(np.asarray(got)), route[1])
-        return routed_experts(x, gate_up, down, logits, bias, live, shared, **routing)
+        return routed_experts(x, gate_up, down, logits, bias, live, *more, **routing)
 
     load.rewind()
     runner = Runner(model, params, load.engine.settings, load.runner._mesh, buckets=(load.bucket(max(rows)),))

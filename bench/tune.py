@@ -70,6 +70,7 @@ CHOICES: dict[str, Choice] = {
     "norm_linear_tokens": Choice(
         (0, 1, 2, 4), tuple(NormLinear(T) for T in (1, 2, 4)), (NormLinear(3, 32, (8, 4), 3),)
     ),
+    "one_token_experts": Choice((False, True), (Moe(1), MoeShared(1)), (MoeShared(1, 32, 8, 2, 16, 2, 4),)),
 }
 
 

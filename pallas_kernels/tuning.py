@@ -31,12 +31,14 @@ class Tuning:
             with more of them that is more than its weights, and 128 are all that accumulators have registers for.
         norm_linear_tokens: up to this many tokens norms and what reads them are one kernel, at the cost of a norm and a
             pass over a block's rows for each of them.
+        one_token_experts: whether a single token's experts have kernels of their own.
     """
 
     split_overhead_pages: int = 5
     slot_rows: tuple[tuple[float, int], ...] = ((12.0, 16), (30.0, 32), (96.0, 64))
     most_piece_rows: int = 128
     norm_linear_tokens: int = 1
+    one_token_experts: bool = False
 
 
 _current: ContextVar[Tuning | None] = ContextVar("tuning", default=None)

@@ -81,7 +81,7 @@ class Block(nnx.Module):
         """The residual stream behind the block."""
         if isinstance(self.mlp, MoE):
             x_TH, normed_TH, (logits_TE,) = self.post_norm.add_into(x_TH, attended_TH, self.mlp.router[...])
-            return x_TH + self.mlp(normed_TH, logits_TE, live_T)
+            return self.mlp(normed_TH, logits_TE, live_T, x_TH)
         x_TH = x_TH + attended_TH
         return x_TH + self.mlp(self.post_norm(x_TH))
 

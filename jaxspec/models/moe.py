@@ -25,12 +25,12 @@ class MoE(nnx.Module):
         if config.num_shared:
             self.shared = MLP(hidden, inner * config.num_shared, declare)
 
-    def __call__(self, x_TH: jax.Array, logits_TE: jax.Array, live_T: jax.Array) -> jax.Array:
-        """[T, H], with float32 logits of the router for it, -> [T, H]."""
+    def __call__(self, x_TH: jax.Array, logits_TE: jax.Array, live_T: jax.Array, residual_TH: jax.Array) -> jax.Array:
+        """[T, H], with float32 logits of the router for it, -> [T, H], added to the residual."""
         c = self.config
         bias_E = self.router_bias[...] if c.scoring == "sigmoid" else None
         shared = (self.shared.gate_up[...], self.shared.down[...]) if c.num_shared else None
         return routed_experts(
-            x_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, top_k=c.top_k,
+            x_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, residual_TH, top_k=c.top_k,
             num_groups=c.num_groups, top_groups=c.top_groups, normalize=c.normalize, scale=c.scale,
         )  # fmt: skip

@@ -13,16 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
-from pallas_kernels.mosaic_attention import Merging, bf16, f32, i32
+from pallas_kernels.mosaic_attention import Merging, bf16, i32
+from pallas_kernels.row_a_warp import WARPS, row_a_warp, times
 
 # With more tokens tensor cores are better.
 MOST_TOKENS = 4
-WARPS = 4
 # Rows of the weights to a block, and columns that a warp loads at once, 16 bytes a lane.
 ROWS, COLUMNS = 32, 256
-ROW_A_WARP = plgpu.Layout.TILED(
-    plgpu.Tiling(((WARPS, COLUMNS), (COLUMNS // 32,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
+ROW_A_WARP = row_a_warp(COLUMNS)
 
 
 def takes(tokens: int, w_uv: jax.Array) -> bool:
@@ -75,9 +73,8 @@ def merged_values(
         for start in range(0, ROWS, WARPS):
             total = None
             for i, vector in enumerate(vectors):
-                tile = load(w_s, (i, pl.ds(start, WARPS), slice(None)), layout=ROW_A_WARP).astype(f32)
-                over = lax.broadcast_in_dim(vector.astype(f32), tile.shape, [1])
-                product = tile * plgpu.layout_cast(over, ROW_A_WARP)
+                tile = load(w_s, (i, pl.ds(start, WARPS), slice(None)), layout=ROW_A_WARP)
+                product = times(tile, vector, ROW_A_WARP)
                 total = product if total is None else total + product
             assert total is not None
             values[request, token, head, pl.ds(part * ROWS + start, WARPS)] = total.sum(axis=1).astype(bf16)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import mosaic, reference, route
+from pallas_kernels.moe import mosaic, one_token, reference, route
 
 
 def route_sigmoid(
@@ -54,8 +54,9 @@ def experts(
     ids: jax.Array,
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
-    """Weighted sum of the routed experts' SwiGLU outputs, plus the output of the shared experts.
+    """Weighted sum of the routed experts' SwiGLU outputs, plus the output of the shared experts, plus the residual.
 
     Args:
         x: [T, H].
@@ -63,6 +64,7 @@ def experts(
         weights: float32 [T, k]. ids: int32 [T, k].
         live: bool [T]: tokens that are not live reach no expert and give 0.
         shared: gate_up [2, S, H] and down [H, S] of the shared experts, which are one MLP of their joint inner size S.
+        residual: [T, H] what the sum, rounded to x's dtype, is added to.
 
     Returns:
         [T, H] in x's dtype.
@@ -70,9 +72,13 @@ def experts(
     Raises:
         UnsupportedError: the backend that was asked for (`backend.Backends.moe`) cannot take this call.
     """
-    if _experts_backend(x, gate_up, down, shared) == "mosaic":
-        return mosaic.experts(x, gate_up, down, weights, ids, live, shared)
-    return reference.experts(x, gate_up, down, weights, ids, live, shared)
+    if _experts_backend(x, gate_up, down, shared) != "mosaic":
+        out = reference.experts(x, gate_up, down, weights, ids, live, shared)
+    elif one_token.takes(x, gate_up, ids.shape[1], shared):
+        return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, k=ids.shape[1])
+    else:
+        out = mosaic.experts(x, gate_up, down, weights, ids, live, shared)
+    return out if residual is None else residual + out
 
 
 def routed_experts(
@@ -83,6 +89,7 @@ def routed_experts(
     bias: jax.Array | None,
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None = None,
+    residual: jax.Array | None = None,
     *,
     top_k: int,
     num_groups: int,
@@ -95,10 +102,15 @@ def routed_experts(
     Together, because kernels for both need fewer launches than one after the other.
     """
     routing = route.Routing(top_k, num_groups, top_groups, normalize, scale)
-    if _experts_backend(x, gate_up, down, shared) == "mosaic" and _route_backend(logits, routing) == "mosaic":
-        return mosaic.routed_experts(x, gate_up, down, logits, bias, live, shared, routing=routing)
-    weights, ids = _route(logits, bias, routing)
-    return experts(x, gate_up, down, weights, ids, live, shared)
+    if _experts_backend(x, gate_up, down, shared) != "mosaic" or _route_backend(logits, routing) != "mosaic":
+        weights, ids = _route(logits, bias, routing)
+        return experts(x, gate_up, down, weights, ids, live, shared, residual)
+    if one_token.takes(x, gate_up, top_k, shared):
+        # As they are: to cut them to k would be two launches.
+        weights, ids = route.route_padded(logits, bias, live, routing=routing)
+        return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, k=top_k)
+    out = mosaic.routed_experts(x, gate_up, down, logits, bias, live, shared, routing=routing)
+    return out if residual is None else residual + out
 
 
 def _experts_backend(

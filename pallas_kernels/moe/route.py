@@ -79,8 +79,22 @@ def route(
 ) -> tuple[jax.Array, jax.Array]:
     """As `api.route_sigmoid`, or `api.route_softmax` where the bias is None: weights and ids [T, k]."""
     T, k = logits.shape[0], routing.top_k
-    weights, assigned = assign(logits, bias, jnp.ones(T, bool), routing=routing, interpret=interpret)
-    return weights, assigned.reshape(-1, routing.width)[:T, :k]
+    weights, ids = route_padded(logits, bias, jnp.ones(T, bool), routing=routing, interpret=interpret)
+    return weights[:T, :k], ids[:T, :k]
+
+
+@functools.partial(jax.jit, static_argnames=("routing", "interpret"))
+def route_padded(
+    logits: jax.Array, bias: jax.Array | None, live: jax.Array, *, routing: Routing, interpret: Any = False
+) -> tuple[jax.Array, jax.Array]:
+    """As `route`, in rows of COLUMNS weights and of `routing.width` ids, and with rows past the last token's.
+
+    Ids are E there, past the k-th, and of tokens that are not live.
+    """
+    T, E = logits.shape
+    run = _route(T, E, bias is not None, routing, None, interpret)
+    weights, chosen = run(*_inputs(logits, bias, live))
+    return weights, chosen.reshape(-1, routing.width)
 
 
 def assign(
@@ -90,10 +104,8 @@ def assign(
 
     Those are int32 [blocks, ROWS * width], `routing.width` for each token; E where a token is not live or there is none.
     """
-    T, E = logits.shape
-    run = _route(T, E, bias is not None, routing, None, interpret)
-    weights, chosen = run(*_inputs(logits, bias, live))
-    return weights[:T, : routing.top_k], chosen.reshape(-1, BLOCK)
+    weights, ids = route_padded(logits, bias, live, routing=routing, interpret=interpret)
+    return weights[: logits.shape[0], : routing.top_k], ids.reshape(-1, BLOCK)
 
 
 def route_and_plan(
@@ -120,7 +132,12 @@ def _inputs(logits: jax.Array, bias: jax.Array | None, live: jax.Array) -> list[
     rows, columns = -T % ROWS if T > ROWS else 0, -E % COLUMNS
     logits = jnp.pad(logits, ((0, rows), (0, columns)), constant_values=-jnp.inf)
     biases = [] if bias is None else [jnp.pad(bias, (0, columns))]
-    return [logits, *biases, jnp.pad(live.astype(jnp.int32), (0, -T % ROWS))]
+    return [logits, *biases, live_flags(live)]
+
+
+def live_flags(live: jax.Array) -> jax.Array:
+    """int32, of a multiple of ROWS tokens. All kernels of a step take these, so that they are made once."""
+    return jnp.pad(live.astype(jnp.int32), (0, -live.shape[0] % ROWS))
 
 
 def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:

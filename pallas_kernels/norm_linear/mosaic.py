@@ -18,8 +18,9 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_obstacle
 from pallas_kernels.compat import load
+from pallas_kernels.row_a_warp import WARPS, row_a_warp, times
 
-WARPS, WARPGROUP = 4, 128
+WARPGROUP = 128
 # Columns of a load by all lanes of a warp, 16 bytes of the weights each.
 COLUMNS = {jnp.dtype(jnp.bfloat16): 256, jnp.dtype(jnp.float32): 128}
 # Rows of a block: so few bytes that all blocks' are on their way at once.
@@ -43,13 +44,6 @@ def obstacle(x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...
         if math.prod(weight.shape[:-1]) % rows:
             return f"it needs multiples of {rows} outputs, not {math.prod(weight.shape[:-1])}"
     return hopper_obstacle(x.dtype, norm_weight.dtype)
-
-
-def _layout(dtype: Any) -> Any:
-    """A row a warp, 16 bytes a lane."""
-    columns = COLUMNS[jnp.dtype(dtype)]
-    tiling = plgpu.Tiling(((WARPS, columns), (columns // 32,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
@@ -92,7 +86,8 @@ def norm_linear(
 
         def project(weight, rows_s, arrived, out, first):
             dtype = weight.dtype
-            layout, rows, columns = _layout(dtype), ROWS[jnp.dtype(dtype)], COLUMNS[jnp.dtype(dtype)]
+            rows, columns = ROWS[jnp.dtype(dtype)], COLUMNS[jnp.dtype(dtype)]
+            layout = row_a_warp(columns)
             across = layout.reduce(0)
             first_row = (block - first) * rows
             for part in range(H // columns):
@@ -103,13 +98,13 @@ def norm_linear(
             for part in range(H // columns):
                 at = pl.ds(part * columns, columns)
                 gain = load(norm_weight, (at,), layout=across)
-                vectors = [norm(added(t, at, across), scales[t], gain).astype(f32) for t in range(T)]
+                vectors = [norm(added(t, at, across), scales[t], gain) for t in range(T)]
                 if part == 0:
                     plgpu.barrier_wait(arrived)
                 for g in range(0, rows, WARPS):
-                    tile = load(rows_s, (part, pl.ds(g, WARPS), slice(None)), layout=layout).astype(f32)
+                    tile = load(rows_s, (part, pl.ds(g, WARPS), slice(None)), layout=layout)
                     for t, vector in enumerate(vectors):
-                        product = tile * plgpu.layout_cast(lax.broadcast_in_dim(vector, tile.shape, [1]), layout)
+                        product = times(tile, vector, layout)
                         totals[t, g] = totals[t, g] + product if part else product
             for (t, g), total in totals.items():
                 out[t, pl.ds(first_row + g, WARPS)] = total.sum(axis=1).astype(dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
 from pallas_kernels.moe.plan import plan
@@ -134,6 +135,40 @@ def test_planned_as_scheduled(T, E, k):
     if not config.shared:
         used = np.asarray(want.place)[live]
         np.testing.assert_array_equal(np.asarray(got.token)[used], np.asarray(want.token)[used])
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "shared_inner"), [("moonlight", 0), ("moonlight", 2 * 1408), ("odd", 0), ("odd", 192), ("odd", 3 * 448)]
+)
+def test_one_token(shape, shared_inner, live):
+    """With the kernels for one token: experts that were not chosen are NaN; a dead token leaves the residual as it is."""
+    H, E, _, _ = SHAPES[shape]
+    gate_up, down = layer(shape)
+    shared = shared_experts(shape, shared_inner) if shared_inner else None
+    _, routing = ROUTINGS[shape]
+    logits, bias = routers(shape, 1, sigmoid=True)
+    weights, ids = by_reference(logits, bias, routing)
+    unused = ~np.isin(np.arange(E), ids)[:, None, None]
+    holes = jnp.where(unused[..., None], jnp.nan, gate_up), jnp.where(unused, jnp.nan, down)
+    x, residual = jax.random.normal(jax.random.key(2), (2, 1, H), jnp.bfloat16)
+    alive = jnp.array([live])
+    with use(Backends(moe="mosaic")), tuning.use(tuning.Tuning(one_token_experts=True)):
+        options = dataclasses.asdict(routing)
+        run = jax.jit(lambda x, *a: api.routed_experts(x, *holes, *a, shared, residual, **options))
+        after_routing = jax.jit(lambda x, *a: api.experts(x, *holes, *a, shared))
+        results = run(x, logits, bias, alive), residual + after_routing(x, weights, ids, alive)
+        poisoned = run(x.at[0, H // 2].set(jnp.nan), logits, bias, alive)
+    with jax.default_matmul_precision("highest"):
+        exact = want(x.astype(jnp.float32), gate_up, down, weights, ids, alive, shared)
+    expected = np.asarray(residual.astype(jnp.float32) + exact * live)
+    for got in results:
+        error = np.linalg.norm(np.asarray(got, np.float32) - expected) / np.linalg.norm(expected)
+        assert error <= (1e-2 if live else 0), f"relative error {error:.2e}"
+    if live:
+        assert jnp.isnan(poisoned).all()
+    else:
+        np.testing.assert_array_equal(poisoned, residual)
 
 
 @pytest.mark.parametrize("T", [5, 33])

@@ -26,7 +26,7 @@ def test_the_data_is_of_known_choices_and_other_devices_get_the_defaults():
 
 
 def test_json_gives_back_what_was_put_in():
-    other = Tuning(7, ((3.0, 16),), 64, 0)
+    other = Tuning(7, ((3.0, 16),), 64, 0, True)
     assert tuning.from_json(json.loads(json.dumps(tuning.to_json(other)))) == other
 
 

@@ -1,0 +1,152 @@
+"""The experts' kernels for a single token, as far as a CPU can show: interpreted, lowered, and when they are chosen."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import tuning
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.moe import api, mosaic, one_token, reference, route
+from pallas_kernels.tuning import Tuning
+from tests.kernels.moe_cases import ROUTINGS, routers
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
+from tests.kernels.paged_cases import relative_error
+
+ON = Tuning(one_token_experts=True)
+
+
+def layer(H: int, E: int, inner: int, S: int):
+    """gate_up, down, and those of shared experts if there are any."""
+    rng = np.random.default_rng(H + S)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape) / shape[-1] ** 0.5, jnp.bfloat16)
+
+    return draw(E, 2, inner, H), draw(E, H, inner), (draw(2, S, H), draw(H, S)) if S else None
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("H", "E", "k", "inner", "S", "adds"),
+    [(256, 8, 3, 128, 192, True), (192, 4, 1, 64, 0, False)],
+)
+def test_interpreted_without_races(H, E, k, inner, S, adds):
+    """As the reference in float32; experts that were not chosen are NaN; a NaN of the token shows; a dead one is 0."""
+    rng = np.random.default_rng(k)
+    gate_up, down, shared = layer(H, E, inner, S)
+    x, residual = (jnp.asarray(rng.normal(size=(1, H)), jnp.bfloat16) for _ in range(2))
+    ids = rng.permutation(E)[:k].astype(np.int32)[None]
+    weights = rng.uniform(0.1, 1, size=(1, k)).astype(np.float32)
+    # As the routing kernel leaves them: wider, and with more rows.
+    padded_ids = np.pad(ids, ((0, 7), (0, 8 - k)), constant_values=E)
+    padded_weights = np.pad(weights, ((0, 7), (0, 64 - k)), constant_values=np.nan)
+    unused = ~np.isin(np.arange(E), ids)[:, None, None]
+    holes = jnp.where(unused[..., None], jnp.nan, gate_up), jnp.where(unused, jnp.nan, down)
+
+    def run(x, live):
+        got = one_token.experts(
+            x, *holes, padded_weights, padded_ids, jnp.array([live]), shared, residual if adds else None,
+            k=k, interpret=detect_races(),
+        )  # fmt: skip
+        assert_no_races(got, kernels=2)
+        return np.asarray(got, np.float32)
+
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, gate_up, down, shared, residual))
+    want = reference.experts(*exact[:3], weights, ids, jnp.array([True]), exact[3])
+    beside = exact[4] if adds else 0.0
+    assert relative_error(run(x, True), want + beside) < 8e-3
+    dead = np.broadcast_to(beside, (1, H))
+    np.testing.assert_array_equal(run(jnp.full_like(x, jnp.nan), False), dead)
+    assert np.isnan(run(x.at[0, H - 1].set(jnp.nan), True)).all()
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_routed_and_worked_on_as_by_the_other_kernels(sigmoid, live):
+    """From logits on, with what the routing kernel leaves: no slice of it is needed."""
+    E, routing = ROUTINGS["odd"]
+    H, inner = 128, 64
+    gate_up, down, shared = layer(H, E, inner, inner)
+    logits, bias = (a if a is None else jnp.asarray(a) for a in routers("odd", 1, sigmoid=sigmoid))
+    x, alive = jnp.linspace(-1, 1, H, dtype=jnp.bfloat16)[None], jnp.array([live])
+    interpret = detect_races()
+    weights, ids = route.route_padded(logits, bias, alive, routing=routing, interpret=interpret)
+    args = x, gate_up, down
+    got = one_token.experts(*args, weights, ids, alive, shared, x, k=routing.top_k, interpret=interpret)
+    assert_no_races(got, kernels=3)
+    options = dataclasses.asdict(routing)
+    of_reference = (
+        reference.route_softmax(logits, **options) if bias is None else reference.route_sigmoid(logits, bias, **options)
+    )
+    want = x + reference.experts(*args, *of_reference, alive, shared)
+    assert relative_error(got, want) < 8e-3
+
+
+SHAPES = {"moonlight": (2048, 64, 6, 1408, 2816), "deepseek-v2": (5120, 160, 6, 1536, 3072), "demo": (192, 8, 2, 64, 0)}
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_lowers_for_the_gpu(model):
+    """To three launches and nothing of XLA's, from the router's logits to the residual stream behind the layer."""
+    H, E, k, inner, S = SHAPES[model]
+
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    f32 = functools.partial(shape, dtype=jnp.float32)
+    routing = route.Routing(k, 1, 1, True, 2.0)
+
+    def block(x, gate_up, down, logits, bias, live, shared):
+        weights, ids = route.route_padded(logits, bias, live, routing=routing)
+        return one_token.experts(x, gate_up, down, weights, ids, live, shared, x, k=k)
+
+    shared = (shape(2, S, H), shape(H, S)) if S else None
+    traced = jax.jit(block).trace(
+        shape(1, H), shape(E, 2, inner, H), shape(E, H, inner), f32(1, E), f32(E), shape(1, dtype=jnp.bool_), shared
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 3
+    assert not any(name in text for name in ("dot_general", "stablehlo.gather", "stablehlo.add", "stablehlo.slice"))
+
+
+def test_who_takes_them():
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+
+    def takes(T, H, E, k, inner, S):
+        shared = (shape((2, S, H)), shape((H, S))) if S else None
+        return one_token.takes(shape((T, H)), shape((E, 2, inner, H)), k, shared)
+
+    assert not takes(1, *SHAPES["moonlight"])  # not chosen where it has not been measured
+    with tuning.use(ON):
+        assert all(takes(1, *sizes) for sizes in SHAPES.values())
+        assert not takes(2, *SHAPES["moonlight"])
+        assert not takes(1, 2048, 64, 6, 1408, 96)  # a shared expert of no multiple of 64
+        # More than a block's shared memory: a row of gate and up, and of what comes down.
+        assert not takes(1, 7168, 256, 8, 2048, 2048)
+        assert not takes(1, 2048, 64, 24, 1408, 0)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_api_takes_them(adds, monkeypatch):
+    """Where they are tuned in and the experts' kernels can run, with routing and after it."""
+    calls = []
+    monkeypatch.setattr(mosaic, "obstacle", lambda *_: None)
+    monkeypatch.setattr(route, "obstacle", lambda *_: None)
+    monkeypatch.setattr(route, "route_padded", lambda logits, *_, **__: (logits, logits.astype(jnp.int32)))
+    monkeypatch.setattr(one_token, "experts", lambda *args, k: calls.append((args, k)) or args[0])
+    H, E, inner = 128, 8, 64
+    gate_up, down, shared = layer(H, E, inner, inner)
+    x, logits, live = jnp.ones((1, H), jnp.bfloat16), jnp.ones((1, E)), jnp.ones(1, bool)
+    residual = x if adds else None
+    options = dataclasses.asdict(ROUTINGS["odd"][1])
+    with use(Backends()), tuning.use(ON):
+        api.routed_experts(x, gate_up, down, logits, None, live, shared, residual, **options)
+        api.experts(x, gate_up, down, logits[:, :2], logits[:, :2].astype(jnp.int32), live, shared, residual)
+    assert [k for _, k in calls] == [2, 2]
+    assert all(args[-1] is residual and args[-2] is shared for args, _ in calls)
