@@ -5,10 +5,10 @@ Plain steps and cycles of k drafted tokens (MTP) run in two engines that share t
 alone and in turn with a second one that uses another bucket, as a server's load makes it do: graph replay may cost more
 when executables take turns.
 
-- step: the engine's own loop, in which a step's tokens are read while the next one runs (readout depth 1): wall time of
-  a step. Alternating: the same with two row counts in turn; a step's time is what passes between the moments at which
-  the step before was read and at which it was. Plain loops have 128 steps and cycles 64, so that contexts grow as
-  those do that `bench step_vllm` measures.
+- step: the engine's own loop, in which a step's tokens are read while the next one runs (readout depth 1, unless
+  `--readout-depth` says more): wall time of a step. Alternating: the same with two row counts in turn; a step's time is
+  what passes between the moments at which the step before was read and at which it was. Plain loops have 128 steps and
+  cycles 64, so that contexts grow as those do that `bench step_vllm` measures.
 - read: plan, dispatch and wait for the tokens of every step (readout depth 0), one step at a time.
 - ahead: steps are dispatched one behind the other and waited for once, so this is the device's time, or the host's
   dispatch where that is longer.
@@ -95,6 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--loop", type=int, metavar="N", help="steps of the engine's loop (default: 128, of cycles 64; CPU: 16)"
+    )
+    parser.add_argument(
+        "--readout-depth", type=int, choices=[1, 2, 3], default=1, help="of the engine's loop: how late steps are read"
     )
     parser.add_argument(
         "--prefill-budget", type=int, metavar="TOKENS", help="max_num_batched_tokens (default: 8192; CPU: 256)"
@@ -311,7 +314,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     bucket_seconds = warm_up(engines)
     prefill = {k: {n: prefill_seconds(engine, n, sizes.context) for n in sizes.rows} for k, engine in engines.items()}
-    loads = {k: Load(engine, sizes.rows[-1], sizes.context) for k, engine in engines.items()}
+    loads = {
+        k: Load(engine, sizes.rows[-1], sizes.context, depth=arguments.readout_depth) for k, engine in engines.items()
+    }
     print(f"prefilled after {time.perf_counter() - began:.1f} s", flush=True)
 
     floors = Floor(weights, dtype, bandwidth)
@@ -336,6 +341,7 @@ def run(arguments: argparse.Namespace) -> int:
         "context": sizes.context,
         "drafted_tokens": sizes.tokens,
         "steps": sizes.steps,
+        "readout_depth": arguments.readout_depth,
         "loop_steps": {kind(k): sizes.loop(k) for k in engines},
         "max_num_batched_tokens": {kind(k): engine.settings.max_num_batched_tokens for k, engine in engines.items()},
         "kv_bytes_per_token": floors.kv_token,
@@ -500,7 +506,7 @@ def print_tables(result: dict[str, Any]) -> None:
         for r in result["rows"]
     ]
     print(record.table(header, lines))
-    print("the engine's loop, read one step late:")
+    print(f"the engine's loop, at a readout depth of {result['readout_depth']}:")
     print(record.table(*loop_table(result["rows"])))
     for gate in result["gates"]:
         bound = f"{gate['worst']:g} at {gate['at_rows']} rows, bound {gate['bound']:g}"

@@ -99,10 +99,13 @@ class Load:
     """An engine whose requests have been prefilled and decode; any number of them can be made to run.
 
     Measurements start from the same state: `rewind` takes back what the last one generated.
+
+    Args:
+        depth: readout depth of the engine's own loop.
     """
 
-    def __init__(self, engine: Engine, rows: int, context: int, seed: int = 0):
-        self.engine, self.runner = engine, engine.runner
+    def __init__(self, engine: Engine, rows: int, context: int, *, depth: int = 1, seed: int = 0):
+        self.engine, self.runner, self._depth = engine, engine.runner, depth
         self._scheduler = engine._scheduler
         rng = np.random.default_rng(seed)
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -151,7 +154,7 @@ class Load:
         return choose_bucket(self.runner.buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=False)
 
     def time_loop(self, rows: int, steps: int) -> LoopTimes:
-        """The engine's own loop, each step read while the next one runs."""
+        """The engine's own loop, each step read while later ones run."""
         times, tokens = [], []
         for _ in range(REPEATS):
             with self._running_late(rows):
@@ -183,9 +186,9 @@ class Load:
 
     @contextlib.contextmanager
     def _running_late(self, rows: int) -> Iterator[None]:
-        """From the start, warm, with a step unread; at the end all are read."""
+        """From the start, warm, with steps unread; at the end all are read."""
         self.rewind()
-        with _readout_depth(self.engine, 1):
+        with _readout_depth(self.engine, self._depth):
             self.select(rows)
             for _ in range(WARMUP_STEPS):
                 self.step()

@@ -325,7 +325,7 @@ def test_cycles_start_again_from_the_same_state():
     sizes = Sizes(rows=(1, 2), context=40, steps=4, loops=(6, 6), budget=64, tokens=3)
     engine = build_engine(draw(hf, mesh, np.dtype(np.float32)), sizes, 3, mesh, dtype="float32", lean=True)
     engine.warm_up()
-    load = Load(engine, 2, sizes.context)
+    load = Load(engine, 2, sizes.context, depth=2)
 
     def text():
         load.rewind()
@@ -336,6 +336,8 @@ def test_cycles_start_again_from_the_same_state():
 
     first = text()
     assert all(len(tokens) >= sizes.context + 7 for tokens in first)
+    with load._running_late(2):
+        assert engine.runner.in_flight == 2
     loop = load.time_loop(2, 6)
     assert 1 <= loop.tokens <= 4
     turns = load.times_alternating((1, 2), 6)
@@ -354,10 +356,11 @@ def test_steps_and_cycles_beside_a_peer(checkpoint, tmp_path, capsys, monkeypatc
         file.write_text(json.dumps(peer(drafted, (1, 1e6, 1e-3), (2, 1e-6, 1e12), context=70)))
     out = tmp_path / "step.json"
     options = ["--rows", "1,2", "--context", "70", "--steps", "4", "--loop", "4", "--lean", "--no-expert-count"]
+    options += ["--readout-depth", "2"]
     assert main(["step", "--model", str(checkpoint), *options, "--out", str(out), "--peer", *map(str, files)]) == 0
     result = json.loads(out.read_text())
     assert result["compiles_after_warm_up"] == 0
-    assert result["drafted_tokens"] == 3
+    assert (result["drafted_tokens"], result["readout_depth"]) == (3, 2)
     assert result["max_num_batched_tokens"] == {"plain": 256, "cycle": 256}
     for row in result["rows"]:
         assert row["tokens_a_step"] == 1
