@@ -201,9 +201,15 @@ def test_random_schedules():
     check_schedules(range(500))
 
 
-@pytest.mark.slow
-def test_many_random_schedules():
-    check_schedules(range(1000, 11000))
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(1000, 4000), marks=pytest.mark.slow, id="3000"),
+        pytest.param(range(4000, 11000), marks=pytest.mark.full, id="7000 more"),
+    ],
+)
+def test_many_random_schedules(seeds):
+    check_schedules(seeds)
 
 
 def test_decode_claims_first_and_the_prompt_is_laid_out_first():
