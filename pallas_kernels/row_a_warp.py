@@ -23,6 +23,6 @@ def row_a_warp(columns: int) -> Any:
 
 
 def times(tile: jax.Array, vector: jax.Array, layout: Any) -> jax.Array:
-    """float32: each row of a tile [WARPS, columns] times a vector [columns], by element."""
-    over = plgpu.layout_cast(lax.broadcast_in_dim(vector.astype(jnp.float32), tile.shape, [1]), layout)
+    """float32: each row of a tile [WARPS, columns] times a float32 vector [columns], by element."""
+    over = plgpu.layout_cast(lax.broadcast_in_dim(vector, tile.shape, [1]), layout)
     return tile.astype(jnp.float32) * over

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
-from pallas_kernels.mosaic_attention import Merging, bf16, i32
+from pallas_kernels.mosaic_attention import Merging, bf16, f32, i32
 from pallas_kernels.row_a_warp import WARPS, row_a_warp, times
 
 # With more tokens tensor cores are better.
@@ -74,7 +74,7 @@ def merged_values(
             total = None
             for i, vector in enumerate(vectors):
                 tile = load(w_s, (i, pl.ds(start, WARPS), slice(None)), layout=ROW_A_WARP)
-                product = times(tile, vector, ROW_A_WARP)
+                product = times(tile, vector.astype(f32), ROW_A_WARP)
                 total = product if total is None else total + product
             assert total is not None
             values[request, token, head, pl.ds(part * ROWS + start, WARPS)] = total.sum(axis=1).astype(bf16)

@@ -127,7 +127,7 @@ def _up(E: int, k: int, H: int, inner: int, S: int, columns: int, interpret: Any
 
             totals: dict[tuple[int, int], jax.Array] = {}
             for part in range(parts):
-                vector = load(x, (0, pl.ds(part * columns, columns)), layout=layout.reduce(0))
+                vector = load(x, (0, pl.ds(part * columns, columns)), layout=layout.reduce(0)).astype(f32)
                 plgpu.barrier_wait(arrived.at[part])
                 for half in range(2):
                     for g in range(0, R, WARPS):
@@ -193,7 +193,9 @@ def _down(E: int, k: int, H: int, inner: int, S: int, columns: int, adds: bool, 
                 total = None
                 for part in range(count):
                     vector = load(h, (pl.ds(at + part * columns, columns),), layout=layout.reduce(0))
-                    each = times(load(rows, (slice(None), part, slice(None)), layout=layout), vector, layout)
+                    each = times(
+                        load(rows, (slice(None), part, slice(None)), layout=layout), vector.astype(f32), layout
+                    )
                     total = each if total is None else total + each
                 return total
 

@@ -136,7 +136,7 @@ def _inputs(logits: jax.Array, bias: jax.Array | None, live: jax.Array) -> list[
 
 
 def live_flags(live: jax.Array) -> jax.Array:
-    """int32, of a multiple of ROWS tokens. All kernels of a step take these, so that they are made once."""
+    """int32, of a multiple of ROWS tokens; the same for every kernel that asks, so that a step makes them once."""
     return jnp.pad(live.astype(jnp.int32), (0, -live.shape[0] % ROWS))
 
 

@@ -98,7 +98,7 @@ def norm_linear(
             for part in range(H // columns):
                 at = pl.ds(part * columns, columns)
                 gain = load(norm_weight, (at,), layout=across)
-                vectors = [norm(added(t, at, across), scales[t], gain) for t in range(T)]
+                vectors = [norm(added(t, at, across), scales[t], gain).astype(f32) for t in range(T)]
                 if part == 0:
                     plgpu.barrier_wait(arrived)
                 for g in range(0, rows, WARPS):
