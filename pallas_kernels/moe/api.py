@@ -74,7 +74,7 @@ def experts(
     """
     if _experts_backend(x, gate_up, down, shared) != "mosaic":
         out = reference.experts(x, gate_up, down, weights, ids, live, shared)
-    elif one_token.takes(x, gate_up, ids.shape[1], shared):
+    elif one_token.takes(x, gate_up, shared):
         return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, k=ids.shape[1])
     else:
         out = mosaic.experts(x, gate_up, down, weights, ids, live, shared)
@@ -105,10 +105,10 @@ def routed_experts(
     if _experts_backend(x, gate_up, down, shared) != "mosaic" or _route_backend(logits, routing) != "mosaic":
         weights, ids = _route(logits, bias, routing)
         return experts(x, gate_up, down, weights, ids, live, shared, residual)
-    if one_token.takes(x, gate_up, top_k, shared):
+    if one_token.takes(x, gate_up, shared):
         # As they are: to cut them to k would be two launches.
-        weights, ids = route.route_padded(logits, bias, live, routing=routing)
-        return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, k=top_k)
+        weights, ids, zero = route.route_padded(logits, bias, live, routing=routing)
+        return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, zero, k=top_k)
     out = mosaic.routed_experts(x, gate_up, down, logits, bias, live, shared, routing=routing)
     return out if residual is None else residual + out
 

@@ -1,54 +1,79 @@
-"""Routed and shared experts of one token on Hopper: two Mosaic GPU kernels, without tensor cores.
+"""Routed and shared experts of one token on Hopper: one Mosaic GPU kernel, without tensor cores.
 
-The kernels of `mosaic.py` share out weights by tiles of 64 rows: one token of a Moonlight layer has 176 of gate and up, of
-which 44 of 132 multiprocessors get two and the others one. Here a block takes 8 rows of gate and of up, or 4 of what
-comes down, and there are several to a multiprocessor: while one multiplies, TMA fills another's shared memory. A block of
-the second kernel has its rows of all the token's experts, so that their weighted sum, the shared experts and the residual
-need no further launch.
+A token's experts are bytes to read and little else, and two kernels pay twice for what a kernel's first bytes and its last
+ones take. Here every multiprocessor has one block, whose producer streams its rows of gate and up through a ring of shared
+memory and goes on with its rows of what comes down, through a second ring, while the others still multiply. Between the
+two all blocks meet: they count themselves in memory, and nobody reads what came up before all of it is there. Rows are
+shared out by eight, where tiles of 64 for a tensor core would leave some multiprocessors twice the work of others.
+
+That blocks wait for one another needs all of them on the device at once, which one block a multiprocessor is. The
+interpreter knows no such wait: it runs both halves after one another, as two kernels.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import load
+from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.moe.route import live_flags
 from pallas_kernels.row_a_warp import WARPS, row_a_warp, times
 from pallas_kernels.tuning import current
 
-# Rows of gate, and as many of up, to a block; rows of what comes down.
-UP_ROWS, DOWN_ROWS = 8, WARPS
-# Shared memory that a block may take.
-MOST_BYTES = 200 * 1024
-f32, bf16 = jnp.float32, jnp.bfloat16
-PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048)
+# Warpgroups that multiply; each has its own rows of a stage.
+CONSUMERS = 2
+ROWS = CONSUMERS * WARPS
+# Shared memory of the two rings, of 227 KiB, and the most that a stage of theirs takes.
+UP_BYTES, UP_STAGE = 96 * 1024, 16 * 1024
+DOWN_BYTES, DOWN_STAGE = 112 * 1024, 24 * 1024
+MOST_STAGES = 16
+f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 
 
-def takes(x: jax.Array, gate_up: jax.Array, k: int, shared: tuple[jax.Array, jax.Array] | None) -> bool:
-    """Whether these kernels are the ones for a call that those of `mosaic.py` can take."""
+def takes(x: jax.Array, gate_up: jax.Array, shared: tuple[jax.Array, jax.Array] | None) -> bool:
+    """Whether this kernel is the one for a call that those of `mosaic.py` can take."""
     T, H = x.shape
     inner, S = gate_up.shape[2], _shared_inner(shared)
-    fits = max(2 * UP_ROWS * H, DOWN_ROWS * (k * inner + S)) * x.dtype.itemsize <= MOST_BYTES
-    return current().one_token_experts and T == 1 and inner % 64 == 0 and S % 64 == 0 and H % 64 == 0 and fits
+    return current().one_token_experts and T == 1 and inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
 
 
 def _shared_inner(shared: tuple[jax.Array, jax.Array] | None) -> int:
     return 0 if shared is None else shared[1].shape[1]
 
 
-def _columns(length: int) -> int:
-    """Of a load by all lanes of a warp: 16 bytes each where the length allows it, else 8 or 4."""
-    return math.gcd(length, 256)
+@dataclass(frozen=True)
+class Cut:
+    """How rows of `length` weights are cut: into stages of `parts` loads of `columns`, 16 bytes a lane or less.
+
+    stages: of the ring.
+    """
+
+    columns: int
+    parts: int
+    stages: int
+
+    @property
+    def depth(self) -> int:
+        return self.parts * self.columns
 
 
-@functools.partial(jax.jit, static_argnames=("k", "interpret"))
+def cut(length: int, rows: int, stage_bytes: int, ring_bytes: int) -> Cut:
+    """The deepest stages of `rows` rows that fit."""
+    columns = math.gcd(length, 256)
+    loads = length // columns
+    most = max(stage_bytes // (2 * rows * columns), 1)
+    parts = max(n for n in range(1, min(loads, most) + 1) if loads % n == 0)
+    return Cut(columns, parts, min(ring_bytes // (2 * rows * columns * parts), MOST_STAGES))
+
+
+@functools.partial(jax.jit, static_argnames=("k", "blocks", "interpret"))
 def experts(
     x: jax.Array,
     gate_up: jax.Array,
@@ -58,173 +83,244 @@ def experts(
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None = None,
     residual: jax.Array | None = None,
+    counter: jax.Array | None = None,
     *,
     k: int,
+    blocks: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """As `api.experts` for x [1, H], in bfloat16, where `takes`. Weights of a dead token are not read.
+    """As `api.experts` for x [1, H], in bfloat16, where `takes`.
 
     Args:
         weights, ids: [>= 1, >= k], of which the first k of the first row count.
+        counter: int32 [1], 0, in which the blocks count themselves (default: XLA makes it, in a launch of its own).
+        blocks: of the grid, all of which have to be on the device at once (default: one a multiprocessor).
 
     Jitted, so that the layers of a model share one lowering.
     """
     E, _, inner, H = gate_up.shape
     S = _shared_inner(shared)
-    outer, flat = _columns(H), math.gcd(_columns(inner), _columns(S) if S else 256)
-    up_weights, down_weights = [gate_up.reshape(E, 2 * inner, H)], [down.reshape(E, H, -1, flat)]
+    up = cut(H, 2 * ROWS, UP_STAGE, UP_BYTES)
+    # A stage lies within one expert.
+    below = cut(math.gcd(inner, S), ROWS, DOWN_STAGE, DOWN_BYTES)
+    inputs = [ids, live_flags(live), weights, x, *([] if residual is None else [residual])]
+    inputs += [gate_up.reshape(E, 2, inner, -1, up.columns), down.reshape(E, H, -1, below.columns)]
     if shared is not None:
-        up_weights.append(shared[0].reshape(2 * S, H))
-        down_weights.append(shared[1].reshape(H, -1, flat))
-    flags = live_flags(live)
-    h = _up(E, k, H, inner, S, outer, interpret)(ids, flags, x, *up_weights)
-    added = [] if residual is None else [residual]
-    return _down(E, k, H, inner, S, flat, residual is not None, interpret)(
-        ids, flags, weights, h, *added, *down_weights
-    )
+        inputs += [shared[0].reshape(2, S, -1, up.columns), shared[1].reshape(H, -1, below.columns)]
+    h, out = (jax.ShapeDtypeStruct(shape, bf16) for shape in ((S + k * inner,), (1, H)))
+    # The number of an H200, where there is no GPU to ask (lowering on a CPU).
+    grid = blocks or getattr(jax.devices()[0], "core_count", None) or 132
 
-
-def _expert(ids: Any, j: Any, E: int) -> Any:
-    """Of the token's j-th choice; a number that is none would be read past the weights."""
-    return lax.max(lax.min(ids[0, j], jnp.int32(E - 1)), jnp.int32(0))
-
-
-@functools.cache
-def _up(E: int, k: int, H: int, inner: int, S: int, columns: int, interpret: Any) -> Any:
-    """kernel(ids, live flags, x [1, H], gate_up [E, 2 * inner, H], shared [2 * S, H] if S) -> h [k * inner + S].
-
-    h is silu(gate x) * (up x) of the token's experts in the order of choice, then of the shared ones.
-    """
-    parts, R = H // columns, UP_ROWS
-    layout = row_a_warp(columns)
-    routed = k * inner // R
-
-    def body(ids, live, x, *refs, rows_s, arrived):
-        *weights, h = refs
-        block = lax.axis_index("block")
-
-        def fetch(rows: Callable[[int, Any], Any]) -> None:
-            """rows(half, columns): this block's of gate, 0, or of up, 1."""
-            for part in range(parts):
-                for half in range(2):
-                    source = rows(half, pl.ds(part * columns, columns))
-                    plgpu.copy_gmem_to_smem(source, rows_s.at[part, half], arrived.at[part])
-
-        @pl.when(live[0] == 1)
-        def _():
-            @pl.when(block < routed)
-            def _of_a_choice():
-                j, row = lax.div(block, jnp.int32(inner // R)), lax.rem(block, jnp.int32(inner // R)) * R
-                e = _expert(ids, j, E)
-                fetch(lambda half, at: weights[0].at[e, pl.ds(half * inner + row, R), at])
-
-            if S:
-
-                @pl.when(block >= routed)
-                def _of_shared():
-                    row = (block - routed) * R
-                    fetch(lambda half, at: weights[1].at[pl.ds(half * S + row, R), at])
-
-            totals: dict[tuple[int, int], jax.Array] = {}
-            for part in range(parts):
-                vector = load(x, (0, pl.ds(part * columns, columns)), layout=layout.reduce(0)).astype(f32)
-                plgpu.barrier_wait(arrived.at[part])
-                for half in range(2):
-                    for g in range(0, R, WARPS):
-                        tile = load(rows_s, (part, half, pl.ds(g, WARPS), slice(None)), layout=layout)
-                        product = times(tile, vector, layout)
-                        totals[half, g] = totals[half, g] + product if part else product
-            for g in range(0, R, WARPS):
-                gate, up = totals[0, g].sum(axis=1), totals[1, g].sum(axis=1)
-                h[pl.ds(block * R + g, WARPS)] = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(bf16)
-
-    body.__name__ = "moe_up_one"
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((k * inner + S,), bf16),
-        scratch_types={
-            "rows_s": plgpu.SMEM((parts, 2, R, columns), bf16),
-            "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=parts),
-        },
-        grid=(routed + S // R,),
-        grid_names=("block",),
-        compiler_params=PARAMS,
-        interpret=interpret,
-    )
-
-
-@functools.cache
-def _down(E: int, k: int, H: int, inner: int, S: int, columns: int, adds: bool, interpret: Any) -> Any:
-    """kernel(ids, live flags, weights, h, residual [1, H] if adds, down [E, H, parts, columns], shared [H, parts, columns]
-    if S) -> [1, H]: the residual, plus what comes down from the token's experts, by weight, and from the shared ones.
-    """
-    R, parts, shared_parts = DOWN_ROWS, inner // columns, S // columns
-    layout = row_a_warp(columns)
-
-    def body(ids, live, weights, h, *refs, rows_s, arrived, shared_s=None, shared_arrived=None):
-        residual = refs[0] if adds else None
-        w, out = refs[int(adds) : -1], refs[-1]
-        mine = pl.ds(lax.axis_index("block") * R, R)
-
-        def write(total):
-            """The experts' sum is rounded before the residual is added, as by the reference."""
-            if residual is not None:
-                kept = load(residual, (0, mine), layout=layout.reduce(1)).astype(f32)
-                total = kept if total is None else kept + total.astype(bf16).astype(f32)
-            elif total is None:
-                total = plgpu.layout_cast(jnp.zeros((R,), f32), layout.reduce(1))
-            out[0, mine] = total.astype(bf16)
-
-        @pl.when(live[0] != 1)
-        def _():
-            write(None)
-
-        @pl.when(live[0] == 1)
-        def _():
-            if S:
-                plgpu.copy_gmem_to_smem(w[1].at[mine], shared_s, shared_arrived)
-            # All together before the first is needed: one wait for memory, not k.
-            chosen = [(_expert(ids, j, E), weights[0, j]) for j in range(k)]
-            for j, (e, _) in enumerate(chosen):
-                plgpu.copy_gmem_to_smem(w[0].at[e, mine], rows_s.at[j], arrived.at[j])
-
-            def product(rows, at, count):
-                """Of the rows [R, count, columns] with as many columns of h from `at` on, yet to be summed."""
-                total = None
-                for part in range(count):
-                    vector = load(h, (pl.ds(at + part * columns, columns),), layout=layout.reduce(0))
-                    each = times(
-                        load(rows, (slice(None), part, slice(None)), layout=layout), vector.astype(f32), layout
-                    )
-                    total = each if total is None else total + each
-                return total
-
-            total = plgpu.layout_cast(jnp.zeros((R, columns), f32), layout)
-            if S:
-                plgpu.barrier_wait(shared_arrived)
-                total = product(shared_s, k * inner, shared_parts)
-            for j, (_, weight) in enumerate(chosen):
-                plgpu.barrier_wait(arrived.at[j])
-                over = plgpu.layout_cast(lax.broadcast_in_dim(weight, (R, columns), ()), layout)
-                total = total + product(rows_s.at[j], j * inner, parts) * over
-            write(total.sum(axis=1))
-
-    body.__name__ = "moe_down_one"
-    scratch: dict[str, Any] = {
-        "rows_s": plgpu.SMEM((k, R, parts, columns), bf16),
-        "arrived": plgpu.Barrier(num_arrivals=1, num_barriers=k),
-    }
-    if S:
-        scratch |= {
-            "shared_s": plgpu.SMEM((R, shared_parts, columns), bf16),
-            "shared_arrived": plgpu.Barrier(num_arrivals=1),
+    def how(*halves: str) -> dict[str, Any]:
+        """The body of the named halves, and what it needs."""
+        body = functools.partial(
+            _body, halves=halves, k=k, E=E, H=H, inner=inner, S=S, grid=grid, up=up, below=below,
+            adds=residual is not None,
+        )  # fmt: skip
+        functools.update_wrapper(body, _body)
+        body.__name__ = "moe_one_token"  # type: ignore[attr-defined]
+        return {
+            "body": body,
+            "scratch_types": {
+                "up_s": plgpu.SMEM((up.stages, 2, ROWS, up.parts, up.columns), bf16),
+                "up_full": plgpu.Barrier(num_barriers=up.stages),
+                "up_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=up.stages),
+                "down_s": plgpu.SMEM((below.stages, ROWS, below.parts, below.columns), bf16),
+                "down_full": plgpu.Barrier(num_barriers=below.stages),
+                "down_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=below.stages),
+            },
+            "grid": (grid,),
+            "grid_names": ("block",),
+            "num_threads": CONSUMERS + 1,
+            "thread_name": "warpgroup",
+            # Reductions stay within a warp, and all that shared memory needs is the rings' barriers.
+            "compiler_params": plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+            "interpret": interpret,
         }
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((1, H), bf16),
-        scratch_types=scratch,
-        grid=(H // R,),
-        grid_names=("block",),
-        compiler_params=PARAMS,
-        interpret=interpret,
-    )
+
+    if interpret:
+        came_up = plgpu.kernel(out_type=h, **how("up"))(*inputs)
+        return plgpu.kernel(out_type=out, **how("down"))(*inputs, came_up)
+    counter = jnp.zeros(1, i32) if counter is None else counter
+    _, _, result = run_in_place(inputs=inputs, outs=[counter], new=[h, out], **how("up", "down"))
+    return result
+
+
+def _meet(counter: Any, count: int) -> None:
+    """Waits until `count` warpgroups of the grid are here; what they wrote before can be read after."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def meet(_: Any, counter: Any) -> None:
+        mgpu.utils.warpgroup_barrier()
+        semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
+        semaphore.signal(1, memory_scope="gpu")
+        semaphore.wait(count, decrement=False, memory_scope="gpu")
+
+    meet(counter)
+
+
+def _body(
+    ids, live, weights, x, *refs, up_s, up_full, up_free, down_s, down_full, down_free,
+    halves, k, E, H, inner, S, grid, up, below, adds,
+):  # fmt: skip
+    """The named halves of the work: h [S + k * inner] comes up, out [1, H] comes down.
+
+    refs: residual [1, H] if adds; gate_up [E, 2, inner, parts, columns], down [E, H, parts, columns]; if S, those of the
+    shared experts, [2, S, parts, columns] and [H, parts, columns]; then what is written: h, h and out, or the counter, h, out.
+    """
+    residual = refs[0] if adds else None
+    given = refs[int(adds) :]
+    (gate_up, down), given = given[:2], given[2:]
+    (shared_gate_up, shared_down), given = (given[:2], given[2:]) if S else ((None, None), given)
+    counter, h, out = {"up": (None, *given, None), "down": (None, *given), "updown": given}["".join(halves)]
+    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+    # Stages of a row of gate and up; of a row of all experts that comes down, and how many of them are shared experts'.
+    up_stages, down_stages = H // up.depth, (S + k * inner) // below.depth
+    shared_stages, expert_stages = S // below.depth, inner // below.depth
+
+    def share(items):
+        """How many of so many items, dealt round, are this block's."""
+        return lax.div(items - block + (grid - 1), i32(grid))
+
+    mine_up = share((S + k * inner) // ROWS) if "up" in halves else i32(0)
+    mine_down = share(H // ROWS) if "down" in halves else i32(0)
+
+    def row_of(item):
+        return (block + item * grid) * ROWS
+
+    def expert(j):
+        """The token's j-th choice; a number that is none would be read past the weights."""
+        return lax.max(lax.min(ids[0, j], i32(E - 1)), i32(0))
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _produce():
+        def fill_up(step):
+            row, s = row_of(lax.div(step, i32(up_stages))), lax.rem(step, i32(up.stages))
+            at = pl.ds(lax.rem(step, i32(up_stages)) * up.parts, up.parts)
+
+            # First, because the token's choice need not be known for them.
+            if S:
+
+                @pl.when(row < S)
+                def _of_shared():
+                    plgpu.copy_gmem_to_smem(shared_gate_up.at[:, pl.ds(row, ROWS), at], up_s.at[s], up_full.at[s])
+
+            @pl.when(row >= S)
+            def _of_a_choice():
+                e, mine = expert(lax.div(row - S, i32(inner))), pl.ds(lax.rem(row - S, i32(inner)), ROWS)
+                plgpu.copy_gmem_to_smem(gate_up.at[e, :, mine, at], up_s.at[s], up_full.at[s])
+
+        def fill_down(step):
+            mine, s = pl.ds(row_of(lax.div(step, i32(down_stages))), ROWS), lax.rem(step, i32(below.stages))
+            stage = lax.rem(step, i32(down_stages))
+
+            if S:
+
+                @pl.when(stage < shared_stages)
+                def _of_shared():
+                    at = pl.ds(stage * below.parts, below.parts)
+                    plgpu.copy_gmem_to_smem(shared_down.at[mine, at], down_s.at[s], down_full.at[s])
+
+            @pl.when(stage >= shared_stages)
+            def _of_a_choice():
+                place = stage - shared_stages
+                e = expert(lax.div(place, i32(expert_stages)))
+                at = pl.ds(lax.rem(place, i32(expert_stages)) * below.parts, below.parts)
+                plgpu.copy_gmem_to_smem(down.at[e, mine, at], down_s.at[s], down_full.at[s])
+
+        def stream(fill, steps, stages, free):
+            ahead = lax.min(steps, i32(stages))
+            pl.loop(0, ahead)(fill)
+
+            @pl.loop(ahead, steps)
+            def _refill(step):
+                plgpu.barrier_wait(free.at[lax.rem(step, i32(stages))])
+                fill(step)
+
+        def drain(steps, stages, free):
+            """Every completion of a barrier must be awaited before the kernel ends."""
+
+            @pl.loop(lax.max(steps - stages, i32(0)), steps)
+            def _wait(step):
+                plgpu.barrier_wait(free.at[lax.rem(step, i32(stages))])
+
+        stream(fill_up, mine_up * up_stages, up.stages, up_free)
+        stream(fill_down, mine_down * down_stages, below.stages, down_free)
+        drain(mine_up * up_stages, up.stages, up_free)
+        drain(mine_down * down_stages, below.stages, down_free)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _consume():
+        my_rows = pl.ds(warpgroup * WARPS, WARPS)
+
+        def give_back(free, s):
+            plgpu.commit_smem()  # what was read must have been, before TMA writes there again
+            plgpu.barrier_arrive(free.at[s])
+
+        if "up" in halves:
+            layout = row_a_warp(up.columns)
+
+            @pl.loop(0, mine_up)
+            def _up(item):
+                totals: list[Any] = [None, None]
+                for stage in range(up_stages):
+                    s = lax.rem(item * up_stages + stage, i32(up.stages))
+                    plgpu.barrier_wait(up_full.at[s])
+                    for part in range(up.parts):
+                        at = pl.ds((stage * up.parts + part) * up.columns, up.columns)
+                        vector = load(x, (0, at), layout=layout.reduce(0)).astype(f32)
+                        for half in range(2):
+                            tile = load(up_s, (s, half, my_rows, part, slice(None)), layout=layout)
+                            product = times(tile, vector, layout)
+                            totals[half] = product if totals[half] is None else totals[half] + product
+                    give_back(up_free, s)
+                gate, up_ = (total.sum(axis=1) for total in totals)
+                value = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up_
+                h[pl.ds(row_of(item) + warpgroup * WARPS, WARPS)] = value.astype(bf16)
+
+        if counter is not None:
+            _meet(counter, grid * CONSUMERS)
+
+        if "down" in halves:
+            layout = row_a_warp(below.columns)
+
+            @pl.loop(0, mine_down)
+            def _down(item):
+                mine = pl.ds(row_of(item) + warpgroup * WARPS, WARPS)
+
+                def piece(stages, first):
+                    """Products of an expert's row, so many stages from the first on, with its part of h; yet to be summed."""
+                    total: Any = None
+                    for stage in range(first, first + stages):
+                        s = lax.rem(item * down_stages + stage, i32(below.stages))
+                        plgpu.barrier_wait(down_full.at[s])
+                        for part in range(below.parts):
+                            at = pl.ds((stage * below.parts + part) * below.columns, below.columns)
+                            vector = load(h, (at,), layout=layout.reduce(0)).astype(f32)
+                            tile = load(down_s, (s, my_rows, part, slice(None)), layout=layout)
+                            product = times(tile, vector, layout)
+                            total = product if total is None else total + product
+                        give_back(down_free, s)
+                    return total
+
+                total: Any = piece(shared_stages, 0) if S else None
+                for j in range(k):
+                    weight = lax.broadcast_in_dim(weights[0, j], (WARPS, below.columns), ())
+                    each = piece(expert_stages, shared_stages + j * expert_stages)
+                    each = each * plgpu.layout_cast(weight, layout)
+                    total = each if total is None else total + each
+                # The experts' sum is rounded before the residual is added, as by the reference.
+                came_down = total.sum(axis=1)
+                kept = plgpu.layout_cast(jnp.zeros((WARPS,), f32), layout.reduce(1))
+                if residual is not None:
+                    kept = load(residual, (0, mine), layout=layout.reduce(1)).astype(f32)
+
+                @pl.when(live[0] == 1)
+                def _():
+                    out[0, mine] = (kept + came_down.astype(bf16).astype(f32)).astype(bf16)
+
+                @pl.when(live[0] != 1)
+                def _():
+                    out[0, mine] = kept.astype(bf16)

@@ -79,22 +79,22 @@ def route(
 ) -> tuple[jax.Array, jax.Array]:
     """As `api.route_sigmoid`, or `api.route_softmax` where the bias is None: weights and ids [T, k]."""
     T, k = logits.shape[0], routing.top_k
-    weights, ids = route_padded(logits, bias, jnp.ones(T, bool), routing=routing, interpret=interpret)
+    weights, ids, _ = route_padded(logits, bias, jnp.ones(T, bool), routing=routing, interpret=interpret)
     return weights[:T, :k], ids[:T, :k]
 
 
 @functools.partial(jax.jit, static_argnames=("routing", "interpret"))
 def route_padded(
     logits: jax.Array, bias: jax.Array | None, live: jax.Array, *, routing: Routing, interpret: Any = False
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `route`, in rows of COLUMNS weights and of `routing.width` ids, and with rows past the last token's.
 
-    Ids are E there, past the k-th, and of tokens that are not live.
+    Ids are E there, past the k-th, and of tokens that are not live. The third is a 0, int32 [1], for a kernel that counts.
     """
     T, E = logits.shape
     run = _route(T, E, bias is not None, routing, None, interpret)
-    weights, chosen = run(*_inputs(logits, bias, live))
-    return weights, chosen.reshape(-1, routing.width)
+    weights, chosen, zero = run(*_inputs(logits, bias, live))
+    return weights, chosen.reshape(-1, routing.width), zero
 
 
 def assign(
@@ -104,7 +104,7 @@ def assign(
 
     Those are int32 [blocks, ROWS * width], `routing.width` for each token; E where a token is not live or there is none.
     """
-    weights, ids = route_padded(logits, bias, live, routing=routing, interpret=interpret)
+    weights, ids, _ = route_padded(logits, bias, live, routing=routing, interpret=interpret)
     return weights[: logits.shape[0], : routing.top_k], ids.reshape(-1, BLOCK)
 
 
@@ -215,8 +215,8 @@ def _kept_groups(found: list[jax.Array], top_groups: int) -> jax.Array:
 def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | None, interpret: Any) -> Any:
     """kernel(logits [T or a multiple of ROWS, experts], bias [experts] if biased, live [a multiple of ROWS]).
 
-    experts is E, padded by -infinity. Gives weights [padded T, COLUMNS] and chosen ids [blocks, ROWS, width]; or, for
-    tables = (rows, slots), instead of the ids: num_slots, expert, and place [ROWS, COLUMNS].
+    experts is E, padded by -infinity. Gives weights [padded T, COLUMNS], chosen ids [blocks, ROWS, width] and a 0; or, for
+    tables = (rows, slots), instead of these two: num_slots, expert, and place [ROWS, COLUMNS].
     """
     int32 = jnp.int32
     experts, padded = -(-E // COLUMNS) * COLUMNS, -(-T // ROWS) * ROWS
@@ -284,8 +284,13 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
         return rows_of(logits, block), bias, load(live, (pl.ds(block * ROWS, ROWS),), layout=TILE.reduce(1))
 
     def route_body(*refs, ids_smem):
-        *given, weights, chosen = refs
+        *given, weights, chosen, zero = refs
         block = lax.axis_index("block")
+
+        @pl.when(block == 0)
+        def _():
+            zero[0] = int32(0)
+
         logits, bias, live = inputs(given, block)
         _, ids, weights[pl.ds(block * ROWS, ROWS)] = choose(logits, bias)
         ids_smem[...] = jnp.where(_along(live, COLUMNS) == 1, ids, _const(E, ids))
@@ -319,7 +324,7 @@ def _route(T: int, E: int, biased: bool, r: Routing, tables: tuple[int, int] | N
     rest: list[tuple[int, ...]]
     if tables is None:
         body, name = route_body, "moe_route"
-        rest = [(padded // ROWS, ROWS, r.width)]
+        rest = [(padded // ROWS, ROWS, r.width), (1,)]
         scratch = {"ids_smem": plgpu.SMEM((ROWS, COLUMNS), int32)}
     else:
         body, name = plan_body, "moe_route_plan"

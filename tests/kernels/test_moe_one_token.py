@@ -50,7 +50,7 @@ def test_interpreted_without_races(H, E, k, inner, S, adds):
     def run(x, live):
         got = one_token.experts(
             x, *holes, padded_weights, padded_ids, jnp.array([live]), shared, residual if adds else None,
-            k=k, interpret=detect_races(),
+            k=k, blocks=3, interpret=detect_races(),
         )  # fmt: skip
         assert_no_races(got, kernels=2)
         return np.asarray(got, np.float32)
@@ -76,9 +76,10 @@ def test_routed_and_worked_on_as_by_the_other_kernels(sigmoid, live):
     logits, bias = (a if a is None else jnp.asarray(a) for a in routers("odd", 1, sigmoid=sigmoid))
     x, alive = jnp.linspace(-1, 1, H, dtype=jnp.bfloat16)[None], jnp.array([live])
     interpret = detect_races()
-    weights, ids = route.route_padded(logits, bias, alive, routing=routing, interpret=interpret)
+    weights, ids, zero = route.route_padded(logits, bias, alive, routing=routing, interpret=interpret)
+    assert zero.tolist() == [0]
     args = x, gate_up, down
-    got = one_token.experts(*args, weights, ids, alive, shared, x, k=routing.top_k, interpret=interpret)
+    got = one_token.experts(*args, weights, ids, alive, shared, x, zero, k=routing.top_k, blocks=2, interpret=interpret)
     assert_no_races(got, kernels=3)
     options = dataclasses.asdict(routing)
     of_reference = (
@@ -88,12 +89,17 @@ def test_routed_and_worked_on_as_by_the_other_kernels(sigmoid, live):
     assert relative_error(got, want) < 8e-3
 
 
-SHAPES = {"moonlight": (2048, 64, 6, 1408, 2816), "deepseek-v2": (5120, 160, 6, 1536, 3072), "demo": (192, 8, 2, 64, 0)}
+SHAPES = {
+    "moonlight": (2048, 64, 6, 1408, 2816),
+    "deepseek-v2": (5120, 160, 6, 1536, 3072),
+    "demo": (192, 8, 2, 64, 0),
+    "deepseek-v3": (7168, 256, 8, 2048, 2048),
+}
 
 
 @pytest.mark.parametrize("model", SHAPES)
 def test_lowers_for_the_gpu(model):
-    """To three launches and nothing of XLA's, from the router's logits to the residual stream behind the layer."""
+    """To two launches and nothing of XLA's, from the router's logits to the residual stream behind the layer."""
     H, E, k, inner, S = SHAPES[model]
 
     def shape(*dims, dtype=jnp.bfloat16):
@@ -103,33 +109,30 @@ def test_lowers_for_the_gpu(model):
     routing = route.Routing(k, 1, 1, True, 2.0)
 
     def block(x, gate_up, down, logits, bias, live, shared):
-        weights, ids = route.route_padded(logits, bias, live, routing=routing)
-        return one_token.experts(x, gate_up, down, weights, ids, live, shared, x, k=k)
+        weights, ids, zero = route.route_padded(logits, bias, live, routing=routing)
+        return one_token.experts(x, gate_up, down, weights, ids, live, shared, x, zero, k=k)
 
     shared = (shape(2, S, H), shape(H, S)) if S else None
     traced = jax.jit(block).trace(
         shape(1, H), shape(E, 2, inner, H), shape(E, H, inner), f32(1, E), f32(E), shape(1, dtype=jnp.bool_), shared
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2(") == 3
+    assert text.count("@mosaic_gpu_v2(") == 2
     assert not any(name in text for name in ("dot_general", "stablehlo.gather", "stablehlo.add", "stablehlo.slice"))
 
 
 def test_who_takes_them():
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
-    def takes(T, H, E, k, inner, S):
+    def takes(T, H, E, _, inner, S):
         shared = (shape((2, S, H)), shape((H, S))) if S else None
-        return one_token.takes(shape((T, H)), shape((E, 2, inner, H)), k, shared)
+        return one_token.takes(shape((T, H)), shape((E, 2, inner, H)), shared)
 
     assert not takes(1, *SHAPES["moonlight"])  # not chosen where it has not been measured
     with tuning.use(ON):
         assert all(takes(1, *sizes) for sizes in SHAPES.values())
         assert not takes(2, *SHAPES["moonlight"])
         assert not takes(1, 2048, 64, 6, 1408, 96)  # a shared expert of no multiple of 64
-        # More than a block's shared memory: a row of gate and up, and of what comes down.
-        assert not takes(1, 7168, 256, 8, 2048, 2048)
-        assert not takes(1, 2048, 64, 24, 1408, 0)
 
 
 @pytest.mark.parametrize("adds", [True, False])
@@ -138,7 +141,7 @@ def test_the_api_takes_them(adds, monkeypatch):
     calls = []
     monkeypatch.setattr(mosaic, "obstacle", lambda *_: None)
     monkeypatch.setattr(route, "obstacle", lambda *_: None)
-    monkeypatch.setattr(route, "route_padded", lambda logits, *_, **__: (logits, logits.astype(jnp.int32)))
+    monkeypatch.setattr(route, "route_padded", lambda logits, *_, **__: (logits, logits.astype(jnp.int32), None))
     monkeypatch.setattr(one_token, "experts", lambda *args, k: calls.append((args, k)) or args[0])
     H, E, inner = 128, 8, 64
     gate_up, down, shared = layer(H, E, inner, inner)
@@ -149,4 +152,4 @@ def test_the_api_takes_them(adds, monkeypatch):
         api.routed_experts(x, gate_up, down, logits, None, live, shared, residual, **options)
         api.experts(x, gate_up, down, logits[:, :2], logits[:, :2].astype(jnp.int32), live, shared, residual)
     assert [k for _, k in calls] == [2, 2]
-    assert all(args[-1] is residual and args[-2] is shared for args, _ in calls)
+    assert all(args[6] is shared and args[7] is residual for args, _ in calls)
