@@ -31,7 +31,7 @@ class Tuning:
             with more of them that is more than its weights, and 128 are all that accumulators have registers for.
         norm_linear_tokens: up to this many tokens norms and what reads them are one kernel, at the cost of a norm and a
             pass over a block's rows for each of them.
-        one_token_experts: whether a single token's experts have kernels of their own.
+        one_token_experts: whether a single token's experts have a kernel of their own.
     """
 
     split_overhead_pages: int = 5

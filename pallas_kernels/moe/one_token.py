@@ -50,7 +50,7 @@ def _shared_inner(shared: tuple[jax.Array, jax.Array] | None) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows of `length` weights are cut: into stages of `parts` loads of `columns`, 16 bytes a lane or less.
+    """How rows of weights are cut: into stages of `parts` loads of `columns`, 16 bytes a lane or less.
 
     stages: of the ring.
     """
@@ -71,6 +71,27 @@ def cut(length: int, rows: int, stage_bytes: int, ring_bytes: int) -> Cut:
     most = max(stage_bytes // (2 * rows * columns), 1)
     parts = max(n for n in range(1, min(loads, most) + 1) if loads % n == 0)
     return Cut(columns, parts, min(ring_bytes // (2 * rows * columns * parts), MOST_STAGES))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a token's k of E experts, and of shared ones of a joint inner size S; grid: blocks."""
+
+    E: int
+    k: int
+    H: int
+    inner: int
+    S: int
+    grid: int
+
+    @property
+    def up(self) -> Cut:
+        return cut(self.H, 2 * ROWS, UP_STAGE, UP_BYTES)
+
+    @property
+    def down(self) -> Cut:
+        """A stage lies within one expert."""
+        return cut(math.gcd(self.inner, self.S), ROWS, DOWN_STAGE, DOWN_BYTES)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "blocks", "interpret"))
@@ -99,52 +120,20 @@ def experts(
     Jitted, so that the layers of a model share one lowering.
     """
     E, _, inner, H = gate_up.shape
-    S = _shared_inner(shared)
-    up = cut(H, 2 * ROWS, UP_STAGE, UP_BYTES)
-    # A stage lies within one expert.
-    below = cut(math.gcd(inner, S), ROWS, DOWN_STAGE, DOWN_BYTES)
-    inputs = [ids, live_flags(live), weights, x, *([] if residual is None else [residual])]
-    inputs += [gate_up.reshape(E, 2, inner, -1, up.columns), down.reshape(E, H, -1, below.columns)]
-    if shared is not None:
-        inputs += [shared[0].reshape(2, S, -1, up.columns), shared[1].reshape(H, -1, below.columns)]
-    h, out = (jax.ShapeDtypeStruct(shape, bf16) for shape in ((S + k * inner,), (1, H)))
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = blocks or getattr(jax.devices()[0], "core_count", None) or 132
-
-    def how(*halves: str) -> dict[str, Any]:
-        """The body of the named halves, and what it needs."""
-        body = functools.partial(
-            _body, halves=halves, k=k, E=E, H=H, inner=inner, S=S, grid=grid, up=up, below=below,
-            adds=residual is not None,
-        )  # fmt: skip
-        functools.update_wrapper(body, _body)
-        body.__name__ = "moe_one_token"  # type: ignore[attr-defined]
-        return {
-            "body": body,
-            "scratch_types": {
-                "up_s": plgpu.SMEM((up.stages, 2, ROWS, up.parts, up.columns), bf16),
-                "up_full": plgpu.Barrier(num_barriers=up.stages),
-                "up_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=up.stages),
-                "down_s": plgpu.SMEM((below.stages, ROWS, below.parts, below.columns), bf16),
-                "down_full": plgpu.Barrier(num_barriers=below.stages),
-                "down_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=below.stages),
-            },
-            "grid": (grid,),
-            "grid_names": ("block",),
-            "num_threads": CONSUMERS + 1,
-            "thread_name": "warpgroup",
-            # Reductions stay within a warp, and all that shared memory needs is the rings' barriers.
-            "compiler_params": plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-            ),
-            "interpret": interpret,
-        }
-
+    z = Sizes(E, k, H, inner, _shared_inner(shared), grid)
+    inputs = [ids, live_flags(live), weights, x, *([] if residual is None else [residual])]
+    inputs += [gate_up.reshape(E, 2, inner, -1, z.up.columns), down.reshape(E, H, -1, z.down.columns)]
+    if shared is not None:
+        inputs += [shared[0].reshape(2, z.S, -1, z.up.columns), shared[1].reshape(H, -1, z.down.columns)]
+    h, out = (jax.ShapeDtypeStruct(shape, bf16) for shape in ((z.S + k * inner,), (1, H)))
+    kernel = functools.partial(_kernel, z, residual is not None, interpret)
     if interpret:
-        came_up = plgpu.kernel(out_type=h, **how("up"))(*inputs)
-        return plgpu.kernel(out_type=out, **how("down"))(*inputs, came_up)
+        came_up = plgpu.kernel(out_type=h, **kernel("up"))(*inputs)
+        return plgpu.kernel(out_type=out, **kernel("down"))(*inputs, came_up)
     counter = jnp.zeros(1, i32) if counter is None else counter
-    _, _, result = run_in_place(inputs=inputs, outs=[counter], new=[h, out], **how("up", "down"))
+    _, _, result = run_in_place(inputs=inputs, outs=[counter], new=[h, out], **kernel("up", "down"))
     return result
 
 
@@ -161,166 +150,188 @@ def _meet(counter: Any, count: int) -> None:
     meet(counter)
 
 
-def _body(
-    ids, live, weights, x, *refs, up_s, up_full, up_free, down_s, down_full, down_free,
-    halves, k, E, H, inner, S, grid, up, below, adds,
-):  # fmt: skip
-    """The named halves of the work: h [S + k * inner] comes up, out [1, H] comes down.
+def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any]:
+    """The body of the named halves of the work, and what it needs: h [S + k * inner] comes up, out [1, H] comes down.
 
-    refs: residual [1, H] if adds; gate_up [E, 2, inner, parts, columns], down [E, H, parts, columns]; if S, those of the
-    shared experts, [2, S, parts, columns] and [H, parts, columns]; then what is written: h, h and out, or the counter, h, out.
+    It takes ids, live flags, weights, x; the residual [1, H] if adds; gate_up [E, 2, inner, parts, columns], down [E, H,
+    parts, columns]; if S, those of the shared experts, [2, S, parts, columns] and [H, parts, columns]; then h, or h and out,
+    or for both halves the counter, h and out.
     """
-    residual = refs[0] if adds else None
-    given = refs[int(adds) :]
-    (gate_up, down), given = given[:2], given[2:]
-    (shared_gate_up, shared_down), given = (given[:2], given[2:]) if S else ((None, None), given)
-    counter, h, out = {"up": (None, *given, None), "down": (None, *given), "updown": given}["".join(halves)]
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+    E, k, H, inner, S, grid, up, below = z.E, z.k, z.H, z.inner, z.S, z.grid, z.up, z.down
     # Stages of a row of gate and up; of a row of all experts that comes down, and how many of them are shared experts'.
     up_stages, down_stages = H // up.depth, (S + k * inner) // below.depth
     shared_stages, expert_stages = S // below.depth, inner // below.depth
 
-    def share(items):
-        """How many of so many items, dealt round, are this block's."""
-        return lax.div(items - block + (grid - 1), i32(grid))
+    def moe_one_token(ids, live, weights, x, *refs, up_s, up_full, up_free, down_s, down_full, down_free):
+        residual = refs[0] if adds else None
+        given = refs[int(adds) :]
+        (gate_up, down), given = given[:2], given[2:]
+        (shared_gate_up, shared_down), given = (given[:2], given[2:]) if S else ((None, None), given)
+        counter, h, out = {"up": (None, *given, None), "down": (None, *given), "updown": given}["".join(halves)]
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
-    mine_up = share((S + k * inner) // ROWS) if "up" in halves else i32(0)
-    mine_down = share(H // ROWS) if "down" in halves else i32(0)
+        def share(items):
+            """How many of so many items, dealt round, are this block's."""
+            return lax.div(items - block + (grid - 1), i32(grid))
 
-    def row_of(item):
-        return (block + item * grid) * ROWS
+        mine_up = share((S + k * inner) // ROWS) if "up" in halves else i32(0)
+        mine_down = share(H // ROWS) if "down" in halves else i32(0)
 
-    def expert(j):
-        """The token's j-th choice; a number that is none would be read past the weights."""
-        return lax.max(lax.min(ids[0, j], i32(E - 1)), i32(0))
+        def row_of(item):
+            return (block + item * grid) * ROWS
 
-    @pl.when(warpgroup == CONSUMERS)
-    def _produce():
-        def fill_up(step):
-            row, s = row_of(lax.div(step, i32(up_stages))), lax.rem(step, i32(up.stages))
-            at = pl.ds(lax.rem(step, i32(up_stages)) * up.parts, up.parts)
+        def expert(j):
+            """The token's j-th choice; a number that is none would be read past the weights."""
+            return lax.max(lax.min(ids[0, j], i32(E - 1)), i32(0))
 
-            # First, because the token's choice need not be known for them.
-            if S:
+        @pl.when(warpgroup == CONSUMERS)
+        def _produce():
+            def fill_up(step):
+                row, s = row_of(lax.div(step, i32(up_stages))), lax.rem(step, i32(up.stages))
+                at = pl.ds(lax.rem(step, i32(up_stages)) * up.parts, up.parts)
 
-                @pl.when(row < S)
-                def _of_shared():
-                    plgpu.copy_gmem_to_smem(shared_gate_up.at[:, pl.ds(row, ROWS), at], up_s.at[s], up_full.at[s])
+                # First, because the token's choice need not be known for them.
+                if S:
 
-            @pl.when(row >= S)
-            def _of_a_choice():
-                e, mine = expert(lax.div(row - S, i32(inner))), pl.ds(lax.rem(row - S, i32(inner)), ROWS)
-                plgpu.copy_gmem_to_smem(gate_up.at[e, :, mine, at], up_s.at[s], up_full.at[s])
+                    @pl.when(row < S)
+                    def _of_shared():
+                        plgpu.copy_gmem_to_smem(shared_gate_up.at[:, pl.ds(row, ROWS), at], up_s.at[s], up_full.at[s])
 
-        def fill_down(step):
-            mine, s = pl.ds(row_of(lax.div(step, i32(down_stages))), ROWS), lax.rem(step, i32(below.stages))
-            stage = lax.rem(step, i32(down_stages))
+                @pl.when(row >= S)
+                def _of_a_choice():
+                    e, mine = expert(lax.div(row - S, i32(inner))), pl.ds(lax.rem(row - S, i32(inner)), ROWS)
+                    plgpu.copy_gmem_to_smem(gate_up.at[e, :, mine, at], up_s.at[s], up_full.at[s])
 
-            if S:
+            def fill_down(step):
+                mine, s = pl.ds(row_of(lax.div(step, i32(down_stages))), ROWS), lax.rem(step, i32(below.stages))
+                stage = lax.rem(step, i32(down_stages))
 
-                @pl.when(stage < shared_stages)
-                def _of_shared():
-                    at = pl.ds(stage * below.parts, below.parts)
-                    plgpu.copy_gmem_to_smem(shared_down.at[mine, at], down_s.at[s], down_full.at[s])
+                if S:
 
-            @pl.when(stage >= shared_stages)
-            def _of_a_choice():
-                place = stage - shared_stages
-                e = expert(lax.div(place, i32(expert_stages)))
-                at = pl.ds(lax.rem(place, i32(expert_stages)) * below.parts, below.parts)
-                plgpu.copy_gmem_to_smem(down.at[e, mine, at], down_s.at[s], down_full.at[s])
+                    @pl.when(stage < shared_stages)
+                    def _of_shared():
+                        at = pl.ds(stage * below.parts, below.parts)
+                        plgpu.copy_gmem_to_smem(shared_down.at[mine, at], down_s.at[s], down_full.at[s])
 
-        def stream(fill, steps, stages, free):
-            ahead = lax.min(steps, i32(stages))
-            pl.loop(0, ahead)(fill)
+                @pl.when(stage >= shared_stages)
+                def _of_a_choice():
+                    place = stage - shared_stages
+                    e = expert(lax.div(place, i32(expert_stages)))
+                    at = pl.ds(lax.rem(place, i32(expert_stages)) * below.parts, below.parts)
+                    plgpu.copy_gmem_to_smem(down.at[e, mine, at], down_s.at[s], down_full.at[s])
 
-            @pl.loop(ahead, steps)
-            def _refill(step):
-                plgpu.barrier_wait(free.at[lax.rem(step, i32(stages))])
-                fill(step)
+            def stream(fill, steps, stages, free):
+                ahead = lax.min(steps, i32(stages))
+                pl.loop(0, ahead)(fill)
 
-        def drain(steps, stages, free):
-            """Every completion of a barrier must be awaited before the kernel ends."""
+                @pl.loop(ahead, steps)
+                def _refill(step):
+                    plgpu.barrier_wait(free.at[lax.rem(step, i32(stages))])
+                    fill(step)
 
-            @pl.loop(lax.max(steps - stages, i32(0)), steps)
-            def _wait(step):
-                plgpu.barrier_wait(free.at[lax.rem(step, i32(stages))])
+            def drain(steps, stages, free):
+                """Every completion of a barrier must be awaited before the kernel ends."""
 
-        stream(fill_up, mine_up * up_stages, up.stages, up_free)
-        stream(fill_down, mine_down * down_stages, below.stages, down_free)
-        drain(mine_up * up_stages, up.stages, up_free)
-        drain(mine_down * down_stages, below.stages, down_free)
+                @pl.loop(lax.max(steps - stages, i32(0)), steps)
+                def _wait(step):
+                    plgpu.barrier_wait(free.at[lax.rem(step, i32(stages))])
 
-    @pl.when(warpgroup < CONSUMERS)
-    def _consume():
-        my_rows = pl.ds(warpgroup * WARPS, WARPS)
+            stream(fill_up, mine_up * up_stages, up.stages, up_free)
+            stream(fill_down, mine_down * down_stages, below.stages, down_free)
+            drain(mine_up * up_stages, up.stages, up_free)
+            drain(mine_down * down_stages, below.stages, down_free)
 
-        def give_back(free, s):
-            plgpu.commit_smem()  # what was read must have been, before TMA writes there again
-            plgpu.barrier_arrive(free.at[s])
+        @pl.when(warpgroup < CONSUMERS)
+        def _consume():
+            my_rows = pl.ds(warpgroup * WARPS, WARPS)
 
-        if "up" in halves:
-            layout = row_a_warp(up.columns)
+            def give_back(free, s):
+                plgpu.commit_smem()  # what was read must have been, before TMA writes there again
+                plgpu.barrier_arrive(free.at[s])
 
-            @pl.loop(0, mine_up)
-            def _up(item):
-                totals: list[Any] = [None, None]
-                for stage in range(up_stages):
-                    s = lax.rem(item * up_stages + stage, i32(up.stages))
-                    plgpu.barrier_wait(up_full.at[s])
-                    for part in range(up.parts):
-                        at = pl.ds((stage * up.parts + part) * up.columns, up.columns)
-                        vector = load(x, (0, at), layout=layout.reduce(0)).astype(f32)
-                        for half in range(2):
-                            tile = load(up_s, (s, half, my_rows, part, slice(None)), layout=layout)
-                            product = times(tile, vector, layout)
-                            totals[half] = product if totals[half] is None else totals[half] + product
-                    give_back(up_free, s)
-                gate, up_ = (total.sum(axis=1) for total in totals)
-                value = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up_
-                h[pl.ds(row_of(item) + warpgroup * WARPS, WARPS)] = value.astype(bf16)
+            if "up" in halves:
+                layout = row_a_warp(up.columns)
 
-        if counter is not None:
-            _meet(counter, grid * CONSUMERS)
+                @pl.loop(0, mine_up)
+                def _up(item):
+                    totals: list[Any] = [None, None]
+                    for stage in range(up_stages):
+                        s = lax.rem(item * up_stages + stage, i32(up.stages))
+                        plgpu.barrier_wait(up_full.at[s])
+                        for part in range(up.parts):
+                            at = pl.ds((stage * up.parts + part) * up.columns, up.columns)
+                            vector = load(x, (0, at), layout=layout.reduce(0)).astype(f32)
+                            for half in range(2):
+                                tile = load(up_s, (s, half, my_rows, part, slice(None)), layout=layout)
+                                product = times(tile, vector, layout)
+                                totals[half] = product if totals[half] is None else totals[half] + product
+                        give_back(up_free, s)
+                    gate, up_ = (total.sum(axis=1) for total in totals)
+                    value = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up_
+                    h[pl.ds(row_of(item) + warpgroup * WARPS, WARPS)] = value.astype(bf16)
 
-        if "down" in halves:
-            layout = row_a_warp(below.columns)
+            if counter is not None:
+                _meet(counter, grid * CONSUMERS)
 
-            @pl.loop(0, mine_down)
-            def _down(item):
-                mine = pl.ds(row_of(item) + warpgroup * WARPS, WARPS)
+            if "down" in halves:
+                layout = row_a_warp(below.columns)
 
-                def piece(stages, first):
-                    """Products of an expert's row, so many stages from the first on, with its part of h; yet to be summed."""
-                    total: Any = None
-                    for stage in range(first, first + stages):
-                        s = lax.rem(item * down_stages + stage, i32(below.stages))
-                        plgpu.barrier_wait(down_full.at[s])
-                        for part in range(below.parts):
-                            at = pl.ds((stage * below.parts + part) * below.columns, below.columns)
-                            vector = load(h, (at,), layout=layout.reduce(0)).astype(f32)
-                            tile = load(down_s, (s, my_rows, part, slice(None)), layout=layout)
-                            product = times(tile, vector, layout)
-                            total = product if total is None else total + product
-                        give_back(down_free, s)
-                    return total
+                @pl.loop(0, mine_down)
+                def _down(item):
+                    mine = pl.ds(row_of(item) + warpgroup * WARPS, WARPS)
 
-                total: Any = piece(shared_stages, 0) if S else None
-                for j in range(k):
-                    weight = lax.broadcast_in_dim(weights[0, j], (WARPS, below.columns), ())
-                    each = piece(expert_stages, shared_stages + j * expert_stages)
-                    each = each * plgpu.layout_cast(weight, layout)
-                    total = each if total is None else total + each
-                # The experts' sum is rounded before the residual is added, as by the reference.
-                came_down = total.sum(axis=1)
-                kept = plgpu.layout_cast(jnp.zeros((WARPS,), f32), layout.reduce(1))
-                if residual is not None:
-                    kept = load(residual, (0, mine), layout=layout.reduce(1)).astype(f32)
+                    def piece(stages, first):
+                        """Products of an expert's row, so many stages from the first on, with its h; yet to be summed."""
+                        total: Any = None
+                        for stage in range(first, first + stages):
+                            s = lax.rem(item * down_stages + stage, i32(below.stages))
+                            plgpu.barrier_wait(down_full.at[s])
+                            for part in range(below.parts):
+                                at = pl.ds((stage * below.parts + part) * below.columns, below.columns)
+                                vector = load(h, (at,), layout=layout.reduce(0)).astype(f32)
+                                tile = load(down_s, (s, my_rows, part, slice(None)), layout=layout)
+                                product = times(tile, vector, layout)
+                                total = product if total is None else total + product
+                            give_back(down_free, s)
+                        return total
 
-                @pl.when(live[0] == 1)
-                def _():
-                    out[0, mine] = (kept + came_down.astype(bf16).astype(f32)).astype(bf16)
+                    total: Any = piece(shared_stages, 0) if S else None
+                    for j in range(k):
+                        weight = lax.broadcast_in_dim(weights[0, j], (WARPS, below.columns), ())
+                        each = piece(expert_stages, shared_stages + j * expert_stages)
+                        each = each * plgpu.layout_cast(weight, layout)
+                        total = each if total is None else total + each
+                    # The experts' sum is rounded before the residual is added, as by the reference.
+                    came_down = total.sum(axis=1)
+                    kept = plgpu.layout_cast(jnp.zeros((WARPS,), f32), layout.reduce(1))
+                    if residual is not None:
+                        kept = load(residual, (0, mine), layout=layout.reduce(1)).astype(f32)
 
-                @pl.when(live[0] != 1)
-                def _():
-                    out[0, mine] = kept.astype(bf16)
+                    @pl.when(live[0] == 1)
+                    def _():
+                        out[0, mine] = (kept + came_down.astype(bf16).astype(f32)).astype(bf16)
+
+                    @pl.when(live[0] != 1)
+                    def _():
+                        out[0, mine] = kept.astype(bf16)
+
+    return {
+        "body": moe_one_token,
+        "scratch_types": {
+            "up_s": plgpu.SMEM((up.stages, 2, ROWS, up.parts, up.columns), bf16),
+            "up_full": plgpu.Barrier(num_barriers=up.stages),
+            "up_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=up.stages),
+            "down_s": plgpu.SMEM((below.stages, ROWS, below.parts, below.columns), bf16),
+            "down_full": plgpu.Barrier(num_barriers=below.stages),
+            "down_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=below.stages),
+        },
+        "grid": (grid,),
+        "grid_names": ("block",),
+        "num_threads": CONSUMERS + 1,
+        "thread_name": "warpgroup",
+        # Reductions stay within a warp, and all that shared memory needs is the rings' barriers.
+        "compiler_params": plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        "interpret": interpret,
+    }

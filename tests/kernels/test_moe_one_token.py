@@ -1,4 +1,4 @@
-"""The experts' kernels for a single token, as far as a CPU can show: interpreted, lowered, and when they are chosen."""
+"""The experts' kernel for a single token, as far as a CPU can show: interpreted, lowered, and when it is chosen."""
 
 import dataclasses
 import functools
@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
@@ -121,7 +123,22 @@ def test_lowers_for_the_gpu(model):
     assert not any(name in text for name in ("dot_general", "stablehlo.gather", "stablehlo.add", "stablehlo.slice"))
 
 
-def test_who_takes_them():
+@given(
+    sizes=st.tuples(*[st.integers(1, 256).map(lambda n: 64 * n)] * 2), pieces=st.integers(0, 4), odd=st.integers(0, 8)
+)
+def test_any_sizes_are_cut_evenly_and_fit(sizes, pieces, odd):
+    """Stages end where rows and experts do, and both rings fit into a block's 227 KiB beside its barriers."""
+    H, inner = sizes
+    S = pieces * inner + 64 * odd
+    z = one_token.Sizes(E=64, k=6, H=H, inner=inner, S=S, grid=132)
+    assert H % z.up.depth == inner % z.down.depth == S % z.down.depth == 0
+    assert z.up.stages >= 2
+    assert z.down.stages >= 2
+    used = 2 * one_token.ROWS * (2 * z.up.stages * z.up.depth + z.down.stages * z.down.depth)
+    assert used <= 208 * 1024
+
+
+def test_who_takes_it():
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
     def takes(T, H, E, _, inner, S):
@@ -136,8 +153,8 @@ def test_who_takes_them():
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_the_api_takes_them(adds, monkeypatch):
-    """Where they are tuned in and the experts' kernels can run, with routing and after it."""
+def test_the_api_takes_it(adds, monkeypatch):
+    """Where it is tuned in and the experts' kernels can run, with routing and after it."""
     calls = []
     monkeypatch.setattr(mosaic, "obstacle", lambda *_: None)
     monkeypatch.setattr(route, "obstacle", lambda *_: None)
