@@ -10,6 +10,7 @@ from jaxspec.errors import JaxspecError
 COMMANDS = {
     "kernel": "one kernel by itself: MLA decode beside FlashMLA and FlashAttention-3, MLA prefill, GQA, experts, cache writes",
     "tune": "candidates for what measurements decide in the kernels, on this kind of device",
+    "sanitize": "compute-sanitizer over a small GPU test of each kernel",
     "step": "time, dispatch time and byte floor of plain steps and of MTP cycles, through the production runner",
     "step_vllm": "vLLM's steps, cycles and prompt rates on a random checkpoint, to stand beside those of step",
     "readout": "what reading steps late gains, and what a long prompt costs running decodes, mixed and separate",

@@ -142,7 +142,7 @@ def test_planned_as_scheduled(T, E, k):
     ("shape", "shared_inner"), [("moonlight", 0), ("moonlight", 2 * 1408), ("odd", 0), ("odd", 192), ("odd", 3 * 448)]
 )
 def test_one_token(shape, shared_inner, live):
-    """With the kernels for one token: experts that were not chosen are NaN; a dead token leaves the residual as it is."""
+    """With the kernel for one token: experts that were not chosen are NaN; a dead token leaves the residual as it is."""
     H, E, _, _ = SHAPES[shape]
     gate_up, down = layer(shape)
     shared = shared_experts(shape, shared_inner) if shared_inner else None

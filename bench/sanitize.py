@@ -1,0 +1,170 @@
+"""`bench sanitize`: compute-sanitizer over a small GPU test of each kernel.
+
+Under memcheck (accesses outside of what is allocated) and racecheck (shared memory), each in a process of its own and
+only watching the kernel in question. The sanitizer itself crashes on some kernels, which says nothing about them: a
+record tells that apart from what it found. XLA's dumps show that the test did compile the kernel; one that it did not
+would be watched in vain and look clean.
+
+Exit code 1 if anything was found.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from jaxspec.errors import ConfigError
+
+TOOLS = ("memcheck", "racecheck")
+ROOT = Path(__file__).parents[1]
+# Of the device's memory, for all processes together: the sanitizer needs some for itself.
+MEMORY = 0.5
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A kernel and the test that runs it.
+
+    Attributes:
+        name: of a Mosaic kernel without its suffix, or of a Triton kernel.
+        test: file and id under tests/gpu.
+    """
+
+    name: str
+    test: str
+    triton: bool = False
+
+    @property
+    def symbol(self) -> str:
+        """What the kernel's name on the device contains, and no other's."""
+        return self.name if self.triton else f"{self.name}_mosaic_gpu"
+
+
+KERNELS = (
+    Watched("norm_linear", "test_norm_linear.py::test_sizes[2048-outs0-0-1]"),
+    Watched("kv_write", "test_kv_write.py::test_rows[8]"),
+    Watched("mla_query", "test_mla_query.py::test_sizes[1-4]"),
+    Watched("mla_write_and_query", "test_mla_query.py::test_with_the_latents_in_one_launch[1-4-False]"),
+    Watched("mla_decode", "test_mla_decode.py::test_windows[mosaic-2]"),
+    Watched("mla_decode_merge", "test_mla_decode.py::test_windows[mosaic-3]"),
+    Watched("mla_decode_values", "test_mla_decode.py::test_values_of_a_few_tokens[mosaic-lengths3-2]"),
+    Watched("mla_decompress", "test_mla_prefill.py::test_decompression[4]"),
+    Watched("mla_prefill", "test_mla_prefill.py::test_against_the_reference[99-starts6-chunks6-4]"),
+    Watched("gqa_decode", "test_gqa.py::test_decode_windows[mosaic-1]"),
+    Watched("gqa_decode_merge", "test_gqa.py::test_decode_windows[mosaic-2]"),
+    Watched("gqa_prefill", "test_gqa.py::test_prefill[starts0-chunks0-22-1-1-64]"),
+    Watched("moe_route", "test_moe.py::test_routed_as_the_reference[odd-True-9]"),
+    Watched("moe_route_plan", "test_moe.py::test_tables_of_the_routing_launch[moonlight-True-3]"),
+    Watched("moe_plan", "test_moe.py::test_planned_as_scheduled[9-8-2]"),
+    Watched("moe_count", "test_moe.py::test_planned_as_scheduled[2048-8-2]"),
+    Watched("moe_place", "test_moe.py::test_planned_as_scheduled[2048-8-2]"),
+    Watched("moe_gather", "test_moe.py::test_balanced_routing[moonlight-9]"),
+    Watched("moe_up", "test_moe.py::test_balanced_routing[odd-3]"),
+    Watched("moe_down", "test_moe.py::test_balanced_routing[odd-3]"),
+    Watched("moe_one_token", "test_moe.py::test_one_token[odd-1344-True]"),
+    Watched("logits_stats", "test_sampling.py::test_stats[6-1024-bfloat16]"),
+    Watched("gumbel_argmax", "test_sampling.py::test_draws[False-1024-bfloat16]"),
+    Watched("mla_decode", "test_mla_decode.py::test_windows[triton-2]", triton=True),
+    Watched("gqa_decode", "test_gqa.py::test_decode_windows[triton-1]", triton=True),
+    Watched("split_kv_merge", "test_mla_decode.py::test_windows[triton-3]", triton=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def names(text: str) -> list[str]:
+        known = {kernel.name for kernel in KERNELS}
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown kernel {unknown[0]}; there are {', '.join(sorted(known))}")
+        return text.split(",")
+
+    parser.add_argument("--kernels", type=names, metavar="NAME,...", help="only these")
+    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="processes at a time (default: 4)")
+    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="of each (default: 300)")
+    parser.add_argument(
+        "--sanitizer", metavar="FILE", help="compute-sanitizer (default: that of $PATH, then of /usr/local/cuda)"
+    )
+    record.add_arguments(parser)
+
+
+def find_sanitizer(given: str | None) -> str:
+    path = shutil.which(given or "compute-sanitizer") or (
+        None if given else shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    )
+    if path is None:
+        raise ConfigError(
+            f"{given or 'compute-sanitizer'} cannot be run: name CUDA's compute-sanitizer with --sanitizer FILE"
+        )
+    return path
+
+
+def verdict(output: str, *, compiled: bool) -> str:
+    """What a run says about the kernel: clean, found, crashed, failed (the test did), or not run.
+
+    Args:
+        compiled: whether the test compiled the kernel.
+    """
+    found = re.search(r"SUMMARY: (\d+) (?:errors?|hazards?)", output)
+    passed = re.search(r"\b1 passed\b", output)
+    if found is None or not (passed or re.search(r"\b1 (?:failed|error|skipped)\b", output)):
+        return "crashed"
+    # Calls to the driver that were refused, as for memory, are errors of the process and not of the kernel.
+    if int(found[1]) > len(re.findall(r"Program hit \w+ \(error \d+\)", output)):
+        return "found"
+    if not passed:
+        return "failed"
+    return "clean" if compiled else "not run"
+
+
+def watch(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One kernel under one tool."""
+    with tempfile.TemporaryDirectory() as dump:
+        environment = os.environ | {
+            "JAXSPEC_TEST_GPU": "1",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / arguments.jobs:.3f}",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip(),
+        }
+        command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernel.symbol}", sys.executable]
+        command += ["-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{kernel.test}"]
+        # A group of its own: the sanitizer's child outlives it otherwise.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=arguments.timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            outcome = "timed out"
+        else:
+            compiled = kernel.triton or any(kernel.symbol in file.read_text() for file in Path(dump).glob("*.txt"))
+            outcome = verdict(output, compiled=compiled)
+    row = {"kernel": kernel.name, "triton": kernel.triton, "tool": tool, "test": kernel.test, "outcome": outcome}
+    print(f"{kernel.symbol}, {tool}: {outcome}", flush=True)
+    if outcome != "clean":
+        row["output"] = output.strip()[-1500:]
+    return row
+
+
+def run(arguments: argparse.Namespace) -> int:
+    sanitizer = find_sanitizer(arguments.sanitizer)
+    chosen = [kernel for kernel in KERNELS if arguments.kernels is None or kernel.name in arguments.kernels]
+    pairs = [(kernel, tool) for kernel in chosen for tool in TOOLS]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        rows = list(pool.map(lambda pair: watch(*pair, sanitizer, arguments), pairs))
+    outcomes = [row["outcome"] for row in rows]
+    summary = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
+    record.write("sanitize", {"benchmark": "sanitize", "summary": summary, "rows": rows}, arguments)
+    by_kernel = [[row["outcome"] for row in rows[i : i + len(TOOLS)]] for i in range(0, len(rows), len(TOOLS))]
+    names = [f"{kernel.name}, Triton" if kernel.triton else kernel.name for kernel in chosen]
+    print(record.table(["kernel", *TOOLS], [[name, *each] for name, each in zip(names, by_kernel, strict=True)]))
+    return 1 if "found" in outcomes else 0

@@ -1,0 +1,88 @@
+"""`bench sanitize`, with a sanitizer that only says what it is told to."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import sanitize
+from bench.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+PASSED, FAILED = ".  [100%]\n1 passed in 3.14s\n", "F  [100%]\n1 failed in 3.14s\n"
+CLEAN = "========= ERROR SUMMARY: 0 errors\n"
+# By kernel: what its test and the sanitizer say, and whether XLA compiles it.
+SAYS = {
+    "norm_linear": (PASSED + CLEAN, True),
+    "kv_write": (PASSED + CLEAN, False),
+    "mla_query": (PASSED + "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", True),
+    "moe_up": ("", True),
+    "moe_down": (PASSED, True),
+    "logits_stats": ("========= Program hit CUDA_ERROR (error 2) due to\n" + FAILED + CLEAN.replace("0", "1"), True),
+    "mla_decompress": ("hang", True),
+    "moe_plan": ("========= Program hit CUDA_ERROR (error 2) due to\n" + PASSED + CLEAN.replace("0", "1"), True),
+}
+OUTCOMES = {
+    "norm_linear": "clean",
+    "kv_write": "not run",
+    "mla_query": "found",
+    "moe_up": "crashed",
+    "moe_down": "crashed",
+    "logits_stats": "failed",
+    "moe_plan": "clean",
+}
+
+
+@pytest.fixture
+def sanitizer(tmp_path):
+    script = tmp_path / "compute-sanitizer"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import os, re, sys\n"
+        f"says = {SAYS!r}\n"
+        "assert sys.argv[1] == '--tool' and sys.argv[2] in ('memcheck', 'racecheck')\n"
+        "assert sys.argv[3] == '--kernel-name' and sys.argv[6:8] == ['-m', 'pytest']\n"
+        "assert os.environ['JAXSPEC_TEST_GPU'] == '1'\n"
+        "symbol = sys.argv[4].removeprefix('kernel_substring=')\n"
+        "text, compiled = says[symbol.removesuffix('_mosaic_gpu')]\n"
+        "folder = re.search(r'--xla_dump_to=(\\S+)', os.environ['XLA_FLAGS'])[1]\n"
+        "open(f'{folder}/module.txt', 'w').write(symbol if compiled else 'another_mosaic_gpu')\n"
+        "print(text, end='', flush=True)\n"
+        "while text == 'hang': pass\n"
+        "sys.exit(0 if text else 139)\n"
+    )
+    script.chmod(0o755)
+    return script
+
+
+def test_outcomes(sanitizer, tmp_path, capsys):
+    out = tmp_path / "sanitize.json"
+    arguments = ["sanitize", "--sanitizer", str(sanitizer), "--out", str(out), "--commit", "abc"]
+    assert main([*arguments, "--kernels", ",".join(OUTCOMES)]) == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["kernel"]: row["outcome"] for row in rows} == OUTCOMES
+    assert [row["tool"] for row in rows] == ["memcheck", "racecheck"] * len(OUTCOMES)
+    assert all(("output" in row) == (row["outcome"] != "clean") for row in rows)
+    assert "mla_query" in capsys.readouterr().out
+    assert main([*arguments, "--kernels", "norm_linear"]) == 0
+    assert main([*arguments, "--kernels", "mla_decompress", "--timeout", "0.5"]) == 0
+    assert [row["outcome"] for row in json.loads(out.read_text())["rows"]] == ["timed out"] * 2
+
+
+def test_without_a_sanitizer(tmp_path, capsys):
+    assert main(["sanitize", "--sanitizer", str(tmp_path / "none"), "--kernels", "norm_linear"]) == 1
+    assert "--sanitizer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_kernel_has_its_test():
+    """Under the id that is named, which changes with a test's parameters."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu"]
+    listed = subprocess.run(
+        [*command, "--collect-only", "-q", "tests/gpu"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    tests = {line.removeprefix("tests/gpu/") for line in listed.stdout.splitlines()}
+    assert {kernel.test for kernel in sanitize.KERNELS} <= tests
+    assert len({kernel.symbol for kernel in sanitize.KERNELS}) == len(sanitize.KERNELS)
