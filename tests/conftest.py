@@ -27,10 +27,10 @@ else:
         if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
-    # pytest-xdist's workers share the device; what is left is for their contexts, and for PyTorch.
+    # pytest-xdist's workers share the device. What is left is for their contexts and modules, gigabytes each, and for PyTorch.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.65 / workers:.3f}")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.5 / workers:.3f}")
 
 import pytest
 from hypothesis import HealthCheck, settings
