@@ -171,6 +171,35 @@ def test_one_token(shape, shared_inner, live):
         np.testing.assert_array_equal(poisoned, residual)
 
 
+def test_one_token_after_another():
+    """In one graph, where calls may share the memory of what comes up: who did not wait would read an earlier token's."""
+    H, E, k, _ = SHAPES["moonlight"]
+    gate_up, down = layer("moonlight")
+    shared = shared_experts("moonlight", 2 * 1408)
+    xs = jax.random.normal(jax.random.key(3), (24, 1, H), jnp.bfloat16)
+    rng = np.random.default_rng(3)
+    ids = jnp.asarray(np.stack([rng.permutation(E)[:k] for _ in xs]), jnp.int32)[:, None]
+    weights = jax.random.uniform(jax.random.key(4), (24, 1, k), minval=0.1)
+    live = jnp.ones(1, bool)
+    with use(Backends(moe="mosaic")), tuning.use(tuning.Tuning(one_token_experts=True)):
+
+        @jax.jit
+        def run(gate_up, down, shared):
+            return jnp.stack(
+                [api.experts(x, gate_up, down, w, i, live, shared) for x, w, i in zip(xs, weights, ids, strict=True)]
+            )
+
+        results = [np.asarray(run(gate_up, down, shared), np.float32) for _ in range(8)]
+    with jax.default_matmul_precision("highest"):
+        exact = np.stack([want(*call, live, shared) for call in zip(
+            xs.astype(jnp.float32), [gate_up] * 24, [down] * 24, weights, ids, strict=True
+        )])  # fmt: skip
+    for got in results:
+        errors = np.linalg.norm(got - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
+        assert errors.max() < 1e-2, f"relative errors {errors}"
+        np.testing.assert_array_equal(got, results[0])
+
+
 @pytest.mark.parametrize("T", [5, 33])
 def test_slots_that_do_not_exist_are_not_read(T):
     """Experts without tokens are not read: their weights are NaN, as are all rows that padding could point to."""
