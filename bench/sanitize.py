@@ -3,7 +3,7 @@
 Under memcheck (accesses outside of what is allocated) and racecheck (shared memory), each in a process of its own and
 only watching the kernel in question. The sanitizer itself crashes on some kernels, which says nothing about them: a
 record tells that apart from what it found. XLA's dumps show that the test did compile the kernel; one that it did not
-would be watched in vain and look clean.
+would be watched in vain and look clean. Triton's are packed in there: their tests ask for them by name.
 
 Exit code 1 if anything was found.
 """
@@ -156,6 +156,8 @@ def watch(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namesp
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.jobs < 1:
+        raise ConfigError(f"--jobs {arguments.jobs}: at least one process has to run")
     sanitizer = find_sanitizer(arguments.sanitizer)
     chosen = [kernel for kernel in KERNELS if arguments.kernels is None or kernel.name in arguments.kernels]
     pairs = [(kernel, tool) for kernel in chosen for tool in TOOLS]

@@ -85,11 +85,11 @@ class Sizes:
     grid: int
 
     @property
-    def up(self) -> Cut:
+    def up_cut(self) -> Cut:
         return cut(self.H, 2 * ROWS, UP_STAGE, UP_BYTES)
 
     @property
-    def down(self) -> Cut:
+    def down_cut(self) -> Cut:
         """A stage lies within one expert."""
         return cut(math.gcd(self.inner, self.S), ROWS, DOWN_STAGE, DOWN_BYTES)
 
@@ -124,9 +124,9 @@ def experts(
     grid = blocks or getattr(jax.devices()[0], "core_count", None) or 132
     z = Sizes(E, k, H, inner, _shared_inner(shared), grid)
     inputs = [ids, live_flags(live), weights, x, *([] if residual is None else [residual])]
-    inputs += [gate_up.reshape(E, 2, inner, -1, z.up.columns), down.reshape(E, H, -1, z.down.columns)]
+    inputs += [gate_up.reshape(E, 2, inner, -1, z.up_cut.columns), down.reshape(E, H, -1, z.down_cut.columns)]
     if shared is not None:
-        inputs += [shared[0].reshape(2, z.S, -1, z.up.columns), shared[1].reshape(H, -1, z.down.columns)]
+        inputs += [shared[0].reshape(2, z.S, -1, z.up_cut.columns), shared[1].reshape(H, -1, z.down_cut.columns)]
     h, out = (jax.ShapeDtypeStruct(shape, bf16) for shape in ((z.S + k * inner,), (1, H)))
     kernel = functools.partial(_kernel, z, residual is not None, interpret)
     if interpret:
@@ -157,10 +157,10 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
     parts, columns]; if S, those of the shared experts, [2, S, parts, columns] and [H, parts, columns]; then h, or h and out,
     or for both halves the counter, h and out.
     """
-    E, k, H, inner, S, grid, up, below = z.E, z.k, z.H, z.inner, z.S, z.grid, z.up, z.down
+    E, k, H, inner, S, grid, up_cut, down_cut = z.E, z.k, z.H, z.inner, z.S, z.grid, z.up_cut, z.down_cut
     # Stages of a row of gate and up; of a row of all experts that comes down, and how many of them are shared experts'.
-    up_stages, down_stages = H // up.depth, (S + k * inner) // below.depth
-    shared_stages, expert_stages = S // below.depth, inner // below.depth
+    up_stages, down_stages = H // up_cut.depth, (S + k * inner) // down_cut.depth
+    shared_stages, expert_stages = S // down_cut.depth, inner // down_cut.depth
 
     def moe_one_token(ids, live, weights, x, *refs, up_s, up_full, up_free, down_s, down_full, down_free):
         residual = refs[0] if adds else None
@@ -187,8 +187,8 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
         @pl.when(warpgroup == CONSUMERS)
         def _produce():
             def fill_up(step):
-                row, s = row_of(lax.div(step, i32(up_stages))), lax.rem(step, i32(up.stages))
-                at = pl.ds(lax.rem(step, i32(up_stages)) * up.parts, up.parts)
+                row, s = row_of(lax.div(step, i32(up_stages))), lax.rem(step, i32(up_cut.stages))
+                at = pl.ds(lax.rem(step, i32(up_stages)) * up_cut.parts, up_cut.parts)
 
                 # First, because the token's choice need not be known for them.
                 if S:
@@ -203,21 +203,21 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                     plgpu.copy_gmem_to_smem(gate_up.at[e, :, mine, at], up_s.at[s], up_full.at[s])
 
             def fill_down(step):
-                mine, s = pl.ds(row_of(lax.div(step, i32(down_stages))), ROWS), lax.rem(step, i32(below.stages))
+                mine, s = pl.ds(row_of(lax.div(step, i32(down_stages))), ROWS), lax.rem(step, i32(down_cut.stages))
                 stage = lax.rem(step, i32(down_stages))
 
                 if S:
 
                     @pl.when(stage < shared_stages)
                     def _of_shared():
-                        at = pl.ds(stage * below.parts, below.parts)
+                        at = pl.ds(stage * down_cut.parts, down_cut.parts)
                         plgpu.copy_gmem_to_smem(shared_down.at[mine, at], down_s.at[s], down_full.at[s])
 
                 @pl.when(stage >= shared_stages)
                 def _of_a_choice():
                     place = stage - shared_stages
                     e = expert(lax.div(place, i32(expert_stages)))
-                    at = pl.ds(lax.rem(place, i32(expert_stages)) * below.parts, below.parts)
+                    at = pl.ds(lax.rem(place, i32(expert_stages)) * down_cut.parts, down_cut.parts)
                     plgpu.copy_gmem_to_smem(down.at[e, mine, at], down_s.at[s], down_full.at[s])
 
             def stream(fill, steps, stages, free):
@@ -236,10 +236,10 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                 def _wait(step):
                     plgpu.barrier_wait(free.at[lax.rem(step, i32(stages))])
 
-            stream(fill_up, mine_up * up_stages, up.stages, up_free)
-            stream(fill_down, mine_down * down_stages, below.stages, down_free)
-            drain(mine_up * up_stages, up.stages, up_free)
-            drain(mine_down * down_stages, below.stages, down_free)
+            stream(fill_up, mine_up * up_stages, up_cut.stages, up_free)
+            stream(fill_down, mine_down * down_stages, down_cut.stages, down_free)
+            drain(mine_up * up_stages, up_cut.stages, up_free)
+            drain(mine_down * down_stages, down_cut.stages, down_free)
 
         @pl.when(warpgroup < CONSUMERS)
         def _consume():
@@ -250,31 +250,31 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                 plgpu.barrier_arrive(free.at[s])
 
             if "up" in halves:
-                layout = row_a_warp(up.columns)
+                layout = row_a_warp(up_cut.columns)
 
                 @pl.loop(0, mine_up)
                 def _up(item):
                     totals: list[Any] = [None, None]
                     for stage in range(up_stages):
-                        s = lax.rem(item * up_stages + stage, i32(up.stages))
+                        s = lax.rem(item * up_stages + stage, i32(up_cut.stages))
                         plgpu.barrier_wait(up_full.at[s])
-                        for part in range(up.parts):
-                            at = pl.ds((stage * up.parts + part) * up.columns, up.columns)
+                        for part in range(up_cut.parts):
+                            at = pl.ds((stage * up_cut.parts + part) * up_cut.columns, up_cut.columns)
                             vector = load(x, (0, at), layout=layout.reduce(0)).astype(f32)
                             for half in range(2):
                                 tile = load(up_s, (s, half, my_rows, part, slice(None)), layout=layout)
                                 product = times(tile, vector, layout)
                                 totals[half] = product if totals[half] is None else totals[half] + product
                         give_back(up_free, s)
-                    gate, up_ = (total.sum(axis=1) for total in totals)
-                    value = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up_
+                    gate, up = (total.sum(axis=1) for total in totals)
+                    value = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
                     h[pl.ds(row_of(item) + warpgroup * WARPS, WARPS)] = value.astype(bf16)
 
             if counter is not None:
                 _meet(counter, grid * CONSUMERS)
 
             if "down" in halves:
-                layout = row_a_warp(below.columns)
+                layout = row_a_warp(down_cut.columns)
 
                 @pl.loop(0, mine_down)
                 def _down(item):
@@ -284,10 +284,10 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                         """Products of an expert's row, so many stages from the first on, with its h; yet to be summed."""
                         total: Any = None
                         for stage in range(first, first + stages):
-                            s = lax.rem(item * down_stages + stage, i32(below.stages))
+                            s = lax.rem(item * down_stages + stage, i32(down_cut.stages))
                             plgpu.barrier_wait(down_full.at[s])
-                            for part in range(below.parts):
-                                at = pl.ds((stage * below.parts + part) * below.columns, below.columns)
+                            for part in range(down_cut.parts):
+                                at = pl.ds((stage * down_cut.parts + part) * down_cut.columns, down_cut.columns)
                                 vector = load(h, (at,), layout=layout.reduce(0)).astype(f32)
                                 tile = load(down_s, (s, my_rows, part, slice(None)), layout=layout)
                                 product = times(tile, vector, layout)
@@ -297,7 +297,7 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
 
                     total: Any = piece(shared_stages, 0) if S else None
                     for j in range(k):
-                        weight = lax.broadcast_in_dim(weights[0, j], (WARPS, below.columns), ())
+                        weight = lax.broadcast_in_dim(weights[0, j], (WARPS, down_cut.columns), ())
                         each = piece(expert_stages, shared_stages + j * expert_stages)
                         each = each * plgpu.layout_cast(weight, layout)
                         total = each if total is None else total + each
@@ -318,12 +318,12 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
     return {
         "body": moe_one_token,
         "scratch_types": {
-            "up_s": plgpu.SMEM((up.stages, 2, ROWS, up.parts, up.columns), bf16),
-            "up_full": plgpu.Barrier(num_barriers=up.stages),
-            "up_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=up.stages),
-            "down_s": plgpu.SMEM((below.stages, ROWS, below.parts, below.columns), bf16),
-            "down_full": plgpu.Barrier(num_barriers=below.stages),
-            "down_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=below.stages),
+            "up_s": plgpu.SMEM((up_cut.stages, 2, ROWS, up_cut.parts, up_cut.columns), bf16),
+            "up_full": plgpu.Barrier(num_barriers=up_cut.stages),
+            "up_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=up_cut.stages),
+            "down_s": plgpu.SMEM((down_cut.stages, ROWS, down_cut.parts, down_cut.columns), bf16),
+            "down_full": plgpu.Barrier(num_barriers=down_cut.stages),
+            "down_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=down_cut.stages),
         },
         "grid": (grid,),
         "grid_names": ("block",),

@@ -71,9 +71,11 @@ def test_outcomes(sanitizer, tmp_path, capsys):
     assert [row["outcome"] for row in json.loads(out.read_text())["rows"]] == ["timed out"] * 2
 
 
-def test_without_a_sanitizer(tmp_path, capsys):
+def test_bad_options(tmp_path, capsys):
     assert main(["sanitize", "--sanitizer", str(tmp_path / "none"), "--kernels", "norm_linear"]) == 1
     assert "--sanitizer" in capsys.readouterr().err
+    assert main(["sanitize", "--jobs", "0"]) == 1
+    assert "--jobs 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow

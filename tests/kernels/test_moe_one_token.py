@@ -131,10 +131,10 @@ def test_any_sizes_are_cut_evenly_and_fit(sizes, pieces, odd):
     H, inner = sizes
     S = pieces * inner + 64 * odd
     z = one_token.Sizes(E=64, k=6, H=H, inner=inner, S=S, grid=132)
-    assert H % z.up.depth == inner % z.down.depth == S % z.down.depth == 0
-    assert z.up.stages >= 2
-    assert z.down.stages >= 2
-    used = 2 * one_token.ROWS * (2 * z.up.stages * z.up.depth + z.down.stages * z.down.depth)
+    assert H % z.up_cut.depth == inner % z.down_cut.depth == S % z.down_cut.depth == 0
+    assert z.up_cut.stages >= 2
+    assert z.down_cut.stages >= 2
+    used = 2 * one_token.ROWS * (2 * z.up_cut.stages * z.up_cut.depth + z.down_cut.stages * z.down_cut.depth)
     assert used <= 208 * 1024
 
 
