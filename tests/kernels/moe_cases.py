@@ -32,8 +32,13 @@ def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[np.ndarray, np.ndarra
     return logits, bias if sigmoid else None
 
 
-def by_reference(logits, bias, routing: Routing):
+def by_reference(logits, bias, routing: Routing) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and ids. On the CPU: for a GPU, XLA takes minutes to compile the ranks of 256 experts."""
     options = dataclasses.asdict(routing)
-    if bias is None:
-        return jax.jit(lambda a: reference.route_softmax(a, **options))(logits)
-    return jax.jit(lambda a, b: reference.route_sigmoid(a, b, **options))(logits, bias)
+    with jax.default_device(jax.devices("cpu")[0]):
+        if bias is None:
+            chosen = jax.jit(lambda a: reference.route_softmax(a, **options))(logits)
+        else:
+            chosen = jax.jit(lambda a, b: reference.route_sigmoid(a, b, **options))(logits, bias)
+    weights, ids = (np.asarray(a) for a in chosen)
+    return weights, ids
