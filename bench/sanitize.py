@@ -67,7 +67,7 @@ KERNELS = (
     Watched("moe_plan", "test_moe.py::test_planned_as_scheduled[9-8-2]"),
     Watched("moe_count", "test_moe.py::test_planned_as_scheduled[2048-8-2]"),
     Watched("moe_place", "test_moe.py::test_planned_as_scheduled[2048-8-2]"),
-    Watched("moe_gather", "test_moe.py::test_balanced_routing[moonlight-9]"),
+    Watched("moe_gather", "test_moe.py::test_gathers_the_rows_of_slots[8]"),
     Watched("moe_up", "test_moe.py::test_balanced_routing[odd-3]"),
     Watched("moe_down", "test_moe.py::test_balanced_routing[odd-3]"),
     Watched("moe_one_token", "test_moe.py::test_one_token[odd-1344-True]"),

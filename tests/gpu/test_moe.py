@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe.gather import gather_slots
 from pallas_kernels.moe.plan import plan
 from pallas_kernels.moe.route import route, route_and_plan
 from pallas_kernels.moe.schedule import max_slots, schedule
@@ -198,6 +199,17 @@ def test_one_token_after_another():
         errors = np.linalg.norm(got - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
         assert errors.max() < 1e-2, f"relative errors {errors}"
         np.testing.assert_array_equal(got, results[0])
+
+
+@pytest.mark.parametrize("rows", [8, 32])
+def test_gathers_the_rows_of_slots(rows):
+    """Of the slots that exist; a row without a token may name any."""
+    T, H, slots, used = 9, 256, 5, 3
+    x = jax.random.normal(jax.random.key(0), (T, H), jnp.bfloat16)
+    token = np.random.default_rng(0).integers(-2, T + 2, size=slots * rows).astype(np.int32)
+    got = gather_slots(x, token, np.array([used], np.int32), rows=rows)
+    want = x[np.clip(token, 0, T - 1)].reshape(slots, rows, H)
+    np.testing.assert_array_equal(got[:used], want[:used])
 
 
 @pytest.mark.parametrize("T", [5, 33])
