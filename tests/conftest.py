@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -82,19 +81,7 @@ def executables_are_dropped():
     gc.collect()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # pytest-xdist would begin with the files of many tests, and end on the longest, which have a few.
-    if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False
-
-
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    skip_without_torch(items)
-    longest_files_first(items)
-
-
-def skip_without_torch(items: list[pytest.Item]) -> None:
     """Skips the PyTorch oracle where PyTorch is not installed (Python 3.12)."""
     try:
         import torch  # noqa: F401
@@ -102,13 +89,3 @@ def skip_without_torch(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("torch"):
                 item.add_marker(pytest.mark.skip(reason="needs PyTorch: pip install -e '.[test]' on Python 3.11"))
-
-
-def longest_files_first(items: list[pytest.Item]) -> None:
-    """Files with slow tests before those without, so that with `--dist loadfile` no worker ends long after the other.
-
-    Of these the ones with few tests: what is alone in its file takes long.
-    """
-    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: (0, tests[item.path]) if item.path in slow_files else (1, 0))
