@@ -9,23 +9,24 @@ from jax import lax
 
 # Bounds the [tokens, experts, inner] intermediate.
 TOKEN_BLOCK = 256
-# Scores that ranks() compares at once. For a GPU, XLA compiles the comparison of 256 experts for two seconds at 2**24 (256
-# tokens), 18 at twice as many, and minutes at 2048 tokens.
-_COMPARED = 1 << 24
+# Pairs of scores that ranks() compares at once. XLA compiles 2**24 (256 tokens of 256 experts) for a GPU in two seconds,
+# twice as many in 18, and 2048 tokens in minutes.
+PAIR_BLOCK = 1 << 24
 
 
 def ranks(scores: jax.Array) -> jax.Array:
     """How many of its neighbours along the last axis come before each score: int32, a permutation of 0, 1, 2 ...
 
     In the order of `lax.top_k`: the largest first, NaN as infinity, the lower index first among equals. Comparing all with
-    all takes one kernel on a GPU; top_k is a sort, many kernels that a CUDA graph does not take.
+    all takes one kernel on a GPU; top_k is a sort, many kernels that a CUDA graph does not take. More than PAIR_BLOCK pairs
+    are compared in a loop over blocks of the first axis.
     """
     # The barrier: fused into the comparison, a sigmoid or softmax would be computed anew for each pair.
     scores = lax.optimization_barrier(jnp.where(jnp.isnan(scores), jnp.inf, scores))
-    compared = scores.size * scores.shape[-1]
-    if compared <= _COMPARED:
+    pairs = scores.size * scores.shape[-1]
+    if pairs <= PAIR_BLOCK:
         return _compare_all(scores)
-    return lax.map(_compare_all, scores, batch_size=max(1, _COMPARED * len(scores) // compared))
+    return lax.map(_compare_all, scores, batch_size=max(1, PAIR_BLOCK * len(scores) // pairs))
 
 
 def _compare_all(scores: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[np.ndarray, np.ndarra
 
 
 def by_reference(logits, bias, routing: Routing) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and ids. On the CPU, beside a GPU too: what a test compares with is not of the same device."""
+    """Weights and ids. On the CPU in GPU tests too: an oracle that does not share their device."""
     options = dataclasses.asdict(routing)
     with jax.default_device(jax.devices("cpu")[0]):
         if bias is None:

@@ -63,6 +63,12 @@ def test_ranks_are_those_of_top_k(T, E):
     np.testing.assert_array_equal(order, jax.lax.top_k(scores, E)[1])
 
 
+@pytest.mark.parametrize(("T", "loops"), [(256, False), (300, True)])
+def test_only_many_pairs_are_ranked_in_a_loop(T, loops):
+    """In one piece XLA compiles thousands of tokens for minutes; a loop would break the CUDA graph of a decode step."""
+    assert ("while" in jax.jit(ranks).lower(np.zeros((T, 256), np.float32)).as_text()) == loops
+
+
 @pytest.mark.parametrize("sigmoid", [True, False])
 def test_routing_sorts_nothing(sigmoid):
     """A sort would break the CUDA graph of a decode step."""
