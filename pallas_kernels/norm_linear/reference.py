@@ -17,7 +17,8 @@ def norm_linear(
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     if delta is not None:
         x = x + delta
-    normed = rms_norm(x, norm_weight, eps)
+    # The barrier keeps the product with the norm's weight in the norm's kernel: XLA gave it one of its own on an H200.
+    normed = lax.optimization_barrier(rms_norm(x, norm_weight, eps))
 
     def project(weight: jax.Array) -> jax.Array:
         # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
