@@ -39,17 +39,28 @@ def environment(commit: str | None = None, *, with_device: bool = True) -> dict[
     }
 
 
-def write(name: str, result: dict[str, Any], arguments: argparse.Namespace, *, with_device: bool = True) -> Path:
+def write(
+    name: str,
+    result: dict[str, Any],
+    arguments: argparse.Namespace,
+    *,
+    with_device: bool = True,
+    announced: bool = True,
+) -> Path:
     """Writes `result` and the environment as JSON to --out, or to `<name>.json` among the results.
 
     Args:
         with_device: False where what was measured did not run on this process's device.
+        announced: False where it is written again and again: it is printed where it went once.
     """
     path: Path = arguments.out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"command": command_line(), "environment": environment(arguments.commit, with_device=with_device)} | result
-    path.write_text(dumps(record) + "\n")
-    print(f"wrote {path}")
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(dumps(record) + "\n")
+    unfinished.replace(path)
+    if announced:
+        print(f"wrote {path}")
     return path
 
 

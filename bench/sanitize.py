@@ -1,11 +1,12 @@
 """`bench sanitize`: compute-sanitizer over a small GPU test of each kernel.
 
 Under memcheck (accesses outside of what is allocated) and racecheck (shared memory), each in a process of its own and
-only watching the kernel in question. The sanitizer itself crashes on some kernels, which says nothing about them: a
-record tells that apart from what it found. XLA's dumps show that the test did compile the kernel; one that it did not
-would be watched in vain and look clean. Triton's are packed in there: their tests ask for them by name.
+only watching the kernel in question. The sanitizer itself crashes or hangs at times, another time with another kernel,
+which says nothing about them: such a run is repeated, and a record tells that apart from what it found. A test that hangs
+says where. XLA's dumps show that the test did compile the kernel; one that it did not would be watched in vain and look
+clean. Triton's are packed in there: their tests ask for them by name.
 
-Exit code 1 if anything was found.
+The record is written whenever a run ends. Exit code 1 if anything was found.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,12 @@ TOOLS = ("memcheck", "racecheck")
 ROOT = Path(__file__).parents[1]
 # Of the device's memory, for all processes together: the sanitizer needs some for itself.
 MEMORY = 0.5
+# The share of --timeout after which a test says where it is.
+SAYS_WHERE = 0.8
+# What the sanitizer does by itself, and not always.
+REPEATED = ("crashed", "timed out")
+# Characters of what was printed that a record keeps, from its end: the stacks of a test that hangs among them.
+OUTPUT = 4000
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--kernels", type=names, metavar="NAME,...", help="only these")
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="processes at a time (default: 4)")
-    parser.add_argument("--timeout", type=float, default=300, metavar="SECONDS", help="of each (default: 300)")
+    parser.add_argument("--timeout", type=float, default=150, metavar="SECONDS", help="of each (default: 150)")
+    parser.add_argument(
+        "--attempts", type=int, default=3, metavar="N", help="of each that crashes or times out (default: 3)"
+    )
     parser.add_argument(
         "--sanitizer", metavar="FILE", help="compute-sanitizer (default: that of $PATH, then of /usr/local/cuda)"
     )
@@ -124,16 +135,18 @@ def verdict(output: str, *, compiled: bool) -> str:
     return "clean" if compiled else "not run"
 
 
-def watch(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One kernel under one tool."""
+def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> tuple[str, str]:
+    """One run of a kernel's test under one tool: the verdict, and what was printed."""
     with tempfile.TemporaryDirectory() as dump:
         environment = os.environ | {
             "JAXSPEC_TEST_GPU": "1",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / arguments.jobs:.3f}",
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip(),
         }
         command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernel.symbol}", sys.executable]
         command += ["-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{kernel.test}"]
+        command += ["-o", f"faulthandler_timeout={SAYS_WHERE * arguments.timeout}"]
         # A group of its own: the sanitizer's child outlives it otherwise.
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -143,30 +156,53 @@ def watch(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namesp
             output, _ = process.communicate(timeout=arguments.timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            outcome = "timed out"
-        else:
-            compiled = kernel.triton or any(kernel.symbol in file.read_text() for file in Path(dump).glob("*.txt"))
-            outcome = verdict(output, compiled=compiled)
+            return "timed out", process.communicate()[0]
+        compiled = kernel.triton or any(kernel.symbol in file.read_text() for file in Path(dump).glob("*.txt"))
+        return verdict(output, compiled=compiled), output
+
+
+def watch(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One kernel under one tool: the verdict of the last attempt, and of those before it."""
+    before: list[str] = []
+    outcome, output = attempt(kernel, tool, sanitizer, arguments)
+    while outcome in REPEATED and len(before) + 1 < arguments.attempts:
+        before.append(outcome)
+        outcome, output = attempt(kernel, tool, sanitizer, arguments)
     row = {"kernel": kernel.name, "triton": kernel.triton, "tool": tool, "test": kernel.test, "outcome": outcome}
-    print(f"{kernel.symbol}, {tool}: {outcome}", flush=True)
+    if before:
+        row["before"] = before
+    print(f"{kernel.symbol}, {tool}: {', then '.join([*before, outcome])}", flush=True)
     if outcome != "clean":
-        row["output"] = output.strip()[-1500:]
+        row["output"] = output.strip()[-OUTPUT:]
     return row
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.jobs < 1:
-        raise ConfigError(f"--jobs {arguments.jobs}: at least one process has to run")
+    for option in ("jobs", "attempts"):
+        if (value := getattr(arguments, option)) < 1:
+            raise ConfigError(f"--{option} {value}: at least one is needed")
     sanitizer = find_sanitizer(arguments.sanitizer)
+    # The record's own process only asks for the device's name.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     chosen = [kernel for kernel in KERNELS if arguments.kernels is None or kernel.name in arguments.kernels]
     pairs = [(kernel, tool) for kernel in chosen for tool in TOOLS]
+    rows: dict[int, dict[str, Any]] = {}
+    one_at_a_time = threading.Lock()
+
+    def watch_and_record(i: int) -> None:
+        row = watch(*pairs[i], sanitizer, arguments)
+        with one_at_a_time:
+            rows[i] = row
+            ended = [rows[j] for j in sorted(rows)]
+            outcomes = [row["outcome"] for row in ended] + ["not finished"] * (len(pairs) - len(ended))
+            summary = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
+            result = {"benchmark": "sanitize", "summary": summary, "rows": ended}
+            record.write("sanitize", result, arguments, announced=len(ended) == len(pairs))
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(lambda pair: watch(*pair, sanitizer, arguments), pairs))
-    outcomes = [row["outcome"] for row in rows]
-    summary = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
-    record.write("sanitize", {"benchmark": "sanitize", "summary": summary, "rows": rows}, arguments)
-    by_kernel = [[row["outcome"] for row in rows[i : i + len(TOOLS)]] for i in range(0, len(rows), len(TOOLS))]
+        list(pool.map(watch_and_record, range(len(pairs))))
+    outcomes = [rows[i]["outcome"] for i in range(len(pairs))]
+    by_kernel = [outcomes[i : i + len(TOOLS)] for i in range(0, len(pairs), len(TOOLS))]
     names = [f"{kernel.name}, Triton" if kernel.triton else kernel.name for kernel in chosen]
     print(record.table(["kernel", *TOOLS], [[name, *each] for name, each in zip(names, by_kernel, strict=True)]))
     return 1 if "found" in outcomes else 0

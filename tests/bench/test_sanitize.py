@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ SAYS = {
     "moe_down": (PASSED, True),
     "logits_stats": ("========= Program hit CUDA_ERROR (error 2) due to\n" + FAILED + CLEAN.replace("0", "1"), True),
     "mla_decompress": ("hang", True),
+    "mla_prefill": ("hang once", True),
+    "moe_gather": ("crash once", True),
     "moe_plan": ("========= Program hit CUDA_ERROR (error 2) due to\n" + PASSED + CLEAN.replace("0", "1"), True),
 }
 OUTCOMES = {
@@ -40,17 +43,22 @@ def sanitizer(tmp_path):
     script = tmp_path / "compute-sanitizer"
     script.write_text(
         f"#!{sys.executable}\n"
-        "import os, re, sys\n"
+        "import os, re, sys, time\n"
+        "parent = os.getppid()\n"
         f"says = {SAYS!r}\n"
         "assert sys.argv[1] == '--tool' and sys.argv[2] in ('memcheck', 'racecheck')\n"
         "assert sys.argv[3] == '--kernel-name' and sys.argv[6:8] == ['-m', 'pytest']\n"
         "assert os.environ['JAXSPEC_TEST_GPU'] == '1'\n"
         "symbol = sys.argv[4].removeprefix('kernel_substring=')\n"
         "text, compiled = says[symbol.removesuffix('_mosaic_gpu')]\n"
+        "once = f'{os.path.dirname(sys.argv[0])}/{symbol}.{sys.argv[2]}'\n"
+        "if 'once' in text and os.path.exists(once):\n"
+        f"    text = {PASSED + CLEAN!r}\n"
+        "open(once, 'w').close()\n"
         "folder = re.search(r'--xla_dump_to=(\\S+)', os.environ['XLA_FLAGS'])[1]\n"
         "open(f'{folder}/module.txt', 'w').write(symbol if compiled else 'another_mosaic_gpu')\n"
         "print(text, end='', flush=True)\n"
-        "while text == 'hang': pass\n"
+        "while 'hang' in text and os.getppid() == parent: time.sleep(0.01)\n"
         "sys.exit(0 if text else 139)\n"
     )
     script.chmod(0o755)
@@ -67,8 +75,37 @@ def test_outcomes(sanitizer, tmp_path, capsys):
     assert all(("output" in row) == (row["outcome"] != "clean") for row in rows)
     assert "mla_query" in capsys.readouterr().out
     assert main([*arguments, "--kernels", "norm_linear"]) == 0
-    assert main([*arguments, "--kernels", "mla_decompress", "--timeout", "0.5"]) == 0
-    assert [row["outcome"] for row in json.loads(out.read_text())["rows"]] == ["timed out"] * 2
+
+
+def test_attempts(sanitizer, tmp_path):
+    """A run is repeated while the sanitizer crashes or hangs, and the record says how often."""
+    out = tmp_path / "sanitize.json"
+    arguments = ["sanitize", "--sanitizer", str(sanitizer), "--out", str(out), "--commit", "abc", "--timeout", "2"]
+    assert main([*arguments, "--kernels", "mla_decompress,mla_prefill,moe_gather,mla_query", "--jobs", "8"]) == 1
+    result = json.loads(out.read_text())
+    rows = {row["kernel"]: row for row in result["rows"]}
+    assert result["summary"] == {"clean": 4, "found": 2, "timed out": 2}
+    assert rows["mla_decompress"]["before"] == ["timed out"] * 2
+    assert rows["mla_prefill"]["before"] == ["timed out"]
+    assert rows["moe_gather"]["before"] == ["crashed"]
+    assert "before" not in rows["mla_query"]  # what was found is not tried away
+    assert main([*arguments, "--kernels", "mla_prefill", "--attempts", "1"]) == 0
+
+
+def test_record_of_what_has_ended(sanitizer, tmp_path):
+    """Whoever stops it keeps what there was until then."""
+    out = tmp_path / "sanitize.json"
+    command = [sys.executable, "-m", "bench", "sanitize", "--sanitizer", str(sanitizer), "--out", str(out)]
+    command += ["--commit", "abc", "--jobs", "1", "--kernels", "norm_linear,mla_decompress"]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        while not out.exists() or '"clean": 2' not in (text := out.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+    assert json.loads(text)["summary"] == {"clean": 2, "not finished": 2}
 
 
 def test_bad_options(tmp_path, capsys):
@@ -76,6 +113,8 @@ def test_bad_options(tmp_path, capsys):
     assert "--sanitizer" in capsys.readouterr().err
     assert main(["sanitize", "--jobs", "0"]) == 1
     assert "--jobs 0" in capsys.readouterr().err
+    assert main(["sanitize", "--attempts", "0"]) == 1
+    assert "--attempts 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow
