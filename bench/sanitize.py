@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,12 +164,13 @@ def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Name
 
 def watch(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One kernel under one tool: the verdict of the last attempt, and of those before it."""
-    before: list[str] = []
+    start, before = time.monotonic(), list[str]()
     outcome, output = attempt(kernel, tool, sanitizer, arguments)
     while outcome in REPEATED and len(before) + 1 < arguments.attempts:
         before.append(outcome)
         outcome, output = attempt(kernel, tool, sanitizer, arguments)
     row = {"kernel": kernel.name, "triton": kernel.triton, "tool": tool, "test": kernel.test, "outcome": outcome}
+    row["seconds"] = round(time.monotonic() - start, 1)  # of all attempts
     if before:
         row["before"] = before
     print(f"{kernel.symbol}, {tool}: {', then '.join([*before, outcome])}", flush=True)
