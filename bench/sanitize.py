@@ -36,7 +36,7 @@ SAYS_WHERE = 0.8
 # What the sanitizer does by itself, and not always.
 REPEATED = ("crashed", "timed out")
 # Characters of what was printed that a record keeps, from its end: the stacks of a test that hangs among them.
-OUTPUT = 4000
+OUTPUT = 8000
 
 
 @dataclass(frozen=True)
