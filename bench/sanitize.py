@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 MEMORY = 0.5
 # The share of --timeout after which a test says where it is.
 SAYS_WHERE = 0.8
+# A kernel is the same in a graph. Nearly all runs that hung had references with loops, conditional nodes of XLA's graphs.
+WITHOUT_GRAPHS = "--xla_gpu_enable_command_buffer="
 # What the sanitizer does by itself, and not always.
 REPEATED = ("crashed", "timed out")
 # Characters of what was printed that a record keeps, from its end: the stacks of a test that hangs among them.
@@ -139,11 +141,12 @@ def verdict(output: str, *, compiled: bool) -> str:
 def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> tuple[str, str]:
     """One run of a kernel's test under one tool: the verdict, and what was printed."""
     with tempfile.TemporaryDirectory() as dump:
+        flags = [os.environ.get("XLA_FLAGS", ""), WITHOUT_GRAPHS, f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
         environment = os.environ | {
             "JAXSPEC_TEST_GPU": "1",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / arguments.jobs:.3f}",
-            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip(),
+            "XLA_FLAGS": " ".join(flags).strip(),
         }
         command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernel.symbol}", sys.executable]
         command += ["-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{kernel.test}"]

@@ -49,6 +49,7 @@ def sanitizer(tmp_path):
         "assert sys.argv[1] == '--tool' and sys.argv[2] in ('memcheck', 'racecheck')\n"
         "assert sys.argv[3] == '--kernel-name' and sys.argv[6:8] == ['-m', 'pytest']\n"
         "assert os.environ['JAXSPEC_TEST_GPU'] == '1'\n"
+        "assert '--xla_gpu_enable_command_buffer= ' in os.environ['XLA_FLAGS']\n"
         "symbol = sys.argv[4].removeprefix('kernel_substring=')\n"
         "text, compiled = says[symbol.removesuffix('_mosaic_gpu')]\n"
         "once = f'{os.path.dirname(sys.argv[0])}/{symbol}.{sys.argv[2]}'\n"
