@@ -51,7 +51,7 @@ def write(
 
     Args:
         with_device: False where what was measured did not run on this process's device.
-        announced: False where it is written again and again: it is printed where it went once.
+        announced: print where it went. False for the first writes of a record that is written more than once.
     """
     path: Path = arguments.out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

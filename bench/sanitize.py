@@ -1,10 +1,10 @@
 """`bench sanitize`: compute-sanitizer over a small GPU test of each kernel.
 
 Under memcheck (accesses outside of what is allocated) and racecheck (shared memory), each in a process of its own and
-only watching the kernel in question. The sanitizer itself crashes or hangs at times, another time with another kernel,
-which says nothing about them: such a run is repeated, and a record tells that apart from what it found. A test that hangs
-says where. XLA's dumps show that the test did compile the kernel; one that it did not would be watched in vain and look
-clean. Triton's are packed in there: their tests ask for them by name.
+only watching the kernel in question. The sanitizer itself crashes or does not end at times, not always with the same
+kernels, which says nothing about them: such a run is repeated, and a record tells that apart from what it found. A test
+that does not end says where it is. XLA's dumps show that the test did compile the kernel; one that it did not would be
+watched in vain and look clean. Triton's are packed in there: their tests ask for them by name.
 
 The record is written whenever a run ends. Exit code 1 if anything was found.
 """
@@ -33,11 +33,9 @@ ROOT = Path(__file__).parents[1]
 MEMORY = 0.5
 # The share of --timeout after which a test says where it is.
 SAYS_WHERE = 0.8
-# A kernel is the same in a graph. Nearly all runs that hung had references with loops, conditional nodes of XLA's graphs.
-WITHOUT_GRAPHS = "--xla_gpu_enable_command_buffer="
 # What the sanitizer does by itself, and not always.
 REPEATED = ("crashed", "timed out")
-# Characters of what was printed that a record keeps, from its end: the stacks of a test that hangs among them.
+# Characters of what was printed that a record keeps, from its end: the stacks of a test that does not end among them.
 OUTPUT = 8000
 
 
@@ -141,7 +139,7 @@ def verdict(output: str, *, compiled: bool) -> str:
 def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> tuple[str, str]:
     """One run of a kernel's test under one tool: the verdict, and what was printed."""
     with tempfile.TemporaryDirectory() as dump:
-        flags = [os.environ.get("XLA_FLAGS", ""), WITHOUT_GRAPHS, f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
+        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
         environment = os.environ | {
             "JAXSPEC_TEST_GPU": "1",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
