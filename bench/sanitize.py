@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 MEMORY = 0.5
 # The share of --timeout after which a test says where it is.
 SAYS_WHERE = 0.8
+# Under the sanitizer XLA compiles for ever at times, some threads of its pool spinning: without a pool.
+NO_POOL = "--xla_gpu_force_compilation_parallelism=1"
 # What the sanitizer does by itself, and not always.
 REPEATED = ("crashed", "timed out")
 # Characters of what was printed that a record keeps, from its end: the stacks of a test that does not end among them.
@@ -139,7 +141,8 @@ def verdict(output: str, *, compiled: bool) -> str:
 def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> tuple[str, str]:
     """One run of a kernel's test under one tool: the verdict, and what was printed."""
     with tempfile.TemporaryDirectory() as dump:
-        flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
+        flags = [os.environ.get("XLA_FLAGS", ""), NO_POOL]
+        flags += [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
         environment = os.environ | {
             "JAXSPEC_TEST_GPU": "1",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
