@@ -1,12 +1,15 @@
 """`bench sanitize`: compute-sanitizer over a small GPU test of each kernel.
 
 Under memcheck (accesses outside of what is allocated) and racecheck (shared memory), each in a process of its own and
-only watching the kernel in question. The sanitizer itself crashes or does not end at times, not always with the same
-kernels, which says nothing about them: such a run is repeated, and a record tells that apart from what it found. A test
-that does not end says where it is. XLA's dumps show that the test did compile the kernel; one that it did not would be
-watched in vain and look clean. Triton's are packed in there: their tests ask for them by name.
+only watching the kernel in question. Arrays are allocated one by one, apart from each other, so that memcheck sees an
+access past any. XLA's dumps show that the test did compile the kernel; one that it did not would be watched in vain and
+look clean. Triton's are packed in there: their tests ask for them by name. Kernels with a fault are run as well, which
+must be found for the rest to mean anything.
 
-The record is written whenever a run ends. Exit code 1 if anything was found.
+The sanitizer itself crashes or does not end at times, not always with the same kernels, which says nothing about them:
+such a run is repeated, and a record tells that apart from what it found. A test that does not end says where it is.
+
+The record is written whenever a run ends. Exit code 1 if anything was found in a kernel, or nothing in a faulty one.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +33,8 @@ from jaxspec.errors import ConfigError
 
 TOOLS = ("memcheck", "racecheck")
 ROOT = Path(__file__).parents[1]
-# Of the device's memory, for all processes together: the sanitizer needs some for itself.
-MEMORY = 0.5
+# Bytes between arrays: an access past one must not fall into another.
+PADDING = 2048
 # The share of --timeout after which a test says where it is.
 SAYS_WHERE = 0.8
 # Under the sanitizer XLA compiles for ever at times, some threads of its pool spinning: without a pool.
@@ -89,6 +93,13 @@ KERNELS = (
     Watched("split_kv_merge", "test_mla_decode.py::test_windows[triton-3]", triton=True),
 )
 
+# With the tool that must find the fault: a warpgroup that reads what another has yet to write, a row past an array's last.
+FAULTY = (
+    (Watched("faulty_handover", "faulty_kernels.py::test_handover"), "racecheck"),
+    (Watched("faulty_row", "faulty_kernels.py::test_row"), "memcheck"),
+    (Watched("faulty_triton_row", "faulty_triton_kernel.py::test_row", triton=True), "memcheck"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     def names(text: str) -> list[str]:
@@ -128,11 +139,11 @@ def verdict(output: str, *, compiled: bool) -> str:
     """
     found = re.search(r"SUMMARY: (\d+) (?:errors?|hazards?)", output)
     passed = re.search(r"\b1 passed\b", output)
+    # Calls to the driver that were refused, as for memory, are errors of the process and not of the kernel.
+    if found and int(found[1]) > len(re.findall(r"Program hit \w+ \(error \d+\)", output)):
+        return "found"
     if found is None or not (passed or re.search(r"\b1 (?:failed|error|skipped)\b", output)):
         return "crashed"
-    # Calls to the driver that were refused, as for memory, are errors of the process and not of the kernel.
-    if int(found[1]) > len(re.findall(r"Program hit \w+ \(error \d+\)", output)):
-        return "found"
     if not passed:
         return "failed"
     return "clean" if compiled else "not run"
@@ -145,12 +156,12 @@ def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Name
         flags += [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
         environment = os.environ | {
             "JAXSPEC_TEST_GPU": "1",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / arguments.jobs:.3f}",
+            "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
             "XLA_FLAGS": " ".join(flags).strip(),
         }
-        command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernel.symbol}", sys.executable]
-        command += ["-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{kernel.test}"]
+        command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernel.symbol}"]
+        command += ["--padding", str(PADDING)] if tool == "memcheck" else []
+        command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{kernel.test}"]
         command += ["-o", f"faulthandler_timeout={SAYS_WHERE * arguments.timeout}"]
         # A group of its own: the sanitizer's child outlives it otherwise.
         process = subprocess.Popen(
@@ -191,24 +202,26 @@ def run(arguments: argparse.Namespace) -> int:
     # The record's own process only asks for the device's name.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     chosen = [kernel for kernel in KERNELS if arguments.kernels is None or kernel.name in arguments.kernels]
-    pairs = [(kernel, tool) for kernel in chosen for tool in TOOLS]
-    rows: dict[int, dict[str, Any]] = {}
+    sound = [(kernel, tool) for kernel in chosen for tool in TOOLS]
+    rows: dict[tuple[Watched, str], dict[str, Any]] = {}
     one_at_a_time = threading.Lock()
 
-    def watch_and_record(i: int) -> None:
-        row = watch(*pairs[i], sanitizer, arguments)
+    def watch_and_record(pair: tuple[Watched, str]) -> None:
+        row = watch(*pair, sanitizer, arguments)
         with one_at_a_time:
-            rows[i] = row
-            ended = [rows[j] for j in sorted(rows)]
-            outcomes = [row["outcome"] for row in ended] + ["not finished"] * (len(pairs) - len(ended))
-            summary = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
-            result = {"benchmark": "sanitize", "summary": summary, "rows": ended}
-            record.write("sanitize", result, arguments, announced=len(ended) == len(pairs))
+            rows[pair] = row
+            summary = Counter(rows[each]["outcome"] if each in rows else "not finished" for each in sound)
+            result = {"benchmark": "sanitize", "summary": dict(sorted(summary.items()))}
+            result |= {"faulty": [rows[each] for each in FAULTY if each in rows]}
+            result |= {"rows": [rows[each] for each in sound if each in rows]}
+            record.write("sanitize", result, arguments, announced=len(rows) == len(FAULTY) + len(sound))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(watch_and_record, range(len(pairs))))
-    outcomes = [rows[i]["outcome"] for i in range(len(pairs))]
-    by_kernel = [outcomes[i : i + len(TOOLS)] for i in range(0, len(pairs), len(TOOLS))]
-    names = [f"{kernel.name}, Triton" if kernel.triton else kernel.name for kernel in chosen]
-    print(record.table(["kernel", *TOOLS], [[name, *each] for name, each in zip(names, by_kernel, strict=True)]))
-    return 1 if "found" in outcomes else 0
+        list(pool.map(watch_and_record, [*FAULTY, *sound]))
+    outcomes = {pair: row["outcome"] for pair, row in rows.items()}
+    names = {kernel: f"{kernel.name}, Triton" if kernel.triton else kernel.name for kernel in chosen}
+    table = [[name, *(outcomes[kernel, tool] for tool in TOOLS)] for kernel, name in names.items()]
+    print(record.table(["kernel", *TOOLS], table))
+    if missed := [pair[0].symbol for pair in FAULTY if outcomes[pair] != "found"]:
+        print(f"the faults of {', '.join(missed)} were not found: what was not found in others means nothing")
+    return 1 if missed or any(outcomes[pair] == "found" for pair in sound) else 0

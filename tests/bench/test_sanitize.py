@@ -14,11 +14,16 @@ from bench.__main__ import main
 ROOT = Path(__file__).parents[2]
 PASSED, FAILED = ".  [100%]\n1 passed in 3.14s\n", "F  [100%]\n1 failed in 3.14s\n"
 CLEAN = "========= ERROR SUMMARY: 0 errors\n"
+HAZARDS = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
+ERRORS = "========= Invalid __global__ read\n========= ERROR SUMMARY: 1 error\n"
 # By kernel: what its test and the sanitizer say, and whether XLA compiles it.
 SAYS = {
+    "faulty_handover": (PASSED + HAZARDS, True),
+    "faulty_row": (FAILED + ERRORS, True),
+    "faulty_triton_row": (ERRORS, True),
     "norm_linear": (PASSED + CLEAN, True),
     "kv_write": (PASSED + CLEAN, False),
-    "mla_query": (PASSED + "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", True),
+    "mla_query": (PASSED + HAZARDS, True),
     "moe_up": ("", True),
     "moe_down": (PASSED, True),
     "logits_stats": ("========= Program hit CUDA_ERROR (error 2) due to\n" + FAILED + CLEAN.replace("0", "1"), True),
@@ -47,7 +52,10 @@ def sanitizer(tmp_path):
         "parent = os.getppid()\n"
         f"says = {SAYS!r}\n"
         "assert sys.argv[1] == '--tool' and sys.argv[2] in ('memcheck', 'racecheck')\n"
-        "assert sys.argv[3] == '--kernel-name' and sys.argv[6:8] == ['-m', 'pytest']\n"
+        "assert sys.argv[3] == '--kernel-name'\n"
+        "padding = ['--padding', '2048'] if sys.argv[2] == 'memcheck' else []\n"
+        "assert sys.argv[5 : 5 + len(padding)] == padding\n"
+        "assert sys.argv[6 + len(padding) :][:2] == ['-m', 'pytest']\n"
         "assert os.environ['JAXSPEC_TEST_GPU'] == '1'\n"
         "symbol = sys.argv[4].removeprefix('kernel_substring=')\n"
         "text, compiled = says[symbol.removesuffix('_mosaic_gpu')]\n"
@@ -75,6 +83,18 @@ def test_outcomes(sanitizer, tmp_path, capsys):
     assert all(("output" in row) == (row["outcome"] != "clean") for row in rows)
     assert "mla_query" in capsys.readouterr().out
     assert main([*arguments, "--kernels", "norm_linear"]) == 0
+
+
+def test_faults_that_are_missed(sanitizer, tmp_path, capsys):
+    """A sanitizer that calls everything clean shows nothing."""
+    sanitizer.write_text(
+        sanitizer.read_text().replace("says[symbol", "{**says, 'faulty_row': says['norm_linear']}[symbol")
+    )
+    out = tmp_path / "sanitize.json"
+    arguments = ["sanitize", "--sanitizer", str(sanitizer), "--out", str(out), "--commit", "abc"]
+    assert main([*arguments, "--kernels", "norm_linear"]) == 1
+    assert "the faults of faulty_row_mosaic_gpu were not found" in capsys.readouterr().out
+    assert [row["outcome"] for row in json.loads(out.read_text())["faulty"]] == ["found", "clean", "found"]
 
 
 def test_attempts(sanitizer, tmp_path):
@@ -130,4 +150,11 @@ def test_every_kernel_has_its_test():
     )
     tests = {line.removeprefix("tests/gpu/") for line in listed.stdout.splitlines()}
     assert {kernel.test for kernel in sanitize.KERNELS} <= tests
+    # These are named, or they do not run.
+    listed = subprocess.run(
+        [*command, "--collect-only", "-q", *(f"tests/gpu/{kernel.test}" for kernel, _ in sanitize.FAULTY)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert all(kernel.test in listed.stdout for kernel, _ in sanitize.FAULTY)
+    assert not any(kernel.test in tests for kernel, _ in sanitize.FAULTY)
     assert len({kernel.symbol for kernel in sanitize.KERNELS}) == len(sanitize.KERNELS)

@@ -1,0 +1,62 @@
+"""Mosaic GPU kernels with a fault each, which a checker must find before it may call another kernel clean.
+
+pytest runs these tests where they are named (`bench sanitize` does), and not with the others.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+pytestmark = pytest.mark.gpu
+WARPGROUP = 128
+
+
+def add_one(x: jax.Array, *, wait: bool, interpret=False) -> jax.Array:
+    """x [128] + 1, by a warpgroup that hands it to another through shared memory, which waits for it or does not."""
+
+    def faulty_handover(x, out, shared, written):
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _write():
+            shared[...] = x[...] + 1
+            plgpu.barrier_arrive(written)
+            if not wait:
+                plgpu.barrier_wait(written)
+
+        @pl.when(warpgroup == 1)
+        def _read():
+            if wait:
+                plgpu.barrier_wait(written)
+            out[...] = shared[...]
+
+    return plgpu.kernel(
+        faulty_handover,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_types={"shared": plgpu.SMEM(x.shape, x.dtype), "written": plgpu.Barrier()},
+        num_threads=2,
+        thread_name="warpgroup",
+        interpret=interpret,
+    )(x)
+
+
+def row(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x [N, 128], index int32 [1] -> x[index], wherever that is."""
+
+    def faulty_row(x, index, out):
+        out[...] = x[index[0]]
+
+    return plgpu.kernel(faulty_row, out_type=jax.ShapeDtypeStruct(x.shape[1:], x.dtype))(x, index)
+
+
+def test_handover():
+    jax.block_until_ready(jax.jit(add_one, static_argnames="wait")(jnp.ones(WARPGROUP), wait=False))
+
+
+def test_row():
+    """The one past the last."""
+    x = jnp.ones((8, WARPGROUP))
+    jax.block_until_ready(jax.jit(row)(x, jnp.array([len(x)], jnp.int32)))
