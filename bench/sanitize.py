@@ -153,8 +153,6 @@ def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Name
     """One run of a kernel's test under one tool: the verdict, and what was printed."""
     with tempfile.TemporaryDirectory() as dump:
         flags = [os.environ.get("XLA_FLAGS", ""), NO_POOL]
-        # Its own toolkit's ptxas: what jaxlib's compiler makes racecheck does not understand, and finds nothing in.
-        flags += [f"--xla_gpu_cuda_data_dir={Path(sanitizer).resolve().parents[1]}"]
         flags += [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
         environment = os.environ | {
             "JAXSPEC_TEST_GPU": "1",
@@ -162,7 +160,8 @@ def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Name
             "XLA_FLAGS": " ".join(flags).strip(),
         }
         command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernel.symbol}"]
-        command += ["--show-backtrace", "no"]
+        # Without waiting for each launch racecheck misses races in jax's kernels.
+        command += ["--show-backtrace", "no", "--force-blocking-launches"]
         command += ["--padding", str(PADDING)] if tool == "memcheck" else []
         command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{kernel.test}"]
         command += ["-o", f"faulthandler_timeout={SAYS_WHERE * arguments.timeout}"]
