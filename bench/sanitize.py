@@ -41,7 +41,7 @@ SAYS_WHERE = 0.8
 NO_POOL = "--xla_gpu_force_compilation_parallelism=1"
 # What the sanitizer does by itself, and not always.
 REPEATED = ("crashed", "timed out")
-# Characters of what was printed that a record keeps, from its end: the stacks of a test that does not end among them.
+# Characters of what was printed that a record keeps, from its end (the stacks of a test that does not end) but for finds.
 OUTPUT = 8000
 
 
@@ -156,7 +156,9 @@ def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Name
         flags += [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
         environment = os.environ | {
             "JAXSPEC_TEST_GPU": "1",
+            # `platform` allocates larger blocks than it is asked for, whatever comes with those.
             "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "XLA_FLAGS": " ".join(flags).strip(),
         }
         command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernel.symbol}"]
@@ -191,7 +193,9 @@ def watch(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namesp
     if before:
         row["before"] = before
     print(f"{kernel.symbol}, {tool}: {', then '.join([*before, outcome])}", flush=True)
-    if outcome != "clean":
+    if outcome == "found":  # what comes first is the kernel's, before all that fails because of it
+        row["output"] = "\n".join(line for line in output.splitlines() if line.startswith("====="))[:OUTPUT]
+    elif outcome != "clean":
         row["output"] = output.strip()[-OUTPUT:]
     return row
 

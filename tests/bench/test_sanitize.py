@@ -81,6 +81,7 @@ def test_outcomes(sanitizer, tmp_path, capsys):
     assert {row["kernel"]: row["outcome"] for row in rows} == OUTCOMES
     assert [row["tool"] for row in rows] == ["memcheck", "racecheck"] * len(OUTCOMES)
     assert all(("output" in row) == (row["outcome"] != "clean") for row in rows)
+    assert all(row["output"] == HAZARDS.strip() for row in rows if row["outcome"] == "found")
     assert "mla_query" in capsys.readouterr().out
     assert main([*arguments, "--kernels", "norm_linear"]) == 0
 
