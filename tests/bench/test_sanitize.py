@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 PASSED, FAILED = ".  [100%]\n1 passed in 3.14s\n", "F  [100%]\n1 failed in 3.14s\n"
 CLEAN = "========= ERROR SUMMARY: 0 errors\n"
 HAZARDS = "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
-ERRORS = "========= Invalid __global__ read\n========= ERROR SUMMARY: 1 error\n"
+READ = "========= Invalid __global__ read of size 4 bytes\n"
+ERRORS = READ + "========= ERROR SUMMARY: 1 error\n"
 # By kernel: what its test and the sanitizer say, and whether XLA compiles it.
 SAYS = {
     "faulty_handover": (PASSED + HAZARDS, True),
@@ -26,11 +27,12 @@ SAYS = {
     "mla_query": (PASSED + HAZARDS, True),
     "moe_up": ("", True),
     "moe_down": (PASSED, True),
-    "logits_stats": ("========= Program hit CUDA_ERROR (error 2) due to\n" + FAILED + CLEAN.replace("0", "1"), True),
+    "logits_stats": (FAILED + CLEAN, True),
     "mla_decompress": ("hang", True),
     "mla_prefill": ("hang once", True),
     "moe_gather": ("crash once", True),
-    "moe_plan": ("========= Program hit CUDA_ERROR (error 2) due to\n" + PASSED + CLEAN.replace("0", "1"), True),
+    "moe_plan": (READ, True),
+    "moe_count": (READ + "hang once", True),
 }
 OUTCOMES = {
     "norm_linear": "clean",
@@ -39,7 +41,7 @@ OUTCOMES = {
     "moe_up": "crashed",
     "moe_down": "crashed",
     "logits_stats": "failed",
-    "moe_plan": "clean",
+    "moe_plan": "found",
 }
 
 
@@ -53,9 +55,12 @@ def sanitizer(tmp_path):
         f"says = {SAYS!r}\n"
         "assert sys.argv[1] == '--tool' and sys.argv[2] in ('memcheck', 'racecheck')\n"
         "assert sys.argv[3] == '--kernel-name'\n"
-        "padding = ['--padding', '2048'] if sys.argv[2] == 'memcheck' else []\n"
-        "assert sys.argv[8 : 8 + len(padding)] == padding\n"
-        "assert sys.argv[9 + len(padding) :][:2] == ['-m', 'pytest']\n"
+        "options = sys.argv[5 : sys.argv.index('-m') - 1]\n"
+        "assert '--force-blocking-launches' in options\n"
+        "assert ('--padding 2048 --report-api-errors no' in ' '.join(options)) == (sys.argv[2] == 'memcheck')\n"
+        "assert sys.argv[sys.argv.index('-m') + 1] == 'pytest'\n"
+        "assert os.environ['XLA_PYTHON_CLIENT_ALLOCATOR'] == 'cuda_async'\n"
+        "assert '--xla_gpu_force_compilation_parallelism=1' in os.environ['XLA_FLAGS']\n"
         "assert os.environ['JAXSPEC_TEST_GPU'] == '1'\n"
         "symbol = sys.argv[4].removeprefix('kernel_substring=')\n"
         "text, compiled = says[symbol.removesuffix('_mosaic_gpu')]\n"
@@ -81,7 +86,8 @@ def test_outcomes(sanitizer, tmp_path, capsys):
     assert {row["kernel"]: row["outcome"] for row in rows} == OUTCOMES
     assert [row["tool"] for row in rows] == ["memcheck", "racecheck"] * len(OUTCOMES)
     assert all(("output" in row) == (row["outcome"] != "clean") for row in rows)
-    assert all(row["output"] == HAZARDS.strip() for row in rows if row["outcome"] == "found")
+    found = {row["kernel"]: row["output"] for row in rows if row["outcome"] == "found"}
+    assert found == {"mla_query": HAZARDS.strip(), "moe_plan": READ.strip()}
     assert "mla_query" in capsys.readouterr().out
     assert main([*arguments, "--kernels", "norm_linear"]) == 0
 
@@ -94,7 +100,7 @@ def test_faults_that_are_missed(sanitizer, tmp_path, capsys):
     out = tmp_path / "sanitize.json"
     arguments = ["sanitize", "--sanitizer", str(sanitizer), "--out", str(out), "--commit", "abc"]
     assert main([*arguments, "--kernels", "norm_linear"]) == 1
-    assert "the faults of faulty_row_mosaic_gpu were not found" in capsys.readouterr().out
+    assert "memcheck did not find the fault of faulty_row_mosaic_gpu (clean)" in capsys.readouterr().out
     assert [row["outcome"] for row in json.loads(out.read_text())["faulty"]] == ["found", "clean", "found"]
 
 
@@ -110,7 +116,9 @@ def test_attempts(sanitizer, tmp_path):
     assert outcomes("--kernels", "moe_gather") == [(["crashed"], "clean")] * 2
     assert outcomes("--kernels", "moe_up") == [(["crashed"] * 2, "crashed")] * 2
     assert outcomes("--kernels", "moe_up", "--attempts", "1") == [([], "crashed")] * 2
-    assert outcomes("--kernels", "mla_query") == [([], "found")] * 2  # what was found is not tried away
+    for found in ("mla_query", "moe_plan"):  # what was found is not tried away
+        assert outcomes("--kernels", found) == [([], "found")] * 2
+    assert outcomes("--kernels", "moe_count", "--timeout", "3") == [([], "found")] * 2
     assert outcomes("--kernels", "mla_prefill", "--timeout", "3") == [(["timed out"], "clean")] * 2
     never = outcomes("--kernels", "mla_decompress", "--timeout", "1", "--attempts", "2")
     assert never == [(["timed out"], "timed out")] * 2

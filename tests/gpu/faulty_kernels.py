@@ -39,7 +39,7 @@ def add_one(x: jax.Array, *, wait: bool, interpret=False) -> jax.Array:
         scratch_types={"shared": plgpu.SMEM(x.shape, x.dtype), "written": plgpu.Barrier()},
         num_threads=2,
         thread_name="warpgroup",
-        # The barriers that Pallas adds are of one warpgroup, and racecheck takes them for more.
+        # Those that Pallas adds are of one warpgroup each, but often hide the race from racecheck.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(x)
