@@ -96,9 +96,9 @@ KERNELS = (
     Watched("split_kv_merge", "test_mla_decode.py::test_windows[triton-3]", triton=True),
 )
 
-# A reported access or race, and all that the sanitizer prints.
-REPORT = re.compile(r"^========= (?:Invalid |(?:Error|Warning): (?:Race|Potential) )", re.MULTILINE)
+# How every line of the sanitizer begins, and those that report an access or a race.
 PREFIX = "========= "
+REPORT = re.compile(rf"^{PREFIX}(?:Invalid |(?:Error|Warning): (?:Race|Potential) )", re.MULTILINE)
 
 # With the tool that must find the fault: a warpgroup that reads what another has yet to write, a row past an array's last.
 FAULTY = (
@@ -240,5 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(record.table(["kernel", *TOOLS], table))
     missed = [pair for pair in FAULTY if outcomes[pair] != "found"]
     for kernel, tool in missed:
-        print(f"{tool} did not find the fault of {kernel.symbol} ({outcomes[kernel, tool]}): others may have some too")
+        print(
+            f"{tool} did not find the fault of {kernel.symbol} ({outcomes[kernel, tool]}): its clean kernels may have some"
+        )
     return 1 if missed or any(outcomes[pair] != "clean" for pair in sound) else 0

@@ -3,6 +3,8 @@
 pytest runs these tests where they are named (`bench sanitize` does), and not with the others.
 """
 
+from typing import Any
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.gpu
 WARPGROUP = 128
 
 
-def add_one(x: jax.Array, *, wait: bool, interpret=False) -> jax.Array:
+def add_one(x: jax.Array, *, wait: bool, interpret: Any = False) -> jax.Array:
     """x [128] + 1, by a warpgroup that hands it to another through shared memory, which waits for it or does not."""
 
     def faulty_handover(x, out, shared, written):
@@ -39,7 +41,7 @@ def add_one(x: jax.Array, *, wait: bool, interpret=False) -> jax.Array:
         scratch_types={"shared": plgpu.SMEM(x.shape, x.dtype), "written": plgpu.Barrier()},
         num_threads=2,
         thread_name="warpgroup",
-        # Those that Pallas adds are of one warpgroup each, but often hide the race from racecheck.
+        # Pallas' own barriers are of one warpgroup each and leave the race, but often hide it from racecheck.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(x)
