@@ -57,9 +57,9 @@ CHOICES: dict[str, Choice] = {
     "slot_rows": Choice(
         # One bound at a time: every candidate holds its own weights on the device.
         (
-            *(slots(narrow, 30.0, 96.0) for narrow in (8.0, 12.0, 16.0)),
-            *(slots(12.0, middle, 96.0) for middle in (24.0, 40.0)),
-            *(slots(12.0, 30.0, wide) for wide in (64.0, 128.0)),
+            *(slots(narrow, 30.0, 64.0) for narrow in (8.0, 12.0, 16.0)),
+            *(slots(12.0, middle, 64.0) for middle in (24.0, 40.0)),
+            *(slots(12.0, 30.0, wide) for wide in (48.0, 96.0)),
         ),
         tuple(Moe(T) for T in (100, 128, 160, 256, 384, 512, 768, 1024)),
         (Moe(6, 32, 8, 2, 16, 2, 4),),

@@ -35,7 +35,7 @@ class Tuning:
     """
 
     split_overhead_pages: int = 5
-    slot_rows: tuple[tuple[float, int], ...] = ((12.0, 16), (30.0, 32), (96.0, 64))
+    slot_rows: tuple[tuple[float, int], ...] = ((12.0, 16), (30.0, 32), (64.0, 64))
     most_piece_rows: int = 128
     norm_linear_tokens: int = 1
     one_token_experts: bool = False

@@ -80,7 +80,7 @@ def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray, shared_inner:
         assert error <= 1e-2, f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("T", [1, 3, 8, 9, 32, 128, 192, 256, 300, 2048])
+@pytest.mark.parametrize("T", [1, 3, 8, 9, 32, 128, 192, 256, 300, 700, 2048])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_balanced_routing(shape, T):
     _, E, k, _ = SHAPES[shape]

@@ -32,7 +32,7 @@ def test_json_gives_back_what_was_put_in():
 
 def test_slots_and_pieces():
     shape = (64, 6, 2048, 1408, 2816)
-    for T, rows in ((8, moe.SHARED_ROWS), (128, 16), (320, 32), (1024, 64), (1025, moe.WIDEST_ROWS)):
+    for T, rows in ((8, moe.SHARED_ROWS), (128, 16), (320, 32), (682, 64), (683, moe.WIDEST_ROWS)):
         assert moe.configure(T, *shape).rows == rows
     with tuning.use(dataclasses.replace(Tuning(), slot_rows=((1e9, 64),), most_piece_rows=100)):
         assert moe.configure(128, *shape).rows == 64
