@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -44,11 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not hasattr(arguments, "engine_flags"):
             parser.error(f"{arguments.command} takes no flags after --")
         arguments.engine_flags = argv[cut + 1 :]
+    # As Ctrl-C does, so that what a benchmark has started ends with it.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return arguments.run(arguments)
     except JaxspecError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,12 @@ The sanitizer itself crashes or does not end at times, not always with the same 
 such a run is repeated unless it had reported something, and a record tells that apart from what it found. A test that
 does not end says where it is.
 
-The record is written whenever a run ends. Exit code 1 unless every kernel is clean and every fault was found.
+The record is written whenever a run ends; Ctrl-C and SIGTERM end those that have not. Exit code 1 unless every kernel
+is clean and every fault was found.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -25,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +159,58 @@ def verdict(output: str, *, compiled: bool) -> str:
     return "clean" if compiled else "not run"
 
 
-def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> tuple[str, str]:
+class StoppedError(Exception):
+    """Of a process that was ended because the whole command is."""
+
+
+class Processes:
+    """Runs commands from several threads, and ends them together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[str, bool]:
+        """What was printed, and whether it ended by itself within `timeout` seconds.
+
+        Raises:
+            StoppedError: `stop` was called.
+        """
+        with self._lock:
+            if self._stopped:
+                raise StoppedError
+            # A group of its own: the sanitizer's child outlives it otherwise.
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                errors="replace", start_new_session=True,
+            )  # fmt: skip
+            self._running.add(process)
+        in_time = True
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            in_time = False
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        with self._lock:
+            self._running.remove(process)
+            if self._stopped:
+                raise StoppedError
+        return output, in_time
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                # Of one that has ended the group may be gone.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def attempt(
+    kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace, processes: Processes
+) -> tuple[str, str]:
     """One run of a kernel's test under one tool: the verdict, and what was printed."""
     with tempfile.TemporaryDirectory() as dump:
         flags = [os.environ.get("XLA_FLAGS", ""), NO_POOL]
@@ -176,28 +230,22 @@ def attempt(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Name
             command += ["--padding", str(PADDING), "--report-api-errors", "no"]
         command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{kernel.test}"]
         command += ["-o", f"faulthandler_timeout={SAYS_WHERE * arguments.timeout}"]
-        # A group of its own: the sanitizer's child outlives it otherwise.
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            errors="replace", start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=arguments.timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+        output, in_time = processes.run(command, environment, arguments.timeout)
+        if not in_time:
             return "found" if REPORT.search(output) else "timed out", output
         compiled = kernel.triton or any(kernel.symbol in file.read_text() for file in Path(dump).glob("*.txt"))
         return verdict(output, compiled=compiled), output
 
 
-def watch(kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def watch(
+    kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace, processes: Processes
+) -> dict[str, Any]:
     """One kernel under one tool: the verdict of the last attempt, and of those before it."""
     start, before = time.monotonic(), list[str]()
-    outcome, output = attempt(kernel, tool, sanitizer, arguments)
+    outcome, output = attempt(kernel, tool, sanitizer, arguments, processes)
     while outcome in REPEATED and len(before) + 1 < arguments.attempts:
         before.append(outcome)
-        outcome, output = attempt(kernel, tool, sanitizer, arguments)
+        outcome, output = attempt(kernel, tool, sanitizer, arguments, processes)
     row = {"kernel": kernel.name, "triton": kernel.triton, "tool": tool, "test": kernel.test, "outcome": outcome}
     row["seconds"] = round(time.monotonic() - start, 1)  # of all attempts
     if before:
@@ -220,10 +268,10 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = [kernel for kernel in KERNELS if arguments.kernels is None or kernel.name in arguments.kernels]
     sound = [(kernel, tool) for kernel in chosen for tool in TOOLS]
     rows: dict[tuple[Watched, str], dict[str, Any]] = {}
-    one_at_a_time = threading.Lock()
+    processes, one_at_a_time = Processes(), threading.Lock()
 
     def watch_and_record(pair: tuple[Watched, str]) -> None:
-        row = watch(*pair, sanitizer, arguments)
+        row = watch(*pair, sanitizer, arguments, processes)
         with one_at_a_time:
             rows[pair] = row
             summary = Counter(rows[each]["outcome"] if each in rows else "not finished" for each in sound)
@@ -233,7 +281,11 @@ def run(arguments: argparse.Namespace) -> int:
             record.write("sanitize", result, arguments, announced=len(rows) == len(FAULTY) + len(sound))
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(watch_and_record, [*FAULTY, *sound]))
+        try:
+            list(pool.map(watch_and_record, [*FAULTY, *sound]))
+        except BaseException:  # the pool waits for what runs
+            processes.stop()
+            raise
     outcomes = {pair: row["outcome"] for pair, row in rows.items()}
     names = {kernel: f"{kernel.name}, Triton" if kernel.triton else kernel.name for kernel in chosen}
     table = [[name, *(outcomes[kernel, tool] for tool in TOOLS)] for kernel, name in names.items()]

@@ -1,6 +1,8 @@
 """`bench sanitize`, with a sanitizer that only says what it is told to."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -67,7 +69,8 @@ def sanitizer(tmp_path):
         "once = f'{os.path.dirname(sys.argv[0])}/{symbol}.{sys.argv[2]}'\n"
         "if 'once' in text and os.path.exists(once):\n"
         f"    text = {PASSED + CLEAN!r}\n"
-        "open(once, 'w').close()\n"
+        "open(once + '.part', 'w').write(str(os.getpid()))\n"
+        "os.replace(once + '.part', once)\n"
         "folder = re.search(r'--xla_dump_to=(\\S+)', os.environ['XLA_FLAGS'])[1]\n"
         "open(f'{folder}/module.txt', 'w').write(symbol if compiled else 'another_mosaic_gpu')\n"
         "print(text, end='', flush=True)\n"
@@ -148,6 +151,30 @@ def test_bad_options(tmp_path, capsys):
     assert "--jobs 0" in capsys.readouterr().err
     assert main(["sanitize", "--attempts", "0"]) == 1
     assert "--attempts 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_what_runs_ends_with_it(sanitizer, tmp_path, sent):
+    """And is no verdict, nor is anything started after it."""
+    out, started = tmp_path / "sanitize.json", tmp_path / "mla_decompress_mosaic_gpu.memcheck"
+    command = [sys.executable, "-m", "bench", "sanitize", "--sanitizer", str(sanitizer), "--out", str(out)]
+    command += ["--commit", "abc", "--jobs", "4", "--timeout", "600", "--kernels", "mla_decompress,norm_linear"]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        while not (started.exists() and out.exists() and len(json.loads(out.read_text())["faulty"]) == 3):
+            assert process.poll() is None
+            time.sleep(0.1)
+        hanging = int(started.read_text())
+        os.kill(hanging, 0)
+        process.send_signal(sent)
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(hanging, 0)
+    rows = json.loads(out.read_text())["rows"]
+    assert all(row["kernel"] == "norm_linear" and row["outcome"] == "clean" for row in rows)
 
 
 @pytest.mark.slow
