@@ -153,28 +153,33 @@ def test_bad_options(tmp_path, capsys):
     assert "--attempts 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_what_runs_ends_with_it(sanitizer, tmp_path, sent):
-    """And is no verdict, nor is anything started after it."""
-    out, started = tmp_path / "sanitize.json", tmp_path / "mla_decompress_mosaic_gpu.memcheck"
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_what_runs_ends_with_it(sanitizer, tmp_path, sent, code):
+    """And is no verdict, nor is anything started after it: both jobs hang, and a kernel is left."""
+    out = tmp_path / "sanitize.json"
+    started = [tmp_path / f"mla_decompress_mosaic_gpu.{tool}" for tool in sanitize.TOOLS]
     command = [sys.executable, "-m", "bench", "sanitize", "--sanitizer", str(sanitizer), "--out", str(out)]
-    command += ["--commit", "abc", "--jobs", "4", "--timeout", "600", "--kernels", "mla_decompress,norm_linear"]
+    command += ["--commit", "abc", "--jobs", "2", "--timeout", "600"]
+    command += ["--kernels", "norm_linear,mla_decompress,moe_gather"]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
-        while not (started.exists() and out.exists() and len(json.loads(out.read_text())["faulty"]) == 3):
+        while not all(file.exists() for file in started):
             assert process.poll() is None
             time.sleep(0.1)
-        hanging = int(started.read_text())
-        os.kill(hanging, 0)
+        hanging = [int(file.read_text()) for file in started]
+        for one in hanging:
+            os.kill(one, 0)
         process.send_signal(sent)
-        assert process.wait(60) != 0
+        assert process.wait(60) == code
     finally:
         process.kill()
         process.wait()
-    with pytest.raises(ProcessLookupError):
-        os.kill(hanging, 0)
+    for one in hanging:
+        with pytest.raises(ProcessLookupError):
+            os.kill(one, 0)
     rows = json.loads(out.read_text())["rows"]
-    assert all(row["kernel"] == "norm_linear" and row["outcome"] == "clean" for row in rows)
+    assert [(row["kernel"], row["outcome"]) for row in rows] == [("norm_linear", "clean")] * 2
+    assert not list(tmp_path.glob("moe_gather*"))
 
 
 @pytest.mark.slow

@@ -1,11 +1,16 @@
 """`bench serve` against the real server with the mock engine, and against one that refuses and breaks streams."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import pytest
@@ -265,6 +270,29 @@ def test_a_server_of_its_own(tmp_path, monkeypatch, capsys):
         httpx.get(f"{url}/health")
     assert bench(tmp_path, *RUN, "--model", "broken")[0] == 1
     assert "before it was ready: error: the folder has no config.json" in capsys.readouterr().err
+
+
+def test_sigterm_stops_its_server(tmp_path):
+    """Which is not ready yet, as while it compiles."""
+    started = tmp_path / "started"
+    server = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
+    script = (
+        "import sys; from bench import endpoint; from bench.__main__ import main\n"
+        f"endpoint.server_command = lambda model, flags: [sys.executable, '-c', {server!r}]\n"
+        f"sys.exit(main(['serve', '--out', {str(tmp_path / 'serve.json')!r}]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
+    try:
+        while not (started.exists() and started.read_text().endswith(".")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()[:-1]), 0)
 
 
 @pytest.mark.parametrize(
