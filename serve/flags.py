@@ -61,7 +61,7 @@ def add_engine_flags(parser: Parser) -> None:
         kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
         if typing.get_origin(hint) is typing.Literal:
             options["choices"] = kinds
-        elif hint is bool:
+        elif bool in (hint, *kinds):
             options["action"] = argparse.BooleanOptionalAction
         else:
             kind = kinds[0] if kinds else hint

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -125,12 +125,24 @@ def test_engine_flags_are_the_fields_of_the_config():
     parser = Parser(prog="x")
     add_engine_flags(parser)
     flags = {flag[2:].replace("-", "_") for flag in parser.flags()}
-    switches = {f.name for f in fields(EngineConfig) if f.type is bool}
+    switches = {f.name for f in fields(EngineConfig) if f.type in (bool, bool | None)}
     assert switches == {"enable_mixed_batch", "enable_prefix_caching"}
     options = {f.name for f in fields(EngineConfig)} | {f"no_{name}" for name in switches}
     assert flags - {"help", "speculative_config"} == options
     off, _ = engine_config(parse(*cli._parsers([]), ["serve", "--no-enable-mixed-batch", "--readout-depth", "2"]))
     assert off == EngineConfig(enable_mixed_batch=False, readout_depth=2)
+
+
+@pytest.mark.parametrize(("flags", "value"), [(["--switch"], True), (["--no-switch"], False), ([], None)])
+def test_a_switch_may_be_left_to_the_engine(monkeypatch, flags, value):
+    @dataclass(frozen=True)
+    class Options:
+        switch: bool | None = field(default=None, metadata={"help": "on or off (default: as the model allows)"})
+
+    monkeypatch.setattr("serve.flags.EngineConfig", Options)
+    parser = Parser(prog="x")
+    add_engine_flags(parser)
+    assert engine_config(parser.parse_args(flags))[0] == Options(value)
 
 
 @pytest.mark.parametrize(
