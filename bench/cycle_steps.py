@@ -23,8 +23,9 @@ from jaxspec.config import Settings, np_dtype, pages_for
 from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.drafting import propose
+from jaxspec.engine.plan import NO_ID
 from jaxspec.engine.runner import bind
-from jaxspec.engine.state import GREEDY_DRAFTS, MAX_LEN, NO_ID, NUM_DRAFTS, TEMPERATURE, state_shapes, zero_state
+from jaxspec.engine.state import GREEDY_DRAFTS, MAX_LEN, NUM_DRAFTS, TEMPERATURE, state_shapes, zero_state
 from jaxspec.engine.step import advance, apply_updates, choose, lay_out, logit_rows, make_step, pack_output
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from bench.kernel_timing import compute_events
-from jaxspec.engine.batch import StepPlan
 from jaxspec.engine.buckets import Bucket, choose_bucket
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.step_log import StepTimes
 from jaxspec.sampling.params import SamplingParams

@@ -12,49 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.config import Settings, pages_for
+from jaxspec.config import pages_for
 from jaxspec.engine.buckets import Bucket, choose_bucket
+from jaxspec.engine.plan import NO_ID, StepPlan
 from jaxspec.engine.request import Request
-from jaxspec.engine.state import NO_ID, PARAMS_F, PARAMS_I, STOP_IDS
+from jaxspec.engine.state import PARAMS_F, PARAMS_I, STOP_IDS
 from jaxspec.sampling.params import MAX_LOGIT_BIAS
-
-
-@dataclass(frozen=True)
-class PrefillRow:
-    """One chunk of one request's known tokens.
-
-    Attributes:
-        start, length: the chunk is tokens[start : start + length].
-        final: it holds the last known token, so a next token follows.
-        forced: the token to take instead of sampling one: a request that was retracted goes on with its own text.
-        next_id: the token after the chunk where it is known (middle chunks), which drafts read; -1 otherwise.
-    """
-
-    request: Request
-    start: int
-    length: int
-    final: bool
-    forced: int = NO_ID
-    next_id: int = NO_ID
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What one step does: prompt chunks first, then decode rows; and the pages that its rows have newly been given."""
-
-    prefill: tuple[PrefillRow, ...]
-    decode: tuple[Request, ...]
-    page_deltas: tuple[tuple[int, int, int], ...] = ()  # (slot, column, page)
-    needs_full: bool = False
-
-    @property
-    def prefill_tokens(self) -> int:
-        return sum(row.length for row in self.prefill)
-
-    @property
-    def requests(self) -> tuple[Request, ...]:
-        """Of each row, prompt rows before decode rows."""
-        return (*(row.request for row in self.prefill), *self.decode)
 
 
 def bucket_for(table: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
@@ -179,8 +142,3 @@ def bias_record(request: Request) -> np.ndarray:
     for index, (token, value) in enumerate(request.params.logit_bias.items()):
         record[:, index] = (token, np.float32(value).view(np.int32))
     return record.reshape(-1)
-
-
-def pages_needed(settings: Settings, slots: int) -> int:
-    """Pages that cover `slots` KV slots of a request; slots past the context limit live on the padding page."""
-    return pages_for(min(slots, settings.max_model_len), settings.page_size)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
-from jaxspec.engine.batch import StepPlan, bucket_for
+from jaxspec.engine.batch import bucket_for
+from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import FinishReason, Request, RequestOutput, RequestState
 from jaxspec.engine.runner import Progress, Runner, StepOutput
 from jaxspec.engine.scheduler import Scheduler

@@ -16,8 +16,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import Settings
-from jaxspec.engine.batch import InputLayout, StepPlan, bucket_for
+from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Alternatives
 from jaxspec.engine.state import StepState, state_shapes, zero_state
 from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, StepArrays, make_step

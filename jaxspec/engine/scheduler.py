@@ -12,12 +12,11 @@ import time
 from dataclasses import replace
 
 from jaxspec.config import Settings
-from jaxspec.engine.batch import PrefillRow, StepPlan, pages_needed
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.pages import PageAllocator
+from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, pages_needed
 from jaxspec.engine.prefix_cache import PrefixCache
 from jaxspec.engine.request import Request, RequestState
-from jaxspec.engine.state import NO_ID
 
 
 def reserved_slots(known: int, *, k: int = 0, depth: int = 0) -> int:

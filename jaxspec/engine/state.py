@@ -14,7 +14,6 @@ from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 # The model's own end-of-text ids share the row with the request's.
 STOP_IDS = MAX_STOP_TOKEN_IDS + 4
-NO_ID = -1
 
 # Columns of params_f and params_i.
 PARAMS_F, PARAMS_I = 6, 9

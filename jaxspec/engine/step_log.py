@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxspec.engine.batch import StepPlan
 from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.plan import StepPlan
 from jaxspec.errors import ConfigError
 
 

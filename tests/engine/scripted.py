@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxspec.engine.batch import StepPlan
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner, StepOutput
 from jaxspec.engine.state import GREEDY_DRAFTS, TEMPERATURE, StepState

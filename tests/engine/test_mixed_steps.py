@@ -60,8 +60,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.engine.batch import StepPlan
 from jaxspec.engine.drafting import kv_places
+from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.step import lay_out
 from jaxspec.sampling.params import SamplingParams

@@ -3,15 +3,17 @@
 import collections
 import dataclasses
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig, Settings, pages_for, resolve
-from jaxspec.engine.batch import pages_needed
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.pages import PageAllocator
+from jaxspec.engine.plan import pages_needed
 from jaxspec.engine.request import FinishReason, Request, RequestState
 from jaxspec.engine.scheduler import reserved_slots
 from jaxspec.errors import ConfigError, InvalidRequestError
@@ -480,3 +482,8 @@ def test_abort_in_every_state_gives_everything_back():
         assert engine.stats().num_waiting == 0
         assert steps == 0 or engine._scheduler.pages.num_free > held
         assert all(r.state is not RequestState.FINISHED for r in engine._scheduler.running)
+
+
+def test_scheduling_needs_no_jax():
+    code = "import jaxspec.engine.scheduler, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

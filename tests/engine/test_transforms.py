@@ -7,9 +7,10 @@ import pytest
 from flax import nnx
 
 from jaxspec.compat import compiles
-from jaxspec.engine.batch import InputLayout, PrefillRow, StepPlan
+from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.step import apply_updates, lay_out
 from jaxspec.errors import InvalidRequestError

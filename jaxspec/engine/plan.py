@@ -1,0 +1,52 @@
+"""What one step does, as the scheduler decides it on the host. Nothing here needs jax."""
+
+from dataclasses import dataclass
+
+from jaxspec.config import Settings, pages_for
+from jaxspec.engine.request import Request
+
+# Where a token id may be missing: no forced token, no known next token, an unused stop id.
+NO_ID = -1
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """One chunk of one request's known tokens.
+
+    Attributes:
+        start, length: the chunk is tokens[start : start + length].
+        final: it holds the last known token, so a next token follows.
+        forced: the token to take instead of sampling one: a preempted request goes on with its own text.
+        next_id: the token after the chunk where it is known (middle chunks), which drafts read; NO_ID otherwise.
+    """
+
+    request: Request
+    start: int
+    length: int
+    final: bool
+    forced: int = NO_ID
+    next_id: int = NO_ID
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step does: prompt chunks first, then decode rows; and the pages that its rows have newly been given."""
+
+    prefill: tuple[PrefillRow, ...]
+    decode: tuple[Request, ...]
+    page_deltas: tuple[tuple[int, int, int], ...] = ()  # (slot, column, page)
+    needs_full: bool = False
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(row.length for row in self.prefill)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Of each row, prompt rows before decode rows."""
+        return (*(row.request for row in self.prefill), *self.decode)
+
+
+def pages_needed(settings: Settings, slots: int) -> int:
+    """Pages that cover `slots` KV slots of a request; slots past the context limit live on the padding page."""
+    return pages_for(min(slots, settings.max_model_len), settings.page_size)
