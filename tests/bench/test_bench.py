@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import draft_ids, record
 from bench.__main__ import main
-from bench.convert import make_checkpoint
-from bench.floor import traffic
-from bench.parity import Predictions, choose_windows, compare, top_and_gap
-from bench.step import SHAPES
+from bench.accuracy import draft_ids
+from bench.accuracy.parity import Predictions, choose_windows, compare, top_and_gap
+from bench.harness import record
+from bench.serving.convert import make_checkpoint
+from bench.step.floor import traffic
+from bench.step.step import SHAPES
 from convert.checkpoint import EMBED, HEAD, MTP
 from convert.convert import convert_checkpoint
 from convert.manifest import read_manifest
@@ -63,7 +64,7 @@ def test_a_decode_step_is_measured(tmp_path, capsys, monkeypatch):
 
 
 def test_generated_checkpoints_convert(tmp_path):
-    from bench.step import mesh_of_one
+    from bench.step.step import mesh_of_one
     from convert.checkpoint import load_params
 
     size = make_checkpoint(tmp_path / "source", 2**23)

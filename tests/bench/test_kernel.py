@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import kernel
 from bench.__main__ import main
-from bench.kernel_attention import DECODE, MlaDecode, MlaPrefill
-from bench.kernel_case import Case, largest_error
-from bench.kernel_gqa import GQA_DECODE, GQA_PREFILL, GqaDecode, GqaPrefill
-from bench.kernel_layers import KV_WRITE, MLA_QUERY, MOE, Moe
-from bench.kernel_timing import Loop, kernel_seconds, rounds
+from bench.harness.timing import Loop, kernel_seconds, rounds
+from bench.kernel import kernel
+from bench.kernel.case import Case, largest_error
+from bench.kernel.gqa import GQA_DECODE, GQA_PREFILL, GqaDecode, GqaPrefill
+from bench.kernel.layers import KV_WRITE, MLA_QUERY, MOE, Moe
+from bench.kernel.mla import DECODE, MlaDecode, MlaPrefill
 from pallas_kernels.backend import logger
 
 CEILINGS = {"read_bytes_per_s": 4e12, "matmul_flop_per_s": 7e14}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import sanitize
 from bench.__main__ import main
+from bench.kernel import sanitize
 
 ROOT = Path(__file__).parents[2]
 PASSED, FAILED = ".  [100%]\n1 passed in 3.14s\n", "F  [100%]\n1 failed in 3.14s\n"

@@ -15,11 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench import endpoint, record
 from bench.__main__ import main
-from bench.client import StreamReader
-from bench.endpoint import acceptance, read_counters
-from bench.serve import make_arrivals
+from bench.harness import record
+from bench.serving import endpoint
+from bench.serving.client import StreamReader
+from bench.serving.endpoint import acceptance, read_counters
+from bench.serving.serve import make_arrivals
 from tests.serve.conftest import start_server  # noqa: F401 - a fixture
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 from tests.serve.test_process import SCRIPT
@@ -277,7 +278,7 @@ def test_sigterm_stops_its_server(tmp_path):
     started = tmp_path / "started"
     server = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
     script = (
-        "import sys; from bench import endpoint; from bench.__main__ import main\n"
+        "import sys; from bench.serving import endpoint; from bench.__main__ import main\n"
         f"endpoint.server_command = lambda model, flags: [sys.executable, '-c', {server!r}]\n"
         f"sys.exit(main(['serve', '--out', {str(tmp_path / 'serve.json')!r}]))"
     )

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.cycle import split
-from bench.cycle_steps import DRAFTS, declare_draft
-from bench.floor import cycle_bytes, traffic
-from bench.speculation import Truth, differences, noise
-from bench.step import SHAPES
+from bench.accuracy.speculation import Truth, differences, noise
+from bench.step.cycle import split
+from bench.step.cycle_steps import DRAFTS, declare_draft
+from bench.step.floor import cycle_bytes, traffic
+from bench.step.step import SHAPES
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import count_parameters

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from bench import step_vllm
 from bench.__main__ import main
-from bench.shards import Tensor, split_shards
-from bench.step import Sizes, build_engine, choose_sizes, loop_table, measured_buckets, mesh_of_one
-from bench.step_gates import PeerError, add_peers, gates, read_peers
-from bench.step_load import Load, TimesByRows, count_kernels
-from bench.step_weights import draw, read_folder
+from bench.harness.shards import Tensor, split_shards
+from bench.step import step_vllm
+from bench.step.gates import PeerError, add_peers, gates, read_peers
+from bench.step.load import Load, TimesByRows, count_kernels
+from bench.step.step import Sizes, build_engine, choose_sizes, loop_table, measured_buckets, mesh_of_one
+from bench.step.weights import draw, read_folder
 from convert.checkpoint import load_nextn, load_params
 from convert.convert import convert_checkpoint
 from convert.safetensors_reader import SafetensorsReader

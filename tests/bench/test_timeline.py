@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.latency import summary, time_per_output_token, token_gaps
-from bench.step_log import StepLogError, parse_steps
-from bench.timeline import cut, summarise
-from bench.timeline_svg import COLOURS, draw
+from bench.harness.latency import summary, time_per_output_token, token_gaps
+from bench.step.step_log import StepLogError, parse_steps
+from bench.step.timeline import cut, summarise
+from bench.step.timeline_svg import COLOURS, draw
 
 NS = {"svg": "http://www.w3.org/2000/svg"}
 # r1's prompt comes in two chunks beside r0's windows; the last two steps overlap, as with late readout.
@@ -207,4 +207,4 @@ def test_a_log_that_is_not_there_or_empty(tmp_path, capsys):
 def test_flags_behind_dashes_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["timeline", "x", "--out", "y", "--", "--max-num-seqs", "4"])
-    assert "takes no flags after --" in capsys.readouterr().err
+    assert "does not accept flags after --" in capsys.readouterr().err

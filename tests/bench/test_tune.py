@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from bench import tune
 from bench.__main__ import main
-from bench.kernel_layers import Moe
+from bench.kernel import tune
+from bench.kernel.layers import Moe
 from pallas_kernels import tuning
 from pallas_kernels.tuning import Tuning
 

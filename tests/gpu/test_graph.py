@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from bench.kernel_timing import compute_events
-from bench.step_weights import draw
+from bench.harness.timing import compute_events
+from bench.step.weights import draw
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.runner import Runner
 from tests.engine.scripted import one_device

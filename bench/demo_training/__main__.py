@@ -1,0 +1,333 @@
+"""Train the embedded demo model: a small DeepSeek-V3 with a NextN (MTP) layer, written as a hub folder.
+
+    python -m bench.demo_training --out DIR                # on a machine with a GPU, about 10 minutes
+    python -m bench.demo_training --out DIR --smoke        # on a CPU, about a minute: every stage, no useful model
+    python -m bench.demo_training --out DIR --drafts       # the EAGLE3 heads for the target: see train_eagle3.py
+
+DIR receives `target/` (config, bf16 weights, tokenizer, chat template, model card) and `train_demo.json` (the
+measurements). An interrupted run continues from the checkpoint in --work when it is started again.
+
+The model is Hugging Face's DeepseekV3ForCausalLM. Weights are trained as bf16 with a float32 master copy in the
+optimizer, so what is measured and written is what was trained; nothing is rounded at the end. Training replaces the
+library's mixture layer by an equal one that compiles well (`training.dense_moe_forward`); the evaluation runs the
+library's own forward on the written folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from bench.demo_training.corpus import Corpus, build_corpus
+from bench.demo_training.evaluation import evaluate, verify_folder, write_card
+from bench.demo_training.model import (
+    CONFIG,
+    DRAFT_STEPS,
+    NextN,
+    hub_tensors,
+    mixture_layers,
+    rope_at,
+    to_bfloat16,
+    write_config_and_tokenizer,
+    write_json,
+    write_weights,
+)
+from bench.demo_training.train_eagle3 import train_drafts
+from bench.demo_training.training import (
+    MuonAdam,
+    Windows,
+    describe_environment,
+    prepare_for_training,
+    update_router_biases,
+)
+
+DELIVERED_TARGET = Path(__file__).resolve().parents[2] / "jaxspec" / "demo" / "target"
+BIAS_STEP = 0.001  # of the load balancing, DeepSeek-V3 report section 2.1.2 and 4.2
+
+
+@dataclass
+class Phase:
+    """A stretch of training; `share` is its part of the training time."""
+
+    name: str
+    share: float
+    length: int
+    rows: int
+    trains_target: bool
+    draft_steps: int
+    max_steps: int | None = None
+
+
+PHASES = [
+    Phase("joint", 0.60, 1024, 96, True, 1),
+    Phase("joint-long", 0.12, 4096, 24, True, 1),
+    Phase("draft", 0.18, 1024, 64, False, DRAFT_STEPS),
+    Phase("draft-long", 0.10, 4096, 16, False, DRAFT_STEPS),
+]
+SMOKE_PHASES = [
+    Phase("joint", 0.5, 96, 2, True, 1, max_steps=3),
+    Phase("joint-long", 0.1, 160, 1, True, 1, max_steps=1),
+    Phase("draft", 0.4, 96, 2, False, DRAFT_STEPS, max_steps=2),
+]
+
+
+def language_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = functional.linear(hidden, head)
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits
+
+
+def draft_loss(hidden: Tensor, head: Tensor, target_logits: Tensor, labels: Tensor, step: int) -> Tensor:
+    """Divergence from the target's distribution for the same token, plus a little cross entropy with the text.
+
+    Draft step j at position i predicts the token whose target distribution stands at position i + j.
+    """
+    draft = functional.log_softmax(functional.linear(hidden[:, :-step], head).float(), -1)
+    target = functional.log_softmax(target_logits[:, step:].float(), -1)
+    divergence = (target.exp() * (target - draft)).sum(-1).mean()
+    text = -draft.gather(-1, labels[:, :-step, None]).mean()
+    return divergence + 0.1 * text
+
+
+class Trainer:
+    def __init__(self, args: argparse.Namespace, folder: Path, corpus: Corpus, device: torch.device) -> None:
+        torch.manual_seed(args.seed)
+        config = DeepseekV3Config.from_pretrained(folder)
+        self.model = to_bfloat16(DeepseekV3ForCausalLM(config)).to(device).train()
+        self.nextn = to_bfloat16(NextN(config)).to(device).train()
+        compiled = device.type == "cuda"
+        prepare_for_training(self.model, [self.nextn], compiled)
+        self.language_loss: Callable = torch.compile(language_loss, dynamic=False) if compiled else language_loss
+        self.draft_loss: Callable = torch.compile(draft_loss, dynamic=False) if compiled else draft_loss
+        self.target_optimizer = MuonAdam(self.model.named_parameters())
+        self.draft_optimizer = MuonAdam(self.nextn.named_parameters())
+        self.args, self.device, self.corpus = args, device, corpus
+        self.windows = Windows(corpus, device, args.seed)
+        self.phases = SMOKE_PHASES if args.smoke else PHASES
+        self.checkpoint = Path(args.work) / f"checkpoint-{'smoke' if args.smoke else 'full'}-{args.seed}.pt"
+        self.done = {"phase": 0, "phase_seconds": 0.0, "seconds": 0.0, "steps": 0, "tokens": 0, "log": [], "phases": {}}
+
+    def save(self) -> None:
+        state = {
+            "done": self.done,
+            "model": self.model.state_dict(),
+            "nextn": self.nextn.state_dict(),
+            "target_optimizer": self.target_optimizer.state(),
+            "draft_optimizer": self.draft_optimizer.state(),
+        }
+        temporary = self.checkpoint.with_suffix(".tmp")
+        torch.save(state, temporary)
+        temporary.rename(self.checkpoint)
+
+    def resume(self) -> None:
+        if self.checkpoint.exists():
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            self.done = state["done"]
+            self.model.load_state_dict(state["model"])
+            self.nextn.load_state_dict(state["nextn"])
+            self.target_optimizer.load(state["target_optimizer"])
+            self.draft_optimizer.load(state["draft_optimizer"])
+            self.windows = Windows(self.corpus, self.device, self.args.seed + self.done["steps"])
+
+    def loss(self, phase: Phase, window: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Total, language-model and draft loss of one batch."""
+        length = phase.length
+        model, head = self.model, self.model.lm_head.weight
+        with torch.set_grad_enabled(phase.trains_target):
+            hidden = model.model(input_ids=window[:, :length], use_cache=False).last_hidden_state
+            language, logits = self.language_loss(hidden, head, window[:, 1 : length + 1])
+        drafted, chain, target_logits = [], [], logits.detach()
+        # In the joint phases the draft's gradient reaches the target's hidden states, embedding and head: it teaches
+        # them to say something of the token after next. Later the target is final and only the draft layer learns.
+        for step in range(1, phase.draft_steps + 1):
+            with torch.set_grad_enabled(phase.trains_target):
+                embedding = model.model.embed_tokens(window[:, step : step + length])
+            hidden = self.nextn(embedding, hidden, rope_at(model, hidden, step - 1), chain)
+            labels = window[:, step + 1 : step + 1 + length]
+            weight = head if phase.trains_target else head.detach()
+            drafted.append(self.draft_loss(hidden, weight, target_logits, labels, step))
+        draft = torch.stack(drafted).mean()
+        return (language + self.args.draft_weight * draft if phase.trains_target else draft), language, draft
+
+    def rates(self, phase: Phase, fraction: float) -> tuple[float, float]:
+        """Learning rates of target and draft: warm-up, constant, then linear to zero over each one's last part."""
+        index = self.phases.index(phase)
+        same = [p for p in self.phases if p.trains_target == phase.trains_target]
+        before = sum(p.share for p in self.phases[:index] if p in same)
+        progress = (before + fraction * phase.share) / sum(p.share for p in same)
+        warm = min(1.0, (self.done["steps"] + 1) / 100)
+        if phase.trains_target:
+            peak = self.args.rate * warm
+            return peak * min(1.0, max(0.01, (1 - progress) / 0.6)), peak
+        return 0.0, self.args.rate * max(0.01, 1 - progress)
+
+    @torch.no_grad()
+    def held_out_loss(self, phase: Phase) -> float:
+        """A quick look at the held-out text, in windows of the phase's shape."""
+        tokens = torch.from_numpy(self.corpus.held_out[: phase.rows * phase.length + 1]).to(self.device).long()
+        rows = (len(tokens) - 1) // phase.length
+        used = rows * phase.length
+        self.model.eval()
+        hidden = self.model.model(input_ids=tokens[:used].view(rows, -1), use_cache=False).last_hidden_state
+        value = self.language_loss(hidden, self.model.lm_head.weight, tokens[1 : used + 1].view(rows, -1))[0].item()
+        self.model.train(phase.trains_target)
+        return value
+
+    def run(self) -> None:
+        for index in range(self.done["phase"], len(self.phases)):
+            self.run_phase(self.phases[index])
+            self.done |= {"phase": index + 1, "phase_seconds": 0.0}
+            self.save()
+
+    def run_phase(self, phase: Phase) -> None:
+        total = self.args.minutes * 60 * phase.share
+        target_moes, draft_moes = mixture_layers(self.model), mixture_layers(self.nextn)
+        before, started, last_look = self.done["phase_seconds"], time.monotonic(), time.monotonic()
+        seconds_before = self.done["seconds"]
+        self.model.train(phase.trains_target)
+        steps, elapsed = 0, before
+        while elapsed < total and (phase.max_steps is None or steps < phase.max_steps):
+            target_rate, draft_rate = self.rates(phase, elapsed / total)
+            window = self.windows.sample(phase.rows, phase.length, phase.draft_steps + 1)
+            loss, language, draft = self.loss(phase, window)
+            loss.backward()
+            self.draft_optimizer.step(draft_rate)
+            update_router_biases(draft_moes, BIAS_STEP * draft_rate / self.args.rate)
+            if phase.trains_target:
+                self.target_optimizer.step(target_rate)
+                update_router_biases(target_moes, BIAS_STEP * target_rate / self.args.rate)
+            steps += 1
+            self.done["steps"] += 1
+            self.done["tokens"] += phase.rows * phase.length
+            if steps % 20 == 0 or steps <= 3:
+                # Reading a loss waits for the GPU, so the clock below cannot run ahead of the work.
+                entry = {"phase": phase.name, "step": self.done["steps"], "loss": round(language.item(), 4),
+                         "draft_loss": round(draft.item(), 4)}  # fmt: skip
+                if not math.isfinite(entry["loss"] + entry["draft_loss"]):
+                    raise FloatingPointError(f"training diverged: {entry}")
+                now = time.monotonic()
+                if now - last_look > 30 or steps == 1 or phase.max_steps:
+                    entry["held_out_loss"] = round(self.held_out_loss(phase), 4)
+                    entry["seconds"] = round(seconds_before + now - started, 1)
+                    self.done["log"].append(entry)
+                    print(json.dumps(entry | {"tokens": self.done["tokens"]}), flush=True)
+                    last_look = now
+                    self.done |= {"phase_seconds": elapsed, "seconds": seconds_before + now - started}
+                    self.save()
+            elapsed = before + time.monotonic() - started
+        seconds = seconds_before + time.monotonic() - started
+        earlier = self.done["phases"].get(phase.name, {"steps": 0})
+        self.done["phases"][phase.name] = {
+            "steps": earlier["steps"] + steps,
+            "seconds": round(elapsed, 1),
+            "sequence_length": phase.length,
+            "sequences_per_step": phase.rows,
+            "trains_target": phase.trains_target,
+            "draft_steps": phase.draft_steps,
+        }
+        self.done["seconds"] = seconds
+
+
+# --- The whole run ---------------------------------------------------------------------------------------------------
+
+
+def forward_agreement(trainer: Trainer, folder: Path) -> dict:
+    """The training forward against the library's own on the written folder, on one held-out window."""
+    tokens = torch.from_numpy(trainer.corpus.held_out[None, : trainer.phases[0].length]).to(trainer.device).long()
+    reloaded = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").to(trainer.device).eval()
+    trainer.model.eval()
+    with torch.inference_mode():
+        ours, theirs = (m(input_ids=tokens, use_cache=False).logits.float() for m in (trainer.model, reloaded))
+    return {
+        "relative_logit_difference": round(((ours - theirs).norm() / theirs.norm()).item(), 6),
+        "same_first_choice": round((ours.argmax(-1) == theirs.argmax(-1)).float().mean().item(), 4),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--out", type=Path, required=True, help="where target/ and train_demo.json are written")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/train_demo"), help="corpus cache and checkpoint")
+    parser.add_argument(
+        "--minutes", type=float, help="training time, without corpus and evaluation; default 7.6 or 4.5"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=5e-3, help="peak learning rate")
+    parser.add_argument("--draft-weight", type=float, default=0.3, help="weight of the draft loss in the joint phases")
+    parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything, on the CPU")
+    parser.add_argument("--drafts", action="store_true", help="train the EAGLE3 heads for --target, nothing else")
+    parser.add_argument("--target", type=Path, default=DELIVERED_TARGET, help="with --drafts: the target's folder")
+    args = parser.parse_args()
+    args.minutes = args.minutes or (4.5 if args.drafts else 7.6)
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    started = time.monotonic()
+    if not args.smoke and not torch.cuda.is_available():
+        raise SystemExit("training needs a GPU; --smoke runs every stage on the CPU")
+    device = torch.device("cpu" if args.smoke else "cuda")
+    if args.drafts:
+        train_drafts(args, device)
+        return
+    folder = args.out / "target"
+    corpus, tokenizer = build_corpus(args.work, args.seed, args.smoke)
+    corpus_seconds = time.monotonic() - started
+    print(json.dumps({"corpus_seconds": round(corpus_seconds, 1), **corpus.report["train"]}), flush=True)
+
+    write_config_and_tokenizer(folder, tokenizer)
+    trainer = Trainer(args, folder, corpus, device)
+    trainer.resume()
+    # The cuDNN kernel takes keys and values of different width; on Hopper it is several times faster than the default.
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION] if device.type == "cuda" else [SDPBackend.MATH]):
+        trainer.run()
+    tensors = hub_tensors(trainer.model, trainer.nextn)
+    write_weights(folder, tensors)
+
+    verification = verify_folder(folder, tensors) | forward_agreement(trainer, folder)
+    sizes = {"target": sum(p.numel() for p in trainer.model.parameters()),
+             "nextn": sum(p.numel() for p in trainer.nextn.parameters())}  # fmt: skip
+    options = {"minutes": args.minutes, "seed": args.seed, "rate": args.rate, "draft-weight": args.draft_weight}
+    results = {
+        "command": "python -m bench.demo_training --out DIR" + (" --smoke" if args.smoke else "")
+        + "".join(f" --{name} {value:g}" for name, value in options.items()),
+        "environment": describe_environment(device),
+        "parameters": sizes | {"total": sum(sizes.values())},
+        "config": CONFIG,
+        "training": {
+            "optimizer": "Muon for matrices inside the layers (momentum 0.95, decoupled weight decay 0.1), Adam (0.9, "
+            "0.95) for embedding, head, routers and norms; bf16 weights and gradients, float32 masters",
+            "peak_learning_rate": args.rate,
+            "draft_weight_in_joint_phases": args.draft_weight,
+            "steps": trainer.done["steps"],
+            "tokens": trainer.done["tokens"],
+            "passes_over_the_corpus": round(trainer.done["tokens"] / len(corpus.train), 2),
+            "seconds": round(trainer.done["seconds"], 1),
+            "phases": trainer.done["phases"],
+        },
+        "verification": verification,
+        "evaluation": evaluate(folder, corpus, device, args.smoke),
+        "corpus": corpus.report,
+        "log": trainer.done["log"],
+    }  # fmt: skip
+    results["wall_seconds"] = {"corpus": round(corpus_seconds, 1), "whole_run": round(time.monotonic() - started, 1)}
+    write_card(folder, results)
+    write_json(args.out / "train_demo.json", results)
+    print(
+        json.dumps({key: results[key] for key in ("training", "verification", "evaluation", "wall_seconds")}, indent=1)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""Measurements on the written demo folder, and its model card.
+
+Everything here runs on the folder's bf16 weights with the Hugging Face forward; only the draft layer, which the
+library has no plain class for in every version, is the `NextN` module of model.py.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM
+
+from bench.demo_training.corpus import BEGIN, END, PAD, Corpus
+from bench.demo_training.model import CONFIG, DRAFT_STEPS, hub_tensors, load_nextn
+
+SAMPLE_PROMPTS = ["def fibonacci(n):\n", "class Stack:\n", "import numpy as np\n\n\ndef softmax(x, axis=-1):\n"]
+SAMPLE_CHAT = [{"role": "user", "content": "Write a Python function `is_prime`: Return True if n is a prime number."}]
+
+
+def verify_folder(folder: Path, tensors: dict[str, Tensor]) -> dict:
+    """Load the folder as a user would, and compare it with the trained weights."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
+    )
+    unexpected = [name for name in info["unexpected_keys"] if f"layers.{CONFIG['num_hidden_layers']}." not in name]
+    if info["missing_keys"] or unexpected or info["mismatched_keys"]:
+        raise ValueError(f"the folder does not load cleanly: {info}")
+    reloaded = hub_tensors(model, load_nextn(folder, model.config))
+    if reloaded.keys() != tensors.keys():
+        raise ValueError(f"names changed on the way through the folder: {reloaded.keys() ^ tensors.keys()}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != reloaded[name].dtype or not torch.equal(tensor, reloaded[name]):
+            raise ValueError(f"{name} changed on its way through the folder")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text in ("def f(x):\n    return x  # π ≠ 3\n\n\n", "  leading, trailing  ", "\t\r\n<|end|", "汉字🙂"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.decode(ids) != text or tokenizer.encode(text) != [BEGIN, *ids]:
+            raise ValueError(f"the tokenizer does not round-trip {text!r}")
+    rendered = tokenizer.apply_chat_template(SAMPLE_CHAT, tokenize=False, add_generation_prompt=True)
+    if not (rendered.startswith("<|begin|><|user|>Write") and rendered.endswith("number.<|assistant|>")):
+        raise ValueError(f"unexpected chat rendering {rendered!r}")
+    return {"loads_without_missing_keys": True, "weights_equal_trained_weights": True, "tokenizer_round_trips": True}
+
+
+class Draft(Protocol):
+    """What the measurements need of a draft: NextN and the EAGLE3 heads have it."""
+
+    def begin(self, model: DeepseekV3ForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def advance(
+        self, model: DeepseekV3ForCausalLM, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def held_out_windows(corpus: Corpus, length: int, rows: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """(tokens, next tokens) in consecutive windows, so that every held-out token is predicted once."""
+    tokens = torch.from_numpy(corpus.held_out).long()
+    count = (len(tokens) - 1) // length
+    inputs, labels = (tokens[i : i + count * length].view(count, length).to(device) for i in (0, 1))
+    for start in range(0, count, rows):
+        yield inputs[start : start + rows], labels[start : start + rows]
+
+
+@torch.inference_mode()
+def held_out_metrics(model: DeepseekV3ForCausalLM, draft: Draft, corpus: Corpus, length: int, rows: int) -> dict:
+    """Language-model figures, and how often the draft layer's choice is the target's, on the held-out text.
+
+    In draft step j the draft layer is fed the text's own tokens, so the steps are judged one by one here.
+    """
+    sums = dict.fromkeys(("tokens", "nats", "correct"), 0.0)
+    agree, overlap, judged = [0.0] * DRAFT_STEPS, [0.0] * DRAFT_STEPS, [0] * DRAFT_STEPS
+    for inputs, labels in held_out_windows(corpus, length, rows, model.device):
+        hidden, state = draft.begin(model, inputs)
+        log_target = torch.log_softmax(model.lm_head(hidden).float(), -1)
+        best = log_target.argmax(-1)
+        sums["tokens"] += labels.numel()
+        sums["nats"] -= log_target.gather(-1, labels[..., None]).sum().item()
+        sums["correct"] += (best == labels).sum().item()
+        chain: list[tuple[Tensor, Tensor]] = []
+        for step in range(1, DRAFT_STEPS + 1):
+            # Past the window's end there is no token to feed; those chains are not judged.
+            shifted = torch.roll(inputs, -step, 1)
+            state, logits = draft.advance(model, shifted, state, step, chain)
+            proposed = torch.softmax(logits[:, :-step].float(), -1)
+            agree[step - 1] += (proposed.argmax(-1) == best[:, step:]).sum().item()
+            overlap[step - 1] += torch.minimum(proposed, log_target[:, step:].exp()).sum().item()
+            judged[step - 1] += best[:, step:].numel()
+    bytes_per_token = corpus.report["held_out"]["text_bytes"] / len(corpus.held_out)
+    nats = sums["nats"] / sums["tokens"]
+    return {
+        "window": length,
+        "tokens": int(sums["tokens"]),
+        "nats_per_token": round(nats, 4),
+        "bits_per_byte": round(nats / math.log(2) / bytes_per_token, 4),
+        "top1_accuracy": round(sums["correct"] / sums["tokens"], 4),
+        "draft_agreement_by_step": [round(a / n, 4) for a, n in zip(agree, judged, strict=True)],
+        "draft_overlap_at_temperature_1_by_step": [round(o / n, 4) for o, n in zip(overlap, judged, strict=True)],
+    }
+
+
+@torch.inference_mode()
+def continuations(
+    model: DeepseekV3ForCausalLM, prompts: list[list[int]], new_tokens: int, temperature: float
+) -> list[list[int]]:
+    """The target's answer to each prompt, up to and with its end token; greedy at temperature 0."""
+    width = max(map(len, prompts))
+    padded = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts], device=model.device)
+    torch.manual_seed(0)
+    output = model.generate(
+        padded,
+        attention_mask=(padded != PAD).long(),
+        max_new_tokens=new_tokens,
+        pad_token_id=PAD,
+        **({"do_sample": True, "temperature": temperature, "top_p": 1.0} if temperature else {"do_sample": False}),
+    )
+    answers = [row[width:] for row in output.tolist()]
+    return [answer[: answer.index(END) + 1] if END in answer else answer for answer in answers]
+
+
+def distinct_share(answers: list[list[int]], size: int = 4) -> float:
+    """Different runs of `size` tokens over all runs, per answer: near 0 for an answer that loops."""
+    runs = [[tuple(a[i : i + size]) for i in range(len(a) - size + 1)] for a in answers]
+    return sum(len(set(r)) for r in runs) / max(sum(map(len, runs)), 1)
+
+
+@torch.inference_mode()
+def chain_acceptance(
+    model: DeepseekV3ForCausalLM, draft: Draft, prompts: list[list[int]], answers: list[list[int]], settings: dict
+) -> dict:
+    """Speculative decoding with k = 3: the draft proposes its first choices, the target keeps those it decodes itself.
+
+    `answers` are the target's `continuations` of held-out prompts with `settings`. The draft chains from every position
+    are computed at once with exactly the cache contents they would have (see `chain_attention`), and each sequence is
+    walked as an engine would: accept, add the target's own token, go on. At a temperature above 0 a draft token counts
+    if the target's sample is that token, which is less than what rejection sampling accepts.
+    """
+    sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    length = max(map(len, sequences))
+    # Padding on the right: causal attention never sees it.
+    text = torch.tensor([s + [PAD] * (length - len(s)) for s in sequences], device=model.device)
+    fed, chain, right = torch.roll(text, -1, 1), [], []
+    _, state = draft.begin(model, text)
+    for step in range(1, DRAFT_STEPS + 1):
+        state, logits = draft.advance(model, fed, state, step, chain)
+        fed = logits.argmax(-1)
+        right.append(fed == torch.roll(text, -1 - step, 1))
+    accepted_by_position = torch.stack(right).cumprod(0).permute(1, 2, 0).tolist()
+    tried, accepted_total, emitted = 0, [0] * DRAFT_STEPS, 0
+    for prompt, sequence, flags in zip(prompts, sequences, accepted_by_position, strict=True):
+        position = len(prompt) - 1
+        while position + 1 + DRAFT_STEPS < len(sequence):
+            accepted = sum(flags[position])
+            tried += 1
+            emitted += accepted + 1
+            for step in range(accepted):
+                accepted_total[step] += 1
+            position += accepted + 1
+    tried = max(tried, 1)
+    reached = [tried, *accepted_total]
+    return {
+        "k": DRAFT_STEPS,
+        "temperature": settings["temperature"],
+        "prompts": len(prompts),
+        "new_tokens_per_prompt": settings["new_tokens"],
+        "distinct_4_token_runs": round(distinct_share(answers), 4),
+        "verify_steps": tried,
+        "mean_acceptance_length": round(emitted / tried, 4),
+        "acceptance_by_position": [round(a / tried, 4) for a in accepted_total],
+        "conditional_acceptance_by_position": [
+            round(after / max(before, 1), 4) for before, after in zip(reached, accepted_total, strict=False)
+        ],
+    }
+
+
+@torch.inference_mode()
+def samples(model: DeepseekV3ForCausalLM, folder: Path, new_tokens: int) -> list[dict]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer.bos_token + prompt for prompt in SAMPLE_PROMPTS]
+    prompts.append(tokenizer.apply_chat_template(SAMPLE_CHAT, tokenize=False, add_generation_prompt=True))
+    results = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        for temperature in (0.0, 0.8):
+            answer = continuations(model, [ids], new_tokens, temperature)[0]
+            results.append({"prompt": prompt, "temperature": temperature, "text": tokenizer.decode(answer)})
+    return results
+
+
+def load_target(folder: Path, device: torch.device) -> tuple[DeepseekV3ForCausalLM, str, str]:
+    """The target with the library's own forward, its kind of mixture layer, and a description of the arithmetic."""
+    on_gpu = device.type == "cuda"
+    experts = "grouped_mm" if on_gpu else "eager"
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", experts_implementation=experts)
+    where = "the GPU" if on_gpu else "the CPU"
+    return model.to(device).eval(), experts, f"bf16 on {where}, sdpa attention, {experts} experts"
+
+
+def evaluate_drafts(model: DeepseekV3ForCausalLM, drafts: dict[str, Draft], corpus: Corpus, smoke: bool) -> dict:
+    """Each draft's figures; all of them draft for the same answers of the target."""
+    windows = [(64, 64)] if smoke else [(1024, 16), (4096, 4)]
+    runs = [{"new_tokens": 24 if smoke else 256, "temperature": temperature} for temperature in (0.0, 0.8)]
+    answers = [continuations(model, corpus.prompts, **settings) for settings in runs]
+    return {
+        name: {
+            "held_out": [held_out_metrics(model, draft, corpus, length, rows) for length, rows in windows],
+            "speculative_decoding": [
+                chain_acceptance(model, draft, corpus.prompts, answer, settings)
+                for settings, answer in zip(runs, answers, strict=True)
+            ],
+        }
+        for name, draft in drafts.items()
+    }
+
+
+def evaluate(folder: Path, corpus: Corpus, device: torch.device, smoke: bool) -> dict:
+    model, experts, arithmetic = load_target(folder, device)
+    nextn = load_nextn(folder, model.config).to(device)
+    nextn.block.mlp.experts.config._experts_implementation = experts
+    return {
+        "arithmetic": arithmetic,
+        **evaluate_drafts(model, {"nextn": nextn}, corpus, smoke)["nextn"],
+        "router_bias_range": [
+            [round(gate.min().item(), 4), round(gate.max().item(), 4)]
+            for name, gate in [*model.named_buffers(), *nextn.named_buffers()]
+            if name.endswith("e_score_correction_bias")
+        ],
+        "samples": samples(model, folder, 24 if smoke else 160),
+    }
+
+
+def fill(*sentences: str) -> str:
+    return textwrap.fill(" ".join(sentences), 118, break_long_words=False, break_on_hyphens=False)
+
+
+def package_rows(packages: dict[str, dict]) -> list[str]:
+    def row(name: str, licence: str, entries: list[dict]) -> str:
+        size = sum(entry["bytes"] for entry in entries) / 1e6
+        return f"| {name} | {licence} | {sum(entry['files'] for entry in entries)} | {size:.2f} |"
+
+    named, rest = list(packages.items())[:24], list(packages.values())[24:]
+    rows = [row(name, entry["licence"], [entry]) for name, entry in named]
+    if rest:
+        rows.append(row(f"{len(rest)} more", "each MIT, BSD, Apache-2.0, ISC, PSF or alike", rest))
+    return [*rows, row("all", "", list(packages.values()))]
+
+
+def write_card(folder: Path, results: dict) -> None:
+    """The model card; every figure in it comes from `results`."""
+    corpus, training, evaluation = results["corpus"], results["training"], results["evaluation"]
+    environment, parameters = results["environment"], results["parameters"]
+    train, held_out, c, yarn = corpus["train"], corpus["held_out"], CONFIG, CONFIG["rope_scaling"]
+    phases = [
+        f"| {name} | {p['steps']} | {p['sequences_per_step']} x {p['sequence_length']} | "
+        f"{'target and NextN' if p['trains_target'] else 'NextN only'} | {p['draft_steps']} | {p['seconds']:.0f} |"
+        for name, p in training["phases"].items()
+    ]
+    language = [
+        f"| {m['window']} | {m['nats_per_token']} | {m['bits_per_byte']} | {m['top1_accuracy']:.1%} | "
+        f"{' / '.join(f'{a:.1%}' for a in m['draft_agreement_by_step'])} | "
+        f"{' / '.join(f'{a:.1%}' for a in m['draft_overlap_at_temperature_1_by_step'])} |"
+        for m in evaluation["held_out"]
+    ]
+    decoding = [
+        f"| {d['temperature']} | {d['mean_acceptance_length']:.2f} | "
+        f"{' / '.join(f'{a:.1%}' for a in d['acceptance_by_position'])} | {d['verify_steps']} | "
+        f"{d['distinct_4_token_runs']:.1%} |"
+        for d in evaluation["speculative_decoding"]
+    ]
+    texts = [
+        f"Temperature {s['temperature']}:\n\n~~~~text\n{(s['prompt'] + s['text']).rstrip()}\n~~~~\n"
+        for s in evaluation["samples"]
+    ]
+    first = evaluation["speculative_decoding"][0]
+    sections = [
+        "---\nlicense: apache-2.0\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        "tags: [deepseek_v3, mtp, demo]\n---",
+        "# jaxspec demo target",
+        fill(
+            f"A DeepSeek-V3 of {parameters['total'] / 1e6:.1f} M parameters with a NextN (MTP) layer, trained on",
+            "Python",
+            "source. It exists to demonstrate and test an inference engine: it has the real architecture (latent",
+            "attention with the published latent and head sizes, grouped sigmoid routing with a correction bias, YaRN,",
+            "one NextN layer) and writes text that looks like Python. **It is not for any other use: what it writes is",
+            "plausible, not right.**",
+        ),
+        "## Model",
+        fill(
+            f"`DeepseekV3ForCausalLM`, bf16: {parameters['target']:,} parameters in the target,",
+            f"{parameters['nextn']:,} in the NextN layer. {c['num_hidden_layers']} layers (the first dense), hidden",
+            f"size {c['hidden_size']}, {c['num_attention_heads']} heads, latent {c['kv_lora_rank']}",
+            f"+ {c['qk_rope_head_dim']}, {c['n_routed_experts']} routed experts in {c['n_group']} groups (top",
+            f"{c['num_experts_per_tok']} within {c['topk_group']} group) and {c['n_shared_experts']} shared, context",
+            f"{c['max_position_embeddings']} (YaRN factor {yarn['factor']} over",
+            f"{yarn['original_max_position_embeddings']}), vocabulary {c['vocab_size']} (byte-level BPE).",
+        ),
+        fill(
+            f"The NextN layer is stored as on the hub, at `model.layers.{c['num_hidden_layers']}.*`. Its copies of the",
+            "embedding and of the output head (`embed_tokens`, `shared_head.head`) are left out to save space: they",
+            "are",
+            "the target's. The router biases (`e_score_correction_bias`) are float32. Plain `transformers` loads the",
+            "target and reports the NextN weights as unexpected.",
+        ),
+        fill(
+            "Encoding a plain prompt puts `<|begin|>` first. A chat is",
+            "`<|begin|><|system|>...<|user|>...<|assistant|>...<|end|>`, as `chat_template.jinja` writes it.",
+        ),
+        "## Data",
+        fill(
+            "Python files of the standard library and of permissively licensed packages, as installed on the training",
+            f"machine: {train['files']} training files; with the conversations {train['documents']} documents,",
+            f"{train['text_bytes'] / 1e6:.1f} MB of text, {train['tokens'] / 1e6:.1f} M tokens.",
+            f"{train['chat_documents']}",
+            f"documents ({train['chat_text_bytes'] / train['text_bytes']:.1%} of the text) are conversations made from",
+            "functions that have a docstring. Left out: generated and data-like files, leading licence comments,",
+            "folders",
+            f"with vendored code, and {corpus['dropped_as_copies_or_near_copies']} copies and near-copies.",
+        ),
+        fill(
+            f"Held out, by a hash of the content: {held_out['files']} whole files and the conversations made from",
+            "them,",
+            f"{held_out['tokens']:,} tokens. Packages share idioms:",
+            f"{held_out['share_of_long_lines_also_in_training_files']:.0%} of the held-out files' lines of 20",
+            "characters",
+            "or more also stand in some training file.",
+        ),
+        "\n".join(
+            [
+                "| package | licence it declares | files | MB |",
+                "| --- | --- | --- | --- |",
+                *package_rows(corpus["packages"]),
+            ]
+        ),
+        "The full list is in the repository's `bench/results/train_demo.json`.",
+        "## Training",
+        fill(
+            f"{training['steps']} steps over {training['tokens'] / 1e6:.0f} M tokens",
+            f"({training['passes_over_the_corpus']:.1f} passes) in {training['seconds'] / 60:.1f} minutes on one",
+            f"{environment['device']} (torch {environment['torch']}, transformers {environment['transformers']}). Muon",
+            "for the matrices, Adam for the rest. The expert load is balanced by the correction bias alone.",
+        ),
+        "\n".join(
+            [
+                "| phase | steps | sequences | trains | draft steps | seconds |",
+                "| --- | --- | --- | --- | --- | --- |",
+                *phases,
+            ]
+        ),
+        "## Measured on the held-out text",
+        fill(
+            f"With the folder's own bf16 weights ({evaluation['arithmetic']}), on the whole held-out text, cut into",
+            "windows:",
+        ),
+        "\n".join(
+            [
+                "| window | nats/token | bits/byte | top-1 | NextN's first choice is the target's, draft step "
+                "1 / 2 / 3 | overlap of the distributions, 1 / 2 / 3 |",
+                "| --- | --- | --- | --- | --- | --- |",
+                *language,
+            ]
+        ),
+        "In this table each draft step is fed the text's own tokens.",
+        fill(
+            f"Speculative decoding of {first['new_tokens_per_prompt']} tokens after {first['prompts']} held-out",
+            "prompts",
+            f"with k = {first['k']}; the draft proposes its first choices and the target keeps those it decodes",
+            "itself.",
+            "The last column tells how far the text repeats itself, which makes drafting easy.",
+        ),
+        "\n".join(
+            [
+                "| temperature | tokens per verification | draft positions 1 / 2 / 3 accepted | verifications | "
+                "distinct runs of 4 tokens |",
+                "| --- | --- | --- | --- | --- |",
+                *decoding,
+            ]
+        ),
+        "## Samples",
+        "\n".join(texts).rstrip(),
+        "## How to train it again",
+        "    python -m bench.demo_training --out DIR",
+        fill(
+            "on a machine with a GPU. The corpus is what is installed there, and training stops by the clock, so",
+            "another",
+            "machine gives another model.",
+        ),
+    ]
+    (folder / "README.md").write_text("\n\n".join(sections) + "\n")

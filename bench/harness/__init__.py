@@ -1,0 +1,1 @@
+"""What the benchmarks share: records, timing, latencies, checkpoints written while they are made."""

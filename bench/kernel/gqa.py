@@ -1,0 +1,143 @@
+"""The rows of `bench kernel` for grouped-query attention: over decode windows, and over prompt chunks."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernel.case import Case, exact, largest_error, latents, normal, once, shuffled_tables, softmax, spread, take
+from jaxspec.config import PAGE_SIZE, pages_for
+from pallas_kernels.gqa_decode.api import gqa_decode
+from pallas_kernels.gqa_prefill.api import gqa_prefill
+
+SPARE_PAGES = 8
+
+
+@dataclass(frozen=True)
+class GqaDecode(Case):
+    """B requests of S cached tokens, K key heads of D columns with G query heads each, windows of Q tokens."""
+
+    B: int
+    S: int
+    K: int
+    G: int
+    D: int
+    Q: int
+    calls: int = 20
+    labels: ClassVar[tuple[str, ...]] = ("B", "S", "K", "G", "D", "Q")
+
+    @property
+    def flops(self) -> float:
+        return 4.0 * self.D * self.K * self.G * float(self.bounds().sum())
+
+    @property
+    def bytes(self) -> float:
+        return 4.0 * self.K * self.D * self.B * self.S
+
+    def bounds(self) -> np.ndarray:
+        return np.tile(np.arange(self.S - self.Q + 1, self.S + 1, dtype=np.int32), (self.B, 1))
+
+    def inputs(self) -> Any:
+        tables, free = shuffled_tables(np.random.default_rng(0), self.B, pages_for(self.S), SPARE_PAGES)
+        qs = [normal(2 + i, (self.B, self.Q, self.K, self.G, self.D)) for i in range(self.calls)]
+        return qs, _caches(0, free, self.K, self.D), jnp.asarray(tables), jnp.asarray(self.bounds())
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.B, self.Q, self.K, self.G, self.D), jnp.bfloat16)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        qs, (k, v), tables, bounds = inputs
+        call = once(lambda *args: gqa_decode(*args, scale=self.D**-0.5))
+        return [call(q, k, v, tables, bounds) for q in qs]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of the last request, in the last call, for some key heads."""
+        qs, caches, tables, _ = inputs
+        heads = spread(self.K, 2)
+        return _error(exact(qs[-1])[-1][:, heads], caches, tables[-1], heads, self.bounds()[-1], results[-1][-1])
+
+
+@dataclass(frozen=True)
+class GqaPrefill(Case):
+    """A chunk of P prompt tokens behind a prefix that is cached already, one request; heads as for GqaDecode."""
+
+    P: int
+    prefix: int
+    K: int
+    G: int
+    D: int
+    calls: int = 4
+    labels: ClassVar[tuple[str, ...]] = ("P", "prefix", "K", "G", "D")
+
+    @property
+    def flops(self) -> float:
+        """For the pairs that are not masked."""
+        pairs = self.P * self.prefix + self.P * (self.P + 1) // 2
+        return 4.0 * self.D * self.K * self.G * pairs
+
+    def inputs(self) -> Any:
+        total = self.prefix + self.P
+        tables, free = shuffled_tables(np.random.default_rng(0), 1, pages_for(total), SPARE_PAGES)
+        qs = [normal(2 + i, (self.P, self.K, self.G, self.D)) for i in range(self.calls)]
+        token_rows = jnp.asarray(np.zeros(self.P, np.int32))
+        positions = jnp.asarray(np.arange(self.prefix, total, dtype=np.int32))
+        ends = jnp.asarray(np.array([total], np.int32))
+        return qs, _caches(0, free, self.K, self.D), (jnp.asarray(tables), token_rows, positions, ends)
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.P, self.K, self.G, self.D), jnp.bfloat16)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        qs, caches, where = inputs
+        call = once(lambda *args: gqa_prefill(*args, scale=self.D**-0.5))
+        return [call(q, *caches, *where) for q in qs]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of some tokens and key heads of the last call."""
+        qs, caches, (tables, *_) = inputs
+        tokens, heads = spread(self.P, 3), spread(self.K, 2)
+        q = exact(qs[-1])[tokens][:, heads]
+        return _error(q, caches, tables[0], heads, self.prefix + tokens + 1, results[-1][tokens])
+
+
+def _caches(seed: int, free: np.ndarray, K: int, D: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values, NaN in the pages that `free` marks."""
+    shape = (len(free), PAGE_SIZE, K * D)
+    k, v = (latents(seed + i, shape, jnp.asarray(free)).reshape(len(free), PAGE_SIZE, K, D) for i in range(2))
+    return k, v
+
+
+def _error(q: np.ndarray, caches: Any, table: Any, heads: np.ndarray, bounds: np.ndarray, computed: Any) -> float:
+    """The largest error of what was computed for queries [Q, len(heads), G, D] that see the keys below bounds [Q]."""
+    K, D = caches[0].shape[2:]
+    k, v = (exact(take(cache, table)).reshape(-1, K, D)[: max(bounds), heads] for cache in caches)
+    scores = D**-0.5 * np.einsum("qkgd,skd->qkgs", q, k, optimize=True)
+    hidden = np.arange(len(k)) >= bounds[:, None]
+    scores[np.broadcast_to(hidden[:, None, None], scores.shape)] = -np.inf
+    true = np.einsum("qkgs,skd->qkgd", softmax(scores), v, optimize=True)
+    return largest_error(exact(computed)[:, heads], true)
+
+
+def _decode_rows(pairs: list[tuple[int, int]]) -> list[Case]:
+    """Llama-3.1-8B (and its EAGLE3 draft), whose heads Qwen3-8B has too; and heads of 64, as Llama-3.2-1B has."""
+    return [GqaDecode(B, S, 8, 4, D, Q) for B, S in pairs for D in (128, 64) for Q in (1, 4)]
+
+
+GQA_DECODE: dict[str, list[Case]] = {
+    "all": _decode_rows([(1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (32, 4096), (128, 4096)]),
+    "quick": _decode_rows([(1, 8192), (32, 4096)]),
+    "tiny": [GqaDecode(1, 64, 2, 2, 16, 1, calls=3), GqaDecode(2, 192, 2, 2, 16, 2, calls=3)],
+}
+GQA_PREFILL: dict[str, list[Case]] = {
+    "all": [
+        GqaPrefill(P, prefix, 8, 4, D)
+        for P, prefix in ((4096, 0), (2048, 0), (2048, 2048), (2048, 6144), (256, 8192))
+        for D in (128, 64)
+    ],
+    "quick": [GqaPrefill(4096, 0, 8, 4, 128), GqaPrefill(2048, 2048, 8, 4, 64)],
+    "tiny": [GqaPrefill(64, 0, 2, 2, 16, 2), GqaPrefill(48, 80, 2, 2, 16, 2)],
+}

@@ -1,0 +1,160 @@
+"""The attention rows of `bench kernel`: absorbed MLA over decode windows, and MLA over prompt chunks."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernel.case import (
+    Case,
+    exact,
+    largest_error,
+    latents,
+    normal,
+    once,
+    rounded,
+    shuffled_tables,
+    softmax,
+    spread,
+    take,
+)
+from jaxspec.config import PAGE_SIZE, pages_for
+from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_prefill.api import mla_prefill
+
+# DeepSeek's sizes, which all MLA models share so far.
+LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
+CACHED = LATENT + ROPE
+SCALE = (NOPE + ROPE) ** -0.5
+SPARE_PAGES = 8
+
+
+@dataclass(frozen=True)
+class MlaDecode(Case):
+    """B requests of S cached tokens, H query heads on the one latent head, windows of Q tokens."""
+
+    B: int
+    S: int
+    H: int
+    Q: int
+    calls: int = 20
+    labels: ClassVar[tuple[str, ...]] = ("B", "S", "H", "Q")
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.H * (CACHED + LATENT) * float(self.bounds().sum())
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * CACHED * self.B * self.S
+
+    def bounds(self) -> np.ndarray:
+        return np.tile(np.arange(self.S - self.Q + 1, self.S + 1, dtype=np.int32), (self.B, 1))
+
+    def inputs(self) -> Any:
+        tables, free = shuffled_tables(np.random.default_rng(0), self.B, pages_for(self.S), SPARE_PAGES)
+        cache = latents(0, (len(free), PAGE_SIZE, CACHED), jnp.asarray(free))
+        qs = [normal(1 + i, (self.B, self.Q, self.H, CACHED)) for i in range(self.calls)]
+        return qs, cache, jnp.asarray(tables), jnp.asarray(self.bounds())
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.B, self.Q, self.H, LATENT), jnp.bfloat16)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        qs, cache, tables, bounds = inputs
+        call = once(lambda *args: mla_decode(*args, scale=SCALE, value_dim=LATENT))
+        return [call(q, cache, tables, bounds) for q in qs]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of the last request, in the last call, for some heads."""
+        qs, cache, tables, _ = inputs
+        heads = spread(self.H, 16)
+        keys = exact(take(cache, tables[-1])).reshape(-1, CACHED)[: self.S]
+        q = exact(qs[-1])[-1][:, heads]
+        scores = SCALE * np.einsum("qhc,sc->qhs", q, keys, optimize=True)
+        scores[np.broadcast_to((np.arange(self.S) >= self.bounds()[-1][:, None])[:, None], scores.shape)] = -np.inf
+        true = np.einsum("qhs,sv->qhv", softmax(scores), keys[:, :LATENT], optimize=True)
+        return largest_error(exact(results[-1])[-1][:, heads], true)
+
+
+@dataclass(frozen=True)
+class MlaPrefill(Case):
+    """A chunk of P prompt tokens behind a prefix that is cached already, one request, H heads."""
+
+    P: int
+    prefix: int
+    H: int = 16
+    calls: int = 4
+    labels: ClassVar[tuple[str, ...]] = ("P", "prefix", "H")
+
+    @property
+    def flops(self) -> float:
+        """Of the decompressed form, for the pairs that are not masked; decompressing is not counted."""
+        pairs = self.P * self.prefix + self.P * (self.P + 1) // 2
+        return 2.0 * (NOPE + ROPE + VALUE) * self.H * pairs
+
+    def inputs(self) -> Any:
+        """Every call has its own cache and weights: a common part would be decompressed once for all."""
+        total = self.prefix + self.P
+        tables, free = shuffled_tables(np.random.default_rng(0), 1, pages_for(total), SPARE_PAGES)
+        marked = jnp.asarray(free)
+        each = [
+            (
+                normal(5 * i, (self.P, self.H, NOPE)),
+                normal(5 * i + 1, (self.P, self.H, ROPE)),
+                normal(5 * i + 2, (self.H, NOPE, LATENT), LATENT**-0.5),
+                normal(5 * i + 3, (self.H, VALUE, LATENT), LATENT**-0.5),
+                latents(5 * i + 4, (len(free), PAGE_SIZE, CACHED), marked),
+            )
+            for i in range(self.calls)
+        ]
+        token_rows = jnp.asarray(np.zeros(self.P, np.int32))
+        positions = jnp.asarray(np.arange(self.prefix, total, dtype=np.int32))
+        return each, (jnp.asarray(tables), token_rows, positions, jnp.asarray(np.array([total], np.int32)))
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.P, self.H, VALUE), jnp.bfloat16)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        each, where = inputs
+        call = once(lambda *args: mla_prefill(*args, scale=SCALE))
+        return [call(*own, *where) for own in each]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of some tokens and heads of the last call."""
+        each, (tables, *_) = inputs
+        q_nope, q_rope, w_uk, w_uv, cache = each[-1]
+        tokens, heads = spread(self.P, 3), spread(self.H, 2)
+        total = self.prefix + self.P
+        cached = exact(take(cache, tables[0])).reshape(-1, CACHED)[:total]
+        keys = rounded(np.einsum("sl,hdl->hsd", cached[:, :LATENT], exact(w_uk)[heads], optimize=True))
+        values = rounded(np.einsum("sl,hvl->hsv", cached[:, :LATENT], exact(w_uv)[heads], optimize=True))
+        scores = np.einsum("phd,hsd->phs", exact(q_nope)[tokens][:, heads], keys, optimize=True)
+        scores += np.einsum("phr,sr->phs", exact(q_rope)[tokens][:, heads], cached[:, LATENT:], optimize=True)
+        masked = np.arange(total) > self.prefix + tokens[:, None]
+        scores[np.broadcast_to(masked[:, None], scores.shape)] = -np.inf
+        true = np.einsum("phs,hsv->phv", softmax(SCALE * scores), values, optimize=True)
+        return largest_error(exact(results[-1])[tokens][:, heads], true)
+
+
+def _decode_rows(pairs: list[tuple[int, int]]) -> list[Case]:
+    """Of so many calls that launching is no part of what one takes: a host may need 0.3 ms for an executable of ours."""
+    cases = [MlaDecode(B, S, H, Q) for B, S in pairs for H in (16, 128) for Q in (1, 4)]
+    return [replace(case, calls=8 if case.flops > 2.5e11 else 60 if case.B * case.S <= 8192 else 20) for case in cases]
+
+
+_PAIRS = [(1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (32, 4096), (64, 1024), (128, 4096), (128, 8192)]
+DECODE: dict[str, list[Case]] = {
+    "all": _decode_rows(_PAIRS),
+    "quick": _decode_rows([(1, 8192), (32, 4096), (128, 4096)]),
+    "tiny": [MlaDecode(1, 64, 4, 1, calls=3), MlaDecode(2, 192, 4, 2, calls=3)],
+}
+PREFILL: dict[str, list[Case]] = {
+    "all": [MlaPrefill(4096, 0), MlaPrefill(2048, 0), MlaPrefill(2048, 2048), MlaPrefill(2048, 6144)],
+    "quick": [MlaPrefill(4096, 0), MlaPrefill(2048, 2048)],
+    "tiny": [MlaPrefill(64, 0, 2, 2), MlaPrefill(48, 80, 2, 2)],
+}

@@ -1,0 +1,203 @@
+"""`bench tune`: which values of the kernels' choices (`pallas_kernels/tuning.py`) are the fastest on this device.
+
+One choice after the other, the others as they are. All candidates run the same cases in turn, so that a clock that
+changes meets all of them; a candidate's score is the geometric mean, over the cases, of its time over that of the present
+value. A candidate takes the present value's place if it is right everywhere and more than 1 % faster.
+
+With `--write` what was chosen goes to `pallas_kernels/tuned.json`, under this kind of device; not from tiny shapes, which
+say nothing. Exit code 1 if a candidate's results were wrong.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bench.harness import record
+from bench.harness.timing import Loop, launches_for, rounds, turn_seconds
+from bench.kernel.case import LARGEST_ERROR, Case
+from bench.kernel.layers import Moe, MoeShared, NormLinear
+from bench.kernel.mla import MlaDecode
+from jaxspec.errors import ConfigError
+from pallas_kernels import tuning
+from pallas_kernels.tuning import Tuning
+
+# A candidate has to be this much faster than the present value: less is the spread of two equal executables, but that
+# of calls of 10 us is more (bench/KERNELS.md): look at the cases there.
+MARGIN = 0.01
+COMPILE_THREADS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A field of `Tuning`: values to try, and the cases that decide; `tiny` ones are for a CPU."""
+
+    candidates: tuple[Any, ...]
+    cases: tuple[Case, ...]
+    tiny: tuple[Case, ...]
+
+
+def slots(narrow: float, middle: float, wide: float) -> tuple[tuple[float, int], ...]:
+    return (narrow, 16), (middle, 32), (wide, 64)
+
+
+_CONTEXTS = ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (32, 4096), (64, 1024))
+CHOICES: dict[str, Choice] = {
+    "split_overhead_pages": Choice(
+        (2, 3, 5, 8, 12),
+        tuple(MlaDecode(B, S, H, Q) for B, S in _CONTEXTS for H, Q in ((16, 1), (16, 4))),
+        (MlaDecode(2, 70, 2, 1, 2),),
+    ),
+    "slot_rows": Choice(
+        # One bound at a time: every candidate holds its own weights on the device.
+        (
+            *(slots(narrow, 30.0, 64.0) for narrow in (8.0, 12.0, 16.0)),
+            *(slots(12.0, middle, 64.0) for middle in (24.0, 40.0)),
+            *(slots(12.0, 30.0, wide) for wide in (48.0, 96.0)),
+        ),
+        tuple(Moe(T) for T in (100, 128, 160, 256, 384, 512, 640, 768, 1024)),
+        (Moe(6, 32, 8, 2, 16, 2, 4),),
+    ),
+    "most_piece_rows": Choice(
+        (32, 64, 128), tuple(MoeShared(T) for T in (16, 48, 96, 128)), (MoeShared(6, 32, 8, 2, 16, 2, 4),)
+    ),
+    "norm_linear_tokens": Choice(
+        (0, 1, 2, 4), tuple(NormLinear(T) for T in (1, 2, 4)), (NormLinear(3, 32, (8, 4), 3),)
+    ),
+    "one_token_experts": Choice((False, True), (Moe(1), MoeShared(1)), (MoeShared(1, 32, 8, 2, 16, 2, 4),)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def names(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := [name for name in chosen if name not in CHOICES]:
+            raise argparse.ArgumentTypeError(f"unknown choice {unknown[0]}; there are {', '.join(CHOICES)}")
+        return chosen
+
+    parser.add_argument(
+        "--choices", type=names, default=list(CHOICES), metavar="NAME,...", help=f"of {', '.join(CHOICES)}"
+    )
+    parser.add_argument(
+        "--rows", choices=["all", "tiny"], help="which shapes; tiny is for a CPU (default: all; CPU: tiny)"
+    )
+    parser.add_argument("--write", action="store_true", help="put what was chosen into pallas_kernels/tuned.json")
+    record.add_arguments(parser)
+
+
+def choose(present: Any, scores: Mapping[Any, float | None]) -> Any:
+    """The value to take: the best score, or the present value (score 1) if none is better by the margin.
+
+    Args:
+        scores: of each candidate its time over the present value's; None for one whose results were wrong.
+    """
+    right = {value: score for value, score in scores.items() if score is not None}
+    best = min(right, key=lambda value: right[value], default=present)
+    return best if best != present and right[best] < 1 - MARGIN else present
+
+
+def tune(
+    name: str, present: Tuning, cases: Sequence[Case], candidates: Sequence[Any], compare: Callable[..., Any]
+) -> dict[str, Any]:
+    """What one choice's candidates take on each case, and which is chosen.
+
+    Args:
+        compare: as `compare_executables`.
+    """
+    now = getattr(present, name)
+    values = list(dict.fromkeys((now, *candidates)))
+    variants = [dataclasses.replace(present, **{name: value}) for value in values]
+    ratios: list[list[float]] = [[] for _ in values]
+    wrong: set[Any] = set()
+    rows = []
+    for case in cases:
+        times, errors = compare(case, variants)
+        wrong |= {value for value, error in zip(values, errors, strict=True) if not error < LARGEST_ERROR}
+        for ratio, seconds in zip(ratios, times, strict=True):
+            ratio.append(seconds / times[0])
+        rows.append(case.label | {"us": [round(1e6 * seconds, 3) for seconds in times]})
+        print(name, " ".join(f"{key}={value}" for key, value in case.label.items()), rows[-1]["us"], flush=True)
+    scores = {
+        value: None if value in wrong else statistics.geometric_mean(each)
+        for value, each in zip(values, ratios, strict=True)
+    }
+    return {
+        "choice": name,
+        "present": now,
+        "chosen": choose(now, scores),
+        "candidates": [
+            {"value": value, "score": None if score is None else round(score, 4)} for value, score in scores.items()
+        ],
+        "wrong": [value for value in values if value in wrong],
+        "cases": rows,
+    }
+
+
+def compare_executables(case: Case, variants: Sequence[Tuning]) -> tuple[list[float], list[float]]:
+    """Seconds a call under each of the tunings, and the largest error of its results."""
+    with ThreadPoolExecutor(min(COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+        compiling = []
+        for variant in variants:
+            # What is traced under one tuning must not serve another.
+            jax.clear_caches()
+            with tuning.use(variant):
+                compiling.append(pool.submit(case.lower().compile))
+        loops = [Loop(case, each.result()) for each in compiling]
+    errors = [case.error(loop.inputs, loop.launch_into_poison()) for loop in loops]
+    seconds = turn_seconds(jax.devices()[0].platform == "gpu")
+    timers = {str(i): (loop.time, launches_for(loop.time, loop.calls, seconds)) for i, loop in enumerate(loops)}
+    return list(rounds(timers).values()), errors
+
+
+def write(file: Path, kind: str, chosen: Tuning) -> None:
+    """Puts one kind of device into the data, whole or not at all."""
+    data = json.loads(file.read_text()) if file.exists() else {}
+    data[kind] = tuning.to_json(chosen)
+    lines = [
+        f' "{name}": {{\n' + ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in fields.items()) + "\n }"
+        for name, fields in sorted(data.items())
+    ]
+    part = file.with_suffix(".part")
+    part.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    part.replace(file)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = jax.devices()[0]
+    tiny = (arguments.rows or ("all" if device.platform == "gpu" else "tiny")) == "tiny"
+    if arguments.write and tiny:
+        raise ConfigError("--write needs the real shapes, which need a GPU: use --rows all, or leave --write out")
+    present = tuning.current()
+    results = []
+    for name in arguments.choices:
+        choice = CHOICES[name]
+        cases = choice.tiny if tiny else choice.cases
+        results.append(tune(name, present, cases, choice.candidates, compare_executables))
+    chosen = dataclasses.replace(present, **{result["choice"]: result["chosen"] for result in results})
+    if arguments.write:
+        write(tuning.FILE, device.device_kind, chosen)
+    record.write(
+        "tune",
+        {"benchmark": "tune", "written": arguments.write, "chosen": tuning.to_json(chosen), "choices": results},
+        arguments,
+    )
+    header = ["choice", "value", "score", ""]
+    marks = [
+        [
+            result["choice"],
+            str(each["value"]),
+            "wrong" if each["score"] is None else f"{each['score']:.4f}",
+            " ".join(word for word in ("present", "chosen") if each["value"] == result[word]),
+        ]
+        for result in results
+        for each in result["candidates"]
+    ]
+    print(record.table(header, marks))
+    return 1 if any(result["wrong"] for result in results) else 0

@@ -1,0 +1,293 @@
+"""`bench serve`: load on an OpenAI-compatible server, measured where the users are: at the client.
+
+The server is the one at --url, or a `jaxspec serve` of this checkout that runs for as long as the benchmark and takes
+the flags after `--`. Prompts are random token ids (texts with --tokenizer), and each length is a number or MIN:MAX, drawn
+evenly; the same seed sends the same requests at the same times. Requests come at random with a mean rate
+(--request-rate, Poisson arrivals, whatever became of the earlier ones) or a number of them is kept running
+(--concurrency).
+
+Of complete answers are reported, each with mean, median and 99th percentile:
+
+- time to first token: from the sending of the request to its first chunk with tokens;
+- inter-token latency: each token counts, a chunk of m tokens is m gaps (see bench/harness/latency.py);
+- inter-chunk latency: the time between two chunks, however many tokens they hold: what a reader sees;
+- time per output token: of each request, from first to last token over the tokens after the first;
+- end-to-end latency: from the sending to the end of the stream.
+
+Acceptance is read from the server's counters at /metrics before and after, so it is that of all its clients. Random
+prompts say nothing about a draft's quality, and neither does what is generated past an end-of-text token (--ignore-eos):
+for speed at a given acceptance there is `-- --synthetic-acceptance-length L`.
+
+The exit code is 1 if a request failed otherwise than by a 429, or if a stream was not complete: no [DONE], no
+finish_reason, or another number of tokens than asked with --ignore-eos.
+"""
+
+import argparse
+import asyncio
+import collections
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench.harness import latency, record
+from jaxspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bench.serving.client import Outcome
+    from bench.serving.endpoint import Endpoint
+
+LATENCIES = {
+    "time_to_first_token": "time to first token",
+    "inter_token": "inter-token latency",
+    "inter_chunk": "inter-chunk latency",
+    "time_per_output_token": "time per output token",
+    "end_to_end": "end-to-end latency",
+}
+DEFAULT_CONCURRENCY = 8
+DEFAULT_VOCAB_SIZE = 1000
+_KEY_VARIABLE = "JAXSPEC_API_KEY"
+_EXAMPLES = 5
+_LAG_MS = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "jaxspec bench serve [options] [-- flags of jaxspec serve]"
+    parser.set_defaults(engine_flags=[])
+    add = parser.add_argument
+    add("--url", metavar="URL", help="a running server (default: start `jaxspec serve MODEL`, and stop it afterwards)")
+    model = "with --url the name in requests (default: the server's first model), else what to serve (default: demo)"
+    add("--model", metavar="NAME", help=model)
+    key = f"environment variable with the server's key (default: none; ${_KEY_VARIABLE} for a server of its own)"
+    add("--api-key-env", metavar="NAME", help=key)
+    add("--device", metavar="TEXT", help="with --url: what the server runs on, for the record")
+    add("--num-requests", type=_positive, default=64, metavar="N", help="default: 64")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--request-rate", type=float, metavar="R", help="requests a second, Poisson arrivals")
+    running = f"requests kept running (default: {DEFAULT_CONCURRENCY})"
+    load.add_argument("--concurrency", type=_positive, metavar="N", help=running)
+    add("--input-len", type=_lengths, default=(128, 128), metavar="N|MIN:MAX", help="tokens of a prompt (default: 128)")
+    output = "most tokens of an answer (default: 64)"
+    add("--output-len", type=_lengths, default=(64, 64), metavar="N|MIN:MAX", help=output)
+    add("--ignore-eos", action="store_true", help="answers have their full length, end-of-text tokens or not")
+    add("--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths, arrivals and sampling (default: 0)")
+    vocab = f"prompts hold ids below N, all of which the model must have (default: {DEFAULT_VOCAB_SIZE})"
+    add("--vocab-size", type=_positive, default=DEFAULT_VOCAB_SIZE, metavar="N", help=vocab)
+    text = "send texts: random tokens of this tokenizer, whose number the server may count differently (or demo)"
+    add("--tokenizer", metavar="FOLDER", help=text)
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for a request (default: 600)")
+    record.add_arguments(parser)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    try:
+        bounds = int(low), int(high if colon else low)
+    except ValueError:
+        bounds = (0, 0)
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens or MIN:MAX, got {text!r}")
+    return bounds
+
+
+def make_requests(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
+    """Bodies of /v1/completions; prompts and lengths depend on the seed and on nothing else."""
+    count, seed = arguments.num_requests, arguments.seed
+    inputs, outputs, ids = (np.random.default_rng([seed, stream]) for stream in range(3))
+    (shortest, longest), (fewest, most) = arguments.input_len, arguments.output_len
+    input_lens = inputs.integers(shortest, longest, count, endpoint=True)
+    output_lens = outputs.integers(fewest, most, count, endpoint=True)
+    tokenizer = _tokenizer(arguments.tokenizer) if arguments.tokenizer else None
+    usable = (
+        np.setdiff1d(np.arange(tokenizer.vocab_size), sorted(tokenizer.special_ids))
+        if tokenizer
+        else np.arange(arguments.vocab_size)
+    )
+    bodies = []
+    for i in range(count):
+        prompt = ids.choice(usable, input_lens[i]).tolist()
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": tokenizer.decode(prompt) if tokenizer else prompt,
+            "max_tokens": int(output_lens[i]),
+            "temperature": arguments.temperature,
+            "seed": seed + i,
+            "stream": True,
+            # vLLM's names; the chunks then say how many tokens they hold.
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "return_token_ids": True,
+        }
+        bodies.append(body | ({"ignore_eos": True} if arguments.ignore_eos else {}))
+    return bodies
+
+
+def make_arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds of a Poisson process that begins with the first request."""
+    gaps = np.random.default_rng([seed, 3]).exponential(1 / rate, count)
+    return (np.cumsum(gaps) - gaps[0]).tolist()
+
+
+def _tokenizer(name: str) -> Any:
+    import jaxspec
+    from jaxspec.text import Tokenizer
+
+    return Tokenizer.from_folder(Path(jaxspec.__file__).parent / "demo" / "target" if name == "demo" else name)
+
+
+def summarise(outcomes: "Sequence[Outcome]") -> dict[str, Any]:
+    """Counts, throughput and latencies (ms) of a run. Throughput is that of complete answers, from the first sending to
+    the end of the last answer."""
+    from bench.serving.client import REFUSED
+
+    done = [o for o in outcomes if o.failure is None]
+    streams = [o.stream for o in done]
+    failures = collections.Counter(o.failure for o in outcomes if o.failure not in (None, REFUSED))
+    seconds = max(o.ended for o in outcomes) - min(o.sent for o in outcomes)
+    tokens = sum(s.tokens for s in streams)
+    per_token = [latency.time_per_output_token(s.times, s.counts) for s in streams]
+    examples = dict.fromkeys(f"{o.failure}: {o.message}" for o in outcomes if o.failure is not None)
+    return {
+        "seconds": round(seconds, 3),
+        "complete": len(done),
+        "refused": sum(o.failure == REFUSED for o in outcomes),
+        "failed": sum(failures.values()),
+        "failures": dict(failures),
+        "failure_examples": list(examples)[:_EXAMPLES],
+        "prompt_tokens": sum(s.usage.get("prompt_tokens", 0) for s in streams),
+        "output_tokens": tokens,
+        "tokens_a_chunk": round(tokens / chunks, 3) if (chunks := sum(len(s.times) for s in streams)) else None,
+        "token_counts_exact": all(s.exact for s in streams),
+        "requests_per_s": round(len(done) / seconds, 3),
+        "output_tokens_per_s": round(tokens / seconds, 2),
+        "largest_send_lag_ms": round(1000 * max(o.lag for o in outcomes), 3),
+        "latency_ms": {
+            "time_to_first_token": latency.summary(o.stream.times[0] - o.sent for o in done if o.stream.times),
+            "inter_token": latency.summary(gap for s in streams for gap in latency.token_gaps(s.times, s.counts)),
+            "inter_chunk": latency.summary(gap for s in streams for gap in np.diff(s.times)),
+            "time_per_output_token": latency.summary(t for t in per_token if t is not None),
+            "end_to_end": latency.summary(o.ended - o.sent for o in done),
+        },
+    }
+
+
+def measure(endpoint: "Endpoint", arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """One run against a server that is ready."""
+    from bench.serving.client import run_load
+    from bench.serving.endpoint import acceptance
+
+    rate, count = arguments.request_rate, arguments.num_requests
+    concurrency = None if rate else arguments.concurrency or DEFAULT_CONCURRENCY
+    bodies = make_requests(arguments, model)
+    before = endpoint.counters()
+    outcomes = asyncio.run(
+        run_load(
+            endpoint.url,
+            endpoint.headers,
+            bodies,
+            arrivals=make_arrivals(count, rate, arguments.seed) if rate else None,
+            concurrency=concurrency,
+            timeout=arguments.timeout,
+            trust_env=endpoint.trust_env,
+        )
+    )
+    accepted = acceptance(before, endpoint.counters())
+    return {
+        "benchmark": "serve",
+        "model": model,
+        "server": endpoint.version(),
+        "device_of_server": arguments.device,
+        "requests": count,
+        "request_rate": rate,
+        "concurrency": concurrency,
+        "input_len": arguments.input_len,
+        "output_len": arguments.output_len,
+        "temperature": arguments.temperature,
+        "ignore_eos": arguments.ignore_eos,
+        "seed": arguments.seed,
+        **summarise(outcomes),
+        **({} if accepted is None else {"acceptance": accepted}),
+    }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        import httpx  # noqa: F401
+    except ImportError as e:
+        raise ConfigError('bench serve needs httpx: pip install httpx, or pip install -e ".[test]"') from e
+    from bench.serving import endpoint as server
+
+    rate = arguments.request_rate
+    if rate is not None and not 0 < rate < float("inf"):
+        raise ConfigError(f"--request-rate must be a positive number of requests a second, got {rate:g}")
+    if any(
+        flag.partition("=")[0].replace("_", "-") in ("--api-key", "--api-key-file") for flag in arguments.engine_flags
+    ):
+        # The record holds the command, and the client could not read the key out of a file that may hold several.
+        raise ConfigError(f"give the key of a server that the benchmark starts in ${_KEY_VARIABLE}, not as a flag")
+    key = _key(arguments)
+    if arguments.url:
+        if arguments.engine_flags:
+            raise ConfigError("flags after -- are for a server that the benchmark starts: leave them or --url out")
+        endpoint = server.Endpoint(arguments.url, key)
+        result = measure(endpoint, arguments, arguments.model or endpoint.first_model())
+    else:
+        model = arguments.model or "demo"
+        with server.local_server(server.server_command(model, arguments.engine_flags)) as url:
+            endpoint = server.Endpoint(url, key, trust_env=False)
+            result = measure(endpoint, arguments, endpoint.first_model())
+        # The record asks this process for the device, which then need not be free for more than that.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    print_table(result)
+    # What a server elsewhere runs on, this process cannot know.
+    record.write(f"serve_{Path(result['model']).name}", result, arguments, with_device=not arguments.url)
+    return 1 if result["failed"] else 0
+
+
+def _key(arguments: argparse.Namespace) -> str | None:
+    name = arguments.api_key_env
+    if name and not os.environ.get(name):
+        raise ConfigError(f"--api-key-env: the variable {name} is not set")
+    return os.environ.get(name or ("" if arguments.url else _KEY_VARIABLE))
+
+
+def print_table(result: dict[str, Any]) -> None:
+    r = result
+    load = f"{r['request_rate']:g} requests/s" if r["request_rate"] else f"concurrency {r['concurrency']}"
+    failures = ", ".join(f"{what}: {count}" for what, count in r["failures"].items())
+    print(
+        f"{r['model']}, {r['requests']} requests, {load}: {r['complete']} complete, {r['refused']} refused (429), "
+        f"{r['failed']} failed{f' ({failures})' if failures else ''}"
+    )
+    for example in r["failure_examples"]:
+        print(f"  {example}")
+    print(
+        f"{r['seconds']:.2f} s, {r['requests_per_s']:.2f} requests/s, {r['output_tokens_per_s']:.1f} output tokens/s "
+        f"({r['prompt_tokens']} prompt and {r['output_tokens']} output tokens)"
+    )
+    if r["largest_send_lag_ms"] > _LAG_MS:
+        print(f"requests were sent up to {r['largest_send_lag_ms']:.0f} ms late: this client is too slow for the load")
+    if not r["token_counts_exact"]:
+        print("the server does not say how many tokens a chunk holds: each chunk counts as one in latencies")
+    rows = [
+        [name, *(f"{figures[column]:.2f}" for column in ("mean", "p50", "p99"))]
+        for key, name in LATENCIES.items()
+        if (figures := r["latency_ms"][key])
+    ]
+    if rows:
+        print(record.table(["ms", "mean", "p50", "p99"], rows))
+    if accepted := r.get("acceptance"):
+        synthetic = " (synthetic: the text is worthless)" if "synthetic_length" in accepted else ""
+        if accepted["windows"]:
+            rate = f"{accepted['rate']:.1%} of the drafts" if accepted["drafted"] else "nothing drafted"
+            print(f"acceptance length {accepted['mean_length']:.2f}, {rate}{synthetic}")
+        else:
+            print("acceptance: no window was verified")

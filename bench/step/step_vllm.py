@@ -1,0 +1,250 @@
+"""`bench step_vllm`: vLLM's step, cycle and prompt rates on a random checkpoint, for `bench step --peer` to stand beside.
+
+    python -m bench step_vllm make FOLDER       writes the checkpoint
+    python -m bench step_vllm vllm FOLDER       times vLLM over it: vllm_plain.json and vllm_mtp.json
+    python -m bench step --model FOLDER --peer FOLDER/vllm_plain.json FOLDER/vllm_mtp.json
+
+The stages need not share an environment. The checkpoint has Hugging Face layout and a NextN (MTP) layer, with that
+layer's copies of embedding and head. Projections and experts are N(0, 0.02), embeddings N(0, 1), norms 1, router biases
+0: routing spreads over all experts, where weights of zeros or of one constant would send every token to the same ones.
+
+A row count's figures come from greedy requests with new random prompts each time: the time for one token each, and the
+time for N + 1 tokens each. Their difference over N is the time per output token; the tokens of all prompts over the
+first one the prompts' rate. Medians of the repeats. Prompts are not shared between requests, CUDA graphs are on, and
+everything else is as vLLM decides.
+
+With MTP a cycle yields one token and the drafts that were accepted, so that the time per token is at most the time of a
+cycle: here random weights draft for random weights, and next to nothing is accepted (`bench step` says how much).
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.harness import record
+
+ROWS = (1, 4, 16, 32, 64, 128)
+CONTEXT = 1024
+# Drafted tokens of each method, and the output tokens behind the first one whose time is taken: `bench step` times the
+# same number of steps, so that contexts grow alike.
+DRAFTED = {"plain": 0, "mtp": 3}
+OUTPUT_TOKENS = {"plain": 128, "mtp": 64}
+WARM_UP_TOKENS = 8
+SHARD_BYTES = 4 * 2**30
+STD = 0.02
+
+# What vLLM and transformers ask of a config.json beside the sizes.
+HF_CONFIG: dict[str, Any] = {
+    "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+# Generates exactly that many tokens behind each of the prompts.
+Generate = Callable[[Sequence[Sequence[int]], int], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def numbers(text: str) -> list[int]:
+        return sorted({int(part) for part in text.split(",")})
+
+    parser.add_argument("stage", choices=["make", "vllm"])
+    parser.add_argument("folder", type=Path, help="of the checkpoint")
+    parser.add_argument("--model", choices=["moonlight", "tiny"], default="moonlight", help="for make: the shape")
+    parser.add_argument("--layers", type=int, metavar="N", help="for make: shrink the model to N layers")
+    parser.add_argument("--only", choices=list(DRAFTED), help="for vllm: one of the two (default: both)")
+    parser.add_argument(
+        "--rows", type=numbers, default=list(ROWS), metavar="N,N,...", help="for vllm: requests at once"
+    )
+    parser.add_argument("--context", type=int, default=CONTEXT, metavar="TOKENS", help="for vllm: prompt length")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="for vllm: of each time (default: 3)")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85, metavar="PART", help="for vllm")
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="for vllm: where to write JSON (default: beside the checkpoint)"
+    )
+    parser.add_argument("--commit", metavar="ID", help="commit of this code, where there is no git")
+
+
+def checkpoint_config(model: str, layers: int | None = None) -> dict[str, Any]:
+    """The config.json of one of `bench.step.step.SHAPES`."""
+    from bench.step.step import SHAPES
+
+    hf = SHAPES[model] | HF_CONFIG
+    hf["num_key_value_heads"] = hf["num_attention_heads"]
+    hf["num_hidden_layers"] = layers or hf["num_hidden_layers"]
+    return hf
+
+
+def make(folder: Path, hf: dict[str, Any], seed: int = 0) -> int:
+    """Writes the checkpoint and returns its bytes. Drawn on jax's default device; the same bits for one seed and device."""
+    import jax
+
+    from bench.harness.shards import Tensor, write_checkpoint
+    from convert.keymaps import key_map, nextn_key_map, nextn_prefix
+    from jaxspec.models.config import read_config
+
+    config = read_config(hf)
+    pieces = [piece for m in (key_map(config), nextn_key_map(config)) for group in m.values() for piece in group]
+    shapes = {piece.name: piece.shape for piece in pieces}
+    nextn = nextn_prefix(config)
+    copies = {
+        f"{nextn}embed_tokens.weight": "model.embed_tokens.weight",
+        f"{nextn}shared_head.head.weight": "lm_head.weight",
+    }
+    shapes |= {name: shapes[source] for name, source in copies.items()}
+    number = {name: i for i, name in enumerate(shapes)}
+    key = jax.random.key(seed, impl="rbg")
+
+    def draw(name: str) -> np.ndarray:
+        if "norm" in name:
+            return np.ones(shapes[name], jax.numpy.bfloat16)
+        if "bias" in name:
+            return np.zeros(shapes[name], np.float32)
+        source = copies.get(name, name)
+        std = 1.0 if "embed" in source else STD
+        return np.asarray(_normal(shapes[name], std)(key, number[source]))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf, indent=1))
+    tensors = {name: Tensor("F32" if "bias" in name else "BF16", shape) for name, shape in shapes.items()}
+    return write_checkpoint(folder, tensors, draw, shard_bytes=SHARD_BYTES, threads=min(16, os.cpu_count() or 1))
+
+
+@functools.lru_cache
+def _normal(shape: tuple[int, ...], std: float) -> Callable[[Any, int], Any]:
+    """(key, number of the tensor) -> bfloat16 N(0, std), compiled once for all tensors of a shape."""
+    import jax
+
+    def draw(key: Any, number: int) -> Any:
+        value = std * jax.random.normal(jax.random.fold_in(key, number), shape, jax.numpy.float32)
+        return value.astype(jax.numpy.bfloat16)
+
+    return jax.jit(draw)
+
+
+def measure(
+    generate: Generate,
+    rows: int,
+    *,
+    context: int,
+    steps: int,
+    repeats: int,
+    vocab_size: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """Figures of `rows` requests of `context` tokens, and `steps` output tokens behind the first one.
+
+    Returns:
+        Seconds of the first token and of all of them, medians; "step_ms", the median of the runs' time per output token,
+        "of_each_run_ms" these; and prompt tokens a second.
+    """
+    rng = np.random.default_rng(rows)
+
+    def timed(tokens: int) -> float:
+        prompts = rng.integers(3, vocab_size, (rows, context)).tolist()
+        started = clock()
+        generate(prompts, tokens)
+        return clock() - started
+
+    timed(1)
+    timed(WARM_UP_TOKENS)
+    first, whole = [], []
+    for _ in range(repeats):
+        first.append(timed(1))
+        whole.append(timed(steps + 1))
+    each = [1e3 * (b - a) / steps for a, b in zip(first, whole, strict=True)]
+    return {
+        "rows": rows,
+        "first_token_s": round(statistics.median(first), 5),
+        "all_tokens_s": round(statistics.median(whole), 5),
+        "step_ms": round(statistics.median(each), 4),
+        "of_each_run_ms": [round(ms, 4) for ms in each],
+        "prefill_tokens_per_s": round(rows * context / statistics.median(first)),
+    }
+
+
+def run_vllm(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
+    """All row counts in one engine of this process."""
+    import torch
+    import vllm
+
+    drafted, steps = DRAFTED[method], OUTPUT_TOKENS[method]
+    started = time.perf_counter()
+    engine = vllm.LLM(
+        model=str(arguments.folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        speculative_config={"method": "mtp", "num_speculative_tokens": drafted} if drafted else None,
+        max_model_len=arguments.context + steps + 64,
+        max_num_seqs=max(arguments.rows),
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        enable_prefix_caching=False,
+    )
+    start_seconds = time.perf_counter() - started
+    vocab_size = json.loads((arguments.folder / "config.json").read_text())["vocab_size"]
+
+    def generate(prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        params = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        results = engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        got = [len(result.outputs[0].token_ids) for result in results]
+        if got != [tokens] * len(prompts):
+            raise RuntimeError(f"{tokens} tokens were asked of each request, and came: {got}")
+
+    figures = []
+    for rows in arguments.rows:
+        figures.append(
+            measure(
+                generate, rows, context=arguments.context, steps=steps, repeats=arguments.repeats, vocab_size=vocab_size
+            )
+        )
+        print(figures[-1], flush=True)
+    return {
+        "benchmark": "step_vllm",
+        "vllm": vllm.__version__,
+        "device_name": torch.cuda.get_device_name(),
+        "method": method,
+        "num_speculative_tokens": drafted,
+        "context": arguments.context,
+        "output_tokens": steps,
+        "repeats": arguments.repeats,
+        "max_num_batched_tokens": engine.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens,
+        "gpu_memory_utilization": arguments.gpu_memory_utilization,
+        "start_seconds": round(start_seconds, 1),
+        "seconds": round(time.perf_counter() - started, 1),
+        "rows": figures,
+    }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.stage == "make":
+        started = time.perf_counter()
+        size = make(arguments.folder, checkpoint_config(arguments.model, arguments.layers))
+        print(f"wrote {size / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s")
+        return 0
+    if arguments.only:
+        _time_vllm(arguments, arguments.only)
+        return 0
+    words = sys.argv[2:] if sys.argv[1:2] == ["bench"] else sys.argv[1:]  # through the script `jaxspec`, or not
+    for method in DRAFTED:
+        # A process each: nothing else gives a device's memory back for certain.
+        code = subprocess.run([sys.executable, "-m", "bench", *words, "--only", method], check=False).returncode
+        if code:
+            return code
+    return 0
+
+
+def _time_vllm(arguments: argparse.Namespace, method: str) -> None:
+    result = run_vllm(arguments, method)
+    out = (arguments.results or arguments.folder) / f"vllm_{method}.json"
+    where = argparse.Namespace(out=out, commit=arguments.commit)
+    record.write(out.stem, result, where, with_device=False)  # jax takes no part
