@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from jaxspec import __version__
 from serve import errors
 from serve.body import JsonRoute
 from serve.chat import create_chat_completion
@@ -31,7 +32,7 @@ def create_app(service: Service) -> FastAPI:
         await service.close()
 
     # No /docs: its page loads scripts from another site. /openapi.json is there, behind the key.
-    app = FastAPI(title="jaxspec", version=version()["jaxspec"], lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="jaxspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     errors.install(app)
     app.include_router(_openai_routes(service))
     app.include_router(_operations_routes(service))
@@ -76,6 +77,7 @@ def _openai_routes(service: Service) -> APIRouter:
 
 def _operations_routes(service: Service) -> APIRouter:
     router = APIRouter()
+    versions = version()  # once, and of the code that was loaded: a checkout may change under a running server
 
     @router.get("/health")
     async def health() -> Response:
@@ -98,8 +100,8 @@ def _operations_routes(service: Service) -> APIRouter:
         return JSONResponse(status, 503)
 
     @router.get("/version")
-    async def versions() -> dict[str, str]:
-        return {"version": version()["jaxspec"], **version()}
+    async def show_versions() -> dict[str, str]:
+        return {"version": __version__, **versions}
 
     @router.get("/metrics")
     async def metrics() -> Response:

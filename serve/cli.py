@@ -120,7 +120,6 @@ def _serve(arguments: argparse.Namespace) -> int:
     from serve.model import ServedModel, load_model
     from serve.server import bind, run_server
     from serve.service import ServerSettings
-    from serve.version import version
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jaxspec").setLevel(arguments.log_level.upper())
@@ -134,7 +133,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     sock = bind(arguments.host, arguments.port)
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     url = f"http://{host}:{sock.getsockname()[1]}"
-    startup.announce_start(version()["jaxspec"], given)
+    startup.announce_start(jaxspec.__version__, given)
     if not keys and not _is_loopback(arguments.host):
         logging.getLogger("jaxspec.serve").warning(
             "listening on %s without --api-key: anybody may use it", arguments.host

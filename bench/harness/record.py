@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from serve.version import commit as code_commit
+
 RESULTS = Path(__file__).parents[1] / "results"
 _VERSIONS = ("jax", "jaxlib", "flax", "torch", "transformers", "orbax-checkpoint", "numpy")
 
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--commit",
         metavar="ID",
-        help="commit of this code, where there is no git (default: $JAXSPEC_COMMIT, then git's)",
+        help="commit of this code (default: what `jaxspec version` says)",
     )
 
 
@@ -35,7 +37,7 @@ def environment(commit: str | None = None, *, with_device: bool = True) -> dict[
         "python": platform.python_version(),
         "versions": {name: version for name in _VERSIONS if (version := _version(name))},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": commit or os.environ.get("JAXSPEC_COMMIT") or _git_commit(),
+        "commit": commit or code_commit(),
     }
 
 
@@ -117,14 +119,6 @@ def _version(name: str) -> str | None:
 def _driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return _output(command)
-
-
-def _git_commit() -> str | None:
-    root = str(Path(__file__).parents[2])
-    commit = _output(["git", "-C", root, "rev-parse", "HEAD"])
-    if commit and _output(["git", "-C", root, "status", "--porcelain", "--untracked-files=no"]):
-        commit += " with local changes"
-    return commit
 
 
 def _output(command: list[str]) -> str | None:

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 import jaxspec
 from serve.app import create_app
+from serve.version import commit
 from tests.serve.client_checks import check_error, client
 from tests.serve.mock_engine import EOS, MockEngine, byte_tokenizer, served
 
@@ -100,7 +101,8 @@ def test_tokenize(mock_server):
 
 def test_version(mock_server):
     answer = mock_server.get("/version").json()
-    assert answer["version"] == jaxspec.__version__
+    assert answer["version"] == answer["jaxspec"] == jaxspec.__version__
+    assert answer["commit"] == (commit() or "unknown")
     assert answer["jax"]
 
 
