@@ -10,37 +10,44 @@ from typing import Any
 
 import numpy as np
 
-from convert import hub
-from convert.checkpoint import DRAFT, MTP, WEIGHTS, parts_of, write_part
 from convert.digests import ShardDigests
-from convert.draft import eagle3_source, part_of
-from convert.hf_folder import CONFIG, GENERATION_CONFIG, INDEX, cache_repository, inside, read_hf_config, read_json
 from convert.keymaps import (
     EAGLE3_HARMLESS,
     KeyMap,
     ParamPath,
     Pieces,
     assemble,
-    check,
     harmless,
     key_map,
     nextn_key_map,
     nextn_prefix,
 )
-from convert.manifest import (
+from convert.progress import Progress, Silent
+from convert.staging import OnEvent, lock_file, staged
+from convert.writer import jaxspec_version, write_manifest, write_part
+from jaxspec.errors import ModelFormatError
+from jaxspec.loading import hub
+from jaxspec.loading.draft import eagle3_source, part_of
+from jaxspec.loading.hf_folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    cache_repository,
+    inside,
+    read_hf_config,
+    read_json,
+)
+from jaxspec.loading.key_check import check
+from jaxspec.loading.manifest import (
     LAYOUT_VERSION,
     MANIFEST,
     Manifest,
     has_manifest,
-    jaxspec_version,
     read_manifest,
-    write_manifest,
 )
-from convert.progress import Progress, Silent
-from convert.safetensors_reader import SafetensorsReader
-from convert.staging import OnEvent, lock_file, staged
-from convert.tokenizer_files import TOKENIZER_FILES, copy_tokenizer, write_json
-from jaxspec.errors import ModelFormatError
+from jaxspec.loading.parts import DRAFT, MTP, WEIGHTS, parts_of
+from jaxspec.loading.safetensors_reader import SafetensorsReader
+from jaxspec.loading.tokenizer_files import TOKENIZER_FILES, copy_tokenizer, write_json
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import Eagle3, is_eagle3, read_eagle3_config

@@ -8,15 +8,13 @@ Names and shapes: DeepSeek-V2/V3 and Llama/Qwen3 as on the Hugging Face hub.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
-from convert.safetensors_reader import TensorInfo
-from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from jaxspec.models.eagle3 import Eagle3Config
 
@@ -122,28 +120,6 @@ def harmless(config: ModelConfig) -> re.Pattern[str]:
     if config.tie_embeddings:  # some writers store the head although it is the embedding
         patterns.append(r"lm_head\.weight")
     return re.compile("|".join(f"(?:{p})" for p in patterns))
-
-
-def check(maps: Iterable[KeyMap], tensors: Mapping[str, TensorInfo], ignore: re.Pattern[str]) -> None:
-    """Compares what the maps ask for with what a checkpoint holds.
-
-    Raises:
-        ModelFormatError: naming the first missing, mis-shaped or unexpected tensor.
-    """
-    wanted = {piece.name: piece.shape for m in maps for pieces in m.values() for piece in pieces}
-    if missing := [name for name in wanted if name not in tensors]:
-        raise ModelFormatError(f"the checkpoint lacks tensor {_first(missing)}")
-    for name, shape in wanted.items():
-        if tensors[name].shape != shape:
-            raise ModelFormatError(
-                f"tensor {name} has shape {list(tensors[name].shape)}; config.json asks for {list(shape)}"
-            )
-    if extra := [name for name in tensors if name not in wanted and not ignore.fullmatch(name)]:
-        raise ModelFormatError(f"the checkpoint holds tensor {_first(extra)}, which the architecture does not have")
-
-
-def _first(names: list[str]) -> str:
-    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
 def _block(config: ModelConfig, prefix: str, *, moe: bool) -> KeyMap:

@@ -13,16 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_INFIX = ".tmp-"
+from jaxspec.loading.manifest import STAGING_INFIX
 
 # Called with the name of a point that conversion has reached; tests kill the process there.
 OnEvent = Callable[[str], None]
-
-
-def is_staging(folder: Path) -> bool:
-    """Whether a folder's name is that of an unfinished one."""
-    name = folder.resolve().name
-    return name.startswith(".") and _INFIX in name
 
 
 @contextmanager
@@ -57,7 +51,7 @@ def lock_file(path: Path) -> Iterator[None]:
 
 
 def _name(out: Path) -> str:
-    return f".{out.name}{_INFIX}{secrets.token_hex(4)}"
+    return f".{out.name}{STAGING_INFIX}{secrets.token_hex(4)}"
 
 
 def _locked_folder(out: Path) -> tuple[Path, int]:
@@ -74,7 +68,7 @@ def _locked_folder(out: Path) -> tuple[Path, int]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    for folder in out.parent.glob(f".{_escape(out.name)}{_INFIX}*"):
+    for folder in out.parent.glob(f".{_escape(out.name)}{STAGING_INFIX}*"):
         with suppress(FileNotFoundError, NotADirectoryError):
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:

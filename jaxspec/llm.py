@@ -211,14 +211,14 @@ def _build_engine(
     import numpy as np
     from jax.sharding import Mesh
 
-    from convert.checkpoint import load_params, read_model_config
     from convert.convert import resolve_model
-    from convert.draft import plan_draft
     from jaxspec.engine.engine import Engine
     from jaxspec.engine.memory import measure_free_bytes
     from jaxspec.engine.runner import Runner
     from jaxspec.engine.state import kv_page_bytes
     from jaxspec.engine.step_log import StepLog
+    from jaxspec.loading.checkpoint import load_params, read_model_config
+    from jaxspec.loading.draft import plan_draft
     from jaxspec.models.decoder import CausalLM
     from jaxspec.models.params import TENSOR_AXIS, count_parameters
 

@@ -188,8 +188,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     # Orbax starts jax's backend, which on a GPU would reserve most of its memory for nothing.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from convert.convert import convert_checkpoint
-    from convert.draft import is_draft
     from convert.progress import console
+    from jaxspec.loading.draft import is_draft
 
     out = convert_checkpoint(arguments.source, arguments.out, revision=arguments.revision, progress=console())
     use = f"jaxspec serve MODEL --speculative-model {out}" if is_draft(out) else f"jaxspec serve {out}"

@@ -27,17 +27,22 @@ LAYERS = {
         "pallas_kernels.backend",
     ),
     "jaxspec.text": ("jaxspec.errors", "jaxspec.sampling"),
+    "convert.keymaps": ("jaxspec.models",),
+    "jaxspec.loading": ("jaxspec.errors", "jaxspec.models", "jaxspec.config", "convert.keymaps"),
     # Compares through the public API.
     "convert.compare": ("convert", "jaxspec.errors", "jaxspec.sampling", "jaxspec.llm"),
-    "convert": ("jaxspec.errors", "jaxspec.models", "jaxspec.config", "jaxspec.text", "jaxspec.demo"),
+    "convert": (
+        "jaxspec.errors", "jaxspec.models", "jaxspec.config", "jaxspec.text", "jaxspec.loading", "jaxspec.demo",
+        "convert.keymaps",
+    ),
     "jaxspec.llm": (
         "jaxspec.errors", "jaxspec.config", "jaxspec.compile_cache", "jaxspec.models", "jaxspec.engine",
-        "jaxspec.sampling", "jaxspec.text", "convert",
+        "jaxspec.sampling", "jaxspec.text", "jaxspec.loading", "convert",
     ),
     "jaxspec.demo": (),
     "serve": (
         "jaxspec.errors", "jaxspec.config", "jaxspec.compat", "jaxspec.engine", "jaxspec.sampling", "jaxspec.text",
-        "jaxspec.llm", "convert", "convert.compare",
+        "jaxspec.llm", "jaxspec.loading", "convert", "convert.compare",
     ),
     "jaxspec": ("jaxspec.config", "jaxspec.sampling", "jaxspec.llm"),
 }  # fmt: skip

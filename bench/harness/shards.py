@@ -1,6 +1,6 @@
 """Writing a sharded safetensors checkpoint without holding it: tensors are made while their shard is written.
 
-The format (https://huggingface.co/docs/safetensors, "Format") is in `convert.safetensors_reader`.
+The format (https://huggingface.co/docs/safetensors, "Format") is in `jaxspec.loading.safetensors_reader`.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.hf_folder import INDEX
+from jaxspec.loading.hf_folder import INDEX
 
 _ITEM_BYTES = {"BF16": 2, "F32": 4}
 

@@ -94,8 +94,8 @@ def work(words: list[str]) -> int:
     import jax
 
     from bench.step.step import mesh_of_one
-    from convert.checkpoint import load_params
     from convert.convert import convert_checkpoint
+    from jaxspec.loading.checkpoint import load_params
 
     figures: dict[str, Any] = {}
     if words[0] == "convert":

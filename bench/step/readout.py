@@ -80,8 +80,8 @@ class Bench:
             model = CausalLM(read_config(hf), dtype)
             params = random_params(model, mesh)
         else:
-            from convert.checkpoint import load_params
             from convert.convert import resolve_model
+            from jaxspec.loading.checkpoint import load_params
 
             model, params = load_params(resolve_model(arguments.model), mesh, dtype)
         self.vocab_size = model.config.vocab_size

@@ -14,11 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from convert.checkpoint import MTP, load_nextn, load_params, read_model_config
 from convert.convert import resolve_model
-from convert.keymaps import KeyMap, Pieces, assemble, check, harmless, key_map, nextn_key_map, nextn_prefix
-from convert.manifest import has_manifest, read_manifest
-from convert.safetensors_reader import DTYPES, SafetensorsReader
+from convert.keymaps import KeyMap, Pieces, assemble, harmless, key_map, nextn_key_map, nextn_prefix
+from jaxspec.loading.checkpoint import load_nextn, load_params, read_model_config
+from jaxspec.loading.key_check import check
+from jaxspec.loading.manifest import has_manifest, read_manifest
+from jaxspec.loading.parts import MTP
+from jaxspec.loading.safetensors_reader import DTYPES, SafetensorsReader
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN

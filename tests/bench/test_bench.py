@@ -13,9 +13,9 @@ from bench.harness import record
 from bench.serving.convert import make_checkpoint
 from bench.step.floor import traffic
 from bench.step.step import SHAPES
-from convert.checkpoint import EMBED, HEAD, MTP
 from convert.convert import convert_checkpoint
-from convert.manifest import read_manifest
+from jaxspec.loading.manifest import read_manifest
+from jaxspec.loading.parts import EMBED, HEAD, MTP
 from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import count_parameters
@@ -65,7 +65,7 @@ def test_a_decode_step_is_measured(tmp_path, capsys, monkeypatch):
 
 def test_generated_checkpoints_convert(tmp_path):
     from bench.step.step import mesh_of_one
-    from convert.checkpoint import load_params
+    from jaxspec.loading.checkpoint import load_params
 
     size = make_checkpoint(tmp_path / "source", 2**23)
     assert size >= 2**23

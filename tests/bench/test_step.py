@@ -17,12 +17,12 @@ from bench.step.gates import PeerError, add_peers, gates, read_peers
 from bench.step.load import Load, TimesByRows, count_kernels
 from bench.step.step import Sizes, build_engine, choose_sizes, loop_table, measured_buckets, mesh_of_one
 from bench.step.weights import draw, read_folder
-from convert.checkpoint import load_nextn, load_params
 from convert.convert import convert_checkpoint
-from convert.safetensors_reader import SafetensorsReader
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.step_log import StepTimes
 from jaxspec.errors import ConfigError, ModelFormatError
+from jaxspec.loading.checkpoint import load_nextn, load_params
+from jaxspec.loading.safetensors_reader import SafetensorsReader
 
 
 @pytest.fixture(scope="module")

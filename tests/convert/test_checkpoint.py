@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from jax.sharding import Mesh
 
-from convert.checkpoint import load_params, read_manifest
-from convert.manifest import LAYOUT_VERSION
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.checkpoint import load_params
+from jaxspec.loading.manifest import LAYOUT_VERSION, read_manifest
 from tests.convert.edits import edit_config
 
 pytestmark = pytest.mark.torch
@@ -59,7 +59,7 @@ LOAD = """
 import sys
 import jax, numpy as np
 from jax.sharding import Mesh
-from convert.checkpoint import load_params
+from jaxspec.loading.checkpoint import load_params
 from jaxspec.errors import ModelFormatError
 
 try:
@@ -100,7 +100,7 @@ def test_two_devices_hold_their_halves(converted: Get):
         import sys
         import jax, numpy as np
         from jax.sharding import Mesh
-        from convert.checkpoint import load_params, load_nextn
+        from jaxspec.loading.checkpoint import load_params, load_nextn
 
         devices = jax.devices()
         assert len(devices) == 2

@@ -14,12 +14,14 @@ import pytest
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from convert.checkpoint import eos_token_ids, load_nextn, load_params, read_manifest, read_model_config
 from convert.convert import convert_checkpoint
 from convert.digests import ShardDigests
 from convert.progress import Lines
-from convert.safetensors_reader import read_header
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.checkpoint import load_nextn, load_params, read_model_config
+from jaxspec.loading.hf_folder import eos_token_ids
+from jaxspec.loading.manifest import read_manifest
+from jaxspec.loading.safetensors_reader import read_header
 from jaxspec.models.params import declarations, nest
 from tests.convert.edits import edit_config, edit_tensors, tensors
 from tests.tiny_models import CONFIGS, VARIANTS, tiny_checkpoint

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import convert.checkpoint
-from convert.checkpoint import WEIGHTS
+import jaxspec.loading.checkpoint
 from convert.convert import convert_checkpoint
-from convert.draft import load_eagle3
-from convert.manifest import Manifest, read_manifest, write_manifest
+from convert.writer import write_manifest
 from jaxspec.config import MAX_SPECULATIVE_TOKENS
 from jaxspec.errors import ConfigError, JaxspecError, ModelFormatError
 from jaxspec.llm import LLM
+from jaxspec.loading.draft import load_eagle3
+from jaxspec.loading.manifest import Manifest, read_manifest
+from jaxspec.loading.parts import WEIGHTS
 from jaxspec.models.eagle3 import capture_layers
 from tests.convert.edits import edit_config, edit_tensors, tensors
 from tests.eagle3_models import VOCAB, H, tiny_draft
@@ -140,7 +141,9 @@ def test_options_that_change_the_formulas(flag: str, inner: bool, tmp_path: Path
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A converted folder of which only the weights are missing, and a loader that must not be reached."""
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(convert.checkpoint, "load_params", lambda *_: pytest.fail("the target's weights were read"))
+    monkeypatch.setattr(
+        jaxspec.loading.checkpoint, "load_params", lambda *_: pytest.fail("the target's weights were read")
+    )
     folder = tmp_path / "target"
     parts = ("embed", "000", "head")
     for part in parts:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from convert.hf_folder import INDEX, cache_repository, inside, read_hf_config, read_json, weight_files
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.hf_folder import INDEX, cache_repository, inside, read_hf_config, read_json, weight_files
 
 SECRET = "secret.safetensors"
 

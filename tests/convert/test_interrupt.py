@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from convert.checkpoint import load_params, read_manifest
 from convert.convert import convert_checkpoint
-from convert.staging import is_staging, staged
+from convert.staging import staged
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.checkpoint import load_params
+from jaxspec.loading.manifest import is_staging, read_manifest
 from tests.convert.edits import edit_config
 
 pytestmark = pytest.mark.torch

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from convert.keymaps import KeyMap, Piece, assemble, check, harmless, key_map, nextn_key_map
-from convert.safetensors_reader import TensorInfo
+from convert.keymaps import KeyMap, Piece, assemble, harmless, key_map, nextn_key_map
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.key_check import check
+from jaxspec.loading.safetensors_reader import TensorInfo
 from jaxspec.models.config import ModelConfig, read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN

@@ -15,9 +15,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from convert.checkpoint import load_params, read_manifest
 from convert.convert import convert_checkpoint, resolve_model
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.checkpoint import load_params
+from jaxspec.loading.manifest import read_manifest
 from tests.convert.edits import edit_config
 
 Get = Callable[[str], Path]

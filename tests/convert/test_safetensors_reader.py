@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from convert import safetensors_reader
-from convert.fp8 import dequantise, scale_shape
-from convert.safetensors_reader import SafetensorsReader
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading import safetensors_reader
+from jaxspec.loading.fp8 import dequantise, scale_shape
+from jaxspec.loading.safetensors_reader import SafetensorsReader
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 arrays = st.builds(

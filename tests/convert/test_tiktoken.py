@@ -15,8 +15,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from convert.convert import convert_checkpoint
-from convert.tiktoken import PATTERN, _byte_letters, build_tokenizer, read_ranks
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.tiktoken import PATTERN, _byte_letters, build_tokenizer, read_ranks
 from tests.convert.edits import edit_config
 
 tiktoken = pytest.importorskip("tiktoken")

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from convert.checkpoint import load_params
 from convert.convert import convert_checkpoint
-from convert.draft import load_eagle3
-from convert.hf_folder import read_hf_config
+from jaxspec.loading.checkpoint import load_params
+from jaxspec.loading.draft import load_eagle3
+from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.models.eagle3 import capture_layers, read_eagle3_config
 from tests.convert.edits import tensors
 from tests.eagle3_models import tiny_draft

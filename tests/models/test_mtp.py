@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from convert.checkpoint import load_nextn, load_params
 from convert.convert import convert_checkpoint
-from convert.safetensors_reader import SafetensorsReader
+from jaxspec.loading.checkpoint import load_nextn, load_params
+from jaxspec.loading.safetensors_reader import SafetensorsReader
 from jaxspec.models.metadata import StepMetadata, window_bounds
 from tests.tiny_models import tiny_checkpoint
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from convert.hf_folder import CONFIG, GENERATION_CONFIG, INDEX
-from convert.tokenizer_files import TOKENIZER_FILES
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.hf_folder import CONFIG, GENERATION_CONFIG, INDEX
+from jaxspec.loading.tokenizer_files import TOKENIZER_FILES
 
 # Nothing here can run: no Python, no pickles. Sub-folders hold other formats of the same weights.
 ALLOWED = ("*.safetensors", INDEX, CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES)

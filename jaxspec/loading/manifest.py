@@ -1,19 +1,19 @@
 """The manifest of a converted folder: what it was made from, and what it must hold to be complete."""
 
 import json
-import os
-from dataclasses import asdict, dataclass, fields
-from importlib import metadata
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from convert.staging import is_staging
 from jaxspec.errors import ModelFormatError
 
 MANIFEST = "manifest.json"
 
 # Raised whenever a folder written by an older jaxspec can no longer be read.
 LAYOUT_VERSION = 1
+
+# In the names of unfinished folders, between a dot with the name to be and a random end.
+STAGING_INFIX = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,10 @@ class Manifest:
     jaxspec_version: str = ""
 
 
-def jaxspec_version() -> str:
-    try:
-        return metadata.version("jaxspec")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes through to the disk: whoever renames the folder relies on it."""
-    with (folder / MANIFEST).open("w") as f:
-        json.dump(asdict(manifest), f, indent=2)
-        f.write("\n")
-        f.flush()
-        os.fsync(f.fileno())
+def is_staging(folder: Path) -> bool:
+    """Whether a folder's name is that of an unfinished one."""
+    name = folder.resolve().name
+    return name.startswith(".") and STAGING_INFIX in name
 
 
 def has_manifest(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ModelFormatError
+from jaxspec.models.config import eos_ids
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -66,6 +67,17 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         raise ModelFormatError(f"{folder} has no {CONFIG}, so it is not a Hugging Face model folder")
     return read_json(folder, CONFIG)
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end a generation: those of generation_config.json, then those only config.json has.
+
+    Chat models name their end-of-turn token in the former alone (Kimi-K2's config.json has only the end of text).
+    """
+    ids = eos_ids(read_hf_config(folder).get("eos_token_id"))
+    if (folder / GENERATION_CONFIG).exists():
+        ids = eos_ids(read_json(folder, GENERATION_CONFIG).get("eos_token_id")) + ids
+    return tuple(dict.fromkeys(ids))
 
 
 def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:

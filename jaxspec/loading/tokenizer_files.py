@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from convert.hf_folder import inside, read_json
+from jaxspec.loading.hf_folder import inside, read_json
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -34,7 +34,7 @@ def copy_tokenizer(folder: Path, out: Path) -> None:
     config = read_json(folder, TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
     remote = config.pop("auto_map", None)
     if (folder / TIKTOKEN).exists() and not (folder / TOKENIZER).exists():
-        from convert.tiktoken import build_tokenizer
+        from jaxspec.loading.tiktoken import build_tokenizer
 
         build_tokenizer(inside(folder, TIKTOKEN), config).save(str(out / TOKENIZER))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"

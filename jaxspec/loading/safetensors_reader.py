@@ -16,9 +16,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from convert.fp8 import SCALE_SUFFIX, dequantise, scale_shape
-from convert.hf_folder import INDEX, weight_files
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.fp8 import SCALE_SUFFIX, dequantise, scale_shape
+from jaxspec.loading.hf_folder import INDEX, weight_files
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from convert.checkpoint import DRAFT, EMBED, HEAD, MTP, load_nextn, read_part
-from convert.hf_folder import read_hf_config
 from convert.keymaps import KeyMap, ParamPath, eagle3_key_map
-from convert.manifest import read_manifest
-from convert.safetensors_reader import SafetensorsReader
-from convert.tokenizer_files import TOKENIZER
 from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, ModelFormatError
+from jaxspec.loading.checkpoint import load_nextn
+from jaxspec.loading.converted import read_part
+from jaxspec.loading.hf_folder import read_hf_config
+from jaxspec.loading.manifest import read_manifest
+from jaxspec.loading.parts import DRAFT, EMBED, HEAD, MTP
+from jaxspec.loading.safetensors_reader import SafetensorsReader
+from jaxspec.loading.tokenizer_files import TOKENIZER
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import (

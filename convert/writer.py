@@ -1,0 +1,47 @@
+"""Writes the parts and the manifest of a converted folder."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from convert.keymaps import ParamPath
+from jaxspec.loading.converted import checkpointer
+from jaxspec.loading.manifest import MANIFEST, Manifest
+from jaxspec.loading.parts import WEIGHTS
+from jaxspec.models.params import nest
+
+# A loader reads whole chunks: small enough that a shard of a mesh reads little that it does not need, large enough
+# for the disk.
+_CHUNK_BYTES = 64 * 2**20
+
+
+def write_part(folder: Path, part: str, values: Mapping[ParamPath, np.ndarray]) -> None:
+    """Writes one part under `folder`. Takes memory for two more copies of it."""
+    import orbax.checkpoint as ocp
+
+    tree = nest(values)
+    options = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
+    with checkpointer() as orbax:
+        orbax.save(folder.resolve() / WEIGHTS / part, args=ocp.args.PyTreeSave(tree, save_args=options))
+
+
+def jaxspec_version() -> str:
+    try:
+        return metadata.version("jaxspec")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes through to the disk: whoever renames the folder relies on it."""
+    with (folder / MANIFEST).open("w") as f:
+        json.dump(asdict(manifest), f, indent=2)
+        f.write("\n")
+        f.flush()
+        os.fsync(f.fileno())
