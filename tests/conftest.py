@@ -12,6 +12,8 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
 
     # Compiling is most of the time, and tiny models gain nothing from optimised loops.
     flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    # As many devices as a test's mesh needs; all others use the first one.
+    flags.append("--xla_force_host_platform_device_count=2")
     if version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")  # unknown to later ones
     if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):

@@ -40,11 +40,14 @@ def one_device() -> Mesh:
     return Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,))
 
 
-def numpy_params(module: nnx.Module, seed: int) -> dict:
-    """Random parameters as `random_params(randomize_norms=True)` draws them, without a compilation for each shape."""
+def numpy_params(module: nnx.Module, seed: int, mesh: Mesh | None = None) -> dict:
+    """Random parameters as `random_params(randomize_norms=True)` draws them, without a compilation for each shape.
+
+    Their values are the same on any mesh; by default it is one of a single device.
+    """
     rng = np.random.default_rng(seed)
     flat = {}
-    for path, target in with_shardings(module, one_device()).items():
+    for path, target in with_shardings(module, mesh or one_device()).items():
         init = declarations(module)[path].get_metadata()["init"]
         if init == "normal":
             value = rng.standard_normal(target.shape) * (1.0 if path[0] == "embed" else target.shape[-1] ** -0.5)

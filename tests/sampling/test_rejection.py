@@ -4,7 +4,7 @@ The toy target and draft are Markov chains: p and q depend on the last token, so
 Each broken sampler that is known from the field is kept as a test of the tests.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -33,19 +33,20 @@ def softmax(x):
 
 
 def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, salt=0, greedy_drafts=False):
+    """As NumPy arrays, like all inputs here: outside of `jax.jit` every operation would compile by itself."""
     seeds = np.stack([np.arange(R), np.full(R, salt)], axis=1).astype(np.uint32)
     return SamplingRows(
-        jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (R,)),
-        jnp.full(R, top_p, jnp.float32),
-        jnp.full(R, min_p, jnp.float32),
-        jnp.full(R, top_k, jnp.int32),
-        jnp.asarray(seeds),
-        jnp.broadcast_to(greedy_drafts, (R,)),
+        np.broadcast_to(np.float32(temperature), (R,)),
+        np.full(R, top_p, np.float32),
+        np.full(R, min_p, np.float32),
+        np.full(R, top_k, np.int32),
+        seeds,
+        np.broadcast_to(greedy_drafts, (R,)),
     )
 
 
 @partial(jax.jit, static_argnames=("k", "full", "drafter", "verifier"))
-def cycle(
+def compiled_cycle(
     target, draft, last, rows, position, *,
     k, num_drafts=None, full=False, one_hot=False, drafter=sample_draft, verifier=verify,
 ):  # fmt: skip
@@ -64,6 +65,12 @@ def cycle(
     return verifier(logits, drafts, log_q, point_mass, num_drafts, rows, jnp.full(R, position), full=full), drafts
 
 
+def cycle(target, draft, rows, position=100, *, last=3, **options):
+    """`compiled_cycle` from one last token for every row of `rows`, as NumPy arrays."""
+    tokens = np.full(len(rows.temperature), last, np.int32)
+    return jax.tree.map(np.asarray, compiled_cycle(target, draft, tokens, rows, position, **options))
+
+
 def chi2(counts, p):
     counts, p = np.asarray(counts, np.float64), np.asarray(p)
     assert counts[p == 0].sum() == 0, "a token of probability zero was emitted"
@@ -74,9 +81,8 @@ def chi2(counts, p):
 
 def first_token_chi2(**options):
     target, draft = options.pop("chains", chains())
-    last = jnp.full(N, 3)
     rows = options.pop("rows", sampling_rows(N))
-    verified, _ = cycle(target, draft, last, rows, 100, **options)
+    verified, _ = cycle(target, draft, rows, **options)
     return chi2(np.bincount(verified.ids[:, 0], minlength=V), softmax(target[3])), verified
 
 
@@ -91,11 +97,13 @@ def test_exactly_by_enumeration(monkeypatch):
         R = len(drafts)
         monkeypatch.setattr(rejection, "uniform", lambda *_: jnp.asarray(u, jnp.float32))
         monkeypatch.setattr(reference, "gumbel", lambda *_: jnp.asarray(noise, jnp.float32))
-        logits = jnp.broadcast_to(jnp.log(p), (R, 2, 5)).astype(jnp.float32)
-        log_q = jnp.broadcast_to(jnp.log(q), (R, 1, 5)).astype(jnp.float32)
-        none, one, first = jnp.zeros(R, bool), jnp.ones(R, jnp.int32), jnp.zeros(R, jnp.int32)
-        ids = jnp.asarray(drafts, jnp.int32)[:, None]
-        return verify(logits, ids, log_q, none, one, sampling_rows(R), first, full=False)
+        logits = np.broadcast_to(np.log(p), (R, 2, 5)).astype(np.float32)
+        log_q = np.broadcast_to(np.log(q), (R, 1, 5)).astype(np.float32)
+        none, one, first = np.zeros(R, bool), np.ones(R, np.int32), np.zeros(R, np.int32)
+        ids = np.asarray(drafts, np.int32)[:, None]
+        # Traced anew each time: the noise is a constant of it.
+        run = jax.jit(lambda *inputs: verify(*inputs, full=False))
+        return jax.tree.map(np.asarray, run(logits, ids, log_q, none, one, sampling_rows(R), first))
 
     drafts, u = (a.ravel() for a in np.meshgrid(np.arange(5), (np.arange(256) + 0.5) / 256))
     verified = decide(drafts, u, np.zeros((len(drafts), 5)))
@@ -108,8 +116,8 @@ def test_exactly_by_enumeration(monkeypatch):
         for row, (a, b) in enumerate(pairs):
             noise[row, [a, b]] = (tips[row] + shift, 0)
         replaced = decide(np.zeros(len(pairs), int), np.full(len(pairs), 0.99), noise)
-        assert (np.asarray(replaced.accepted) == 0).all()
-        assert np.asarray(replaced.ids[:, 0]).tolist() == [pair[side] for pair in pairs]
+        assert (replaced.accepted == 0).all()
+        assert replaced.ids[:, 0].tolist() == [pair[side] for pair in pairs]
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
@@ -124,8 +132,8 @@ def test_second_token_given_the_first(k, temperature):
     """Pooled over first tokens, among windows that emitted at least two."""
     target, draft = chains()
     rows = sampling_rows(N, temperature)
-    verified, _ = cycle(target, draft, jnp.full(N, 3), rows, 100, k=k)
-    ids, accepted = np.asarray(verified.ids), np.asarray(verified.accepted)
+    verified, _ = cycle(target, draft, rows, k=k)
+    ids, accepted = verified
     total, df = 0.0, 0
     p = softmax(target / temperature)
     for first in range(V):
@@ -140,10 +148,10 @@ def test_second_token_given_the_first(k, temperature):
 
 def test_the_bonus_follows_the_target_after_full_acceptance():
     target, draft = chains(0.2)
-    verified, drafts = cycle(target, draft, jnp.full(N, 3), sampling_rows(N), 100, k=2)
-    full = np.asarray(verified.accepted) == 2
-    last = np.asarray(drafts)[full, 1]
-    bonus = np.asarray(verified.ids)[full, 2]
+    verified, drafts = cycle(target, draft, sampling_rows(N), k=2)
+    full = verified.accepted == 2
+    last = drafts[full, 1]
+    bonus = verified.ids[full, 2]
     token = np.bincount(last).argmax()
     assert chi2(np.bincount(bonus[last == token], minlength=V), softmax(target[token])) < CHI2_999[7]
 
@@ -152,9 +160,9 @@ def test_the_bonus_follows_the_target_after_full_acceptance():
 def test_acceptance_is_exactly_the_overlap(temperature):
     """Too few acceptances waste the draft, too many are lossy: equality on both sides, at every position."""
     target, draft = chains()
-    verified, drafts = cycle(target, draft, jnp.full(N, 3), sampling_rows(N, temperature), 100, k=3)
+    verified, drafts = cycle(target, draft, sampling_rows(N, temperature), k=3)
     overlap = np.minimum(softmax(target / temperature), softmax(draft / temperature)).sum(axis=1)
-    context, accepted = np.full(N, 3), np.asarray(verified.accepted)
+    context, accepted = np.full(N, 3), verified.accepted
     reached = np.ones(N, bool)
     for i in range(3):
         expected = overlap[context[reached]]
@@ -162,7 +170,7 @@ def test_acceptance_is_exactly_the_overlap(temperature):
         sigma = np.sqrt((expected * (1 - expected)).sum())
         assert abs(got - expected.sum()) < 3 * sigma
         reached &= accepted > i
-        context = np.asarray(drafts)[:, i]
+        context = drafts[:, i]
 
 
 def test_draft_accept_and_recover_noise_are_independent():
@@ -171,7 +179,7 @@ def test_draft_accept_and_recover_noise_are_independent():
     pad = lambda x: np.log(np.concatenate([x, np.full(V - 3, 1e-30)])).astype(np.float32)  # noqa: E731
     models = (np.tile(pad(p), (V, 1)), np.tile(pad(q), (V, 1)))
     R = 200_000
-    verified, _ = cycle(*models, jnp.zeros(R, jnp.int32), sampling_rows(R), 7, k=1)
+    verified, _ = cycle(*models, sampling_rows(R), 7, last=0, k=1)
     counts = np.bincount(verified.ids[:, 0], minlength=V)[:3]
     assert ((counts - R * p) ** 2 / (R * p)).sum() < 13.8
 
@@ -179,21 +187,20 @@ def test_draft_accept_and_recover_noise_are_independent():
 @pytest.mark.slow
 def test_support_and_extremes():
     target, draft = chains()
-    R, last = 20_000, jnp.full(20_000, 3)
     order = np.argsort(-target[3])
-    verified, _ = cycle(target, draft, last, sampling_rows(R, top_k=2), 100, k=3, full=True)
-    assert set(np.asarray(verified.ids[:, 0]).tolist()) == set(order[:2].tolist())
-    same, _ = cycle(target, target, last, sampling_rows(R), 100, k=3)
-    assert (np.asarray(same.accepted) == 3).all()
+    verified, _ = cycle(target, draft, sampling_rows(N, top_k=2), k=2, full=True)
+    assert set(verified.ids[:, 0].tolist()) == set(order[:2].tolist())
+    same, _ = cycle(target, target, sampling_rows(N), k=3)
+    assert (same.accepted == 3).all()
     apart = np.full((2, V, V), -1e9, np.float32)
     apart[0, :, :4], apart[1, :, 4:] = 0, 0
-    disjoint, _ = cycle(apart[0], apart[1], last, sampling_rows(R), 100, k=2)
-    assert (np.asarray(disjoint.accepted) == 0).all()
+    disjoint, _ = cycle(apart[0], apart[1], sampling_rows(N), k=2)
+    assert (disjoint.accepted == 0).all()
     assert chi2(np.bincount(disjoint.ids[:, 0], minlength=V), softmax(apart[0, 0])) < CHI2_999[7]
     point = np.full((V, V), -1e9, np.float32)
     point[:, 5] = 0
-    certain, _ = cycle(point, draft, last, sampling_rows(R), 100, k=2)
-    assert (np.asarray(certain.ids[:, 0]) == 5).all()
+    certain, _ = cycle(point, draft, sampling_rows(N), k=2)
+    assert (certain.ids[:, 0] == 5).all()
 
 
 @pytest.mark.slow
@@ -202,7 +209,7 @@ def test_masks_of_the_target_alone():
     target, draft = chains()
     for options in ({"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.3}):
         rows = sampling_rows(N, 0.9, **options)
-        verified, _ = cycle(target, draft, jnp.full(N, 3), rows, 100, k=2, full=True)
+        verified, _ = cycle(target, draft, rows, k=2, full=True)
         scaled = target[3] / 0.9
         probability = softmax(scaled)
         ranked = np.sort(probability)[::-1]
@@ -234,11 +241,11 @@ def test_gated_and_greedily_drafted_rows_are_lossless():
     rng = np.random.default_rng(6)
     k, R = 3, 4 * N
     greedy_drafts, num_drafts = rng.random(R) < 0.5, rng.integers(0, k + 1, R)
-    rows = sampling_rows(R, greedy_drafts=jnp.asarray(greedy_drafts))
-    verified, drafts = cycle(target, draft, jnp.full(R, 3), rows, 100, k=k, num_drafts=jnp.asarray(num_drafts))
-    ids, accepted = np.asarray(verified.ids), np.asarray(verified.accepted)
+    rows = sampling_rows(R, greedy_drafts=greedy_drafts)
+    verified, drafts = cycle(target, draft, rows, k=k, num_drafts=num_drafts)
+    ids, accepted = verified
     assert (accepted <= num_drafts).all()
-    assert (np.asarray(drafts)[greedy_drafts, 0] == draft[3].argmax()).all()
+    assert (drafts[greedy_drafts, 0] == draft[3].argmax()).all()
     p = softmax(target)
     for point_mass in (False, True):
         for number in range(k + 1):
@@ -267,16 +274,17 @@ def test_rows_of_many_kinds_share_a_batch():
     ]  # fmt: skip
     rows = sampling_rows(R, rng.choice([0.0, 0.7, 1.3], R))
     positions = rng.integers(0, 1000, R).astype(np.int32)
-    run = jax.jit(partial(verify, full=False))
+    compiled = jax.jit(partial(verify, full=False))
+    run = lambda *inputs: jax.tree.map(np.asarray, compiled(*inputs))  # noqa: E731
     whole = run(*args, rows, positions)
     order = rng.permutation(R)
     permuted = run(*(a[order] for a in args), jax.tree.map(lambda a: a[order], rows), positions[order])
     np.testing.assert_array_equal(permuted.accepted, whole.accepted[order])
-    live = np.arange(k + 1) <= np.asarray(whole.accepted)[:, None]
+    live = np.arange(k + 1) <= whole.accepted[:, None]
     np.testing.assert_array_equal(np.where(live[order], permuted.ids, 0), np.where(live, whole.ids, 0)[order])
-    assert (np.asarray(whole.accepted) <= args[4]).all()
+    assert (whole.accepted <= args[4]).all()
 
-    greedy = np.asarray(rows.temperature) == 0
+    greedy = rows.temperature == 0
     best = logits.argmax(axis=2)
     for r in np.flatnonzero(greedy):
         matches = (args[1][r] == best[r, :k]) & (np.arange(k) < args[4][r])
@@ -284,28 +292,35 @@ def test_rows_of_many_kinds_share_a_batch():
         assert whole.accepted[r] == a
         np.testing.assert_array_equal(whole.ids[r, : a + 1], best[r, : a + 1])
 
-    none = np.flatnonzero(np.asarray(args[4]) == 0)
-    plain = sample(logits[none, 0], jax.tree.map(lambda a: a[none], rows), positions[none], full=False)
+    none = np.flatnonzero(args[4] == 0)
+    plain = jax.jit(partial(sample, full=False))(
+        logits[none, 0], jax.tree.map(lambda a: a[none], rows), positions[none]
+    )
     np.testing.assert_array_equal(whole.ids[none, 0], plain)  # no drafts: plain sampling, to the token
 
 
 def test_zero_probabilities_and_equal_rounding():
     """q(x) = 0, p(x) = 0 and p == q never give NaN, an id outside the vocabulary, or an impossible token."""
-    neg = -jnp.inf
-    p = jnp.array([[[0.0, neg, 0.0, neg]] * 2])
+    neg = -np.inf
+    p = np.array([[[0.0, neg, 0.0, neg]] * 2], np.float32)
+    run = jax.jit(partial(verify, full=False))
     for q_row, x in (([neg, 0.0, neg, neg], 1), ([neg, neg, 0.0, 0.0], 0), ([0.0, neg, 0.0, neg], 2)):
-        log_q = jax.nn.log_softmax(jnp.array([[q_row]]), axis=-1)
+        log_q = np.float32([[q_row]]) - np.log(np.exp(np.float32(q_row)).sum())
+        ids, none, one, first = np.int32([[x]]), np.array([False]), np.int32([1]), np.int32([0])
         for seed in range(20):
-            out = verify(
-                p, jnp.array([[x]]), log_q, jnp.array([False]), jnp.array([1]), sampling_rows(1, salt=seed),
-                jnp.array([0]), full=False,
-            )  # fmt: skip
-            emitted = np.asarray(out.ids[0, : int(out.accepted[0]) + 1])
+            out = run(p, ids, log_q, none, one, sampling_rows(1, salt=seed), first)
+            emitted = np.asarray(out.ids)[0, : int(out.accepted[0]) + 1]
             assert set(emitted.tolist()) <= {0, 2}
             assert bool(out.accepted[0]) == (x == 2)
 
 
 # --- tests of the tests: samplers known to be wrong must fail them ---
+
+
+@cache
+def synthetic_verifier(mean):
+    """One function for each mean, so that both temperatures share what is compiled for it."""
+    return partial(verify, synthetic_length=mean)
 
 
 @pytest.mark.slow
@@ -317,10 +332,7 @@ def test_synthetic_acceptance(k, mean, by_position, temperature):
     """Mean and rates are as asked whatever the target says, and only the token behind the drafts is the target's."""
     target, draft = chains(5.0)
     rows = sampling_rows(N, temperature)
-    verified, drafts = cycle(
-        target, draft, jnp.full(N, 3), rows, 100, k=k, verifier=partial(verify, synthetic_length=mean)
-    )
-    ids, accepted, drafts = (np.asarray(a) for a in (verified.ids, verified.accepted, drafts))
+    (ids, accepted), drafts = cycle(target, draft, rows, k=k, verifier=synthetic_verifier(mean))
     for position, rate in enumerate(by_position):
         assert abs((accepted > position).mean() - rate) <= 3 * (rate * (1 - rate) / N) ** 0.5
     assert abs(1 + accepted.mean() - mean) <= 3 * (sum(r * (1 - r) for r in by_position) / N) ** 0.5
@@ -400,13 +412,13 @@ def test_shared_noise_is_caught(monkeypatch):
     monkeypatch.setattr(
         rejection, "noise_keys", lambda seeds, positions, streams: _shared_keys(seeds, positions, streams, shared)
     )
-    cycle.clear_cache()
+    compiled_cycle.clear_cache()
     try:
         with pytest.raises(AssertionError):
             test_draft_accept_and_recover_noise_are_independent()
     finally:
         monkeypatch.undo()
-        cycle.clear_cache()
+        compiled_cycle.clear_cache()
 
 
 def _shared_keys(seeds, positions, streams, shared):
