@@ -1,10 +1,9 @@
 """Conversion killed at every point where it can leave something behind, and conversions side by side."""
 
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,16 +25,9 @@ Get = Callable[[str], Path]
 FRESH = [*(f"part {p} written" for p in ("embed", "000", "001", "002", "head", "mtp")), "rename into place"]
 REPLACING = [*FRESH[:-1], "rename the old one away", "rename into place"]
 
-KILL = """
-import os, sys
-from convert.convert import convert_checkpoint
-
-def die(name):
-    if name == sys.argv[3]:
-        os._exit(9)
-
-convert_checkpoint(sys.argv[1], sys.argv[2], on_event=die)
-"""
+# One process imports what converting needs, and those that are killed are forked from it.
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload([__name__])
 
 
 class Killed(BaseException):
@@ -48,6 +40,22 @@ def kill_at(point: str) -> Callable[[str], None]:
             raise Killed
 
     return on_event
+
+
+def convert_until(point: str, source: Path, out: Path) -> None:
+    def die(name: str) -> None:
+        if name == point:
+            os._exit(9)
+
+    convert_checkpoint(source, out, on_event=die)
+
+
+def killed_conversion(point: str, source: Path, out: Path) -> None:
+    """Converts in another process, which ends at the point as if it were killed."""
+    process = processes.Process(target=convert_until, args=(point, source, out))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
 
 
 def loads(path: Path) -> bool:
@@ -79,8 +87,7 @@ def test_the_points(source: Get, tmp_path: Path):
 @pytest.mark.parametrize("point", FRESH)
 def test_killed_process_leaves_nothing_that_loads(point: str, source: Get, tmp_path: Path, mesh):
     out = tmp_path / "out"
-    run = subprocess.run([sys.executable, "-c", KILL, str(source("v3-mtp")), str(out), point], check=False)
-    assert run.returncode == 9
+    killed_conversion(point, source("v3-mtp"), out)
     left = list(tmp_path.iterdir())
     assert left, "the leftovers are what this test is about"
     assert not any(loads(path) for path in left)
@@ -94,8 +101,7 @@ def test_killed_process_leaves_nothing_that_loads(point: str, source: Get, tmp_p
 def test_killed_process_that_was_replacing_an_older_conversion(point: str, source: Get, tmp_path: Path):
     out = tmp_path / "out"
     old_conversion(source("v3-mtp"), out)
-    run = subprocess.run([sys.executable, "-c", KILL, str(source("v3-mtp")), str(out), point], check=False)
-    assert run.returncode == 9
+    killed_conversion(point, source("v3-mtp"), out)
     assert not any(loads(path) for path in tmp_path.iterdir())
     convert_checkpoint(source("v3-mtp"), out)
     assert list(tmp_path.iterdir()) == [out]
