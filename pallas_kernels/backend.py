@@ -1,4 +1,4 @@
-"""Which implementation of an operation a step uses: chosen while the step is traced, named once in the log."""
+"""Which implementation of an operation a step uses: chosen while the step is traced, and logged once."""
 
 import contextlib
 import functools
@@ -15,14 +15,14 @@ logger = logging.getLogger("jaxspec.kernels")
 
 
 class UnsupportedError(ValueError):
-    """The backend that was asked for cannot take this call."""
+    """The requested backend does not support this call."""
 
 
 @dataclass(frozen=True)
 class Backends:
-    """What runs attention and the routed experts, and on how many devices.
+    """Which backend runs attention and the routed experts, and on how many devices.
 
-    "auto" is the fastest kernel that can take the call, else the plain-XLA reference.
+    "auto" is the fastest kernel that supports the call, or the plain-XLA reference if none does.
     """
 
     attention: str = "auto"
@@ -37,7 +37,7 @@ _chosen: ContextVar[dict[str, set[str]] | None] = ContextVar("chosen", default=N
 
 @contextlib.contextmanager
 def use(backends: Backends) -> Iterator[dict[str, set[str]]]:
-    """The backends of everything traced inside. Yields what gets chosen: operation -> implementations."""
+    """Sets the backends of everything traced inside. Yields the choices as they are made: operation -> implementations."""
     chosen: dict[str, set[str]] = {}
     tokens = _current.set(backends), _chosen.set(chosen)
     try:
@@ -51,55 +51,69 @@ def current() -> Backends:
     return _current.get()
 
 
-def choose(operation: str, wanted: str, obstacles: Mapping[str, str | None], *, elsewhere: Collection[str] = ()) -> str:
-    """The implementation for one call.
+def choose(
+    operation: str, wanted: str, unsupported_reasons: Mapping[str, str | None], *, same_as_auto: Collection[str] = ()
+) -> str:
+    """Chooses the implementation of one call, logs the choice and records it for `use`.
 
     Args:
+        operation: its name in the log.
         wanted: one of BACKENDS.
-        obstacles: by implementation, the best first: why it cannot take this call, None where it can.
-        elsewhere: backends without a kernel for this operation that mean another one of the same option: to want one of
-            them leaves this operation to "auto".
+        unsupported_reasons: for each kernel, fastest first, why it does not support this call, or None if it does.
+        same_as_auto: backends that have no kernel for this operation but for others of the same option; for this
+            operation they mean "auto".
+
+    Returns:
+        A key of `unsupported_reasons`, or "reference".
 
     Raises:
-        UnsupportedError: `wanted` cannot take it.
+        UnsupportedError: `wanted` does not support this call.
     """
-    chosen, why = _decide(operation, wanted, obstacles, elsewhere)
+    if wanted == "auto" or wanted in same_as_auto:
+        chosen, why = _fastest(wanted, unsupported_reasons)
+    else:
+        _check_supported(operation, wanted, unsupported_reasons)
+        chosen, why = wanted, "asked for"
     _log(operation, chosen, why)
     if (choices := _chosen.get()) is not None:
         choices.setdefault(operation, set()).add(chosen)
     return chosen
 
 
-def _decide(
-    operation: str, wanted: str, obstacles: Mapping[str, str | None], elsewhere: Collection[str]
-) -> tuple[str, str]:
-    """The implementation, and why that one."""
-    if wanted == "auto" or wanted in elsewhere:
-        chosen = next((name for name, obstacle in obstacles.items() if obstacle is None), "reference")
-        none = [f"there is no {wanted} kernel"] if wanted in elsewhere else []
-        others = [f"not {name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle]
-        fastest = ["the fastest that fits"] if chosen != "reference" else others or ["there is no other"]
-        return chosen, "; ".join(none + fastest)
-    if wanted != "reference" and (obstacle := obstacles.get(wanted, f"there is no {wanted} kernel")):
-        *served, last = (repr(name) for name in ("auto", *(n for n, o in obstacles.items() if o is None), "reference"))
-        raise UnsupportedError(
-            f"{operation} cannot run on the backend {wanted!r}: {obstacle}; use {', '.join(served)} or {last}"
-        )
-    return wanted, "asked for"
+def _fastest(wanted: str, unsupported_reasons: Mapping[str, str | None]) -> tuple[str, str]:
+    """The first implementation that supports the call, and why this one."""
+    chosen = next((name for name, reason in unsupported_reasons.items() if reason is None), "reference")
+    if chosen != "reference":
+        why = ["the fastest that fits"]
+    else:
+        why = [f"not {name}: {reason}" for name, reason in unsupported_reasons.items()] or ["there is no other"]
+    no_kernel = [f"there is no {wanted} kernel"] if wanted != "auto" else []
+    return chosen, "; ".join(no_kernel + why)
 
 
-def hopper_obstacle(*dtypes: jnp.dtype) -> str | None:
-    """Why a Mosaic GPU kernel for bfloat16 on Hopper cannot run here, None if it can."""
+def _check_supported(operation: str, wanted: str, unsupported_reasons: Mapping[str, str | None]) -> None:
+    reason = unsupported_reasons.get(wanted, f"there is no {wanted} kernel")
+    if wanted == "reference" or reason is None:
+        return
+    supported = [name for name, other in unsupported_reasons.items() if other is None]
+    *others, last = (repr(name) for name in ("auto", *supported, "reference"))
+    raise UnsupportedError(
+        f"{operation} cannot run on the backend {wanted!r}: {reason}; use {', '.join(others)} or {last}"
+    )
+
+
+def hopper_unsupported_reason(*dtypes: jnp.dtype) -> str | None:
+    """Why a Mosaic GPU kernel for bfloat16 on Hopper cannot run here, or None if it can."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this is a {device.platform.upper()}"
     if compute_capability(device) != 90:
         return f"it needs compute capability 9.0, and {device.device_kind} has another"
-    return _call_obstacle(dtypes, ("bfloat16",))
+    return _common_unsupported_reason(dtypes, ("bfloat16",))
 
 
-def ampere_obstacle(*dtypes: jnp.dtype) -> str | None:
-    """Why a Triton kernel for 16-bit types cannot run here, None if it can."""
+def ampere_unsupported_reason(*dtypes: jnp.dtype) -> str | None:
+    """Why a Triton kernel for one 16-bit dtype cannot run here, or None if it can."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this is a {device.platform.upper()}"
@@ -107,16 +121,16 @@ def ampere_obstacle(*dtypes: jnp.dtype) -> str | None:
         return f"it needs compute capability 8.0 or more, and {device.device_kind} has another"
     if len(set(dtypes)) > 1:
         return f"it needs one type, not {' and '.join(sorted(map(str, set(dtypes))))}"
-    return _call_obstacle(dtypes, ("bfloat16", "float16"))
+    return _common_unsupported_reason(dtypes, ("bfloat16", "float16"))
 
 
 def compute_capability(device: jax.Device) -> int | None:
-    """90 for 9.0; None where the device has none, as GPUs of other makers."""
+    """90 for 9.0; None where the device has none, as GPUs of other vendors."""
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     return 10 * int(major) + int(minor) if major.isdecimal() and minor.isdecimal() else None
 
 
-def _call_obstacle(dtypes: Collection[jnp.dtype], supported: Sequence[str]) -> str | None:
+def _common_unsupported_reason(dtypes: Collection[jnp.dtype], supported: Sequence[str]) -> str | None:
     if current().devices > 1:
         return "it runs on one device only"
     others = sorted({str(dtype) for dtype in dtypes} - set(supported))

@@ -135,7 +135,7 @@ def merge(
         name: of the kernel, in profiles.
         out: [B, rows, V], rows in equal blocks of at most ROWS.
         partial, lse: see `Merging`.
-        splits: as `split_kv.Schedule` has it.
+        splits: see `split_kv.Schedule`.
     """
     merging = Merging(partial, lse, out.shape[0])
 

@@ -45,7 +45,7 @@ def tile_for(tiles: Mapping[int, Sequence[Tile]], live: int, capability: int) ->
     return next((tile for tile in candidates if tile.rows >= live), candidates[-1])
 
 
-def obstacle() -> str | None:
+def unsupported_reason() -> str | None:
     """Why Triton kernels cannot be compiled here; None if they can. Imports nothing: that would take a second."""
     for package, versions in VERSIONS.items():
         try:

@@ -22,9 +22,9 @@ def gqa_decode(
         [B, n, K, G, D] in q's dtype.
 
     Raises:
-        UnsupportedError: the attention backend that was asked for cannot take this call.
+        UnsupportedError: the requested attention backend does not support this call.
     """
-    obstacles = {"mosaic": mosaic.obstacle(q, k, v), "triton": triton.obstacle(q, k, v)}
-    chosen = choose("gqa_decode", current().attention, obstacles)
+    unsupported_reasons = {"mosaic": mosaic.unsupported_reason(q, k, v), "triton": triton.unsupported_reason(q, k, v)}
+    chosen = choose("gqa_decode", current().attention, unsupported_reasons)
     kernel = {"mosaic": mosaic, "triton": triton, "reference": reference}[chosen]
     return kernel.gqa_decode(q, k, v, page_tables, bounds, scale=scale)

@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
@@ -34,18 +34,18 @@ OF_ROWS = WGMMA.reduce(1)
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def layout_obstacle(q: jax.Array, k: jax.Array) -> str | None:
+def layout_unsupported_reason(q: jax.Array, k: jax.Array) -> str | None:
     """Why no kernel can take this head size and these pages; None if one may."""
     if q.shape[-1] not in HEAD_DIMS:
-        return f"it is for heads of {' or '.join(map(str, HEAD_DIMS))}, not {q.shape[-1]}"
+        return f"it supports heads of {' or '.join(map(str, HEAD_DIMS))}, not {q.shape[-1]}"
     if k.shape[1] != PAGE:
-        return f"it is for pages of {PAGE} tokens, not {k.shape[1]}"
+        return f"it supports pages of {PAGE} tokens, not {k.shape[1]}"
     return None
 
 
-def obstacle(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
-    return layout_obstacle(q, k) or hopper_obstacle(q.dtype, k.dtype, v.dtype)
+def unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
+    return layout_unsupported_reason(q, k) or hopper_unsupported_reason(q.dtype, k.dtype, v.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sms", "interpret"))
@@ -118,7 +118,7 @@ def _attend_kernel(
             plgpu.copy_gmem_to_smem(v.at[page, :, head], v_s.at[stage], v_full.at[stage])
 
         def clear_unowned(values_s, keys):
-            """Zeroes the values behind the last key of the request: 0 times NaN is NaN."""
+            """Zeroes the values after the last key of the request: 0 times NaN is NaN."""
             for column in range(0, D, PAGE):
                 tile = values_s.at[:, pl.ds(column, PAGE)]
                 values = load(values_s, (slice(None), pl.ds(column, PAGE)), layout=WGMMA)

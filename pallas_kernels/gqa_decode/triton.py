@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import triton_call
-from pallas_kernels.backend import ampere_obstacle, compute_capability
-from pallas_kernels.gqa_decode.mosaic import layout_obstacle
+from pallas_kernels.backend import ampere_unsupported_reason, compute_capability
+from pallas_kernels.gqa_decode.mosaic import layout_unsupported_reason
 from pallas_kernels.split_kv import PAGE, make_schedule
 from pallas_kernels.triton_call import Tile, tile_for
 
@@ -29,9 +29,13 @@ TILES = {
 }
 
 
-def obstacle(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
-    return layout_obstacle(q, k) or ampere_obstacle(q.dtype, k.dtype, v.dtype) or triton_call.obstacle()
+def unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
+    return (
+        layout_unsupported_reason(q, k)
+        or ampere_unsupported_reason(q.dtype, k.dtype, v.dtype)
+        or triton_call.unsupported_reason()
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sms", "capability"))
@@ -53,7 +57,7 @@ def gqa_decode(
         capability: compute capability to compile for, 90 for 9.0 (default: the device's).
     """
     from pallas_kernels.gqa_decode import triton_kernels as kernels
-    from pallas_kernels.triton_merge import merge
+    from pallas_kernels.triton_split_kv import merge
 
     B, n, K, G, D = q.shape
     capability = capability or compute_capability(jax.devices()[0])

@@ -20,12 +20,12 @@ def gqa_decode(
 
     Args:
         q: [B, WINDOW, HEADS, GROUP, DIM]. k, v: [pages, 64, HEADS, DIM]. page_tables: [B, MAX_PAGES].
-        items: as split_kv.Schedule tells it. bounds: [B, WINDOW].
+        items: see split_kv.Schedule. bounds: [B, WINDOW].
         out: as q: the requests of one item.
         partial, lse: [I, WINDOW * HEADS * GROUP, DIM], the items of the others, and their base-2 log-sum-exp.
         SCALE: of the scores, which are exponents of 2.
         WINDOW_POWER: the power of two that WINDOW fits.
-        PARTS, KEYS: a page goes in so many parts of so many keys.
+        PARTS, KEYS: a page is processed in PARTS parts of KEYS keys.
     """
     block = tl.program_id(0)
     item = tl.program_id(1)

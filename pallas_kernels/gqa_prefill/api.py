@@ -34,10 +34,10 @@ def gqa_prefill(
         [P, K, G, D] in q's dtype; 0 for padding tokens.
 
     Raises:
-        UnsupportedError: the attention backend that was asked for cannot take this call.
+        UnsupportedError: the requested attention backend does not support this call.
     """
-    obstacles = {"mosaic": mosaic.obstacle(q, k, v)}
-    # "triton" is a choice of the decode kernel: prompts then take the best there is for them.
-    chosen = choose("gqa_prefill", current().attention, obstacles, elsewhere=("triton",))
+    unsupported_reasons = {"mosaic": mosaic.unsupported_reason(q, k, v)}
+    # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
+    chosen = choose("gqa_prefill", current().attention, unsupported_reasons, same_as_auto=("triton",))
     kernel = mosaic if chosen == "mosaic" else reference
     return kernel.gqa_prefill(q, k, v, page_tables, token_rows, positions, ends, scale=scale)

@@ -19,9 +19,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
-from pallas_kernels.gqa_decode.mosaic import layout_obstacle
+from pallas_kernels.gqa_decode.mosaic import layout_unsupported_reason
 from pallas_kernels.mosaic_attention import MASKED, UNSEEN, over_columns, params, soften, weigh
 from pallas_kernels.query_tiles import HALF, TILE, Queries, padded_rows, tile_queries
 from pallas_kernels.split_kv import PAGE
@@ -36,9 +36,9 @@ OF_ROWS = WGMMA.reduce(1)
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def obstacle(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
-    return layout_obstacle(q, k) or hopper_obstacle(q.dtype, k.dtype, v.dtype)
+def unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
+    return layout_unsupported_reason(q, k) or hopper_unsupported_reason(q.dtype, k.dtype, v.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
@@ -135,7 +135,7 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
             plgpu.barrier_wait(turns)
 
         def clear_unowned(values_s, keys):
-            """Zeroes the values behind the last key of the request: 0 times NaN is NaN."""
+            """Zeroes the values after the last key of the request: 0 times NaN is NaN."""
             for first, column in itertools.product(range(0, KEYS, PAGE), range(0, D, PAGE)):
                 tile = pl.ds(first, PAGE), pl.ds(column, PAGE)
                 values = load(values_s, tile, layout=WGMMA)

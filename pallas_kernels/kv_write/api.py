@@ -30,7 +30,7 @@ def write_latent(
         The cache with the tokens written.
 
     Raises:
-        UnsupportedError: the attention backend that was asked for cannot take this call.
+        UnsupportedError: the requested attention backend does not support this call.
     """
     chosen = mosaic if latent_writer(latent, kv_a, norm_weight) == "mosaic" else reference
     return chosen.write_latent(latent, kv_a, norm_weight, cos, sin, pages, offsets, eps=eps)
@@ -38,9 +38,9 @@ def write_latent(
 
 def latent_writer(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str:
     """Which implementation takes a call of `write_latent`."""
-    obstacles = {"mosaic": mosaic.obstacle(latent, kv_a, norm_weight)}
-    # "triton" is a choice of the decode kernel: writing then takes the best there is for it.
-    return choose("kv_write", current().attention, obstacles, elsewhere=("triton",))
+    unsupported_reasons = {"mosaic": mosaic.unsupported_reason(latent, kv_a, norm_weight)}
+    # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
+    return choose("kv_write", current().attention, unsupported_reasons, same_as_auto=("triton",))
 
 
 def write_kv(

@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.rotary import HALF, rotated
 
@@ -24,12 +24,12 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, r
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 
-def obstacle(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
+def unsupported_reason(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
     L = norm_weight.shape[0]
     if (L, kv_a.shape[1]) != (LATENT, LATENT + ROPE):
-        return f"it is for latents of {LATENT} + {ROPE}, not {L} + {kv_a.shape[1] - L}"
-    return hopper_obstacle(latent.dtype, kv_a.dtype, norm_weight.dtype)
+        return f"it supports latents of {LATENT} + {ROPE}, not {L} + {kv_a.shape[1] - L}"
+    return hopper_unsupported_reason(latent.dtype, kv_a.dtype, norm_weight.dtype)
 
 
 def write_token(

@@ -34,10 +34,13 @@ def mla_decode(
         [B, n, H, value_dim], with w_uv [B, n, H, V], in q's dtype.
 
     Raises:
-        UnsupportedError: the attention backend that was asked for cannot take this call.
+        UnsupportedError: the requested attention backend does not support this call.
     """
-    obstacles = {"mosaic": mosaic.obstacle(q, latent, value_dim), "triton": triton.obstacle(q, latent, value_dim)}
-    chosen = choose("mla_decode", current().attention, obstacles)
+    unsupported_reasons = {
+        "mosaic": mosaic.unsupported_reason(q, latent, value_dim),
+        "triton": triton.unsupported_reason(q, latent, value_dim),
+    }
+    chosen = choose("mla_decode", current().attention, unsupported_reasons)
     if chosen == "mosaic":
         return mosaic.mla_decode(q, latent, page_tables, bounds, w_uv, scale=scale)
     if chosen == "triton":

@@ -21,7 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.mla_decode import reference
 from pallas_kernels.mla_decode.values import merged_values, takes
@@ -39,18 +39,20 @@ OF_ROWS = WGMMA.reduce(1)
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def layout_obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+def layout_unsupported_reason(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
     """Why no kernel can take these widths and pages; None if one may."""
     if q.shape[-1] != KEY_DIM or value_dim != VALUE_DIM:
-        return f"it is for latents of {VALUE_DIM} + {KEY_DIM - VALUE_DIM}, not {value_dim} + {q.shape[-1] - value_dim}"
+        return (
+            f"it supports latents of {VALUE_DIM} + {KEY_DIM - VALUE_DIM}, not {value_dim} + {q.shape[-1] - value_dim}"
+        )
     if latent.shape[1] != PAGE:
-        return f"it is for pages of {PAGE} tokens, not {latent.shape[1]}"
+        return f"it supports pages of {PAGE} tokens, not {latent.shape[1]}"
     return None
 
 
-def obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
-    return layout_obstacle(q, latent, value_dim) or hopper_obstacle(q.dtype, latent.dtype)
+def unsupported_reason(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
+    return layout_unsupported_reason(q, latent, value_dim) or hopper_unsupported_reason(q.dtype, latent.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sms", "interpret"))
@@ -144,7 +146,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
                 plgpu.barrier_wait(free.at[stage])
 
         def clear_unowned(part, keys):
-            """Zeroes the values behind the last key of the request: 0 times NaN is NaN."""
+            """Zeroes the values after the last key of the request: 0 times NaN is NaN."""
             for column in range(0, HALF, PAGE):
                 tile = part.at[:, pl.ds(column, PAGE)]
                 values = load(part, (slice(None), pl.ds(column, PAGE)), layout=WGMMA)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.paged import OnlineSoftmax, block_pages, block_positions, blocks_for, pad_tables
+from pallas_kernels.reference_attention import OnlineSoftmax, block_pages, block_positions, blocks_for, pad_tables
 
 
 def mla_decode(

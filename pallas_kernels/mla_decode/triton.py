@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import triton_call
-from pallas_kernels.backend import ampere_obstacle, compute_capability
-from pallas_kernels.mla_decode.mosaic import VALUE_DIM, layout_obstacle
+from pallas_kernels.backend import ampere_unsupported_reason, compute_capability
+from pallas_kernels.mla_decode.mosaic import VALUE_DIM, layout_unsupported_reason
 from pallas_kernels.split_kv import PAGE, make_schedule
 from pallas_kernels.triton_call import Tile, tile_for
 
@@ -31,9 +31,13 @@ TILES = {
 }
 
 
-def obstacle(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
-    return layout_obstacle(q, latent, value_dim) or ampere_obstacle(q.dtype, latent.dtype) or triton_call.obstacle()
+def unsupported_reason(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
+    return (
+        layout_unsupported_reason(q, latent, value_dim)
+        or ampere_unsupported_reason(q.dtype, latent.dtype)
+        or triton_call.unsupported_reason()
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sms", "capability"))
@@ -54,7 +58,7 @@ def mla_decode(
         capability: compute capability to compile for, 90 for 9.0 (default: the device's).
     """
     from pallas_kernels.mla_decode import triton_kernels as kernels
-    from pallas_kernels.triton_merge import merge
+    from pallas_kernels.triton_split_kv import merge
 
     B, n, H, _ = q.shape
     live = n * H

@@ -22,12 +22,12 @@ def mla_decode(
 
     Args:
         q: [B, LIVE, 576]. latent: [pages, 64, 576]. page_tables: [B, MAX_PAGES]. bounds: [B, WINDOW].
-        items: as split_kv.Schedule tells it.
+        items: see split_kv.Schedule.
         out: [B, LIVE, 512]: the requests of one item.
         partial, lse: [I, LIVE, 512] and [I, LIVE], the items of the others, and their base-2 log-sum-exp.
         SCALE: of the scores, which are exponents of 2.
         WINDOW_POWER: the power of two that WINDOW fits.
-        PARTS, KEYS: a page goes in so many parts of so many keys.
+        PARTS, KEYS: a page is processed in PARTS parts of KEYS keys.
     """
     block = tl.program_id(0)
     item = tl.program_id(1)

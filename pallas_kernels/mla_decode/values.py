@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
+from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 from pallas_kernels.mosaic_attention import Merging, bf16, f32, i32
-from pallas_kernels.row_a_warp import WARPS, row_a_warp, times
 
 # With more tokens tensor cores are better.
 MOST_TOKENS = 4
 # Rows of the weights to a block, and columns that a warp loads at once, 16 bytes a lane.
 ROWS, COLUMNS = 32, 256
-ROW_A_WARP = row_a_warp(COLUMNS)
+WARP_PER_ROW = warp_per_row(COLUMNS)
 
 
 def takes(tokens: int, w_uv: jax.Array) -> bool:
@@ -41,7 +41,7 @@ def merged_values(
 
     Args:
         partial, lse: see `Merging`.
-        splits: as `split_kv.Schedule` has it.
+        splits: see `split_kv.Schedule`.
         w_uv: [H, V, L].
     """
     B, L = out.shape[0], out.shape[2]
@@ -69,12 +69,12 @@ def merged_values(
             row_s[...] = load(whole, (request, row, slice(None)), layout=merging.values_layout)
 
         plgpu.barrier_wait(arrived)
-        vectors = [load(row_s, (pl.ds(column, COLUMNS),), layout=ROW_A_WARP.reduce(0)) for column in columns]
+        vectors = [load(row_s, (pl.ds(column, COLUMNS),), layout=WARP_PER_ROW.reduce(0)) for column in columns]
         for start in range(0, ROWS, WARPS):
             total = None
             for i, vector in enumerate(vectors):
-                tile = load(w_s, (i, pl.ds(start, WARPS), slice(None)), layout=ROW_A_WARP)
-                product = times(tile, vector.astype(f32), ROW_A_WARP)
+                tile = load(w_s, (i, pl.ds(start, WARPS), slice(None)), layout=WARP_PER_ROW)
+                product = row_products(tile, vector.astype(f32), WARP_PER_ROW)
                 total = product if total is None else total + product
             assert total is not None
             values[request, token, head, pl.ds(part * ROWS + start, WARPS)] = total.sum(axis=1).astype(bf16)

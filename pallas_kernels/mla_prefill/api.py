@@ -37,10 +37,10 @@ def mla_prefill(
         [P, H, V] in q's dtype; 0 for padding tokens.
 
     Raises:
-        UnsupportedError: the backend that was asked for cannot take the call.
+        UnsupportedError: the requested attention backend does not support this call.
     """
-    obstacles = {"mosaic": mosaic.obstacle(q_nope, q_rope, w_uk, w_uv, latent)}
-    # "triton" is a choice of the decode kernel: prompts then take the best there is for them.
-    name = choose("mla_prefill", current().attention, obstacles, elsewhere=("triton",))
+    unsupported_reasons = {"mosaic": mosaic.unsupported_reason(q_nope, q_rope, w_uk, w_uv, latent)}
+    # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
+    name = choose("mla_prefill", current().attention, unsupported_reasons, same_as_auto=("triton",))
     chosen = mosaic if name == "mosaic" else reference
     return chosen.mla_prefill(q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale)

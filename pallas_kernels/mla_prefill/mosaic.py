@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, run_in_place, transpose_ref
 from pallas_kernels.mla_prefill.decompress import LATENT, NOPE, PAGE, PAGES, ROPE, VALUE, decompress, list_pages
 from pallas_kernels.mosaic_attention import MASKED, UNSEEN, over_columns, params, soften, weigh
@@ -46,14 +46,16 @@ class Pipeline(NamedTuple):
 DEFAULT = Pipeline()
 
 
-def obstacle(q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: jax.Array) -> str | None:
+def unsupported_reason(
+    q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: jax.Array
+) -> str | None:
     """Why `mla_prefill` cannot take this call on this device, None if it can."""
     sizes = (w_uk.shape[2], w_uk.shape[1], q_rope.shape[2], w_uv.shape[1])
     if sizes != (LATENT, NOPE, ROPE, VALUE):
         return f"latent, nope, rope and value widths are {sizes}, not {(LATENT, NOPE, ROPE, VALUE)}"
     if latent.shape[1] != PAGE:
         return f"pages hold {latent.shape[1]} tokens, not {PAGE}"
-    return hopper_obstacle(*(x.dtype for x in (q_nope, q_rope, w_uk, w_uv, latent)))
+    return hopper_unsupported_reason(*(x.dtype for x in (q_nope, q_rope, w_uk, w_uv, latent)))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk", "pipeline", "interpret"))
@@ -73,7 +75,7 @@ def mla_prefill(
     pipeline: Pipeline = DEFAULT,
     interpret: Any = False,
 ) -> jax.Array:
-    """As `api.mla_prefill`; a call that `obstacle` objects to is undefined.
+    """As `api.mla_prefill`; a call that `unsupported_reason` objects to is undefined.
 
     Jitted, so that the layers of a model share one lowering.
 

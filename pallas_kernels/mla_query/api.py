@@ -20,7 +20,7 @@ def mla_query(q: jax.Array, w_uk: jax.Array, cos: jax.Array, sin: jax.Array) -> 
         [T, H, L + R] in q's dtype.
 
     Raises:
-        UnsupportedError: the backend that was asked for cannot take the call.
+        UnsupportedError: the requested attention backend does not support this call.
     """
     chosen = mosaic if _chosen(q, w_uk) == "mosaic" else reference
     return chosen.mla_query(q, w_uk, cos, sin)
@@ -50,7 +50,7 @@ def write_and_query(
         The cache with the tokens written; the queries.
 
     Raises:
-        UnsupportedError: the backend that was asked for cannot take the call.
+        UnsupportedError: the requested attention backend does not support this call.
     """
     (T, _), (H, D, _), R = q.shape, w_uk.shape, 2 * cos.shape[1]
     queries = jax.ShapeDtypeStruct((T, H, D + R), q.dtype)
@@ -63,5 +63,7 @@ def write_and_query(
 
 
 def _chosen(q: jax.Array | jax.ShapeDtypeStruct, w_uk: jax.Array) -> str:
-    # "triton" is a choice of the decode kernel: its queries then take the best there is for them.
-    return choose("mla_query", current().attention, {"mosaic": mosaic.obstacle(q, w_uk)}, elsewhere=("triton",))
+    # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
+    return choose(
+        "mla_query", current().attention, {"mosaic": mosaic.unsupported_reason(q, w_uk)}, same_as_auto=("triton",)
+    )

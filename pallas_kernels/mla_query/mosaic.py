@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import run_in_place, transpose_ref
 from pallas_kernels.kv_write.mosaic import PARAMS, write_token
 from pallas_kernels.rotary import HALF, ROWS, rotated
@@ -37,13 +37,13 @@ TILES_AT_ONCE = 4
 GRID_NAMES = ("tokens", "head", "part")
 
 
-def obstacle(q: jax.Array | jax.ShapeDtypeStruct, w_uk: jax.Array) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, w_uk: jax.Array) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
     width = q.shape[-1]
     _, D, L = w_uk.shape
     if (D, width - D, L) != (NOPE, ROPE, LATENT):
-        return f"it is for heads of {NOPE} + {ROPE} and latents of {LATENT}, not {D} + {width - D} and {L}"
-    return hopper_obstacle(q.dtype, w_uk.dtype)
+        return f"it supports heads of {NOPE} + {ROPE} and latents of {LATENT}, not {D} + {width - D} and {L}"
+    return hopper_unsupported_reason(q.dtype, w_uk.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))

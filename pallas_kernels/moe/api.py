@@ -1,11 +1,29 @@
-"""Mixture of experts: routing, and the routed experts' matmuls."""
+"""Mixture of experts: routing, and the routed and shared experts.
+
+Which files run, by the tokens T of a call:
+
+| T                                   | routing             | slot tables         | experts            |
+|-------------------------------------|---------------------|---------------------|--------------------|
+| 1, if `Tuning.one_token_experts`    | `routing.py`        | none                | `one_token.py`     |
+| 1 to 8 (few)                        | `dispatch_fused.py` | in the same kernel  | `mosaic.py`        |
+| 9 and more, <= 1024 assignments     | `routing.py`        | `dispatch_small.py` | `mosaic.py`        |
+| more (prefill)                      | `routing.py`        | `dispatch_large.py` | `mosaic.py`        |
+| any, if no kernel supports the call | `reference.py`      | none                | `reference.py`     |
+
+`mosaic.py` runs the steps in its rows one after another; its matmuls are in `grouped_matmul.py`, and from 9 tokens on
+`gather.py` collects their rows. Called by itself, `experts` uses `dispatch_small.py` for few tokens too.
+
+`slots.py` says what the tables hold, `config.py` how a call is cut; `selection.py` and `dispatch_tiles.py` are parts of
+kernels.
+"""
 
 import dataclasses
 
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import mosaic, one_token, reference, route
+from pallas_kernels.moe import mosaic, one_token, reference, routing
+from pallas_kernels.moe.selection import Routing
 
 
 def route_sigmoid(
@@ -20,16 +38,21 @@ def route_sigmoid(
 ) -> tuple[jax.Array, jax.Array]:
     """DeepSeek-V3 routing (arXiv 2412.19437 section 2.1.2; modeling_deepseek.py `noaux_tc`).
 
-    Scores are sigmoid(logits). A bias that only steers the selection is added; a group counts by the sum of its two
-    best biased scores; the best `top_groups` groups stay; weights are the unbiased scores of the chosen experts.
+    Scores are sigmoid(logits). A bias that affects only the choice is added; a group counts by the sum of its two best
+    biased scores; the best `top_groups` groups stay; the weights are the unbiased scores of the chosen experts.
 
     Args:
-        logits: float32 [T, E]. bias: float32 [E].
+        logits: float32 [T, E].
+        bias: float32 [E].
+        top_k: experts of a token.
+        num_groups: groups of E / num_groups experts each, of which `top_groups` stay.
+        normalize: whether the weights are divided by their sum.
+        scale: what the weights are multiplied by.
 
     Returns:
         weights float32 [T, top_k] and expert ids int32 [T, top_k].
     """
-    return _route(logits, bias, route.Routing(top_k, num_groups, top_groups, normalize, scale))
+    return _route(logits, bias, Routing(top_k, num_groups, top_groups, normalize, scale))
 
 
 def route_softmax(
@@ -39,11 +62,12 @@ def route_softmax(
 
     Args:
         logits: float32 [T, E].
+        top_k, num_groups, top_groups, normalize, scale: as in `route_sigmoid`.
 
     Returns:
         weights float32 [T, top_k] and expert ids int32 [T, top_k].
     """
-    return _route(logits, None, route.Routing(top_k, num_groups, top_groups, normalize, scale))
+    return _route(logits, None, Routing(top_k, num_groups, top_groups, normalize, scale))
 
 
 def experts(
@@ -62,23 +86,18 @@ def experts(
         x: [T, H].
         gate_up: [E, 2, I, H], gate first. down: [E, H, I]. Both as checkpoints store them, [out, in].
         weights: float32 [T, k]. ids: int32 [T, k].
-        live: bool [T]: tokens that are not live reach no expert and give 0.
+        live: bool [T]; tokens that are not live reach no expert and give 0.
         shared: gate_up [2, S, H] and down [H, S] of the shared experts, which are one MLP of their joint inner size S.
-        residual: [T, H] what the sum, rounded to x's dtype, is added to.
+        residual: [T, H] added to the sum after it is rounded to x's dtype.
 
     Returns:
         [T, H] in x's dtype.
 
     Raises:
-        UnsupportedError: the backend that was asked for (`backend.Backends.moe`) cannot take this call.
+        UnsupportedError: the requested backend (`backend.Backends.moe`) does not support this call.
     """
-    if _experts_backend(x, gate_up, down, shared) != "mosaic":
-        out = reference.experts(x, gate_up, down, weights, ids, live, shared)
-    elif one_token.takes(x, gate_up, shared):
-        return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, k=ids.shape[1])
-    else:
-        out = mosaic.experts(x, gate_up, down, weights, ids, live, shared)
-    return out if residual is None else residual + out
+    backend = _experts_backend(x, gate_up, down, shared)
+    return _experts(backend, x, gate_up, down, weights, ids, live, shared, residual)
 
 
 def routed_experts(
@@ -97,38 +116,72 @@ def routed_experts(
     normalize: bool,
     scale: float,
 ) -> jax.Array:
-    """`experts` of what `route_sigmoid` chooses or, where the bias is None, `route_softmax`.
+    """`experts` of what `route_sigmoid`, or where the bias is None `route_softmax`, chooses.
 
     Together, because kernels for both need fewer launches than one after the other.
+
+    Args:
+        logits, bias, top_k, num_groups, top_groups, normalize, scale: as in `route_sigmoid`.
+        x, gate_up, down, live, shared, residual: as in `experts`.
+
+    Returns:
+        [T, H] in x's dtype.
+
+    Raises:
+        UnsupportedError: the requested backend (`backend.Backends.moe`) does not support this call.
     """
-    routing = route.Routing(top_k, num_groups, top_groups, normalize, scale)
-    if _experts_backend(x, gate_up, down, shared) != "mosaic" or _route_backend(logits, routing) != "mosaic":
-        weights, ids = _route(logits, bias, routing)
-        return experts(x, gate_up, down, weights, ids, live, shared, residual)
-    if one_token.takes(x, gate_up, shared):
-        # As they are: to cut them to k would be two launches.
-        weights, ids, zero = route.route_padded(logits, bias, live, routing=routing)
+    options = Routing(top_k, num_groups, top_groups, normalize, scale)
+    backend, route_backend = _experts_backend(x, gate_up, down, shared), _route_backend(logits, options)
+    if backend != "mosaic" or route_backend != "mosaic":
+        weights, ids = _route_on(route_backend, logits, bias, options)
+        return _experts(backend, x, gate_up, down, weights, ids, live, shared, residual)
+    if one_token.supports(x, gate_up, shared):
+        # With their padding: to cut them to k would be two launches.
+        weights, ids, zero = routing.route_padded(logits, bias, live, routing=options)
         return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, zero, k=top_k)
-    out = mosaic.routed_experts(x, gate_up, down, logits, bias, live, shared, routing=routing)
+    out = mosaic.routed_experts(x, gate_up, down, logits, bias, live, shared, routing=options)
     return out if residual is None else residual + out
 
 
 def _experts_backend(
     x: jax.Array, gate_up: jax.Array, down: jax.Array, shared: tuple[jax.Array, jax.Array] | None
 ) -> str:
-    return choose("moe", current().moe, {"mosaic": mosaic.obstacle(x, gate_up, down, shared)})
+    return choose("moe", current().moe, {"mosaic": mosaic.unsupported_reason(x, gate_up, down, shared)})
 
 
-def _route_backend(logits: jax.Array, routing: route.Routing) -> str:
-    # Who asks for a kernel means the experts: a routing that has none is no reason to refuse the model.
+def _experts(
+    backend: str,
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    live: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None,
+    residual: jax.Array | None,
+) -> jax.Array:
+    if backend != "mosaic":
+        out = reference.experts(x, gate_up, down, weights, ids, live, shared)
+    elif one_token.supports(x, gate_up, shared):
+        return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, k=ids.shape[1])
+    else:
+        out = mosaic.experts(x, gate_up, down, weights, ids, live, shared)
+    return out if residual is None else residual + out
+
+
+def _route_backend(logits: jax.Array, options: Routing) -> str:
+    # The option asks for a kernel for the experts: a routing without one runs in plain XLA instead of raising.
     wanted = "auto" if current().moe == "mosaic" else current().moe
-    return choose("moe_route", wanted, {"mosaic": route.obstacle(logits, routing)})
+    return choose("moe_route", wanted, {"mosaic": routing.unsupported_reason(logits, options)})
 
 
-def _route(logits: jax.Array, bias: jax.Array | None, routing: route.Routing) -> tuple[jax.Array, jax.Array]:
-    if _route_backend(logits, routing) == "mosaic":
-        return route.route(logits, bias, routing=routing)
-    options = dataclasses.asdict(routing)
+def _route(logits: jax.Array, bias: jax.Array | None, options: Routing) -> tuple[jax.Array, jax.Array]:
+    return _route_on(_route_backend(logits, options), logits, bias, options)
+
+
+def _route_on(backend: str, logits: jax.Array, bias: jax.Array | None, options: Routing) -> tuple[jax.Array, jax.Array]:
+    if backend == "mosaic":
+        return routing.route(logits, bias, routing=options)
     if bias is None:
-        return reference.route_softmax(logits, **options)
-    return reference.route_sigmoid(logits, bias, **options)
+        return reference.route_softmax(logits, **dataclasses.asdict(options))
+    return reference.route_sigmoid(logits, bias, **dataclasses.asdict(options))

@@ -1,6 +1,6 @@
-"""The tokens of the slots that exist, side by side: one Mosaic GPU kernel.
+"""Gathers the tokens of the slots that exist: one Mosaic GPU kernel (`moe_gather` in traces).
 
-XLA's gather fills every slot that there may be, at 512 tokens nearly twice as many as there are.
+XLA's gather would fill every slot that the shapes allow, at 512 tokens nearly twice as many as exist.
 """
 
 import functools
@@ -16,12 +16,12 @@ from jax import lax
 from pallas_kernels.compat import load
 
 WARPGROUP = 128
-# Rows of a block, whose loads are in flight together: a divisor of every slot's rows.
+# Rows of a block, whose loads are in flight together. It divides the rows of every slot.
 ROWS = 8
 
 
-def takes(H: int) -> bool:
-    """Whether the kernel is for rows of H columns."""
+def supports(H: int) -> bool:
+    """Whether the kernel supports rows of H columns."""
     return H % WARPGROUP == 0
 
 
@@ -29,9 +29,16 @@ def takes(H: int) -> bool:
 def gather_slots(
     x: jax.Array, token: jax.Array, num_slots: jax.Array, *, rows: int, interpret: Any = False
 ) -> jax.Array:
-    """x [T, H], token int32 [slots * rows], num_slots int32 [1] -> [slots, rows, H]; slots that do not exist stay as they are.
+    """The rows of x that the slots' rows hold.
 
-    A row without a token may name any.
+    Args:
+        x: [T, H].
+        token: int32 [slots * rows]; rows without a token may hold any number.
+        num_slots: int32 [1].
+        rows: token rows of a slot, a multiple of ROWS.
+
+    Returns:
+        [slots, rows, H] in x's dtype; slots past `num_slots` are uninitialised.
     """
     T, H = x.shape
     slots = token.size // rows
@@ -43,7 +50,7 @@ def gather_slots(
         @pl.when(slot < num_slots[0])
         def _():
             at = [part * ROWS + i for i in range(ROWS)]
-            # All loads come before the first store, behind which none could move.
+            # All loads come before the first store: the compiler moves no load across a store.
             tokens = [lax.max(lax.min(token[slot * rows + row], jnp.int32(T - 1)), jnp.int32(0)) for row in at]
             values = [load(x, (t, pl.ds(0, H)), layout=layout) for t in tokens]
             for row, value in zip(at, values, strict=True):

@@ -1,13 +1,13 @@
-"""Routed and shared experts of one token on Hopper: one Mosaic GPU kernel, without tensor cores.
+"""Routed and shared experts of a single token on Hopper: one Mosaic GPU kernel, without tensor cores.
 
-A token's experts are bytes to read and little else, and two kernels pay twice for what a kernel's first bytes and its last
-ones take. Here every multiprocessor has one block, whose producer streams its rows of gate and up through a ring of shared
-memory and goes on with its rows of what comes down, through a second ring, while the others still multiply. Between the
-two all blocks meet: they count themselves in memory, and nobody reads what came up before all of it is there. Rows are
-shared out by eight, where tiles of 64 for a tensor core would leave some multiprocessors twice the work of others.
+The experts of one token are bytes to read and little else, and two kernels pay twice for their first and last bytes. Here
+every multiprocessor has one block. Its producer streams the block's rows of gate and up through a ring of shared memory
+and goes on with its rows of down through a second ring, while the consumers still multiply. Between the two halves all
+blocks wait for each other at a counter in global memory, because every row of down needs all of gate and up. Rows are
+dealt out by eight: tiles of 64 rows for a tensor core would leave some multiprocessors twice the work of others.
 
-That blocks wait for one another needs all of them on the device at once, which one block a multiprocessor is. The
-interpreter knows no such wait: it runs both halves after one another, as two kernels.
+Blocks that wait for each other must all be on the device at once, which one block a multiprocessor is. The interpreter
+has no such wait: it runs the two halves as two kernels, one after the other.
 """
 
 import functools
@@ -23,22 +23,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load, run_in_place
-from pallas_kernels.moe.route import live_flags
-from pallas_kernels.row_a_warp import WARPS, row_a_warp, times
+from pallas_kernels.matvec import WARPS, row_products, warp_per_row
+from pallas_kernels.moe.selection import live_flags
 from pallas_kernels.tuning import current
 
 # Warpgroups that multiply; each has its own rows of a stage.
 CONSUMERS = 2
 ROWS = CONSUMERS * WARPS
-# Shared memory of the two rings, of 227 KiB, and the most that a stage of theirs takes.
+# Shared memory of the two rings, of 227 KiB, and of a stage at most.
 UP_BYTES, UP_STAGE = 96 * 1024, 16 * 1024
 DOWN_BYTES, DOWN_STAGE = 112 * 1024, 24 * 1024
 MOST_STAGES = 16
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 
 
-def takes(x: jax.Array, gate_up: jax.Array, shared: tuple[jax.Array, jax.Array] | None) -> bool:
-    """Whether this kernel is the one for a call that those of `mosaic.py` can take."""
+def supports(x: jax.Array, gate_up: jax.Array, shared: tuple[jax.Array, jax.Array] | None) -> bool:
+    """Whether this kernel runs a call that `mosaic.unsupported_reason` allows."""
     T, H = x.shape
     inner, S = gate_up.shape[2], _shared_inner(shared)
     return current().one_token_experts and T == 1 and inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
@@ -50,9 +50,12 @@ def _shared_inner(shared: tuple[jax.Array, jax.Array] | None) -> int:
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows of weights are cut: into stages of `parts` loads of `columns`, 16 bytes a lane or less.
+    """How rows of weights are cut.
 
-    stages: of the ring.
+    Attributes:
+        columns: of one load, 16 bytes a lane or less.
+        parts: loads of a stage.
+        stages: of the ring.
     """
 
     columns: int
@@ -61,11 +64,12 @@ class Cut:
 
     @property
     def depth(self) -> int:
+        """Columns of a stage."""
         return self.parts * self.columns
 
 
 def cut(length: int, rows: int, stage_bytes: int, ring_bytes: int) -> Cut:
-    """The deepest stages of `rows` rows that fit."""
+    """The deepest stages of `rows` rows, of `length` columns each, that fit."""
     columns = math.gcd(length, 256)
     loads = length // columns
     most = max(stage_bytes // (2 * rows * columns), 1)
@@ -75,7 +79,7 @@ def cut(length: int, rows: int, stage_bytes: int, ring_bytes: int) -> Cut:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a token's k of E experts, and of shared ones of a joint inner size S; grid: blocks."""
+    """Sizes of a call: k of E experts, hidden and inner size, joint inner size S of the shared experts, blocks."""
 
     E: int
     k: int
@@ -110,14 +114,14 @@ def experts(
     blocks: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """As `api.experts` for x [1, H], in bfloat16, where `takes`.
+    """As `api.experts` for x [1, H], in bfloat16. Jitted, so that the layers of a model share one lowering.
 
     Args:
         weights, ids: [>= 1, >= k], of which the first k of the first row count.
-        counter: int32 [1], 0, in which the blocks count themselves (default: XLA makes it, in a launch of its own).
-        blocks: of the grid, all of which have to be on the device at once (default: one a multiprocessor).
-
-    Jitted, so that the layers of a model share one lowering.
+        counter: int32 [1], 0, in which the blocks count themselves (default: made by XLA, in a launch of its own).
+        k: experts of the token.
+        blocks: of the grid, all on the device at once (default: one a multiprocessor).
+        interpret: passed to Pallas.
     """
     E, _, inner, H = gate_up.shape
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
@@ -130,15 +134,15 @@ def experts(
     h, out = (jax.ShapeDtypeStruct(shape, bf16) for shape in ((z.S + k * inner,), (1, H)))
     kernel = functools.partial(_kernel, z, residual is not None, interpret)
     if interpret:
-        came_up = plgpu.kernel(out_type=h, **kernel("up"))(*inputs)
-        return plgpu.kernel(out_type=out, **kernel("down"))(*inputs, came_up)
+        h_up = plgpu.kernel(out_type=h, **kernel("up"))(*inputs)
+        return plgpu.kernel(out_type=out, **kernel("down"))(*inputs, h_up)
     counter = jnp.zeros(1, i32) if counter is None else counter
     _, _, result = run_in_place(inputs=inputs, outs=[counter], new=[h, out], **kernel("up", "down"))
     return result
 
 
 def _meet(counter: Any, count: int) -> None:
-    """Waits until `count` warpgroups of the grid are here; what they wrote before can be read after."""
+    """Waits until `count` warpgroups of the grid have arrived; what they wrote before is visible after."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def meet(_: Any, counter: Any) -> None:
@@ -151,14 +155,14 @@ def _meet(counter: Any, count: int) -> None:
 
 
 def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any]:
-    """The body of the named halves of the work, and what it needs: h [S + k * inner] comes up, out [1, H] comes down.
+    """Arguments of `plgpu.kernel` for one or both halves of the work: "up" writes h [S + k * inner], "down" out [1, H].
 
-    It takes ids, live flags, weights, x; the residual [1, H] if adds; gate_up [E, 2, inner, parts, columns], down [E, H,
-    parts, columns]; if S, those of the shared experts, [2, S, parts, columns] and [H, parts, columns]; then h, or h and out,
-    or for both halves the counter, h and out.
+    The body's references are ids, live flags, weights and x; the residual [1, H] if `adds`; gate_up [E, 2, inner, parts,
+    columns] and down [E, H, parts, columns]; if S, the shared experts' [2, S, parts, columns] and [H, parts, columns]; then
+    h for "up", h and out for "down", and the counter, h and out for both.
     """
     E, k, H, inner, S, grid, up_cut, down_cut = z.E, z.k, z.H, z.inner, z.S, z.grid, z.up_cut, z.down_cut
-    # Stages of a row of gate and up; of a row of all experts that comes down, and how many of them are shared experts'.
+    # Stages of a row of gate and up; of a row of down over all experts; and those of it that are shared or one expert's.
     up_stages, down_stages = H // up_cut.depth, (S + k * inner) // down_cut.depth
     shared_stages, expert_stages = S // down_cut.depth, inner // down_cut.depth
 
@@ -171,7 +175,7 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
         def share(items):
-            """How many of so many items, dealt round, are this block's."""
+            """How many of `items`, dealt out in turn, are this block's."""
             return lax.div(items - block + (grid - 1), i32(grid))
 
         mine_up = share((S + k * inner) // ROWS) if "up" in halves else i32(0)
@@ -181,7 +185,7 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
             return (block + item * grid) * ROWS
 
         def expert(j):
-            """The token's j-th choice; a number that is none would be read past the weights."""
+            """The token's j-th choice, clamped, because any other number would read past the weights."""
             return lax.max(lax.min(ids[0, j], i32(E - 1)), i32(0))
 
         @pl.when(warpgroup == CONSUMERS)
@@ -190,7 +194,7 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                 row, s = row_of(lax.div(step, i32(up_stages))), lax.rem(step, i32(up_cut.stages))
                 at = pl.ds(lax.rem(step, i32(up_stages)) * up_cut.parts, up_cut.parts)
 
-                # First, because the token's choice need not be known for them.
+                # First, because they do not wait for the token's choice.
                 if S:
 
                     @pl.when(row < S)
@@ -246,11 +250,11 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
             my_rows = pl.ds(warpgroup * WARPS, WARPS)
 
             def give_back(free, s):
-                plgpu.commit_smem()  # what was read must have been, before TMA writes there again
+                plgpu.commit_smem()  # reads must have completed before TMA writes there again
                 plgpu.barrier_arrive(free.at[s])
 
             if "up" in halves:
-                layout = row_a_warp(up_cut.columns)
+                layout = warp_per_row(up_cut.columns)
 
                 @pl.loop(0, mine_up)
                 def _up(item):
@@ -263,7 +267,7 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                             vector = load(x, (0, at), layout=layout.reduce(0)).astype(f32)
                             for half in range(2):
                                 tile = load(up_s, (s, half, my_rows, part, slice(None)), layout=layout)
-                                product = times(tile, vector, layout)
+                                product = row_products(tile, vector, layout)
                                 totals[half] = product if totals[half] is None else totals[half] + product
                         give_back(up_free, s)
                     gate, up = (total.sum(axis=1) for total in totals)
@@ -274,14 +278,14 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                 _meet(counter, grid * CONSUMERS)
 
             if "down" in halves:
-                layout = row_a_warp(down_cut.columns)
+                layout = warp_per_row(down_cut.columns)
 
                 @pl.loop(0, mine_down)
                 def _down(item):
                     mine = pl.ds(row_of(item) + warpgroup * WARPS, WARPS)
 
                     def piece(stages, first):
-                        """Products of an expert's row, so many stages from the first on, with its h; yet to be summed."""
+                        """Products of `stages` stages of a row, from `first` on, with h; still to be summed over columns."""
                         total: Any = None
                         for stage in range(first, first + stages):
                             s = lax.rem(item * down_stages + stage, i32(down_cut.stages))
@@ -290,7 +294,7 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                                 at = pl.ds((stage * down_cut.parts + part) * down_cut.columns, down_cut.columns)
                                 vector = load(h, (at,), layout=layout.reduce(0)).astype(f32)
                                 tile = load(down_s, (s, my_rows, part, slice(None)), layout=layout)
-                                product = times(tile, vector, layout)
+                                product = row_products(tile, vector, layout)
                                 total = product if total is None else total + product
                             give_back(down_free, s)
                         return total
@@ -301,15 +305,15 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                         each = piece(expert_stages, shared_stages + j * expert_stages)
                         each = each * plgpu.layout_cast(weight, layout)
                         total = each if total is None else total + each
-                    # The experts' sum is rounded before the residual is added, as by the reference.
-                    came_down = total.sum(axis=1)
+                    # The experts' sum is rounded before the residual is added, as in the reference.
+                    routed = total.sum(axis=1)
                     kept = plgpu.layout_cast(jnp.zeros((WARPS,), f32), layout.reduce(1))
                     if residual is not None:
                         kept = load(residual, (0, mine), layout=layout.reduce(1)).astype(f32)
 
                     @pl.when(live[0] == 1)
                     def _():
-                        out[0, mine] = (kept + came_down.astype(bf16).astype(f32)).astype(bf16)
+                        out[0, mine] = (kept + routed.astype(bf16).astype(f32)).astype(bf16)
 
                     @pl.when(live[0] != 1)
                     def _():

@@ -1,27 +1,30 @@
-"""Plain XLA: every expert sees every token, and weights of 0 drop what was not routed there.
+"""Plain XLA, the oracle: routing, slot tables and experts.
 
-That reads each expert once, which is what memory-bound decoding costs anyway, and needs no sort.
+Every expert sees every token, and weights of 0 drop the experts that a token did not choose. That reads each expert once,
+as memory-bound decoding does anyway, and needs no sort.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.moe.slots import SlotTables, max_slots
+
 # Bounds the [tokens, experts, inner] intermediate.
 TOKEN_BLOCK = 256
-# Pairs of scores that ranks() compares at once. XLA compiles 2**24 (256 tokens of 256 experts) for a GPU in two seconds,
+# Pairs of scores that `ranks` compares at once. XLA compiles 2**24 (256 tokens of 256 experts) for a GPU in two seconds,
 # twice as many in 18, and 2048 tokens in minutes.
 PAIR_BLOCK = 1 << 24
 
 
 def ranks(scores: jax.Array) -> jax.Array:
-    """How many of its neighbours along the last axis come before each score: int32, a permutation of 0, 1, 2 ...
+    """The rank of each score along the last axis, int32: 0 for the first in the order of `lax.top_k`.
 
-    In the order of `lax.top_k`: the largest first, NaN as infinity, the lower index first among equals. Comparing all with
-    all takes one kernel on a GPU; top_k is a sort, many kernels that a CUDA graph does not take. More than PAIR_BLOCK pairs
-    are compared in a loop over blocks of the first axis.
+    That order is the largest first, NaN as infinity, the lower index first among equals. Comparing all pairs is one kernel
+    on a GPU; top_k is a sort, which is many kernels and cannot be recorded in a CUDA graph. More than PAIR_BLOCK pairs are
+    compared in a loop over blocks of the first axis.
     """
-    # The barrier: fused into the comparison, a sigmoid or softmax would be computed anew for each pair.
+    # Without the barrier XLA fuses a sigmoid or softmax into the comparison and recomputes it for each pair.
     scores = lax.optimization_barrier(jnp.where(jnp.isnan(scores), jnp.inf, scores))
     pairs = scores.size * scores.shape[-1]
     if pairs <= PAIR_BLOCK:
@@ -45,7 +48,7 @@ def _keep_best_groups(scores: jax.Array, group_scores: jax.Array, top_groups: in
 def _choose(
     scores: jax.Array, choice: jax.Array, top_k: int, *, normalize: bool, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights, from scores [T, E], and ids of the experts that are best in choice [T, E]."""
+    """Ids of the top_k experts by choice [T, E], and their weights from scores [T, E]."""
     picked_TkE = ranks(choice)[:, None, :] == jnp.arange(top_k)[:, None]
     ids = jnp.where(picked_TkE, jnp.arange(choice.shape[1], dtype=jnp.int32), 0).sum(axis=2)
     weights = jnp.where(picked_TkE, scores[:, None, :], 0.0).sum(axis=2)
@@ -83,6 +86,33 @@ def route_softmax(
     if num_groups > 1:
         chosen = _keep_best_groups(scores, scores.reshape(T, num_groups, E // num_groups).max(axis=-1), top_groups)
     return _choose(scores, chosen, top_k, normalize=normalize, scale=scale)
+
+
+def slot_tables(ids: jax.Array, live: jax.Array, E: int, rows: int, *, all_tokens: bool) -> SlotTables:
+    """The slot tables of one layer.
+
+    Args:
+        ids: int32 [T, k], each in [0, E) where the token is live.
+        live: bool [T].
+        rows: token rows of a slot.
+        all_tokens: every slot has all T <= rows tokens, token t in row t, so that nothing has to be gathered.
+    """
+    T, k = ids.shape
+    slots = max_slots(T, k, E, rows, all_tokens=all_tokens)
+    hot_NE = ((ids[:, :, None] == jnp.arange(E)) & live[:, None, None]).reshape(T * k, E).astype(jnp.int32)
+    count_E = hot_NE.sum(axis=0)
+    blocks_E = jnp.minimum(count_E, 1) if all_tokens else -(-count_E // rows)
+    ends_E = jnp.cumsum(blocks_E)
+    token_N = jnp.arange(T * k, dtype=jnp.int32) // k
+    rank_N = token_N if all_tokens else ((jnp.cumsum(hot_NE, axis=0) - hot_NE) * hot_NE).sum(axis=1)
+    first_N = ((ends_E - blocks_E) * hot_NE).sum(axis=1)
+    place_N = jnp.where(jnp.repeat(live, k), first_N * rows + rank_N, 0)
+    expert = jnp.minimum((ends_E[None] <= jnp.arange(slots)[:, None]).sum(axis=1), E - 1)
+    owned_N = jnp.where(jnp.repeat(live, k), place_N, slots * rows)
+    token = jnp.zeros(slots * rows, jnp.int32).at[owned_N].set(token_N, mode="drop")
+    tables = SlotTables(ends_E[-1:], expert.astype(jnp.int32), token, place_N.reshape(T, k))
+    # Without the barrier XLA fuses the sums into the gather and the combine and recomputes them for each element.
+    return lax.optimization_barrier(tables)
 
 
 def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ def norm_linear(
     # With more tokens XLA's matmuls are better, whatever the backend.
     if x.shape[0] > tuning.current().norm_linear_tokens:
         return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
-    obstacles = {"mosaic": mosaic.obstacle(x, norm_weight, weights)}
+    unsupported_reasons = {"mosaic": mosaic.unsupported_reason(x, norm_weight, weights)}
     wanted = "reference" if current().attention == "reference" else "auto"
-    chosen = mosaic if choose("norm_linear", wanted, obstacles) == "mosaic" else reference
+    chosen = mosaic if choose("norm_linear", wanted, unsupported_reasons) == "mosaic" else reference
     return chosen.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)

@@ -16,9 +16,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
-from pallas_kernels.row_a_warp import WARPS, row_a_warp, times
+from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 
 WARPGROUP = 128
 # Columns of a load by all lanes of a warp, 16 bytes of the weights each.
@@ -30,8 +30,8 @@ MOST_BYTES = 200 * 1024
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 
-def obstacle(x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...]) -> str | None:
-    """Why the kernel cannot take this call; None if it can."""
+def unsupported_reason(x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...]) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
     H = x.shape[1]
     if H % COLUMNS[jnp.dtype(bf16)]:
         return f"it needs a hidden size that is a multiple of {COLUMNS[jnp.dtype(bf16)]}, not {H}"
@@ -43,7 +43,7 @@ def obstacle(x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...
             return f"its rows of weights do not fit into shared memory: {rows} of {H} columns"
         if math.prod(weight.shape[:-1]) % rows:
             return f"it needs multiples of {rows} outputs, not {math.prod(weight.shape[:-1])}"
-    return hopper_obstacle(x.dtype, norm_weight.dtype)
+    return hopper_unsupported_reason(x.dtype, norm_weight.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
@@ -87,7 +87,7 @@ def norm_linear(
         def project(weight, rows_s, arrived, out, first):
             dtype = weight.dtype
             rows, columns = ROWS[jnp.dtype(dtype)], COLUMNS[jnp.dtype(dtype)]
-            layout = row_a_warp(columns)
+            layout = warp_per_row(columns)
             across = layout.reduce(0)
             first_row = (block - first) * rows
             for part in range(H // columns):
@@ -104,7 +104,7 @@ def norm_linear(
                 for g in range(0, rows, WARPS):
                     tile = load(rows_s, (part, pl.ds(g, WARPS), slice(None)), layout=layout)
                     for t, vector in enumerate(vectors):
-                        product = times(tile, vector, layout)
+                        product = row_products(tile, vector, layout)
                         totals[t, g] = totals[t, g] + product if part else product
             for (t, g), total in totals.items():
                 out[t, pl.ds(first_row + g, WARPS)] = total.sum(axis=1).astype(dtype)

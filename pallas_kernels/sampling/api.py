@@ -46,4 +46,4 @@ def gumbel_argmax(
 
 def _implementation(operation: str, logits: jax.Array):
     wanted = "reference" if current().attention == "reference" else "auto"
-    return mosaic if choose(operation, wanted, {"mosaic": mosaic.obstacle(logits)}) == "mosaic" else reference
+    return mosaic if choose(operation, wanted, {"mosaic": mosaic.unsupported_reason(logits)}) == "mosaic" else reference

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.backend import hopper_obstacle
+from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
 from pallas_kernels.sampling.reference import LogitsStats, Residual
 
@@ -37,8 +37,8 @@ TINY = float(np.finfo(np.float32).tiny)
 i32, f32 = jnp.int32, jnp.float32
 
 
-def obstacle(logits: jax.Array) -> str | None:
-    """Why the kernels cannot take these logits; None if they can."""
+def unsupported_reason(logits: jax.Array) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
     V = logits.shape[1]
     if V > MOST_IDS:
         return f"it counts up to {MOST_IDS} ids, not {V}"
@@ -46,7 +46,7 @@ def obstacle(logits: jax.Array) -> str | None:
     if width > V or V * logits.dtype.itemsize % LOAD_BYTES:
         return f"it needs a vocabulary of at least {width} and rows of multiples of {LOAD_BYTES} bytes, not {V} ids"
     # What a full bucket has masked is float32.
-    return hopper_obstacle(*[logits.dtype] * (logits.dtype != f32))
+    return hopper_unsupported_reason(*[logits.dtype] * (logits.dtype != f32))
 
 
 class Parts:

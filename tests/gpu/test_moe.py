@@ -11,10 +11,13 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe.config import configure
+from pallas_kernels.moe.dispatch import dispatch
+from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.gather import gather_slots
-from pallas_kernels.moe.plan import plan
-from pallas_kernels.moe.route import route, route_and_plan
-from pallas_kernels.moe.schedule import max_slots, schedule
+from pallas_kernels.moe.reference import slot_tables
+from pallas_kernels.moe.routing import route
+from pallas_kernels.moe.slots import max_slots
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 
 pytestmark = pytest.mark.gpu
@@ -120,15 +123,15 @@ def test_no_token_is_live(T, shared_inner):
 
 @pytest.mark.parametrize(("E", "k"), [(64, 6), (256, 8), (8, 2), (160, 6)])
 @pytest.mark.parametrize("T", [1, 8, 9, 128, 2048, 8192])
-def test_planned_as_scheduled(T, E, k):
+def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k):
     """The kernel's tables are those of XLA: slots, experts, and the token of each row that is used."""
     rng = np.random.default_rng(T)
     ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
     live = np.arange(T) % 5 != 4
-    config = mosaic.configure(T, E, k, 2048, 1408)
-    run = jax.jit(lambda *a: plan(*a, E, config.rows, config.slots, shared=config.shared))
+    config = configure(T, E, k, 2048, 1408)
+    run = jax.jit(lambda *a: dispatch(*a, E, config.rows, config.slots, all_tokens=config.all_tokens))
     got = run(ids, live)
-    want = jax.jit(lambda *a: schedule(*a, E, config.rows, shared=config.shared))(ids, live)
+    want = jax.jit(lambda *a: slot_tables(*a, E, config.rows, all_tokens=config.all_tokens))(ids, live)
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
@@ -246,11 +249,11 @@ def test_tables_of_the_routing_launch(shape, sigmoid, T):
     E, routing = ROUTINGS[shape]
     logits, bias = routers(shape, T, sigmoid=sigmoid)
     live = jnp.arange(T) % 3 != 1
-    slots = max_slots(T, routing.top_k, E, 8, shared=True)
-    run = jax.jit(lambda *a: route_and_plan(*a, 8, slots, routing=routing))
+    slots = max_slots(T, routing.top_k, E, 8, all_tokens=True)
+    run = jax.jit(lambda *a: route_and_dispatch(*a, 8, slots, routing=routing))
     weights, got = run(logits, bias, live)
     want_weights, ids = route(logits, bias, routing=routing)
-    want = schedule(ids, live, E, 8, shared=True)
+    want = slot_tables(ids, live, E, 8, all_tokens=True)
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])

@@ -18,7 +18,7 @@ SIZES = (1024, 129280, 151936, 163840)
 @pytest.mark.parametrize("R", [6, 130])
 def test_stats(R, V, dtype):
     logits, temperature = logits_of(R, V, dtype), temperatures_of(R)
-    assert mosaic.obstacle(logits) is None
+    assert mosaic.unsupported_reason(logits) is None
     got, want = jax.jit(api.logits_stats)(logits, temperature), jax.jit(reference.logits_stats)(logits, temperature)
     np.testing.assert_array_equal(got.finite, want.finite)
     sound = np.ones(R, bool)

@@ -41,7 +41,7 @@ def jax_triton(monkeypatch):
 
 @pytest.fixture
 def ampere(monkeypatch):
-    """Backends and obstacles see an A100."""
+    """Backends and unsupported_reasons see an A100."""
     device = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="A100", core_count=108)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     return device

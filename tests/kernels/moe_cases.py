@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.moe import reference
-from pallas_kernels.moe.route import Routing
+from pallas_kernels.moe.selection import Routing
 
 # Experts, and how they are chosen.
 ROUTINGS = {

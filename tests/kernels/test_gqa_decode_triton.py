@@ -84,7 +84,7 @@ def test_every_tile_fits(jax_triton, capability, tile, D):
 def test_the_backend_that_was_asked_for(ampere, monkeypatch):
     q, cache = jnp.zeros((1, 1, 2, 4, 64), jnp.bfloat16), jnp.zeros((2, 64, 2, 64), jnp.bfloat16)
     where = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
-    monkeypatch.setattr(triton_call, "obstacle", lambda: None)
+    monkeypatch.setattr(triton_call, "unsupported_reason", lambda: None)
     monkeypatch.setattr(triton, "gqa_decode", lambda *_, **__: np.float32(7))
     for attention in ("auto", "triton"):
         with use(Backends(attention=attention)) as chosen:
@@ -92,7 +92,9 @@ def test_the_backend_that_was_asked_for(ampere, monkeypatch):
         assert chosen == {"gqa_decode": {"triton"}}
     with use(Backends(attention="mosaic")), pytest.raises(UnsupportedError, match=r"9\.0.*'auto', 'triton' or"):
         gqa_decode(q, cache, cache, *where, scale=1.0)
-    assert triton.obstacle(q[..., :16], cache, cache) == "it is for heads of 64 or 128, not 16"
-    assert triton.obstacle(q, cache, cache.astype(jnp.float16)) == "it needs one type, not bfloat16 and float16"
+    assert triton.unsupported_reason(q[..., :16], cache, cache) == "it supports heads of 64 or 128, not 16"
+    assert (
+        triton.unsupported_reason(q, cache, cache.astype(jnp.float16)) == "it needs one type, not bfloat16 and float16"
+    )
     ampere.compute_capability = "7.5"
-    assert triton.obstacle(q, cache, cache) == "it needs compute capability 8.0 or more, and A100 has another"
+    assert triton.unsupported_reason(q, cache, cache) == "it needs compute capability 8.0 or more, and A100 has another"

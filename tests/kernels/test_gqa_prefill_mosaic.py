@@ -87,5 +87,5 @@ def test_a_backend_that_cannot_run_says_why():
         with use(Backends(attention=attention)) as chosen:
             jax.eval_shape(functools.partial(gqa_prefill, scale=1.0), q, cache, cache, *where)
         assert chosen == {"gqa_prefill": {"reference"}}
-    assert mosaic.obstacle(q[..., :16], cache, cache) == "it is for heads of 64 or 128, not 16"
-    assert mosaic.obstacle(q, cache[:, :16], cache) == "it is for pages of 64 tokens, not 16"
+    assert mosaic.unsupported_reason(q[..., :16], cache, cache) == "it supports heads of 64 or 128, not 16"
+    assert mosaic.unsupported_reason(q, cache[:, :16], cache) == "it supports pages of 64 tokens, not 16"

@@ -55,7 +55,7 @@ def test_lowers_for_cuda(T):
 def test_what_has_no_kernel_is_written_by_the_reference():
     cache, pages = jnp.zeros((2, 4, 24), jnp.bfloat16), jnp.ones(3, jnp.int32)
     args = (*tokens(3, 24, 16), pages, jnp.arange(3, dtype=jnp.int32))
-    assert mosaic.obstacle(cache, *args[:2]) == "it is for latents of 512 + 64, not 16 + 8"
+    assert mosaic.unsupported_reason(cache, *args[:2]) == "it supports latents of 512 + 64, not 16 + 8"
     want = reference.write_latent(cache, *args, eps=EPS)
     for backend in ("auto", "triton", "reference"):
         with use(Backends(attention=backend)):

@@ -142,8 +142,8 @@ def test_a_backend_that_cannot_run_says_why():
         mla_decode(q, latent, tables, bounds, scale=1.0, value_dim=512)
     with use(Backends(attention="auto")):
         assert mla_decode(q, latent, tables, bounds, scale=1.0, value_dim=512).shape == (1, 1, 4, 512)
-    assert mosaic.obstacle(q[..., :72], latent, 64) == "it is for latents of 512 + 64, not 64 + 8"
-    assert mosaic.obstacle(q, latent[:, :16], 512) == "it is for pages of 64 tokens, not 16"
+    assert mosaic.unsupported_reason(q[..., :72], latent, 64) == "it supports latents of 512 + 64, not 64 + 8"
+    assert mosaic.unsupported_reason(q, latent[:, :16], 512) == "it supports pages of 64 tokens, not 16"
 
 
 def test_auto_takes_the_first_that_can():

@@ -91,23 +91,27 @@ def test_a_backend_that_cannot_run_says_why():
     with use(Backends(attention="triton")), pytest.raises(UnsupportedError, match=r"needs an NVIDIA GPU.*'reference'"):
         mla_decode(*ARRAYS, scale=1.0, value_dim=512)
     q, latent, *_ = ARRAYS
-    assert triton.obstacle(q[..., :72], latent, 64) == "it is for latents of 512 + 64, not 64 + 8"
-    assert triton.obstacle(q, latent[:, :16], 512) == "it is for pages of 64 tokens, not 16"
+    assert triton.unsupported_reason(q[..., :72], latent, 64) == "it supports latents of 512 + 64, not 64 + 8"
+    assert triton.unsupported_reason(q, latent[:, :16], 512) == "it supports pages of 64 tokens, not 16"
 
 
 def test_obstacles_on_a_gpu(ampere, monkeypatch):
     q, latent, *_ = ARRAYS
-    monkeypatch.setattr(triton_call, "obstacle", lambda: None)
-    assert triton.obstacle(q, latent, 512) is None
-    assert triton.obstacle(q.astype(jnp.float16), latent.astype(jnp.float16), 512) is None
-    assert triton.obstacle(q, latent.astype(jnp.float16), 512) == "it needs one type, not bfloat16 and float16"
+    monkeypatch.setattr(triton_call, "unsupported_reason", lambda: None)
+    assert triton.unsupported_reason(q, latent, 512) is None
+    assert triton.unsupported_reason(q.astype(jnp.float16), latent.astype(jnp.float16), 512) is None
+    assert (
+        triton.unsupported_reason(q, latent.astype(jnp.float16), 512) == "it needs one type, not bfloat16 and float16"
+    )
     exact = [a.astype(jnp.float32) for a in (q, latent)]
-    assert triton.obstacle(*exact, 512) == "it computes in bfloat16 or float16, not in float32"
+    assert triton.unsupported_reason(*exact, 512) == "it computes in bfloat16 or float16, not in float32"
     with use(Backends(devices=2)):
-        assert triton.obstacle(q, latent, 512) == "it runs on one device only"
+        assert triton.unsupported_reason(q, latent, 512) == "it runs on one device only"
     for capability in ("7.5", "gfx90a"):
         ampere.compute_capability = capability
-        assert triton.obstacle(q, latent, 512) == "it needs compute capability 8.0 or more, and A100 has another"
+        assert (
+            triton.unsupported_reason(q, latent, 512) == "it needs compute capability 8.0 or more, and A100 has another"
+        )
 
 
 def test_what_to_install_is_said(monkeypatch):
@@ -121,13 +125,13 @@ def test_what_to_install_is_said(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", version)
     say = "pip install jax-triton==0.3.1 'triton>=3.6,<3.8'"
-    assert triton_call.obstacle() == f"it needs triton, which is not installed: {say}"
+    assert triton_call.unsupported_reason() == f"it needs triton, which is not installed: {say}"
     for versions["triton"] in ("3.6.0", "3.7.1"):
-        assert triton_call.obstacle() is None
+        assert triton_call.unsupported_reason() is None
     versions["triton"] = "3.9.0"
-    assert triton_call.obstacle() == f"it needs triton 3.6 or 3.7, and 3.9.0 is installed: {say}"
+    assert triton_call.unsupported_reason() == f"it needs triton 3.6 or 3.7, and 3.9.0 is installed: {say}"
     versions["jax-triton"] = "0.4.1"
-    assert triton_call.obstacle() == f"it needs jax-triton 0.3.1, and 0.4.1 is installed: {say}"
+    assert triton_call.unsupported_reason() == f"it needs jax-triton 0.3.1, and 0.4.1 is installed: {say}"
 
 
 def test_the_smallest_tile_that_holds_the_rows():
@@ -150,12 +154,12 @@ def test_operations_without_a_triton_kernel(caplog):
     assert line.startswith("mla_prefill: reference (there is no triton kernel; not mosaic: ")
     with pytest.raises(UnsupportedError, match="there is no triton kernel; use 'auto', 'mosaic' or 'reference'"):
         choose("experts", "triton", {"mosaic": None})
-    assert choose("mla_prefill", "triton", {"mosaic": None}, elsewhere=("triton",)) == "mosaic"
+    assert choose("mla_prefill", "triton", {"mosaic": None}, same_as_auto=("triton",)) == "mosaic"
 
 
 @pytest.mark.parametrize("least", ["8.0", "8.9", "10.3"])
 def test_auto_prefers_triton_to_the_reference(ampere, monkeypatch, least):
     ampere.compute_capability = least
-    monkeypatch.setattr(triton_call, "obstacle", lambda: None)
+    monkeypatch.setattr(triton_call, "unsupported_reason", lambda: None)
     monkeypatch.setattr(triton, "mla_decode", lambda *_, **__: np.float32(7))
     assert mla_decode(*ARRAYS, scale=1.0, value_dim=512) == 7

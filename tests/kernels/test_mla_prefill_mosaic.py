@@ -185,8 +185,8 @@ def test_interpreted_decompression(count, blocks):
 
 def test_obstacles():
     (q_nope, q_rope, w_uk, w_uv, pool), ints = problem(np.random.default_rng(0), (0,), (3,), 0, 1, 1)
-    assert "CPU" in mosaic.obstacle(q_nope, q_rope, w_uk, w_uv, pool)
-    assert "64" in mosaic.obstacle(q_nope, q_rope, w_uk, w_uv, pool[:, :32])
-    assert "widths" in mosaic.obstacle(q_nope[..., :64], q_rope, w_uk[:, :64], w_uv, pool)
+    assert "CPU" in mosaic.unsupported_reason(q_nope, q_rope, w_uk, w_uv, pool)
+    assert "64" in mosaic.unsupported_reason(q_nope, q_rope, w_uk, w_uv, pool[:, :32])
+    assert "widths" in mosaic.unsupported_reason(q_nope[..., :64], q_rope, w_uk[:, :64], w_uv, pool)
     with backend.use(backend.Backends(attention="mosaic")), pytest.raises(backend.UnsupportedError, match="CPU"):
         api.mla_prefill(q_nope, q_rope, w_uk, w_uv, pool, *ints, scale=SCALE)

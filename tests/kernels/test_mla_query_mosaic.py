@@ -89,7 +89,7 @@ def test_lowers_for_cuda(T, H):
 
 def test_what_has_no_kernel_is_made_by_the_reference():
     args = inputs(3, 2, 16, 8, 32)
-    assert "heads of 128 + 64" in str(mosaic.obstacle(*args[:2]))
+    assert "heads of 128 + 64" in str(mosaic.unsupported_reason(*args[:2]))
     for backend in ("auto", "triton", "reference"):
         with use(Backends(attention=backend)):
             np.testing.assert_array_equal(mla_query(*args), reference.mla_query(*args))

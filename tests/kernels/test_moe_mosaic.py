@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
-from pallas_kernels.moe import api, gather, mosaic, plan, reference
-from pallas_kernels.moe.schedule import max_slots, schedule
-from pallas_kernels.moe.tables import BLOCK
+from pallas_kernels.moe import api, dispatch, gather, mosaic, reference
+from pallas_kernels.moe.config import ALL_TOKENS_ROWS, Config, Tiles, configure
+from pallas_kernels.moe.dispatch_tiles import BLOCK
+from pallas_kernels.moe.reference import slot_tables
+from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
@@ -23,7 +25,7 @@ def routed(rng: np.random.Generator, T: int, E: int, k: int) -> tuple[np.ndarray
     return rng.uniform(0.1, 1, size=(T, k)).astype(np.float32), ids
 
 
-def interpret(config: mosaic.Config, *arrays) -> np.ndarray:
+def interpret(config: Config, *arrays) -> np.ndarray:
     # Two blocks, so that a block works on several tiles and the interpreter is not one of 132 threads.
     config = dataclasses.replace(config, grid=2)
     got = np.asarray(mosaic.experts(*arrays, config=config, interpret=detect_races()), np.float32)
@@ -31,9 +33,7 @@ def interpret(config: mosaic.Config, *arrays) -> np.ndarray:
     return got
 
 
-def check(
-    T: int, E: int, k: int, H: int, inner: int, config: mosaic.Config | None = None, *, shared_inner: int = 0
-) -> None:
+def check(T: int, E: int, k: int, H: int, inner: int, config: Config | None = None, *, shared_inner: int = 0) -> None:
     """Live tokens as the reference in float32; dead ones give 0 and their NaN reaches nobody."""
     rng = np.random.default_rng(T)
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
@@ -50,7 +50,7 @@ def check(
     dirty[~live] = np.nan
     if poisoned is not None:
         dirty[poisoned] = np.nan
-    config = config or mosaic.configure(T, E, k, H, inner, shared_inner)
+    config = config or configure(T, E, k, H, inner, shared_inner)
     got = interpret(config, jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, jnp.asarray(live), shared)
     exact, exact_shared = jax.tree.map(lambda a: a.astype(jnp.float32), ((x, gate_up, down), shared))
     want = np.asarray(reference.experts(*exact, weights, ids, live, exact_shared))
@@ -71,15 +71,15 @@ def test_interpreted(T):
 @interpreted
 @pytest.mark.parametrize(("T", "pieces"), [(1, 2), (5, 1), (20, 2)])
 def test_interpreted_with_shared_experts(T, pieces):
-    assert mosaic.configure(T, 8, 2, 128, 128, pieces * 128).pieces == pieces
+    assert configure(T, 8, 2, 128, 128, pieces * 128).pieces == pieces
     check(T, 8, 2, 128, 128, shared_inner=pieces * 128)
 
 
 @pytest.mark.parametrize(("T", "shared_inner"), [(16, 192), (Tuning().most_piece_rows + 1, 256)])
 def test_shared_experts_that_the_kernels_leave_out(T, shared_inner):
     """An inner size that is no multiple of an expert's, and more tokens than are worth it."""
-    config = mosaic.configure(T, 8, 2, 128, 128, shared_inner)
-    assert config == mosaic.configure(T, 8, 2, 128, 128)
+    config = configure(T, 8, 2, 128, 128, shared_inner)
+    assert config == configure(T, 8, 2, 128, 128)
 
 
 @interpreted
@@ -102,8 +102,8 @@ def test_interpreted_odd_sizes(shared_inner):
 def test_interpreted_two_consumers(pieces):
     """What a prefill uses: two warpgroups of consumers, several blocks each, more than one slot an expert."""
     T, E, k, H, inner = 70, 4, 2, 256, 128
-    config = mosaic.Config(
-        64, max_slots(T, k, E, 64, shared=False), False, mosaic.Tiles(64, 3, 2, 2), mosaic.Tiles(64, 2, 2, 2), 2,
+    config = Config(
+        64, max_slots(T, k, E, 64, all_tokens=False), False, Tiles(64, 3, 2, 2), Tiles(64, 2, 2, 2), 2,
         pieces, 72 * pieces,
     )  # fmt: skip
     check(T, E, k, H, inner, config, shared_inner=pieces * inner)
@@ -111,28 +111,30 @@ def test_interpreted_two_consumers(pieces):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("T", "E", "k", "rows", "shared", "most_chunks"),
+    ("T", "E", "k", "rows", "all_tokens", "most_chunks"),
     [
-        (5, 8, 2, 8, True, plan.MOST_CHUNKS),
+        (5, 8, 2, 8, True, dispatch.MOST_CHUNKS),
         (37, 8, 2, 16, False, 0),
-        pytest.param(33, 70, 6, 8, False, plan.MOST_CHUNKS, marks=pytest.mark.slow),
+        pytest.param(33, 70, 6, 8, False, dispatch.MOST_CHUNKS, marks=pytest.mark.slow),
         pytest.param(33, 70, 6, 8, False, 0, marks=pytest.mark.slow),
     ],
 )
-def test_planned_as_scheduled(T, E, k, rows, shared, most_chunks, monkeypatch):
+def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k, rows, all_tokens, most_chunks, monkeypatch):
     """The tables of one kernel and of two are those of XLA: slots, experts, and the token of each row that is used."""
-    monkeypatch.setattr(plan, "MOST_CHUNKS", most_chunks)
+    monkeypatch.setattr(dispatch, "MOST_CHUNKS", most_chunks)
     rng = np.random.default_rng(T)
     _, ids = routed(rng, T, E, k)
     live = rng.uniform(size=T) < 0.7
-    slots = max_slots(T, k, E, rows, shared=shared)
-    got = plan.plan(jnp.asarray(ids), jnp.asarray(live), E, rows, slots, shared=shared, interpret=detect_races())
-    want = schedule(jnp.asarray(ids), jnp.asarray(live), E, rows, shared=shared)
+    slots = max_slots(T, k, E, rows, all_tokens=all_tokens)
+    got = dispatch.dispatch(
+        jnp.asarray(ids), jnp.asarray(live), E, rows, slots, all_tokens=all_tokens, interpret=detect_races()
+    )
+    want = slot_tables(jnp.asarray(ids), jnp.asarray(live), E, rows, all_tokens=all_tokens)
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
     np.testing.assert_array_equal(got.place, want.place)
-    if not shared:
+    if not all_tokens:
         used = want.place[live]
         np.testing.assert_array_equal(got.token[used], want.token[used])
     assert_no_races(got, kernels=1 if most_chunks else 2)
@@ -142,7 +144,7 @@ def test_planned_as_scheduled(T, E, k, rows, shared, most_chunks, monkeypatch):
 def test_no_token_is_live():
     rng = np.random.default_rng(0)
     weights, ids = routed(rng, 20, 8, 2)
-    tables = schedule(jnp.asarray(ids), jnp.zeros(20, bool), 8, 16, shared=False)
+    tables = slot_tables(jnp.asarray(ids), jnp.zeros(20, bool), 8, 16, all_tokens=False)
     assert tables.num_slots.tolist() == [0]
     y = jnp.full((tables.expert.shape[0], 16, 128), jnp.nan, jnp.bfloat16)
     np.testing.assert_array_equal(mosaic.combine(y, weights, tables, jnp.zeros(20, bool)), 0)
@@ -175,8 +177,8 @@ def test_lowers_for_the_gpu(model, T, num_shared):
     if num_shared:
         args.append(tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, S, H), (H, S))))
     text = jax.jit(mosaic.experts).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    gathers = T > mosaic.SHARED_ROWS and gather.takes(H)
-    two_plans = T > mosaic.SHARED_ROWS and T * k > plan.MOST_CHUNKS * BLOCK
+    gathers = T > ALL_TOKENS_ROWS and gather.supports(H)
+    two_plans = T > ALL_TOKENS_ROWS and T * k > dispatch.MOST_CHUNKS * BLOCK
     assert text.count("custom_call @mosaic_gpu") == 3 + gathers + two_plans
     assert ("dot_general" in text) == (num_shared > 0 and Tuning().most_piece_rows < T)
 
@@ -188,16 +190,16 @@ def test_lowers_for_the_gpu(model, T, num_shared):
 )  # fmt: skip
 @settings(max_examples=25)
 def test_tables(seed, T, E, k, rows, share_live):
-    """Every live assignment has a row of its own (a shared slot: its token's) in a slot of its expert; slots are few."""
+    """Every live assignment has its own row (its token's, if slots have all tokens) in one of its expert's few slots."""
     rng = np.random.default_rng(seed)
     _, ids = routed(rng, T, E, k)
     live = rng.uniform(size=T) < share_live
-    for shared in (False, True) if rows >= T else (False,):
-        got = jax.tree.map(np.asarray, schedule(jnp.asarray(ids), jnp.asarray(live), E, rows, shared=shared))
+    for all_tokens in (False, True) if rows >= T else (False,):
+        got = jax.tree.map(np.asarray, slot_tables(jnp.asarray(ids), jnp.asarray(live), E, rows, all_tokens=all_tokens))
         count = np.bincount(ids[live].reshape(-1), minlength=E)
-        blocks = np.minimum(count, 1) if shared else -(-count // rows)
+        blocks = np.minimum(count, 1) if all_tokens else -(-count // rows)
         assert got.num_slots.tolist() == [blocks.sum()]
-        assert got.expert.shape == (max_slots(T, k, E, rows, shared=shared),)
+        assert got.expert.shape == (max_slots(T, k, E, rows, all_tokens=all_tokens),)
         assert blocks.sum() <= len(got.expert)
         np.testing.assert_array_equal(got.expert[: blocks.sum()], np.repeat(np.arange(E), blocks))
         assert got.expert.max() < E
@@ -206,7 +208,7 @@ def test_tables(seed, T, E, k, rows, share_live):
         np.testing.assert_array_equal(got.expert[place // rows], ids[live])
         assert (place // rows < max(1, blocks.sum())).all()
         assert len(np.unique(place)) == place.size
-        if shared:
+        if all_tokens:
             np.testing.assert_array_equal(place % rows, np.flatnonzero(live)[:, None] + 0 * place)
         else:
             np.testing.assert_array_equal(got.token[place], np.flatnonzero(live)[:, None] + 0 * place)
@@ -217,7 +219,7 @@ def test_tables(seed, T, E, k, rows, share_live):
 def test_tiles_fit_and_divide():
     for T, num_shared in itertools.product((1, 8, 9, 64, 128, 256, 500, 2048, 4096), (0, 2)):
         for H, E, k, inner in (*SHAPES.values(), (320, 8, 2, 448), (5120, 160, 6, 1536)):
-            config = mosaic.configure(T, E, k, H, inner, num_shared * inner)
+            config = configure(T, E, k, H, inner, num_shared * inner)
             rows = max(config.rows, config.piece_rows)
             for t, out_rows, columns, gated in ((config.up, inner, H, True), (config.down, H, inner, False)):
                 assert out_rows % (64 * t.consumers * (1 if gated else t.blocks)) == 0

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.moe import api, mosaic, one_token, reference, route
+from pallas_kernels.moe import api, mosaic, one_token, reference
+from pallas_kernels.moe.routing import route_padded
+from pallas_kernels.moe.selection import Routing
 from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -70,15 +72,15 @@ def test_interpreted_without_races(H, E, k, inner, S, adds):
 @pytest.mark.slow
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("sigmoid", [True, False])
-def test_routed_and_worked_on_as_by_the_other_kernels(sigmoid, live):
-    """From logits on, with what the routing kernel leaves: no slice of it is needed."""
+def test_routing_and_experts_give_what_the_reference_does(sigmoid, live):
+    """From the logits on, with the routing kernel's padded results as they are."""
     E, routing = ROUTINGS["odd"]
     H, inner = 128, 64
     gate_up, down, shared = layer(H, E, inner, inner)
     logits, bias = (a if a is None else jnp.asarray(a) for a in routers("odd", 1, sigmoid=sigmoid))
     x, alive = jnp.linspace(-1, 1, H, dtype=jnp.bfloat16)[None], jnp.array([live])
     interpret = detect_races()
-    weights, ids, zero = route.route_padded(logits, bias, alive, routing=routing, interpret=interpret)
+    weights, ids, zero = route_padded(logits, bias, alive, routing=routing, interpret=interpret)
     assert zero.tolist() == [0]
     args = x, gate_up, down
     got = one_token.experts(*args, weights, ids, alive, shared, x, zero, k=routing.top_k, blocks=2, interpret=interpret)
@@ -101,17 +103,17 @@ SHAPES = {
 
 @pytest.mark.parametrize("model", SHAPES)
 def test_lowers_for_the_gpu(model):
-    """To two launches and nothing of XLA's, from the router's logits to the residual stream behind the layer."""
+    """Two launches and no kernel of XLA's, from the router's logits to the residual stream after the layer."""
     H, E, k, inner, S = SHAPES[model]
 
     def shape(*dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype)
 
     f32 = functools.partial(shape, dtype=jnp.float32)
-    routing = route.Routing(k, 1, 1, True, 2.0)
+    routing = Routing(k, 1, 1, True, 2.0)
 
     def block(x, gate_up, down, logits, bias, live, shared):
-        weights, ids, zero = route.route_padded(logits, bias, live, routing=routing)
+        weights, ids, zero = route_padded(logits, bias, live, routing=routing)
         return one_token.experts(x, gate_up, down, weights, ids, live, shared, x, zero, k=k)
 
     shared = (shape(2, S, H), shape(H, S)) if S else None
@@ -138,27 +140,27 @@ def test_any_sizes_are_cut_evenly_and_fit(sizes, pieces, odd):
     assert used <= 208 * 1024
 
 
-def test_who_takes_it():
+def test_which_calls_it_supports():
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
-    def takes(T, H, E, _, inner, S):
+    def supports(T, H, E, _, inner, S):
         shared = (shape((2, S, H)), shape((H, S))) if S else None
-        return one_token.takes(shape((T, H)), shape((E, 2, inner, H)), shared)
+        return one_token.supports(shape((T, H)), shape((E, 2, inner, H)), shared)
 
-    assert not takes(1, *SHAPES["moonlight"])  # not chosen where it has not been measured
+    assert not supports(1, *SHAPES["moonlight"])  # not chosen where it has not been measured
     with tuning.use(ON):
-        assert all(takes(1, *sizes) for sizes in SHAPES.values())
-        assert not takes(2, *SHAPES["moonlight"])
-        assert not takes(1, 2048, 64, 6, 1408, 96)  # a shared expert of no multiple of 64
+        assert all(supports(1, *sizes) for sizes in SHAPES.values())
+        assert not supports(2, *SHAPES["moonlight"])
+        assert not supports(1, 2048, 64, 6, 1408, 96)  # a shared expert of no multiple of 64
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_the_api_takes_it(adds, monkeypatch):
+def test_the_api_uses_it(adds, monkeypatch):
     """Where it is tuned in and the experts' kernels can run, with routing and after it."""
     calls = []
-    monkeypatch.setattr(mosaic, "obstacle", lambda *_: None)
-    monkeypatch.setattr(route, "obstacle", lambda *_: None)
-    monkeypatch.setattr(route, "route_padded", lambda logits, *_, **__: (logits, logits.astype(jnp.int32), None))
+    monkeypatch.setattr(mosaic, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(api.routing, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(api.routing, "route_padded", lambda logits, *_, **__: (logits, logits.astype(jnp.int32), None))
     monkeypatch.setattr(one_token, "experts", lambda *args, k: calls.append((args, k)) or args[0])
     H, E, inner = 128, 8, 64
     gate_up, down, shared = layer(H, E, inner, inner)

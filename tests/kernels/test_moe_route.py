@@ -9,8 +9,11 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
-from pallas_kernels.moe.route import obstacle, route, route_and_plan
-from pallas_kernels.moe.schedule import max_slots, schedule
+from pallas_kernels.moe.config import configure
+from pallas_kernels.moe.dispatch_fused import route_and_dispatch
+from pallas_kernels.moe.reference import slot_tables
+from pallas_kernels.moe.routing import route, unsupported_reason
+from pallas_kernels.moe.slots import max_slots
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
@@ -51,10 +54,10 @@ def test_tables_of_the_same_launch(shape, sigmoid, T):
     E, routing = ROUTINGS[shape]
     logits, bias = routers(shape, T, sigmoid=sigmoid)
     live = jnp.arange(T) % 3 != 1
-    slots = max_slots(T, routing.top_k, E, 8, shared=True)
-    weights, got = route_and_plan(logits, bias, live, 8, slots, routing=routing, interpret=detect_races())
+    slots = max_slots(T, routing.top_k, E, 8, all_tokens=True)
+    weights, got = route_and_dispatch(logits, bias, live, 8, slots, routing=routing, interpret=detect_races())
     want_weights, ids = by_reference(logits, bias, routing)
-    want = schedule(ids, live, E, 8, shared=True)
+    want = slot_tables(ids, live, E, 8, all_tokens=True)
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
@@ -75,7 +78,7 @@ def test_routed_experts(T):
     down = jnp.asarray(rng.normal(size=(E, H, inner)) / inner**0.5, jnp.bfloat16)
     logits, bias = rng.normal(size=(T, E)).astype(np.float32), rng.normal(size=E).astype(np.float32)
     live = jnp.arange(T) % 5 != 4
-    config = dataclasses.replace(mosaic.configure(T, E, routing.top_k, H, inner), grid=2)
+    config = dataclasses.replace(configure(T, E, routing.top_k, H, inner), grid=2)
     got = mosaic.routed_experts(
         x, gate_up, down, logits, bias, live, routing=routing, config=config, interpret=detect_races()
     )
@@ -102,7 +105,9 @@ def test_lowers_for_the_gpu(shape, sigmoid, T):
         bias = bias if sigmoid else None
         if T > 8:
             return route(logits, bias, routing=routing)
-        return route_and_plan(logits, bias, live, 8, max_slots(T, routing.top_k, E, 8, shared=True), routing=routing)
+        return route_and_dispatch(
+            logits, bias, live, 8, max_slots(T, routing.top_k, E, 8, all_tokens=True), routing=routing
+        )
 
     text = jax.jit(step).trace(logits, bias, live).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
@@ -126,8 +131,8 @@ def test_a_layer_lowers_for_the_gpu(T, kernels):
 def test_what_has_no_kernel_is_routed_by_the_reference():
     logits, bias = routers("odd", 4, sigmoid=True)
     _, routing = ROUTINGS["odd"]
-    assert "up to 512 experts" in str(obstacle(jnp.zeros((1, 1024)), routing))
-    assert "float32" in str(obstacle(jnp.zeros((1, 64), jnp.bfloat16), routing))
+    assert "up to 512 experts" in str(unsupported_reason(jnp.zeros((1, 1024)), routing))
+    assert "float32" in str(unsupported_reason(jnp.zeros((1, 64), jnp.bfloat16), routing))
     for backend in ("auto", "mosaic", "reference"):
         with use(Backends(moe=backend)):
             weights, ids = api.route_sigmoid(logits, bias, **dataclasses.asdict(routing))

@@ -66,8 +66,8 @@ def test_lowers_for_cuda(T, H, outs, experts, adds):
 @pytest.mark.parametrize("backend", ["auto", "mosaic", "reference"])
 def test_what_has_no_kernel_is_made_by_the_reference(backend):
     x, gain, weights, delta = inputs(3, 48, [(8,)], 4)
-    assert "hidden size" in str(mosaic.obstacle(x, gain, weights))
-    assert "outputs" in str(mosaic.obstacle(*inputs(3, 256, [(9,)])[:3]))
+    assert "hidden size" in str(mosaic.unsupported_reason(x, gain, weights))
+    assert "outputs" in str(mosaic.unsupported_reason(*inputs(3, 256, [(9,)])[:3]))
     with use(Backends(attention=backend)):
         check(
             norm_linear(x, gain, weights, eps=1e-5, delta=delta),

@@ -76,5 +76,7 @@ def test_what_cannot_run_here_says_why():
     with use(Backends()) as chosen:
         api.logits_stats(jnp.zeros((1, 8), jnp.bfloat16), jnp.ones(1))
     assert chosen == {"logits_stats": {"reference"}}
-    assert "at least 1024 and rows of multiples of 16 bytes" in mosaic.obstacle(jnp.zeros((1, 1020), jnp.bfloat16))
-    assert "rows of multiples of 16 bytes" in mosaic.obstacle(jnp.zeros((1, 4001), jnp.bfloat16))
+    assert "at least 1024 and rows of multiples of 16 bytes" in mosaic.unsupported_reason(
+        jnp.zeros((1, 1020), jnp.bfloat16)
+    )
+    assert "rows of multiples of 16 bytes" in mosaic.unsupported_reason(jnp.zeros((1, 4001), jnp.bfloat16))

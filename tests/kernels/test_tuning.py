@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.moe import mosaic as moe
+from pallas_kernels.moe import config as moe
 from pallas_kernels.norm_linear import api as norm_linear
 from pallas_kernels.split_kv import make_schedule
 from pallas_kernels.tuning import Tuning
@@ -32,7 +32,7 @@ def test_json_gives_back_what_was_put_in():
 
 def test_slots_and_pieces():
     shape = (64, 6, 2048, 1408, 2816)
-    for T, rows in ((8, moe.SHARED_ROWS), (128, 16), (320, 32), (682, 64), (683, moe.WIDEST_ROWS)):
+    for T, rows in ((8, moe.ALL_TOKENS_ROWS), (128, 16), (320, 32), (682, 64), (683, moe.WIDEST_ROWS)):
         assert moe.configure(T, *shape).rows == rows
     with tuning.use(dataclasses.replace(Tuning(), slot_rows=((1e9, 64),), most_piece_rows=100)):
         assert moe.configure(128, *shape).rows == 64
@@ -50,7 +50,7 @@ def test_the_cost_of_a_split(overhead, pieces):
     assert ((items[:, 0] == 0) & (items[:, 2] > items[:, 1])).sum() == pieces
 
 
-def test_how_many_tokens_norm_linear_takes(monkeypatch):
+def test_the_most_tokens_of_norm_linear(monkeypatch):
     calls = []
     monkeypatch.setattr(norm_linear, "choose", lambda *args: calls.append(args) or "reference")
     x, norm, weights = jnp.ones((2, 16)), jnp.ones(16), (jnp.ones((4, 16)),)

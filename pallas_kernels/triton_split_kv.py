@@ -19,7 +19,7 @@ def merge(call: Callable[..., Any], out: jax.Array, partial: jax.Array, lse: jax
     Args:
         call: `triton_call.call` for some compute capability.
         partial, lse: [I, rows, V] and [I, rows], normalised outputs of the items and their base-2 log-sum-exp.
-        splits: as `split_kv.Schedule` has it.
+        splits: see `split_kv.Schedule`.
     """
     rows, V = out.shape[1:]
     (out,) = call(

@@ -1,7 +1,8 @@
-"""The tables of `schedule` for many assignments, a prefill's, as two small Mosaic GPU kernels.
+"""Slot tables of many assignments, a prefill's, as two small Mosaic GPU kernels (`moe_count`, `moe_place` in traces).
 
-In the one kernel of `plan` each block counts all assignments, which grows with their square. Here each block of the first
-kernel counts a chunk of 64 and ranks them, and each of the second adds up the counts of the chunks before its own.
+In the one kernel of `dispatch_small` each block counts all assignments, so that its work grows with their square. Here
+each block of the first kernel counts a chunk of 64 and ranks them, and each block of the second adds up the counts of
+the chunks before its own.
 """
 
 import functools
@@ -14,25 +15,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
-from pallas_kernels.moe.tables import (
+from pallas_kernels.moe.dispatch_tiles import (
     AS_COLUMNS,
     AS_ROWS,
     BLOCK,
     PARAMS,
     along_rows,
+    blocks_per_chunk,
     count_experts,
     down_columns,
     iota,
-    nothing,
-    sharing,
+    masked_row_sums,
     slot_ends,
     slots_needed,
     table_types,
     tile_columns,
-    total,
     write_places,
     write_slots,
-    zeros,
+    zero_rows,
+    zero_tile,
 )
 
 int32 = jnp.int32
@@ -40,10 +41,10 @@ int32 = jnp.int32
 
 @functools.cache
 def count_chunks(chunks: int, E: int, interpret: Any) -> Any:
-    """kernel(ids [chunks, BLOCK]) -> counts [experts, columns], rank [chunks, BLOCK].
+    """kernel(ids [chunks, BLOCK]) -> counts [experts, columns], rank [chunks, BLOCK]; all int32.
 
-    counts says how many of each expert a chunk has, rank how many of an assignment's expert precede it in its chunk.
-    counts is padded with zeros, to multiples of BLOCK experts and of `tile_columns` chunks.
+    counts[e, c]: assignments of expert e in chunk c, padded with zeros to multiples of BLOCK experts and of `tile_columns`
+    chunks. rank: how many assignments of the same expert precede an assignment in its chunk.
     """
     experts = -(-E // BLOCK) * BLOCK
     narrow = tile_columns(experts)
@@ -54,14 +55,14 @@ def count_chunks(chunks: int, E: int, interpret: Any) -> Any:
 
         @pl.when(chunk >= chunks)
         def _pad():
-            counts[:, chunk] = zeros(experts)
+            counts[:, chunk] = zero_rows(experts)
 
         @pl.when(chunk < chunks)
         def _count():
-            counts[:, chunk] = count_experts(ids, chunk, nothing((experts, narrow))).sum(axis=1)
+            counts[:, chunk] = count_experts(ids, chunk, zero_tile((experts, narrow))).sum(axis=1)
             row, col = (load(ids, (chunk,), layout=layout) for layout in (AS_ROWS, AS_COLUMNS))
             earlier = iota((BLOCK, BLOCK), 1) < iota((BLOCK, BLOCK), 0)
-            rank[chunk] = total((down_columns(col, BLOCK) == along_rows(row, BLOCK)) & earlier, 1)
+            rank[chunk] = masked_row_sums((down_columns(col, BLOCK) == along_rows(row, BLOCK)) & earlier, 1)
 
     body.__name__ = "moe_count"
     return plgpu.kernel(
@@ -76,9 +77,9 @@ def count_chunks(chunks: int, E: int, interpret: Any) -> Any:
 
 @functools.cache
 def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: Any) -> Any:
-    """kernel(ids, counts, rank) -> num_slots, expert, token, place [chunks, BLOCK], of slots that are not shared."""
+    """kernel(ids, counts, rank) -> num_slots, expert, token, place [chunks, BLOCK]; all int32."""
     experts = -(-E // BLOCK) * BLOCK
-    parts, narrow = sharing(chunks), tile_columns(experts)
+    parts, narrow = blocks_per_chunk(chunks), tile_columns(experts)
 
     def body(ids, counts, rank, num_slots, expert, token, place, blocks_smem, ends_smem, before_smem, row_smem):
         block = lax.axis_index("block")
@@ -91,8 +92,8 @@ def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: 
             ahead = iota((experts, narrow), 1) + start < here
             return every + of_tile, jnp.where(ahead, before + of_tile, before)
 
-        # Sums across threads behind the loop.
-        empty = nothing((experts, narrow))
+        # Sums across threads after the loop.
+        empty = zero_tile((experts, narrow))
         every, before = lax.fori_loop(0, counts.shape[1] // narrow, add, (empty, empty))
         blocks_smem[...] = slots_needed(every.sum(axis=1), E, rows)
         before_smem[...] = before.sum(axis=1)
@@ -110,9 +111,11 @@ def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: 
                     down_columns(load(smem, (pl.ds(tile * BLOCK, BLOCK),), layout=AS_COLUMNS), BLOCK)
                     for smem in (blocks_smem, before_smem)
                 )
-                return slot + total(number < mine, of_blocks), earlier + total(number == mine, of_before)
+                return slot + masked_row_sums(number < mine, of_blocks), earlier + masked_row_sums(
+                    number == mine, of_before
+                )
 
-            slot, earlier = lax.fori_loop(0, experts // BLOCK, look_up, (zeros(BLOCK), zeros(BLOCK)))
+            slot, earlier = lax.fori_loop(0, experts // BLOCK, look_up, (zero_rows(BLOCK), zero_rows(BLOCK)))
             row = slot * rows + earlier + load(rank, (here,), layout=AS_ROWS)
             write_places(place, token, row_smem, row, ids_row < E, here, part, parts, k)
 

@@ -1,4 +1,4 @@
-"""What the kernels that make tables of assignments share: register tiles of ids, compared with vectors along them."""
+"""Parts of the dispatch kernels: register tiles of expert ids that are compared with vectors along their axes."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from jax import lax
 
 from pallas_kernels.compat import load
 
-# Assignments of a chunk, and slots that a block names: the rows of a register tile.
+# Assignments of a chunk, and slots whose experts a block writes: the rows of a register tile.
 BLOCK = 64
-# Registers of the tile that is compared at once: 32 a thread.
+# Elements of the tile that is compared at once: 32 registers a thread.
 TILE = 4096
-# Rows of slots learn their tokens one after the other, a store and two barriers each. Up to this many blocks, one
-# multiprocessor each, several share a chunk of assignments: all place it, each tells a part of the rows.
-SHARING_BLOCKS = 128
+# The tokens of a slot's rows are written one after another, at a store and two barriers each. Up to this many blocks, one
+# a multiprocessor, several blocks share a chunk of assignments: all compute its places, each writes a part of the tokens.
+MOST_SHARING_BLOCKS = 128
 
 # Layouts of a tile's rows and of its columns as vectors.
 AS_ROWS, AS_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -24,14 +24,14 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, r
 
 
 def table_types(chunks: int, slots: int, rows: int) -> list[jax.ShapeDtypeStruct]:
-    """Of num_slots, expert, token and place."""
+    """Types of the results num_slots, expert, token and place."""
     shapes = (1,), (-(-slots // BLOCK) * BLOCK,), (slots * rows,), (chunks, BLOCK)
     return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
 
-def sharing(chunks: int) -> int:
+def blocks_per_chunk(chunks: int) -> int:
     """How many blocks share a chunk."""
-    return next((parts for parts in (8, 4, 2) if parts * chunks <= SHARING_BLOCKS), 1)
+    return next((parts for parts in (8, 4, 2) if parts * chunks <= MOST_SHARING_BLOCKS), 1)
 
 
 def iota(shape: tuple[int, int], axis: int) -> jax.Array:
@@ -48,21 +48,21 @@ def along_rows(vector: jax.Array, size: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, (vector.shape[0], size), (0,))
 
 
-def total(mask: jax.Array, values: jax.Array | int) -> jax.Array:
-    """Row sums of the values, a tile or a number, where the mask holds."""
+def masked_row_sums(mask: jax.Array, values: jax.Array | int) -> jax.Array:
+    """Row sums of the values, a tile or a number, where the mask is set."""
     values = values if isinstance(values, jax.Array) else jnp.full(mask.shape, values, jnp.int32)
     return jnp.where(mask, values, jnp.zeros(mask.shape, jnp.int32)).sum(axis=1)
 
 
-def nothing(shape: tuple[int, int]) -> jax.Array:
+def zero_tile(shape: tuple[int, int]) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.int32), plgpu.Layout.WGMMA)
 
 
-def add_one(counts: jax.Array, mask: jax.Array) -> jax.Array:
+def increment(counts: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, counts + 1, counts)
 
 
-def zeros(size: int) -> jax.Array:
+def zero_rows(size: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((size,), jnp.int32), AS_ROWS)
 
 
@@ -72,16 +72,16 @@ def tile_columns(experts: int) -> int:
 
 
 def count_experts(ids: Any, chunk: Any, counts: jax.Array) -> jax.Array:
-    """counts [experts, columns] and a chunk of ids [chunks, BLOCK]; a row's sum is what there is of its expert."""
+    """Adds a chunk of ids [chunks, BLOCK] to counts [experts, columns], whose row sums are the assignments per expert."""
     experts, columns = counts.shape
     for start in range(0, BLOCK, columns):
         col = load(ids, (chunk, pl.ds(start, columns)), layout=AS_COLUMNS)
-        counts = add_one(counts, down_columns(col, experts) == iota((experts, columns), 0))
+        counts = increment(counts, down_columns(col, experts) == iota((experts, columns), 0))
     return counts
 
 
 def slot_ends(blocks_smem: Any) -> jax.Array:
-    """How many slots each expert and those before it have: [experts], from blocks_smem [experts]."""
+    """Inclusive prefix sums [experts] of the experts' numbers of slots, blocks_smem [experts]."""
     experts = blocks_smem.shape[0]
     narrow = tile_columns(experts)
 
@@ -89,9 +89,9 @@ def slot_ends(blocks_smem: Any) -> jax.Array:
         start = chunk * narrow
         col = load(blocks_smem, (pl.ds(start, narrow),), layout=AS_COLUMNS)
         before = iota((experts, narrow), 1) + start <= iota((experts, narrow), 0)
-        return ends + total(before, down_columns(col, experts))
+        return ends + masked_row_sums(before, down_columns(col, experts))
 
-    return lax.fori_loop(0, experts // narrow, accumulate, zeros(experts))
+    return lax.fori_loop(0, experts // narrow, accumulate, zero_rows(experts))
 
 
 def slot_experts(ends_smem: Any, first: jax.Array | int) -> jax.Array:
@@ -100,13 +100,13 @@ def slot_experts(ends_smem: Any, first: jax.Array | int) -> jax.Array:
 
     def passed(chunk, found):
         col = load(ends_smem, (pl.ds(chunk * BLOCK, BLOCK),), layout=AS_COLUMNS)
-        return found + total(down_columns(col, BLOCK) <= slot, 1)
+        return found + masked_row_sums(down_columns(col, BLOCK) <= slot, 1)
 
-    return lax.fori_loop(0, ends_smem.shape[0] // BLOCK, passed, zeros(BLOCK))
+    return lax.fori_loop(0, ends_smem.shape[0] // BLOCK, passed, zero_rows(BLOCK))
 
 
 def write_slots(num_slots: Any, expert: Any, ends_smem: Any, block: Any) -> None:
-    """Writes how many slots there are, in the first block, and the experts of this block's BLOCK slots, if it has any."""
+    """Writes the number of slots, in the first block, and the experts of this block's BLOCK slots, if it has any."""
 
     @pl.when(block == 0)
     def _count() -> None:
@@ -118,16 +118,16 @@ def write_slots(num_slots: Any, expert: Any, ends_smem: Any, block: Any) -> None
 
 
 def slots_needed(counts: jax.Array, E: int, rows: int) -> jax.Array:
-    """How many slots of `rows`, a power of two, each expert's assignments fill: [experts], 0 from E on.
+    """Slots [experts] of `rows` rows, a power of two, that each expert's assignments fill; 0 from E on.
 
-    What is not live counts as expert E, which has no slots.
+    Assignments of tokens that are not live count as expert E, which has no slots.
     """
     slots = lax.shift_right_logical(counts + (rows - 1), jnp.full(counts.shape, rows.bit_length() - 1, jnp.int32))
-    return of_experts(slots, E)
+    return zero_past(slots, E)
 
 
-def of_experts(values: jax.Array, E: int) -> jax.Array:
-    """Values [experts], 0 from E on."""
+def zero_past(values: jax.Array, E: int) -> jax.Array:
+    """Values [experts] with 0 from E on."""
     if values.shape[0] == E:
         return values
     number = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=AS_ROWS)
@@ -137,13 +137,13 @@ def of_experts(values: jax.Array, E: int) -> jax.Array:
 def write_places(
     place: Any, token: Any, row_smem: Any, row: jax.Array, chosen: jax.Array, chunk: Any, part: Any, parts: int, k: int
 ) -> None:
-    """Writes the places of a chunk, 0 for what is not chosen, and the tokens of the rows of a part of it.
+    """Writes the places of a chunk of assignments, and the tokens of one part of the rows that they fill.
 
     Args:
         place, token: refs int32 [chunks, BLOCK] and [slots * rows].
         row_smem: scratch [BLOCK].
-        row, chosen: [BLOCK] the row of each assignment.
-        part: of `parts`.
+        row, chosen: [BLOCK] the row of each assignment, and whether it has an expert; if not, its place is 0.
+        part: which of the `parts` blocks that share the chunk this is.
     """
 
     @pl.when(part == 0)

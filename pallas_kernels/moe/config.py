@@ -1,0 +1,99 @@
+"""How the work of one call with several tokens is cut: slots, tiles of the two matmuls, shared experts."""
+
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels.moe.selection import ROWS
+from pallas_kernels.moe.slots import max_slots
+from pallas_kernels.tuning import current
+
+M = 64  # Rows of a wgmma, of which hidden and expert sizes are multiples.
+GRANULE = 8  # Columns of a wgmma are multiples of this.
+
+# Shared memory of a matmul's ring, of 227 KiB; the rest is for barriers and the staged output.
+RING_BYTES = 192 * 1024
+
+# Up to this many tokens every slot has all of them, and one block of the routing kernel makes all tables.
+ALL_TOKENS_ROWS = ROWS
+# Rows of a slot beyond the last bound of `Tuning.slot_rows`.
+WIDEST_ROWS = 128
+# From this many rows on the tensor cores are the limit: wider tiles, two warpgroups.
+WIDE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one matmul is cut.
+
+    Attributes:
+        depth: columns of the weights in a stage of the ring.
+        stages: of the ring.
+        consumers: warpgroups that multiply.
+        blocks: accumulators of M weight rows of each consumer; gate and up have one each.
+    """
+
+    depth: int
+    stages: int
+    consumers: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one call is cut.
+
+    Attributes:
+        rows: token rows of a slot, a power of two.
+        slots: the most slots there can be.
+        all_tokens: every slot has all tokens.
+        up, down: the tiles of the two matmuls.
+        grid: blocks of a kernel, one a multiprocessor.
+        pieces: the shared experts as a number of routed experts of the same total size; 0 if XLA computes them.
+        piece_rows: token rows of a piece, which has all tokens.
+    """
+
+    rows: int
+    slots: int
+    all_tokens: bool
+    up: Tiles
+    down: Tiles
+    grid: int
+    pieces: int = 0
+    piece_rows: int = 0
+
+
+def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: int = 0) -> Tiles:
+    """Tiles of a matmul.
+
+    Args:
+        rows: token rows of a slot.
+        columns, out_rows: of the weights [out_rows, columns], of which there are two if `gated`.
+        piece_rows: token rows of a piece, 0 without pieces.
+    """
+    wide = rows >= WIDE_ROWS
+    consumers = 2 if wide and out_rows % (2 * M) == 0 else 1
+    blocks = 2 if gated or (wide and out_rows % (2 * consumers * M) == 0) else 1
+    depth = 128 if not wide and columns % 128 == 0 else 64
+    stages = RING_BYTES // ((consumers * blocks * M + max(rows, piece_rows)) * depth * 2)
+    return Tiles(depth, stages, consumers, blocks)
+
+
+def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0) -> Config:
+    """The configuration for T tokens with k of E experts each.
+
+    Args:
+        H, inner: hidden size and an expert's inner size.
+        shared_inner: joint inner size of the shared experts, 0 without any.
+    """
+    tuning, all_tokens = current(), T <= ALL_TOKENS_ROWS
+    slot_rows = (rows for load, rows in tuning.slot_rows if T * k / E <= load)
+    rows = ALL_TOKENS_ROWS if all_tokens else next(slot_rows, WIDEST_ROWS)
+    slots = max_slots(T, k, E, rows, all_tokens=all_tokens)
+    # The number of an H200, where there is no GPU to ask (lowering on a CPU).
+    grid = getattr(jax.devices()[0], "core_count", None) or 132
+    pieces = shared_inner // inner if tuning.most_piece_rows >= T and shared_inner % inner == 0 else 0
+    piece_rows = -(-T // GRANULE) * GRANULE if pieces else 0
+    up = tiles(rows, H, inner, gated=True, piece_rows=piece_rows)
+    down = tiles(rows, inner, H, gated=False, piece_rows=piece_rows)
+    return Config(rows, slots, all_tokens, up, down, grid, pieces, piece_rows)
