@@ -30,7 +30,7 @@ from pallas_kernels import tuning
 from pallas_kernels.tuning import Tuning
 
 # A candidate has to be this much faster than the present value: less is the spread of two equal executables, but that
-# of calls of 10 us is more (bench/KERNELS.md): look at the cases there.
+# of calls of 10 us is more (docs/kernels/tuning.md): look at the cases there.
 MARGIN = 0.01
 COMPILE_THREADS = 8
 
