@@ -2,11 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from jaxspec import log_filters
 from jaxspec.config import EngineConfig
 from jaxspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxspec.llm import LLM, Completion
+
+log_filters.install()
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "EngineConfig", "SamplingParams", "__version__"]

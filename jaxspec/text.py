@@ -7,7 +7,6 @@ decoder: it keeps an unfinished character to itself and never has to take anythi
 
 import codecs
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -63,8 +62,6 @@ class Tokenizer:
         folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
             raise ModelFormatError(f"{folder} has no tokenizer (tokenizer.json): use token ids instead of text")
-        # Tokenizers need no PyTorch, so its absence is nothing to warn about.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import PreTrainedTokenizerFast
 
         try:
