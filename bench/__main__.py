@@ -35,26 +35,32 @@ ROOMS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one benchmark; returns its exit code: 1 for an error that the user can fix, and for a check that fails."""
-    parser = argparse.ArgumentParser(
+def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands. The one that `argv` begins with has its arguments: the others' imports are heavy."""
+    whole = argparse.ArgumentParser(
         prog="jaxspec bench", description="Benchmarks; each prints a table and writes JSON."
     )
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    argv = list(sys.argv[1:] if argv is None else argv)
+    subparsers = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for room, commands in ROOMS.items():
         for name, text in commands.items():
             sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-            if argv[:1] == [name]:  # the others' imports are heavy
+            if argv[:1] == [name]:
                 module = importlib.import_module(f"bench.{room}.{name}")
                 module.add_arguments(sub)
                 sub.set_defaults(run=module.run)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one benchmark; returns its exit code: 1 for an error that the user can fix, and for a check that fails."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands = parser(argv)
     # After `--` come flags for a program that the benchmark starts. Cut here: argparse would read them as positionals.
     cut = argv.index("--") if "--" in argv else len(argv)
-    arguments = parser.parse_args(argv[:cut])
+    arguments = commands.parse_args(argv[:cut])
     if argv[cut + 1 :]:
         if not hasattr(arguments, "engine_flags"):
-            parser.error(f"{arguments.command} does not accept flags after --")
+            commands.error(f"{arguments.command} does not accept flags after --")
         arguments.engine_flags = argv[cut + 1 :]
     # As Ctrl-C does, so that whatever a benchmark has started ends with it.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

@@ -40,7 +40,7 @@ def _fail(message: str, code: int) -> int:
 def _run(argv: list[str]) -> int:
     if argv[:1] == ["bench"]:
         return _bench(argv[1:])
-    parser, commands = _parsers(argv)
+    parser, commands = parsers(argv)
     arguments = parse(parser, commands, argv)
     if arguments.command is None:
         parser.print_help()
@@ -48,7 +48,8 @@ def _run(argv: list[str]) -> int:
     return arguments.run(arguments)
 
 
-def _parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
+def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of everything but `bench`, and that of each command; with the flags of those that `argv` needs."""
     parser = Parser(prog="jaxspec", description="A JAX inference engine for MLA models with speculative decoding.")
     parser.add_argument("--version", action="version", version=jaxspec.__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")

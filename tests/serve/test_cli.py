@@ -96,7 +96,7 @@ def test_an_empty_key_variable_does_not_open_the_server(capsys, monkeypatch):
 def test_keys_come_from_flags_file_and_variable(monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("two\nthree\n")
     monkeypatch.setenv("JAXSPEC_API_KEY", "four")
-    parser, commands = cli._parsers([])
+    parser, commands = cli.parsers([])
     arguments = parse(parser, commands, ["serve", "--api-key", "one", "--api-key-file", str(tmp_path / "keys")])
     assert cli._api_keys(arguments) == ("one", "four", "two", "three")
 
@@ -119,7 +119,7 @@ def test_control_c(capsys, monkeypatch):
 
 def test_engine_flags_are_the_fields_of_the_config():
     argv = ["serve", "--max-model-len", "100", "--max_num_seqs=3", "--gpu-memory-utilization", "0.5"]
-    config, given = engine_config(parse(*cli._parsers([]), [*argv, "--dtype", "float32"]))
+    config, given = engine_config(parse(*cli.parsers([]), [*argv, "--dtype", "float32"]))
     assert config == EngineConfig(max_model_len=100, max_num_seqs=3, gpu_memory_utilization=0.5, dtype="float32")
     assert given == {"max_model_len": 100, "max_num_seqs": 3, "gpu_memory_utilization": 0.5, "dtype": "float32"}
     parser = Parser(prog="x")
@@ -129,7 +129,7 @@ def test_engine_flags_are_the_fields_of_the_config():
     assert switches == {"enable_mixed_batch", "enable_prefix_caching"}
     options = {f.name for f in fields(EngineConfig)} | {f"no_{name}" for name in switches}
     assert flags - {"help", "speculative_config"} == options
-    off, _ = engine_config(parse(*cli._parsers([]), ["serve", "--no-enable-mixed-batch", "--readout-depth", "2"]))
+    off, _ = engine_config(parse(*cli.parsers([]), ["serve", "--no-enable-mixed-batch", "--readout-depth", "2"]))
     assert off == EngineConfig(enable_mixed_batch=False, readout_depth=2)
 
 
@@ -162,7 +162,7 @@ def test_a_switch_may_be_left_to_the_engine(monkeypatch, flags, value):
     ],
 )
 def test_speculation_flags(flags, config):
-    assert engine_config(parse(*cli._parsers([]), ["serve", *flags]))[0] == EngineConfig(**config)
+    assert engine_config(parse(*cli.parsers([]), ["serve", *flags]))[0] == EngineConfig(**config)
 
 
 @pytest.mark.parametrize(
