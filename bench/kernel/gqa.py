@@ -1,4 +1,4 @@
-"""The rows of `bench kernel` for grouped-query attention: over decode windows, and over prompt chunks."""
+"""Rows of `bench kernel` for grouped-query attention: over decode windows, and over prompt chunks."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,12 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel.case import Case, exact, largest_error, latents, normal, once, shuffled_tables, softmax, spread, take
-from jaxspec.config import PAGE_SIZE, pages_for
+from bench.kernel.arrays import (
+    causal_pairs,
+    chunk_places,
+    exact,
+    largest_error,
+    normal,
+    paged_cache,
+    shuffled_tables,
+    softmax,
+    spread,
+    take,
+    window_bounds,
+)
+from bench.kernel.case import Case, once
+from jaxspec.config import PAGE_SIZE
 from pallas_kernels.gqa_decode.api import gqa_decode
+from pallas_kernels.gqa_decode.shapes import CONTEXTS, HEADS, WINDOWS
 from pallas_kernels.gqa_prefill.api import gqa_prefill
-
-SPARE_PAGES = 8
+from pallas_kernels.gqa_prefill.shapes import CHUNKS
 
 
 @dataclass(frozen=True)
@@ -37,12 +50,12 @@ class GqaDecode(Case):
         return 4.0 * self.K * self.D * self.B * self.S
 
     def bounds(self) -> np.ndarray:
-        return np.tile(np.arange(self.S - self.Q + 1, self.S + 1, dtype=np.int32), (self.B, 1))
+        return window_bounds(self.B, self.S, self.Q)
 
     def inputs(self) -> Any:
-        tables, free = shuffled_tables(np.random.default_rng(0), self.B, pages_for(self.S), SPARE_PAGES)
+        tables, free = shuffled_tables(self.B, self.S)
         qs = [normal(2 + i, (self.B, self.Q, self.K, self.G, self.D)) for i in range(self.calls)]
-        return qs, _caches(0, free, self.K, self.D), jnp.asarray(tables), jnp.asarray(self.bounds())
+        return qs, _caches(free, self.K, self.D), jnp.asarray(tables), jnp.asarray(self.bounds())
 
     def results(self) -> Any:
         return [jax.ShapeDtypeStruct((self.B, self.Q, self.K, self.G, self.D), jnp.bfloat16)] * self.calls
@@ -54,7 +67,7 @@ class GqaDecode(Case):
         return [call(q, k, v, tables, bounds) for q in qs]
 
     def error(self, inputs: Any, results: Any) -> float:
-        """Of the last request, in the last call, for some key heads."""
+        """Of some key heads of the last request in the last call."""
         qs, caches, tables, _ = inputs
         heads = spread(self.K, 2)
         return _error(exact(qs[-1])[-1][:, heads], caches, tables[-1], heads, self.bounds()[-1], results[-1][-1])
@@ -62,7 +75,7 @@ class GqaDecode(Case):
 
 @dataclass(frozen=True)
 class GqaPrefill(Case):
-    """A chunk of P prompt tokens behind a prefix that is cached already, one request; heads as for GqaDecode."""
+    """A chunk of P prompt tokens of one request after a cached prefix; heads as for GqaDecode."""
 
     P: int
     prefix: int
@@ -75,17 +88,12 @@ class GqaPrefill(Case):
     @property
     def flops(self) -> float:
         """For the pairs that are not masked."""
-        pairs = self.P * self.prefix + self.P * (self.P + 1) // 2
-        return 4.0 * self.D * self.K * self.G * pairs
+        return 4.0 * self.D * self.K * self.G * causal_pairs(self.prefix, self.P)
 
     def inputs(self) -> Any:
-        total = self.prefix + self.P
-        tables, free = shuffled_tables(np.random.default_rng(0), 1, pages_for(total), SPARE_PAGES)
+        tables, free = shuffled_tables(1, self.prefix + self.P)
         qs = [normal(2 + i, (self.P, self.K, self.G, self.D)) for i in range(self.calls)]
-        token_rows = jnp.asarray(np.zeros(self.P, np.int32))
-        positions = jnp.asarray(np.arange(self.prefix, total, dtype=np.int32))
-        ends = jnp.asarray(np.array([total], np.int32))
-        return qs, _caches(0, free, self.K, self.D), (jnp.asarray(tables), token_rows, positions, ends)
+        return qs, _caches(free, self.K, self.D), chunk_places(tables, self.prefix, self.P)
 
     def results(self) -> Any:
         return [jax.ShapeDtypeStruct((self.P, self.K, self.G, self.D), jnp.bfloat16)] * self.calls
@@ -104,10 +112,10 @@ class GqaPrefill(Case):
         return _error(q, caches, tables[0], heads, self.prefix + tokens + 1, results[-1][tokens])
 
 
-def _caches(seed: int, free: np.ndarray, K: int, D: int) -> tuple[jax.Array, jax.Array]:
+def _caches(free: np.ndarray, K: int, D: int) -> tuple[jax.Array, jax.Array]:
     """Keys and values, NaN in the pages that `free` marks."""
     shape = (len(free), PAGE_SIZE, K * D)
-    k, v = (latents(seed + i, shape, jnp.asarray(free)).reshape(len(free), PAGE_SIZE, K, D) for i in range(2))
+    k, v = (paged_cache(i, shape, jnp.asarray(free)).reshape(len(free), PAGE_SIZE, K, D) for i in range(2))
     return k, v
 
 
@@ -122,22 +130,17 @@ def _error(q: np.ndarray, caches: Any, table: Any, heads: np.ndarray, bounds: np
     return largest_error(exact(computed)[:, heads], true)
 
 
-def _decode_rows(pairs: list[tuple[int, int]]) -> list[Case]:
-    """Llama-3.1-8B (and its EAGLE3 draft), whose heads Qwen3-8B has too; and heads of 64, as Llama-3.2-1B has."""
-    return [GqaDecode(B, S, 8, 4, D, Q) for B, S in pairs for D in (128, 64) for Q in (1, 4)]
+def _decode_rows(contexts: tuple[tuple[int, int], ...]) -> list[Case]:
+    return [GqaDecode(B, S, *heads, Q) for B, S in contexts for heads in HEADS.values() for Q in WINDOWS]
 
 
-GQA_DECODE: dict[str, list[Case]] = {
-    "all": _decode_rows([(1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (32, 4096), (128, 4096)]),
-    "quick": _decode_rows([(1, 8192), (32, 4096)]),
+DECODE: dict[str, list[Case]] = {
+    "all": _decode_rows(CONTEXTS),
+    "quick": _decode_rows(((1, 8192), (32, 4096))),
     "tiny": [GqaDecode(1, 64, 2, 2, 16, 1, calls=3), GqaDecode(2, 192, 2, 2, 16, 2, calls=3)],
 }
-GQA_PREFILL: dict[str, list[Case]] = {
-    "all": [
-        GqaPrefill(P, prefix, 8, 4, D)
-        for P, prefix in ((4096, 0), (2048, 0), (2048, 2048), (2048, 6144), (256, 8192))
-        for D in (128, 64)
-    ],
-    "quick": [GqaPrefill(4096, 0, 8, 4, 128), GqaPrefill(2048, 2048, 8, 4, 64)],
+PREFILL: dict[str, list[Case]] = {
+    "all": [GqaPrefill(P, prefix, *heads) for P, prefix in CHUNKS for heads in HEADS.values()],
+    "quick": [GqaPrefill(4096, 0, *HEADS["llama-3.1-8b"]), GqaPrefill(2048, 2048, *HEADS["llama-3.2-1b"])],
     "tiny": [GqaPrefill(64, 0, 2, 2, 16, 2), GqaPrefill(48, 80, 2, 2, 16, 2)],
 }

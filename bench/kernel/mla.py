@@ -1,4 +1,4 @@
-"""The attention rows of `bench kernel`: absorbed MLA over decode windows, and MLA over prompt chunks."""
+"""Rows of `bench kernel` for MLA: absorbed over decode windows, decompressed over prompt chunks."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -7,28 +7,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel.case import (
-    Case,
+from bench.kernel.arrays import (
+    causal_pairs,
+    chunk_places,
     exact,
     largest_error,
-    latents,
     normal,
-    once,
+    paged_cache,
     rounded,
     shuffled_tables,
     softmax,
     spread,
     take,
+    window_bounds,
 )
-from jaxspec.config import PAGE_SIZE, pages_for
+from bench.kernel.case import Case, once
+from jaxspec.config import PAGE_SIZE
 from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.shapes import CACHED, CONTEXTS, HEADS, LATENT, NOPE, ROPE, SCALE, VALUE, WINDOWS
 from pallas_kernels.mla_prefill.api import mla_prefill
-
-# DeepSeek's sizes, which all MLA models share so far.
-LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
-CACHED = LATENT + ROPE
-SCALE = (NOPE + ROPE) ** -0.5
-SPARE_PAGES = 8
+from pallas_kernels.mla_prefill.shapes import CHUNKS
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,11 @@ class MlaDecode(Case):
         return 2.0 * CACHED * self.B * self.S
 
     def bounds(self) -> np.ndarray:
-        return np.tile(np.arange(self.S - self.Q + 1, self.S + 1, dtype=np.int32), (self.B, 1))
+        return window_bounds(self.B, self.S, self.Q)
 
     def inputs(self) -> Any:
-        tables, free = shuffled_tables(np.random.default_rng(0), self.B, pages_for(self.S), SPARE_PAGES)
-        cache = latents(0, (len(free), PAGE_SIZE, CACHED), jnp.asarray(free))
+        tables, free = shuffled_tables(self.B, self.S)
+        cache = paged_cache(0, (len(free), PAGE_SIZE, CACHED), jnp.asarray(free))
         qs = [normal(1 + i, (self.B, self.Q, self.H, CACHED)) for i in range(self.calls)]
         return qs, cache, jnp.asarray(tables), jnp.asarray(self.bounds())
 
@@ -69,7 +67,7 @@ class MlaDecode(Case):
         return [call(q, cache, tables, bounds) for q in qs]
 
     def error(self, inputs: Any, results: Any) -> float:
-        """Of the last request, in the last call, for some heads."""
+        """Of some heads of the last request in the last call."""
         qs, cache, tables, _ = inputs
         heads = spread(self.H, 16)
         keys = exact(take(cache, tables[-1])).reshape(-1, CACHED)[: self.S]
@@ -82,24 +80,22 @@ class MlaDecode(Case):
 
 @dataclass(frozen=True)
 class MlaPrefill(Case):
-    """A chunk of P prompt tokens behind a prefix that is cached already, one request, H heads."""
+    """A chunk of P prompt tokens of one request after a cached prefix, H heads."""
 
     P: int
     prefix: int
-    H: int = 16
+    H: int = HEADS["moonlight"]
     calls: int = 4
     labels: ClassVar[tuple[str, ...]] = ("P", "prefix", "H")
 
     @property
     def flops(self) -> float:
         """Of the decompressed form, for the pairs that are not masked; decompressing is not counted."""
-        pairs = self.P * self.prefix + self.P * (self.P + 1) // 2
-        return 2.0 * (NOPE + ROPE + VALUE) * self.H * pairs
+        return 2.0 * (NOPE + ROPE + VALUE) * self.H * causal_pairs(self.prefix, self.P)
 
     def inputs(self) -> Any:
-        """Every call has its own cache and weights: a common part would be decompressed once for all."""
-        total = self.prefix + self.P
-        tables, free = shuffled_tables(np.random.default_rng(0), 1, pages_for(total), SPARE_PAGES)
+        """Each call has its own cache and weights: XLA would decompress common ones once for all calls."""
+        tables, free = shuffled_tables(1, self.prefix + self.P)
         marked = jnp.asarray(free)
         each = [
             (
@@ -107,13 +103,11 @@ class MlaPrefill(Case):
                 normal(5 * i + 1, (self.P, self.H, ROPE)),
                 normal(5 * i + 2, (self.H, NOPE, LATENT), LATENT**-0.5),
                 normal(5 * i + 3, (self.H, VALUE, LATENT), LATENT**-0.5),
-                latents(5 * i + 4, (len(free), PAGE_SIZE, CACHED), marked),
+                paged_cache(5 * i + 4, (len(free), PAGE_SIZE, CACHED), marked),
             )
             for i in range(self.calls)
         ]
-        token_rows = jnp.asarray(np.zeros(self.P, np.int32))
-        positions = jnp.asarray(np.arange(self.prefix, total, dtype=np.int32))
-        return each, (jnp.asarray(tables), token_rows, positions, jnp.asarray(np.array([total], np.int32)))
+        return each, chunk_places(tables, self.prefix, self.P)
 
     def results(self) -> Any:
         return [jax.ShapeDtypeStruct((self.P, self.H, VALUE), jnp.bfloat16)] * self.calls
@@ -141,20 +135,20 @@ class MlaPrefill(Case):
         return largest_error(exact(results[-1])[tokens][:, heads], true)
 
 
-def _decode_rows(pairs: list[tuple[int, int]]) -> list[Case]:
-    """Of so many calls that launching is no part of what one takes: a host may need 0.3 ms for an executable of ours."""
-    cases = [MlaDecode(B, S, H, Q) for B, S in pairs for H in (16, 128) for Q in (1, 4)]
+def _decode_rows(contexts: tuple[tuple[int, int], ...]) -> list[Case]:
+    """With so many calls that launching does not count: a host may need 0.3 ms for one of our executables."""
+    heads = (HEADS["moonlight"], HEADS["deepseek-v3"])
+    cases = [MlaDecode(B, S, H, Q) for B, S in contexts for H in heads for Q in WINDOWS]
     return [replace(case, calls=8 if case.flops > 2.5e11 else 60 if case.B * case.S <= 8192 else 20) for case in cases]
 
 
-_PAIRS = [(1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (32, 4096), (64, 1024), (128, 4096), (128, 8192)]
 DECODE: dict[str, list[Case]] = {
-    "all": _decode_rows(_PAIRS),
-    "quick": _decode_rows([(1, 8192), (32, 4096), (128, 4096)]),
+    "all": _decode_rows(CONTEXTS),
+    "quick": _decode_rows(((1, 8192), (32, 4096), (128, 4096))),
     "tiny": [MlaDecode(1, 64, 4, 1, calls=3), MlaDecode(2, 192, 4, 2, calls=3)],
 }
 PREFILL: dict[str, list[Case]] = {
-    "all": [MlaPrefill(4096, 0), MlaPrefill(2048, 0), MlaPrefill(2048, 2048), MlaPrefill(2048, 6144)],
+    "all": [MlaPrefill(P, prefix) for P, prefix in CHUNKS],
     "quick": [MlaPrefill(4096, 0), MlaPrefill(2048, 2048)],
     "tiny": [MlaPrefill(64, 0, 2, 2), MlaPrefill(48, 80, 2, 2)],
 }

@@ -1,7 +1,7 @@
-"""The kernels that `bench kernel mla_decode` has to beat, called through PyTorch on the very arrays that ours reads.
+"""The kernels that `bench kernel mla_decode` has to beat, called through PyTorch on the same arrays as ours.
 
-FlashMLA and FlashAttention-3 from the binaries in vLLM 0.24.0's wheel, which are loaded without importing vLLM. Each
-case is recorded as one CUDA graph of as many calls as ours makes, with the schedules computed before.
+FlashMLA and FlashAttention-3 come from the binaries in vLLM 0.24.0's wheel, loaded without importing vLLM. Each case is
+recorded as one CUDA graph of as many calls as ours makes, with the schedules computed beforehand.
 """
 
 import importlib
@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 
-from bench.kernel.mla import LATENT, ROPE, SCALE, MlaDecode
+from bench.kernel.mla import MlaDecode
 from jaxspec.config import PAGE_SIZE
 from jaxspec.errors import JaxspecError
+from pallas_kernels.mla_decode.shapes import LATENT, ROPE, SCALE
 
 LIBRARIES = {"flashmla": "vllm/_flashmla_C.abi3.so", "fa3": "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"}
 # vLLM lets FA3 choose (0), or bounds the splits by 32 where it records graphs.
@@ -25,11 +26,11 @@ class PeerError(JaxspecError):
 
 
 class Graph:
-    """A recorded graph of one call for each query array; `outputs` are what its latest launch computed."""
+    """A recorded graph of one call for each query array; `outputs` are those of its latest launch."""
 
     def __init__(self, torch: Any, call: Any, queries: Sequence[Any]):
         self._torch = torch
-        # A recorded graph reads its inputs, the schedule inside `call` too, at the addresses they had, and owns none.
+        # A recorded graph reads its inputs, the schedule inside `call` too, at their old addresses, and keeps none alive.
         self._inputs = (call, queries)
         self.calls = len(queries)
         stream = torch.cuda.Stream()
@@ -39,7 +40,7 @@ class Graph:
                 call(queries[0])
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        # jax's threads may allocate meanwhile: only this thread's calls may break the recording.
+        # jax's threads may allocate meanwhile: only calls of this thread may invalidate the recording.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self.outputs = [call(q) for q in queries]
         self.launch(3)
@@ -50,7 +51,7 @@ class Graph:
         self._torch.cuda.synchronize()
 
     def time(self, launches: int) -> float:
-        """Device time of one call in seconds, with the gaps between kernels."""
+        """Device time of one call in seconds, gaps between kernels included."""
         start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(launches):
@@ -94,7 +95,7 @@ class Peers:
         lengths = torch.full((case.B,), case.S, dtype=torch.int32, device="cuda")
         if name == "flashmla":
             return {"flashmla": Graph(torch, self.flashmla(qs[0], cache, tables, lengths), qs)}
-        # As the projections leave them: two arrays.
+        # Two arrays, as the projections leave them.
         flat = [q.reshape(case.B * case.Q, case.H, -1) for q in qs]
         split = [(q[..., :LATENT].contiguous(), q[..., LATENT:].contiguous()) for q in flat]
         return {f"fa3_{n}": Graph(torch, self.fa3(case, cache, tables, lengths, n), split) for n in FA3_SPLITS}
@@ -133,7 +134,7 @@ class Peers:
         return call
 
     def error(self, results: Sequence[Any], others: Sequence[Any]) -> float:
-        """The largest relative error of any output vector. NaN where there is one."""
+        """The largest relative error of any output vector; NaN if an output has one."""
         torch = self._torch
         worst = []
         for ours, theirs in zip(results, others, strict=True):
@@ -142,6 +143,6 @@ class Peers:
         return float(torch.stack(worst).max())
 
     def release(self) -> None:
-        """The memory of graphs that were dropped goes back to the device, where jax may need it."""
+        """Gives the memory of dropped graphs back to the device, where jax may need it."""
         if self.names:
             self._torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The sampling rows of `bench kernel`: one pass over the logits, and draws."""
+"""Rows of `bench kernel` for sampling: one pass over the logits, and draws."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel.case import Case, exact, largest_error, normal, once, spread
+from bench.kernel.arrays import exact, largest_error, normal, spread
+from bench.kernel.case import Case, once
 from pallas_kernels.sampling.api import gumbel_argmax, logits_stats
 from pallas_kernels.sampling.reference import gumbel
+from pallas_kernels.sampling.shapes import ROWS, VOCABULARIES
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Sampling(Case):
 
     R: int
     draws: int
-    V: int = 163840
+    V: int = VOCABULARIES["moonlight"]
     calls: int = 8
     labels: ClassVar[tuple[str, ...]] = ("R", "draws")
 
@@ -48,7 +50,7 @@ class Sampling(Case):
         return [call(each) for each in logits]
 
     def error(self, inputs: Any, results: Any) -> float:
-        """Of the log-sum-exp of the last call; infinite if the id of one of some rows is another."""
+        """Of the log-sum-exp of some rows of the last call; infinite if one of their ids differs."""
         logits, keys, drawing = inputs
         log_z, ids = (exact(each) for each in results[-1])
         rows = np.array(spread(self.R, 4))
@@ -61,7 +63,7 @@ class Sampling(Case):
 
 
 SAMPLING: dict[str, list[Case]] = {
-    "all": [Sampling(R, draws) for R in (1, 8, 32, 128, 512) for draws in (0, R)],
+    "all": [Sampling(R, draws) for R in ROWS for draws in (0, R)],
     "quick": [Sampling(R, 0) for R in (1, 128)],
     "tiny": [Sampling(3, 2, 40, 2)],
 }

@@ -1,18 +1,17 @@
 """`bench sanitize`: compute-sanitizer over a small GPU test of each kernel.
 
-Under memcheck (accesses outside of what is allocated) and racecheck (shared memory), each in a process of its own and
-only watching the kernel in question. Arrays are allocated one by one, apart from each other, so that memcheck sees an
-access just past a computation's argument or result; what XLA keeps in between shares one allocation. XLA's dumps show
-that the test did compile the kernel; one that it did not would be watched in vain and look clean. Triton's are packed
-in there: their tests ask for them by name. Kernels with a fault are run as well: a tool that does not find it says
-nothing by finding nothing elsewhere.
+Each test runs under memcheck (accesses outside of allocations) and racecheck (shared memory), in its own process, and
+only the kernel in question is watched. Arrays are allocated one by one and apart, so that memcheck sees an access just
+past an argument or result; XLA's temporary arrays share one allocation. XLA's dumps show that the test did compile the
+kernel: one that it did not compile would look clean. Triton kernels are packed in the dumps, so their tests ask for them
+by name. Kernels with a deliberate fault are run as well: a tool that misses it proves nothing elsewhere.
 
-The sanitizer itself crashes or does not end at times, not always with the same kernels, which says nothing about them:
-such a run is repeated unless it had reported something, and a record tells that apart from what it found. A test that
-does not end says where it is.
+The sanitizer itself sometimes crashes or hangs, not always with the same kernels, which tells nothing about them: such a
+run is repeated unless it had reported something, and the record keeps it apart from findings. A test that hangs prints
+where it is.
 
-The record is written whenever a run ends; Ctrl-C and SIGTERM end those that have not. Exit code 1 unless every kernel
-is clean and every fault was found.
+The record is written whenever a run ends; Ctrl-C and SIGTERM end the others. Exit code 1 unless every kernel is clean
+and every fault was found.
 """
 
 import argparse
@@ -34,20 +33,21 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import record
+from bench.harness.arguments import names_among
 from jaxspec.errors import ConfigError
 
 TOOLS = ("memcheck", "racecheck")
 ROOT = Path(__file__).parents[2]
 # Bytes between arrays: an access past one must not fall into another.
 PADDING = 2048
-# The share of --timeout after which a test says where it is.
-SAYS_WHERE = 0.8
-# Under the sanitizer XLA compiles for ever at times, some threads of its pool spinning: without a pool.
+# The share of --timeout after which a test prints its stack.
+PRINTS_STACK = 0.8
+# Under the sanitizer XLA sometimes compiles forever, threads of its pool spinning: run it without a pool.
 NO_POOL = "--xla_gpu_force_compilation_parallelism=1"
-# What the sanitizer does by itself, and not always.
+# Faults of the sanitizer itself, which do not always occur.
 REPEATED = ("crashed", "timed out")
-# Characters of what was printed that a record keeps: the last ones, with the stack of a test that does not end, and of
-# what was found the first.
+# Characters of the output that a record keeps: the last ones, which hold the stack of a test that hangs; of findings the
+# first ones.
 OUTPUT = 8000
 
 
@@ -66,7 +66,7 @@ class Watched:
 
     @property
     def symbol(self) -> str:
-        """What the kernel's name on the device contains, and no other's."""
+        """A part of the kernel's name on the device that no other kernel's name has."""
         return self.name if self.triton else f"{self.name}_mosaic_gpu"
 
 
@@ -99,11 +99,11 @@ KERNELS = (
     Watched("split_kv_merge", "test_mla_decode.py::test_windows[triton-3]", triton=True),
 )
 
-# How every line of the sanitizer begins, and those that report an access or a race.
+# How every line of the sanitizer begins, and the lines that report an access or a race.
 PREFIX = "========= "
 REPORT = re.compile(rf"^{PREFIX}(?:Invalid |(?:Error|Warning): (?:Race|Potential) )", re.MULTILINE)
 
-# With the tool that must find the fault: a warpgroup that reads what another has yet to write, a row past an array's last.
+# With the tool that must find the fault: a warpgroup that reads before another has written, a row past an array's end.
 FAULTY = (
     (Watched("faulty_handover", "faulty_kernels.py::test_handover"), "racecheck"),
     (Watched("faulty_row", "faulty_kernels.py::test_row"), "memcheck"),
@@ -112,13 +112,8 @@ FAULTY = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def names(text: str) -> list[str]:
-        known = {kernel.name for kernel in KERNELS}
-        if unknown := [name for name in text.split(",") if name not in known]:
-            raise argparse.ArgumentTypeError(f"unknown kernel {unknown[0]}; there are {', '.join(sorted(known))}")
-        return text.split(",")
-
-    parser.add_argument("--kernels", type=names, metavar="NAME,...", help="only these")
+    known = sorted({kernel.name for kernel in KERNELS})
+    parser.add_argument("--kernels", type=names_among(known, "kernel"), metavar="NAME,...", help="only these")
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="processes at a time (default: 4)")
     parser.add_argument("--timeout", type=float, default=150, metavar="SECONDS", help="of each (default: 150)")
     parser.add_argument(
@@ -142,14 +137,14 @@ def find_sanitizer(given: str | None) -> str:
 
 
 def verdict(output: str, *, compiled: bool) -> str:
-    """What a run says about the kernel: clean, found, crashed, failed (the test did), or not run.
+    """The outcome of a run: clean, found, crashed, failed (the test did), or not run.
 
     Args:
         compiled: whether the test compiled the kernel.
     """
     errors = re.search(r"SUMMARY: (\d+) (?:errors?|hazards?)", output)
     passed = re.search(r"\b1 passed\b", output)
-    # What was reported counts, whatever became of the process.
+    # A report counts even if the process crashed later.
     if REPORT.search(output) or (errors and int(errors[1])):
         return "found"
     if errors is None or not (passed or re.search(r"\b1 (?:failed|error|skipped)\b", output)):
@@ -160,7 +155,7 @@ def verdict(output: str, *, compiled: bool) -> str:
 
 
 class StoppedError(Exception):
-    """Of a process that was ended because the whole command is."""
+    """The process was ended because the whole command ends."""
 
 
 class Processes:
@@ -172,7 +167,7 @@ class Processes:
         self._stopped = False
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[str, bool]:
-        """What was printed, and whether it ended by itself within `timeout` seconds.
+        """The output, and whether the process ended by itself within `timeout` seconds.
 
         Raises:
             StoppedError: `stop` was called.
@@ -180,7 +175,7 @@ class Processes:
         with self._lock:
             if self._stopped:
                 raise StoppedError
-            # A group of its own: the sanitizer's child outlives it otherwise.
+            # In a process group: the sanitizer's child would outlive it otherwise.
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 errors="replace", start_new_session=True,
@@ -203,7 +198,7 @@ class Processes:
         with self._lock:
             self._stopped = True
             for process in self._running:
-                # Of one that has ended the group may be gone.
+                # The group of one that has ended may be gone.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
@@ -211,25 +206,25 @@ class Processes:
 def attempt(
     kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace, processes: Processes
 ) -> tuple[str, str]:
-    """One run of a kernel's test under one tool: the verdict, and what was printed."""
+    """One run of a kernel's test under one tool: the outcome, and the output."""
     with tempfile.TemporaryDirectory() as dump:
         flags = [os.environ.get("XLA_FLAGS", ""), NO_POOL]
         flags += [f"--xla_dump_to={dump}", "--xla_dump_hlo_as_text"]
         environment = os.environ | {
             "JAXSPEC_TEST_GPU": "1",
-            # One by one. So does `platform`, but memcheck misses accesses past its arrays.
+            # Allocates arrays one by one. So does `platform`, but there memcheck misses accesses past their ends.
             "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "XLA_FLAGS": " ".join(flags).strip(),
         }
         command = [sanitizer, "--tool", tool, "--kernel-name", f"kernel_substring={kernel.symbol}"]
-        # Without waiting for each launch racecheck misses races in jax's kernels.
+        # Without blocking launches racecheck misses races in jax's kernels.
         command += ["--show-backtrace", "no", "--force-blocking-launches"]
         if tool == "memcheck":
-            # Calls that the driver refuses, as for memory, are errors of the process and not of the kernel.
+            # API calls that the driver refuses, for memory say, are errors of the process and not of the kernel.
             command += ["--padding", str(PADDING), "--report-api-errors", "no"]
         command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"tests/gpu/{kernel.test}"]
-        command += ["-o", f"faulthandler_timeout={SAYS_WHERE * arguments.timeout}"]
+        command += ["-o", f"faulthandler_timeout={PRINTS_STACK * arguments.timeout}"]
         output, in_time = processes.run(command, environment, arguments.timeout)
         if not in_time:
             return "found" if REPORT.search(output) else "timed out", output
@@ -240,7 +235,7 @@ def attempt(
 def watch(
     kernel: Watched, tool: str, sanitizer: str, arguments: argparse.Namespace, processes: Processes
 ) -> dict[str, Any]:
-    """One kernel under one tool: the verdict of the last attempt, and of those before it."""
+    """One kernel under one tool: the outcome of the last attempt, and those of the attempts before it."""
     start, before = time.monotonic(), list[str]()
     outcome, output = attempt(kernel, tool, sanitizer, arguments, processes)
     while outcome in REPEATED and len(before) + 1 < arguments.attempts:
@@ -251,7 +246,7 @@ def watch(
     if before:
         row["before"] = before
     print(f"{kernel.symbol}, {tool}: {', then '.join([*before, outcome])}", flush=True)
-    if outcome == "found":  # the first of it is the kernel's, what follows may have failed because of that
+    if outcome == "found":  # the first report is the kernel's, later failures may follow from it
         row["output"] = "\n".join(line for line in output.splitlines() if line.startswith(PREFIX))[:OUTPUT]
     elif outcome != "clean":
         row["output"] = output.strip()[-OUTPUT:]
@@ -263,7 +258,7 @@ def run(arguments: argparse.Namespace) -> int:
         if (value := getattr(arguments, option)) < 1:
             raise ConfigError(f"--{option} {value}: at least one is needed")
     sanitizer = find_sanitizer(arguments.sanitizer)
-    # The record's own process only asks for the device's name.
+    # This process only asks for the device's name.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     chosen = [kernel for kernel in KERNELS if arguments.kernels is None or kernel.name in arguments.kernels]
     sound = [(kernel, tool) for kernel in chosen for tool in TOOLS]
@@ -283,7 +278,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         try:
             list(pool.map(watch_and_record, [*FAULTY, *sound]))
-        except BaseException:  # the pool waits for what runs
+        except BaseException:  # the pool would wait for the processes
             processes.stop()
             raise
     outcomes = {pair: row["outcome"] for pair, row in rows.items()}
@@ -293,6 +288,6 @@ def run(arguments: argparse.Namespace) -> int:
     missed = [pair for pair in FAULTY if outcomes[pair] != "found"]
     for kernel, tool in missed:
         print(
-            f"{tool} did not find the fault of {kernel.symbol} ({outcomes[kernel, tool]}): its clean kernels may have some"
+            f"{tool} missed the fault of {kernel.symbol} ({outcomes[kernel, tool]}): its clean kernels may have faults too"
         )
     return 1 if missed or any(outcomes[pair] != "clean" for pair in sound) else 0

@@ -1,11 +1,11 @@
-"""`bench tune`: which values of the kernels' choices (`pallas_kernels/tuning.py`) are the fastest on this device.
+"""`bench tune`: which values of the kernels' measured choices (`pallas_kernels/tuning.py`) are fastest on this device.
 
-One choice after the other, the others as they are. All candidates run the same cases in turn, so that a clock that
-changes meets all of them; a candidate's score is the geometric mean, over the cases, of its time over that of the present
-value. A candidate takes the present value's place if it is right everywhere and more than 1 % faster.
+Choices are made one after the other, the others staying as they are. All candidates run the same cases in turn, so that
+a change of the clock meets all of them; a candidate's score is the geometric mean, over the cases, of its time over that
+of the present value. A candidate replaces the present value if it is right everywhere and more than 1 % faster.
 
-With `--write` what was chosen goes to `pallas_kernels/tuned.json`, under this kind of device; not from tiny shapes, which
-say nothing. Exit code 1 if a candidate's results were wrong.
+With `--write` the chosen values go to `pallas_kernels/tuned.json` under this kind of device; not from tiny shapes, whose
+times mean nothing. Exit code 1 if a candidate's results were wrong.
 """
 
 import argparse
@@ -21,16 +21,20 @@ from typing import Any
 import jax
 
 from bench.harness import record
-from bench.harness.timing import Loop, launches_for, rounds, turn_seconds
+from bench.harness.arguments import names_among
+from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.kernel.case import LARGEST_ERROR, Case
-from bench.kernel.layers import Moe, MoeShared, NormLinear
+from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode
+from bench.kernel.moe import Moe, MoeShared
+from bench.kernel.norm_linear import NormLinear
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
+from pallas_kernels.mla_decode.shapes import CONTEXTS, HEADS, WINDOWS
 from pallas_kernels.tuning import Tuning
 
-# A candidate has to be this much faster than the present value: less is the spread of two equal executables, but that
-# of calls of 10 us is more (docs/kernels/tuning.md): look at the cases there.
+# A candidate has to be this much faster than the present value. Two equal executables differ by less, but calls of 10 us
+# by more (docs/kernels/tuning.md): look at their cases.
 MARGIN = 0.01
 COMPILE_THREADS = 8
 
@@ -48,11 +52,12 @@ def slots(narrow: float, middle: float, wide: float) -> tuple[tuple[float, int],
     return (narrow, 16), (middle, 32), (wide, 64)
 
 
-_CONTEXTS = ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (8, 8192), (32, 4096), (64, 1024))
+# Larger batches fill the device without splits.
+MOST_SPLIT_REQUESTS = 64
 CHOICES: dict[str, Choice] = {
     "split_overhead_pages": Choice(
         (2, 3, 5, 8, 12),
-        tuple(MlaDecode(B, S, H, Q) for B, S in _CONTEXTS for H, Q in ((16, 1), (16, 4))),
+        tuple(MlaDecode(B, S, HEADS["moonlight"], Q) for B, S in CONTEXTS if B <= MOST_SPLIT_REQUESTS for Q in WINDOWS),
         (MlaDecode(2, 70, 2, 1, 2),),
     ),
     "slot_rows": Choice(
@@ -76,27 +81,25 @@ CHOICES: dict[str, Choice] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def names(text: str) -> list[str]:
-        chosen = text.split(",")
-        if unknown := [name for name in chosen if name not in CHOICES]:
-            raise argparse.ArgumentTypeError(f"unknown choice {unknown[0]}; there are {', '.join(CHOICES)}")
-        return chosen
-
     parser.add_argument(
-        "--choices", type=names, default=list(CHOICES), metavar="NAME,...", help=f"of {', '.join(CHOICES)}"
+        "--choices",
+        type=names_among(CHOICES, "choice"),
+        default=list(CHOICES),
+        metavar="NAME,...",
+        help=f"some of {', '.join(CHOICES)} (default: all)",
     )
     parser.add_argument(
         "--rows", choices=["all", "tiny"], help="which shapes; tiny is for a CPU (default: all; CPU: tiny)"
     )
-    parser.add_argument("--write", action="store_true", help="put what was chosen into pallas_kernels/tuned.json")
+    parser.add_argument("--write", action="store_true", help="put the chosen values into pallas_kernels/tuned.json")
     record.add_arguments(parser)
 
 
 def choose(present: Any, scores: Mapping[Any, float | None]) -> Any:
-    """The value to take: the best score, or the present value (score 1) if none is better by the margin.
+    """The value with the best score, or the present value (score 1) if none is better by the margin.
 
     Args:
-        scores: of each candidate its time over the present value's; None for one whose results were wrong.
+        scores: each candidate's time over the present value's; None where its results were wrong.
     """
     right = {value: score for value, score in scores.items() if score is not None}
     best = min(right, key=lambda value: right[value], default=present)
@@ -106,10 +109,10 @@ def choose(present: Any, scores: Mapping[Any, float | None]) -> Any:
 def tune(
     name: str, present: Tuning, cases: Sequence[Case], candidates: Sequence[Any], compare: Callable[..., Any]
 ) -> dict[str, Any]:
-    """What one choice's candidates take on each case, and which is chosen.
+    """The times of one choice's candidates on each case, and which candidate is chosen.
 
     Args:
-        compare: as `compare_executables`.
+        compare: see `compare_executables`.
     """
     now = getattr(present, name)
     values = list(dict.fromkeys((now, *candidates)))
@@ -141,11 +144,11 @@ def tune(
 
 
 def compare_executables(case: Case, variants: Sequence[Tuning]) -> tuple[list[float], list[float]]:
-    """Seconds a call under each of the tunings, and the largest error of its results."""
+    """Seconds a call under each tuning, and the largest error of its results."""
     with ThreadPoolExecutor(min(COMPILE_THREADS, os.cpu_count() or 1)) as pool:
         compiling = []
         for variant in variants:
-            # What is traced under one tuning must not serve another.
+            # A call traced under one tuning must not serve another.
             jax.clear_caches()
             with tuning.use(variant):
                 compiling.append(pool.submit(case.lower().compile))
@@ -157,7 +160,7 @@ def compare_executables(case: Case, variants: Sequence[Tuning]) -> tuple[list[fl
 
 
 def write(file: Path, kind: str, chosen: Tuning) -> None:
-    """Puts one kind of device into the data, whole or not at all."""
+    """Puts one kind of device into the data, atomically."""
     data = json.loads(file.read_text()) if file.exists() else {}
     data[kind] = tuning.to_json(chosen)
     lines = [

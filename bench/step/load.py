@@ -3,17 +3,15 @@
 import contextlib
 import dataclasses
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from bench.harness.timing import compute_events
+from bench.harness.trace import compute_events, traced
 from jaxspec.engine.buckets import Bucket, choose_bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import StepPlan
@@ -203,14 +201,7 @@ class Load:
         self.select(rows)
         for _ in range(WARMUP_STEPS):
             self.step()
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=options):
-                for _ in range(TRACED_STEPS):
-                    self.step()
-            (trace,) = Path(folder).glob("**/*.xplane.pb")
-            return count_kernels(jax.profiler.ProfileData.from_file(str(trace)), TRACED_STEPS)
+        return count_kernels(traced(self.step, TRACED_STEPS), TRACED_STEPS)
 
     def times_reading(self, order: Sequence[int], rounds: int) -> dict[int, float]:
         """Median seconds of a step by row count, the row counts taking turns, each step read before the next."""

@@ -13,9 +13,7 @@ Both through the production engine, on random weights or a model folder, with gr
 
 import argparse
 import dataclasses
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.harness import latency, record
-from bench.harness.timing import TRACE_FLAG, compute_events
+from bench.harness.trace import compute_events, keep_graphs, traced
 from bench.step import timeline_svg
 from bench.step.step import SHAPES, mesh_of_one
 from bench.step.step_log import read_steps
@@ -164,12 +162,7 @@ def time_per_token(bench: Bench, rows: int, tokens: int, depth: int) -> dict[str
         "of_each_run_ms": [round(1e3 * t, 4) for t in times],
     }
     if jax.devices()[0].platform == "gpu":
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                for _ in range(TRACED_STEPS):
-                    engine.step()
-            (trace,) = Path(folder).glob("**/*.xplane.pb")
-            result |= idle_parts(jax.profiler.ProfileData.from_file(str(trace)), TRACED_STEPS)
+        result |= idle_parts(traced(engine.step, TRACED_STEPS), TRACED_STEPS)
     end(engine, requests)
     return result
 
@@ -255,8 +248,7 @@ def draw(log: Path, picture: Path) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     depths = [int(part) for part in arguments.depths.split(",")]
-    # Read when jax first starts a device.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {TRACE_FLAG}".strip()
+    keep_graphs()
     bench = Bench(arguments)
     measured = []
     for depth in depths:

@@ -20,7 +20,6 @@ With random weights next to no draft is accepted. Times are those of steps, what
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bench.harness import record
-from bench.harness.timing import TRACE_FLAG
+from bench.harness.trace import keep_graphs
 from bench.step import weights as step_weights
 from bench.step.floor import Traffic, cycle_bytes, traffic
 from bench.step.gates import add_peers, gates, read_peers
@@ -294,9 +293,7 @@ def warm_up(engines: dict[int, Engine]) -> dict[str, float]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Read when jax first starts a device.
-    if TRACE_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {TRACE_FLAG}".strip()
+    keep_graphs()
     gpu = jax.devices()[0].platform == "gpu"
     mesh = mesh_of_one()
     dtype = resolve_dtype(EngineConfig(dtype=arguments.dtype), on_gpu=gpu)

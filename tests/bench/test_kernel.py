@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.harness.timing import Loop, kernel_seconds, rounds
-from bench.kernel import kernel
-from bench.kernel.case import Case, largest_error
-from bench.kernel.gqa import GQA_DECODE, GQA_PREFILL, GqaDecode, GqaPrefill
-from bench.kernel.layers import KV_WRITE, MLA_QUERY, MOE, Moe
+from bench.harness.timing import rounds
+from bench.harness.trace import kernel_seconds
+from bench.kernel import gqa, kernel, report
+from bench.kernel.arrays import largest_error
+from bench.kernel.case import LARGEST_ERROR, Case
+from bench.kernel.gqa import GqaDecode, GqaPrefill
+from bench.kernel.kv_write import KV_WRITE
+from bench.kernel.loop import Loop
 from bench.kernel.mla import DECODE, MlaDecode, MlaPrefill
+from bench.kernel.mla_query import MLA_QUERY
+from bench.kernel.moe import MOE, Moe
 from pallas_kernels.backend import logger
 
 CEILINGS = {"read_bytes_per_s": 4e12, "matmul_flop_per_s": 7e14}
@@ -52,13 +57,13 @@ def test_bytes_and_flops():
 
 def test_figures_of_a_row():
     case = MlaDecode(32, 4096, 16, 1)
-    row = kernel.figures(case, {"ours": 50.0, "flashmla": 52.7, "fa3_0": 48.9, "fa3_32": 40.0}, 45.0, CEILINGS)
+    row = report.figures(case, {"ours": 50.0, "flashmla": 52.7, "fa3_0": 48.9, "fa3_32": 40.0}, 45.0, CEILINGS)
     assert (row["flashmla_us"], row["fa3_us"], row["fa3_variant"]) == (52.7, 40.0, "fa3_32")
     assert (row["better_peer"], row["ratio"]) == ("fa3_32", 1.25)
     assert row["GB_per_s"] == pytest.approx(1152 * 32 * 4096 / 50e-6 / 1e9, abs=0.01)
     assert row["percent_of_read"] == pytest.approx(100 * row["GB_per_s"] / 4000, abs=0.01)
     assert row["percent_of_matmul"] == pytest.approx(100 * row["TFLOP_per_s"] / 700, abs=0.01)
-    alone = kernel.figures(case, {"ours": 50.0}, None, CEILINGS)
+    alone = report.figures(case, {"ours": 50.0}, None, CEILINGS)
     assert "ratio" not in alone
     assert alone["ours_device_us"] is None
 
@@ -75,11 +80,11 @@ def test_summary_leaves_out_what_failed_or_is_wrong():
         row(128, 9.0, error="x"),
         {"error": "y"},
     ]
-    found = kernel.summary(rows)
+    found = report.summary(rows)
     assert (found["rows"], found["failed"], found["wrong"], found["rows_compared"]) == (6, 2, 1, 3)
     assert found["geometric_mean_ratio"] == 1.0
     assert (found["worst_H16"]["ratio"], found["worst_H128"]["ratio"]) == (2.0, 1.0)
-    assert "geometric_mean_ratio" not in kernel.summary([{"error": "y"}])
+    assert "geometric_mean_ratio" not in report.summary([{"error": "y"}])
 
 
 def test_one_wrong_vector_does_not_hide():
@@ -136,7 +141,7 @@ def test_a_tiny_run(operation, tmp_path, capsys):
     for row in result["rows"]:
         assert row["ours_us"] > 0
         # XLA on a CPU sums that matmul's products in less than float32.
-        assert row["errors"]["float64"] < (kernel.LARGEST_ERROR if operation == "mla_query" else 0.01)
+        assert row["errors"]["float64"] < (LARGEST_ERROR if operation == "mla_query" else 0.01)
         assert ("TFLOP_per_s" in row) == (operation not in ("kv_write", "norm_linear", "sampling"))
         assert ("GB_per_s" in row) == (operation not in ("mla_prefill", "gqa_prefill"))
     assert "ceilings" in capsys.readouterr().out
@@ -146,8 +151,8 @@ def test_a_tiny_run(operation, tmp_path, capsys):
     "case",
     [
         DECODE["tiny"][1],
-        pytest.param(GQA_DECODE["tiny"][1], marks=pytest.mark.slow),
-        pytest.param(GQA_PREFILL["tiny"][1], marks=pytest.mark.slow),
+        pytest.param(gqa.DECODE["tiny"][1], marks=pytest.mark.slow),
+        pytest.param(gqa.PREFILL["tiny"][1], marks=pytest.mark.slow),
         MOE["tiny"][1],
         KV_WRITE["tiny"][1],
         MLA_QUERY["tiny"][0],
@@ -159,7 +164,7 @@ def test_wrong_results_are_found(case: Case):
     results = loop.results if isinstance(loop.results, list) else [loop.results]
     unwritten = [jnp.full_like(array, case.fill) for array in results]
     error = case.error(loop.inputs, unwritten if isinstance(loop.results, list) else unwritten[0])
-    assert not error <= kernel.LARGEST_ERROR
+    assert not error <= LARGEST_ERROR
 
 
 def test_a_row_that_fails_does_not_stop_the_others(monkeypatch, tmp_path):

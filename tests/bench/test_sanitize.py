@@ -103,7 +103,7 @@ def test_faults_that_are_missed(sanitizer, tmp_path, capsys):
     out = tmp_path / "sanitize.json"
     arguments = ["sanitize", "--sanitizer", str(sanitizer), "--out", str(out), "--commit", "abc"]
     assert main([*arguments, "--kernels", "norm_linear"]) == 1
-    assert "memcheck did not find the fault of faulty_row_mosaic_gpu (clean)" in capsys.readouterr().out
+    assert "memcheck missed the fault of faulty_row_mosaic_gpu (clean)" in capsys.readouterr().out
     assert [row["outcome"] for row in json.loads(out.read_text())["faulty"]] == ["found", "clean", "found"]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.kernel import tune
-from bench.kernel.layers import Moe
+from bench.kernel.moe import Moe
 from pallas_kernels import tuning
 from pallas_kernels.tuning import Tuning
 

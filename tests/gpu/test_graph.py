@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench.harness.timing import compute_events
+from bench.harness.trace import compute_events
 from bench.step.weights import draw
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.runner import Runner

@@ -1,0 +1,130 @@
+"""Rows of `bench kernel` and `bench tune` for routed experts, with and without shared ones."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernel.arrays import exact, largest_error, normal, spread, take
+from bench.kernel.case import Case, once
+from pallas_kernels.moe.api import experts
+from pallas_kernels.moe.shapes import LAYERS, TOKENS
+
+MOONLIGHT = LAYERS["moonlight"]
+
+
+@dataclass(frozen=True)
+class Moe(Case):
+    """T tokens through E routed experts of H x I, K of them each, in turn through more layers than any cache holds.
+
+    All experts are equally likely. Each call has its own tokens and routes: deriving tables from the routes is part of
+    a kernel's work.
+    """
+
+    T: int
+    H: int = MOONLIGHT.hidden
+    E: int = MOONLIGHT.experts
+    K: int = MOONLIGHT.top_k
+    I: int = MOONLIGHT.inner  # noqa: E741
+    layers: int = 4
+    calls: int = 8
+    labels: ClassVar[tuple[str, ...]] = ("T",)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.T * self.K * 3 * self.H * self.I
+
+    @property
+    def bytes(self) -> float:
+        """The weights of the experts that are touched, the mean over the calls."""
+        touched = np.mean([len(np.unique(self.routes(i))) for i in range(self.calls)])
+        return float(2 * 3 * self.H * self.I * touched)
+
+    def routes(self, call: int) -> np.ndarray:
+        """int32 [T, K]: distinct experts for each token."""
+        rng = np.random.default_rng(call)
+        return rng.permuted(np.tile(np.arange(self.E, dtype=np.int32), (self.T, 1)), axis=1)[:, : self.K]
+
+    def inputs(self) -> Any:
+        layers = [
+            (
+                normal(2 * i, (self.E, 2, self.I, self.H), self.H**-0.5),
+                normal(2 * i + 1, (self.E, self.H, self.I), self.I**-0.5),
+            )
+            for i in range(self.layers)
+        ]
+        tokens = []
+        for i in range(self.calls):
+            weights = np.random.default_rng(1000 + i).dirichlet(np.ones(self.K), self.T).astype(np.float32)
+            tokens.append((normal(1000 + i, (self.T, self.H)), jnp.asarray(weights), jnp.asarray(self.routes(i))))
+        return layers, tokens, jnp.asarray(np.ones(self.T, bool))
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.T, self.H), jnp.bfloat16)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        layers, tokens, live = inputs
+        call = once(experts)
+        return [call(x, *layers[i % self.layers], weights, ids, live) for i, (x, weights, ids) in enumerate(tokens)]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of the first and the last token of the last call."""
+        layers, tokens, _ = inputs
+        gate_up, down = layers[(self.calls - 1) % self.layers]
+        x, weights, ids = (np.asarray(array) for array in tokens[-1])
+        errors = []
+        for token in spread(self.T, 2):
+            chosen = jnp.asarray(ids[token])
+            gate, up = np.einsum("kgih,h->gki", exact(take(gate_up, chosen)), exact(x[token]), optimize=True)
+            inner = gate / (1 + np.exp(-gate)) * up
+            each = np.einsum("ki,khi->kh", inner, exact(take(down, chosen)), optimize=True)
+            errors.append(largest_error(exact(results[-1])[token], weights[token] @ each))
+        return float(np.max(errors))  # NaN, if one is
+
+
+@dataclass(frozen=True)
+class MoeShared(Moe):
+    """The same with shared experts, of the joint inner size of `pieces` routed ones."""
+
+    pieces: int = MOONLIGHT.shared // MOONLIGHT.inner
+
+    @property
+    def bytes(self) -> float:
+        return super().bytes + float(2 * 3 * self.H * self.I * self.pieces)
+
+    def inputs(self) -> Any:
+        inner = self.pieces * self.I
+        shared = [
+            (normal(100 + 2 * i, (2, inner, self.H), self.H**-0.5), normal(101 + 2 * i, (self.H, inner), inner**-0.5))
+            for i in range(self.layers)
+        ]
+        return super().inputs(), shared
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        (layers, tokens, live), shared = inputs
+        call = once(experts)
+        at = [i % self.layers for i in range(self.calls)]
+        return [
+            call(x, *layers[j], weights, ids, live, shared[j]) for j, (x, weights, ids) in zip(at, tokens, strict=True)
+        ]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        (layers, tokens, live), shared = inputs
+        gate_up, down = shared[(self.calls - 1) % self.layers]
+        rows = spread(self.T, 2)
+        gate, up = np.einsum("gih,th->gti", exact(gate_up), exact(tokens[-1][0])[rows], optimize=True)
+        beside = np.zeros((self.T, self.H))
+        beside[rows] = gate / (1 + np.exp(-gate)) * up @ exact(down).T
+        # What remains without the shared experts is the routed ones'.
+        return super().error((layers, tokens, live), [exact(results[-1]) - beside])
+
+
+MOE: dict[str, list[Case]] = {
+    "all": [Moe(T) for T in TOKENS],
+    "quick": [Moe(T) for T in (1, 32, 512)],
+    "tiny": [Moe(T, 32, 8, 2, 16, 2, 4) for T in (1, 6)],
+}
