@@ -8,7 +8,7 @@ Names and shapes: DeepSeek-V2/V3 and Llama/Qwen3 as on the Hugging Face hub.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -37,11 +37,31 @@ Pieces = tuple[Piece, ...]
 KeyMap = dict[ParamPath, Pieces]
 
 
-def assemble(pieces: Pieces, shape: tuple[int, ...], dtype: Any, read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """One parameter, cast to `dtype`, with one source tensor in memory at a time."""
+def assemble(
+    pieces: Pieces,
+    shape: tuple[int, ...],
+    dtype: Any,
+    read: Callable[[str], np.ndarray],
+    run: Callable[[Callable[[Piece], None], Pieces], Iterable[None]] = map,
+) -> np.ndarray:
+    """One parameter, cast to `dtype`.
+
+    Args:
+        read: the tensor of a name.
+        run: calls a function with every piece. `map` has one source tensor in memory at a time; that of a pool reads
+            several at once.
+    """
     out = np.empty(shape, dtype)
-    for piece in pieces:
-        out[piece.at] = read(piece.name).reshape(piece.view or piece.shape)[piece.take]
+    bits = f"u{out.dtype.itemsize}"
+
+    def fill(piece: Piece) -> None:
+        tensor, target = read(piece.name), out
+        if tensor.dtype == out.dtype:  # as integers: NumPy holds Python's lock while it copies bfloat16
+            tensor, target = tensor.view(bits), out.view(bits)
+        target[piece.at] = tensor.reshape(piece.view or piece.shape)[piece.take]
+
+    for _ in run(fill, pieces):
+        pass
     return out
 
 

@@ -39,17 +39,6 @@ def staged(out: Path, on_event: OnEvent) -> Iterator[Path]:
         os.close(lock)
 
 
-@contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path` (created, and left in place: removing it would let two holders in)."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
 def _name(out: Path) -> str:
     return f".{out.name}{STAGING_INFIX}{secrets.token_hex(4)}"
 

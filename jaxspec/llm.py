@@ -1,36 +1,20 @@
-"""`LLM`: a model folder in, text out. Joins conversion, loading, tokenizer and engine; the server builds on it too."""
+"""`LLM`: a model folder in, text out. Joins loading, tokenizer and engine; the server builds on it too."""
 
 import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec import compile_cache
-from jaxspec.config import (
-    DEFAULT_SPECULATIVE_TOKENS,
-    PAGE_SIZE,
-    EngineConfig,
-    Settings,
-    np_dtype,
-    resolve,
-    resolve_dtype,
-    with_speculative_config,
-)
+from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, with_speculative_config
 from jaxspec.engine.request import Alternatives, FinishReason, Request
-from jaxspec.errors import ConfigError, InvalidRequestError
+from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
-    from jaxspec.engine.buckets import Bucket
-    from jaxspec.engine.engine import Engine
     from jaxspec.engine.runner import Progress
-    from jaxspec.text import TextStream, Tokenizer
-
-# KV pages on a CPU share memory with everything else on the machine.
-_CPU_KV_BYTES = 1 << 30
+    from jaxspec.text import TextStream
 
 Prompt = str | Sequence[int]
 
@@ -93,14 +77,16 @@ class LLM:
             config = with_speculative_config(config, speculative_config)
         # The allocator reads this when jax first touches the GPU, and takes that part of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
-        from convert.convert import DEMO, resolve_model
+        from jaxspec.loading.engine import build_engine
+        from jaxspec.loading.resolve import DEMO, resolve_model
+        from jaxspec.loading.tokenizer_files import load_tokenizer
 
         if config.num_speculative_tokens is None and (model == DEMO or config.speculative_model is not None):
             config = replace(config, num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS)
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
-        self.tokenizer = _load_tokenizer(self.folder)
-        self.engine, description = _build_engine(self.folder, config, probe=probe, observer=observer)
+        self.tokenizer = load_tokenizer(self.folder)
+        self.engine, description = build_engine(self.folder, config, probe=probe, observer=observer)
         self._counter = itertools.count()
         self.engine.warm_up(progress)
         kernels = (f"{name} {'/'.join(sorted(ran))}" for name, ran in sorted(self.engine.runner.kernels.items()))
@@ -196,99 +182,3 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     batch: list[Any] = list(prompts)
     return [batch] if batch and all(isinstance(p, int) for p in batch) else batch
-
-
-def _load_tokenizer(folder: Path) -> "Tokenizer | None":
-    from jaxspec.text import Tokenizer
-
-    return Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
-
-
-def _build_engine(
-    folder: Path, config: EngineConfig, *, probe: bool, observer: Any
-) -> tuple["Engine", dict[str, str | int]]:
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh
-
-    from convert.convert import resolve_model
-    from jaxspec.engine.engine import Engine
-    from jaxspec.engine.memory import measure_free_bytes
-    from jaxspec.engine.runner import Runner
-    from jaxspec.engine.state import kv_page_bytes
-    from jaxspec.engine.step_log import StepLog
-    from jaxspec.loading.checkpoint import load_params, read_model_config
-    from jaxspec.loading.draft import plan_draft
-    from jaxspec.models.decoder import CausalLM
-    from jaxspec.models.params import TENSOR_AXIS, count_parameters
-
-    devices = jax.devices()
-    tp = config.tensor_parallel_size
-    if tp > len(devices):
-        raise ConfigError(f"tensor_parallel_size {tp} needs {tp} devices, but there are {len(devices)}")
-    mesh = Mesh(np.array(devices[:tp]), (TENSOR_AXIS,))
-    on_gpu = devices[0].platform == "gpu"
-    if on_gpu:
-        # On a CPU, jaxlib has crashed while it wrote one executable and compiled another.
-        compile_cache.enable(config.compilation_cache_dir)
-    elif config.compilation_cache_dir not in (None, compile_cache.OFF):
-        raise ConfigError("compilation_cache_dir is for GPUs: nothing is kept on a CPU, leave it out")
-    dtype = resolve_dtype(config, on_gpu=on_gpu)
-    model_config = read_model_config(folder)
-
-    # Everything that can be refused is refused before the weights are read.
-    plan = plan_draft(config, folder, model_config, dtype, resolve_model)
-    model = CausalLM(model_config, dtype)
-    parameters = count_parameters(model) + (count_parameters(plan.model) if plan else 0)
-    page_bytes = kv_page_bytes(model, dtype, PAGE_SIZE, tp, draft=plan.model if plan else None)
-
-    def settings_for(free_bytes: int) -> Settings:
-        return resolve(
-            config,
-            model_max_position=model_config.max_position,
-            page_bytes=page_bytes,
-            free_bytes=free_bytes,
-            on_gpu=on_gpu,
-        )
-
-    weight_bytes = parameters * np_dtype(dtype).itemsize // tp
-    settings = settings_for(devices[0].memory_stats()["bytes_limit"] - weight_bytes if on_gpu else _CPU_KV_BYTES)
-    draft = plan.load(mesh) if plan else None  # small, and its data may be refused
-    model, params = load_params(folder, mesh, dtype)
-    if probe and settings.prefix_caching:
-        raise ConfigError("a probe sees every token of every prompt: switch enable_prefix_caching off")
-    step_log = StepLog(config.log_steps) if config.log_steps else None
-
-    def make_runner(settings: Settings, buckets: "tuple[Bucket, ...] | None" = None) -> Runner:
-        return Runner(model, params, settings, mesh, draft=draft, buckets=buckets, probe=probe)
-
-    if on_gpu and config.num_gpu_blocks_override is None:
-        settings = settings_for(measure_free_bytes(make_runner, settings, page_bytes, mesh.devices.flat))
-    runner = make_runner(settings)
-    engine = Engine(
-        runner,
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
-        seed=config.seed,
-        observer=observer,
-        step_log=step_log,
-    )
-    tokens = (settings.num_pages - 1) * settings.page_size
-    description: dict[str, str | int] = {
-        "Architecture": model_config.architecture,
-        "Parameters": f"{parameters:,}",
-        "Dtype": dtype,
-        "Device": f"{tp} x {devices[0].device_kind} ({devices[0].platform})",
-        "Speculation": f"{plan.name}, {settings.num_speculative_tokens} tokens a step" if plan else "off",
-        **_synthetic(settings.synthetic_acceptance_length),
-        "Context length": settings.max_model_len,
-        "KV cache bytes per token": page_bytes // PAGE_SIZE,
-        "KV cache": f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * page_bytes / 2**20:.0f} MiB",
-        "Maximum concurrency": f"{tokens / settings.max_model_len:.2f}x at {settings.max_model_len} tokens a request",
-        "Buckets": "; ".join(map(str, runner.buckets)),
-    }
-    return engine, description
-
-
-def _synthetic(length: float | None) -> dict[str, str | int]:
-    return {} if length is None else {"Synthetic acceptance": f"{length:g} tokens a window; the text is worthless"}

@@ -28,7 +28,10 @@ LAYERS = {
     ),
     "jaxspec.text": ("jaxspec.errors", "jaxspec.sampling"),
     "convert.keymaps": ("jaxspec.models",),
-    "jaxspec.loading": ("jaxspec.errors", "jaxspec.models", "jaxspec.config", "convert.keymaps"),
+    "jaxspec.loading": (
+        "jaxspec.errors", "jaxspec.config", "jaxspec.compile_cache", "jaxspec.models", "jaxspec.engine", "jaxspec.text",
+        "jaxspec.demo", "convert.keymaps",
+    ),
     # Compares through the public API.
     "convert.compare": ("convert", "jaxspec.errors", "jaxspec.sampling", "jaxspec.llm"),
     "convert": (

@@ -225,8 +225,6 @@ def test_an_interrupted_batch_leaves_nothing_behind(demo_llm, monkeypatch):
 )
 def test_what_cannot_work_is_refused_before_loading(model, options, error, message, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(
-        "jaxspec.loading.checkpoint.load_params", lambda *_a, **_k: pytest.fail("the weights were read")
-    )
+    monkeypatch.setattr("jaxspec.loading.engine.load_params", lambda *_a, **_k: pytest.fail("the weights were read"))
     with pytest.raises(error, match=message):
         LLM(model, EngineConfig(**options))

@@ -71,9 +71,9 @@ class Generator:
     """
 
     def __init__(self, choice: Choice, dtype: str, observer: Any = None):
-        from convert.convert import resolve_model
         from jaxspec.config import EngineConfig
-        from jaxspec.llm import _build_engine
+        from jaxspec.loading.engine import build_engine
+        from jaxspec.loading.resolve import resolve_model
 
         config = EngineConfig(
             dtype=dtype,
@@ -88,7 +88,7 @@ class Generator:
         )
         self.choice = choice
         probe = observer is not None
-        self.engine = _build_engine(resolve_model("demo"), config, probe=probe, observer=observer)[0]
+        self.engine = build_engine(resolve_model("demo"), config, probe=probe, observer=observer)[0]
         runner = self.engine.runner
         runner.buckets = tuple(b for b in runner.buckets if b.variant == "lean") or runner.buckets
         if observer is not None:
@@ -168,7 +168,7 @@ def differences(truth: Truth, texts: Sequence[Sequence[int]], rows: int) -> list
 
 def held_out_prompts(count: int) -> list[list[int]]:
     from bench.accuracy.parity import choose_windows, held_out_files
-    from convert.convert import resolve_model
+    from jaxspec.loading.resolve import resolve_model
     from jaxspec.text import Tokenizer
 
     if not count:
@@ -180,10 +180,7 @@ def held_out_prompts(count: int) -> list[list[int]]:
 def build(dtype: str, threads: int) -> tuple[Generator, Any, list[Generator]]:
     """The plain engine that returns logits, its collector, and the timed engines; compiled side by side."""
     from convert.compare import Collector
-    from convert.convert import resolve_model
 
-    for name in ("demo", *(c.model for c in CHOICES if c.model)):
-        resolve_model(name)  # converted once, before several threads ask for it
     collector = Collector()
     with ThreadPoolExecutor(threads) as pool:
         probing = pool.submit(Generator, PLAIN, dtype, collector)

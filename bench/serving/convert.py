@@ -95,7 +95,7 @@ def work(words: list[str]) -> int:
 
     from bench.step.step import mesh_of_one
     from convert.convert import convert_checkpoint
-    from jaxspec.loading.checkpoint import load_params
+    from jaxspec.loading.checkpoint import load_params, open_checkpoint
 
     figures: dict[str, Any] = {}
     if words[0] == "convert":
@@ -110,7 +110,7 @@ def work(words: list[str]) -> int:
         figures["seconds"] = []
         for _ in range(2):
             started = time.perf_counter()
-            _, params = load_params(Path(words[1]), mesh)
+            _, params = load_params(open_checkpoint(words[1]), mesh)
             jax.block_until_ready(params)
             figures["seconds"].append(time.perf_counter() - started)
             figures["bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

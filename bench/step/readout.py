@@ -78,10 +78,10 @@ class Bench:
             model = CausalLM(read_config(hf), dtype)
             params = random_params(model, mesh)
         else:
-            from convert.convert import resolve_model
-            from jaxspec.loading.checkpoint import load_params
+            from jaxspec.loading.checkpoint import load_params, open_checkpoint
+            from jaxspec.loading.resolve import resolve_model
 
-            model, params = load_params(resolve_model(arguments.model), mesh, dtype)
+            model, params = load_params(open_checkpoint(resolve_model(arguments.model)), mesh, dtype)
         self.vocab_size = model.config.vocab_size
         self.rng = np.random.default_rng(0)
         self.runners = {}

@@ -1,16 +1,9 @@
-"""The weights of a converted folder: one Orbax checkpoint per part, written and read part by part.
-
-    manifest.json, config.json, generation_config.json, tokenizer files
-    weights/embed, weights/000, weights/001, ..., weights/head, weights/mtp
-
-A converted EAGLE3 draft has the part weights/draft instead, and embed and head where it brings its own. A part holds
-the parameters of one layer (or the embedding, or final norm and head, or the NextN layer) under the names
-of `jaxspec.models`, so that a loader holds one part at a time beside what it has placed on the devices.
-"""
+"""Loading models, NextN layers and drafts from a folder, converted or as Hugging Face has it: the same bits from both."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -18,19 +11,63 @@ from jax.sharding import Mesh
 
 from convert.keymaps import ParamPath
 from jaxspec.errors import ModelFormatError
-from jaxspec.loading.converted import read_part
+from jaxspec.loading.converted import ConvertedCheckpoint
+from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.hf_folder import eos_token_ids, read_hf_config
-from jaxspec.loading.manifest import read_manifest
-from jaxspec.loading.parts import MTP, parts_of
+from jaxspec.loading.manifest import MANIFEST
+from jaxspec.loading.parts import EMBED, HEAD, MTP, WEIGHTS, draft_part_of, parts_of
 from jaxspec.models.config import ModelConfig, read_config
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.eagle3 import is_eagle3
+from jaxspec.models.eagle3 import Eagle3, check_d2t, is_eagle3, read_eagle3_config
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import nest, with_shardings
 
+Params = dict[str | int, Any]
+
+
+class Checkpoint(Protocol):
+    """A folder whose configuration has been read and whose weights have not.
+
+    Attributes:
+        hf: its config.json.
+        dtype: of its parameters, but for those that a model declares float32.
+    """
+
+    folder: Path
+    hf: dict[str, Any]
+    dtype: str
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that it has, in model order; see `jaxspec.loading.parts`."""
+        ...
+
+    def read_part(self, part: str, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> dict[ParamPath, jax.Array]:
+        """All parameters of a part under the targets' shardings and dtypes."""
+        ...
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a folder is laid out as a converted one, complete or not."""
+    return (folder / MANIFEST).exists() and (folder / WEIGHTS).is_dir()
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Reads what tells whether a folder can be loaded: configurations, manifest, headers.
+
+    Raises:
+        ModelFormatError: it cannot.
+    """
+    folder = Path(folder)
+    return ConvertedCheckpoint(folder) if is_converted(folder) else HFCheckpoint(folder)
+
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The model configuration of a converted (or Hugging Face) folder, with the merged end-of-sequence ids."""
+    """The model configuration of a folder, with the end-of-text ids of both its configuration files.
+
+    Raises:
+        ModelFormatError: the folder holds no model, or one that is not supported.
+    """
     hf = read_hf_config(folder)
     if is_eagle3(hf):
         raise ModelFormatError(
@@ -39,36 +76,55 @@ def read_model_config(folder: Path) -> ModelConfig:
     return dataclasses.replace(read_config(hf), eos_token_ids=eos_token_ids(folder))
 
 
-def load_params(folder: Path, mesh: Mesh, dtype: Any = None) -> tuple[CausalLM, dict[str | int, Any]]:
-    """The target model of a converted folder, and its parameters on `mesh` as a nested dict.
+def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[CausalLM, Params]:
+    """The target model of a checkpoint, and its parameters on `mesh` as a nested dict.
 
     Args:
-        dtype: of the parameters; parameters that the model declares float32 stay float32. None: as stored.
+        dtype: of the parameters; parameters that the model declares float32 stay float32. None: the checkpoint's.
 
     Raises:
-        ModelFormatError: not a converted folder, or a damaged one.
+        ModelFormatError: the checkpoint is damaged, or not that of a model.
         ConfigError: the mesh does not divide the model.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    model = CausalLM(read_model_config(folder), np.dtype(dtype or manifest.dtype))
+    model = CausalLM(read_model_config(checkpoint.folder), np.dtype(dtype or checkpoint.dtype))
     targets = with_shardings(model, mesh)
     flat: dict[ParamPath, jax.Array] = {}
     for part, inner in parts_of({path: path for path in targets}).items():
-        values = read_part(folder, part, {p: targets[path] for p, path in inner.items()})
+        values = checkpoint.read_part(part, {p: targets[path] for p, path in inner.items()})
         flat |= {inner[p]: value for p, value in values.items()}
     return model, nest(flat)
 
 
-def load_nextn(folder: Path, mesh: Mesh, dtype: Any = None) -> tuple[NextN, dict[str | int, Any]]:
-    """The NextN (MTP) layer of a converted folder, as `load_params` returns the target.
+def load_nextn(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[NextN, Params]:
+    """The NextN (MTP) layer of a checkpoint, as `load_params` returns the target.
 
     Raises:
-        ModelFormatError: the folder has none.
+        ModelFormatError: the checkpoint has none.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    if MTP not in manifest.parts:
-        raise ModelFormatError(f"{folder} has no NextN (MTP) layer")
-    model = NextN(read_model_config(folder), np.dtype(dtype or manifest.dtype))
-    return model, nest(read_part(folder, MTP, with_shardings(model, mesh)))
+    if MTP not in checkpoint.parts:
+        raise ModelFormatError(f"{checkpoint.folder} has no NextN (MTP) layer")
+    model = NextN(read_model_config(checkpoint.folder), np.dtype(dtype or checkpoint.dtype))
+    return model, nest(checkpoint.read_part(MTP, with_shardings(model, mesh)))
+
+
+def declare_eagle3(checkpoint: Checkpoint, capture: tuple[int, ...], dtype: Any) -> Eagle3:
+    """The module of an EAGLE3 checkpoint, without parameters, which reads the target's streams `capture`."""
+    parts = checkpoint.parts
+    config = read_eagle3_config(checkpoint.hf)
+    return Eagle3(config, np.dtype(dtype), capture=capture, own_embedding=EMBED in parts, own_head=HEAD in parts)
+
+
+def load_eagle3(checkpoint: Checkpoint, mesh: Mesh, dtype: str, capture: tuple[int, ...]) -> tuple[Eagle3, Params]:
+    """An EAGLE3 draft, as `load_params` returns a target.
+
+    Raises:
+        ModelFormatError: a damaged checkpoint.
+    """
+    model = declare_eagle3(checkpoint, capture, dtype)
+    targets = with_shardings(model, mesh)
+    flat: dict[ParamPath, jax.Array] = {}
+    for part in checkpoint.parts:
+        flat |= checkpoint.read_part(part, {p: target for p, target in targets.items() if draft_part_of(p) == part})
+    if model.config.reduced:
+        check_d2t(np.asarray(flat["d2t",]), model.config.model.vocab_size)
+    return model, nest(flat)

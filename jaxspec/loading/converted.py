@@ -1,4 +1,10 @@
-"""Reads the weights of a converted folder, one Orbax checkpoint a part, straight to their shardings."""
+"""A converted folder as a checkpoint: one Orbax checkpoint for each part.
+
+    manifest.json, config.json, generation_config.json, tokenizer files
+    weights/embed, weights/000, weights/001, ..., weights/head, weights/mtp
+
+A converted EAGLE3 draft has the part weights/draft instead, and embed and head where it brings its own.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -9,8 +15,51 @@ import jax
 
 from convert.keymaps import ParamPath
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.hf_folder import read_hf_config
+from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.parts import WEIGHTS
 from jaxspec.models.params import dotted, nest
+
+
+class ConvertedCheckpoint:
+    """A folder that `jaxspec convert` wrote. A `Checkpoint`.
+
+    Raises:
+        ModelFormatError: not a converted folder, or an incomplete one.
+    """
+
+    def __init__(self, folder: Path):
+        manifest = read_manifest(folder)
+        self.folder = folder
+        self.hf = read_hf_config(folder)
+        self.dtype = manifest.dtype
+        self.parts = manifest.parts
+
+    def read_part(self, part: str, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> dict[ParamPath, jax.Array]:
+        """Reads one part straight to the targets' shardings and dtypes.
+
+        Raises:
+            ModelFormatError: the part is damaged, or does not hold what config.json asks for.
+        """
+        import orbax.checkpoint as ocp
+
+        def options(target: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+            return ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype)
+
+        path = self.folder.resolve() / WEIGHTS / part
+        try:
+            with checkpointer() as orbax:
+                _check_shapes(part, orbax.metadata(path).item_metadata.tree, targets)
+                restore_args = nest({p: options(t) for p, t in targets.items()})
+                tree = orbax.restore(path, args=ocp.args.PyTreeRestore(item=nest(targets), restore_args=restore_args))
+        except ModelFormatError as e:
+            raise ModelFormatError(f"{self.folder}: {e}; convert the model again") from e
+        except Exception as e:  # Orbax raises a bare Exception when it meets damaged data
+            reason = str(e.__cause__ or e).strip().split("\n")[0][:200]
+            raise ModelFormatError(
+                f"{self.folder}: part {part} cannot be read ({reason}); convert the model again"
+            ) from e
+        return {p: _at(tree, p) for p in targets}
 
 
 def checkpointer() -> Any:
@@ -25,35 +74,6 @@ def checkpointer() -> Any:
     logging.getLogger("absl").setLevel(logging.WARNING)
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
     return ocp.Checkpointer(handler)
-
-
-def read_part(folder: Path, part: str, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> dict[ParamPath, jax.Array]:
-    """Reads one part straight to the targets' shardings and dtypes.
-
-    Raises:
-        ModelFormatError: the part is damaged, or does not hold what config.json asks for.
-    """
-    import orbax.checkpoint as ocp
-
-    def options(target: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
-        return ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype)
-
-    path = folder.resolve() / WEIGHTS / part
-    try:
-        with checkpointer() as orbax:
-            _check_shapes(part, orbax.metadata(path).item_metadata.tree, targets)
-            tree = orbax.restore(
-                path,
-                args=ocp.args.PyTreeRestore(
-                    item=nest(targets), restore_args=nest({p: options(t) for p, t in targets.items()})
-                ),
-            )
-    except ModelFormatError as e:
-        raise ModelFormatError(f"{folder}: {e}; convert the model again") from e
-    except Exception as e:  # Orbax raises a bare Exception when it meets damaged data
-        reason = str(e.__cause__ or e).strip().split("\n")[0][:200]
-        raise ModelFormatError(f"{folder}: part {part} cannot be read ({reason}); convert the model again") from e
-    return {p: _at(tree, p) for p in targets}
 
 
 def _check_shapes(part: str, stored: Any, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> None:

@@ -20,6 +20,11 @@ def part_of(path: ParamPath) -> tuple[str, ParamPath]:
     return (EMBED if path[0] == "embed" else HEAD), path
 
 
+def draft_part_of(path: ParamPath) -> str:
+    """The part that a parameter of `Eagle3` is stored in, under the same path."""
+    return {"embed": EMBED, "head": HEAD}.get(str(path[0]), DRAFT)
+
+
 def parts_of(values: Mapping[ParamPath, Any]) -> dict[str, dict[ParamPath, Any]]:
     """Part -> path in the part -> value, parts in model order, for values of all parameters of a `CausalLM`."""
     found: dict[str, dict[ParamPath, Any]] = {}

@@ -92,9 +92,13 @@ class SafetensorsReader:
         return value
 
 
-def _read(name: str, info: TensorInfo) -> np.ndarray:
+def check_dtype(name: str, info: TensorInfo) -> None:
     if info.dtype not in DTYPES:
         raise ModelFormatError(f"tensor {name} has dtype {info.dtype} (supported: {', '.join(DTYPES)})")
+
+
+def _read(name: str, info: TensorInfo) -> np.ndarray:
+    check_dtype(name, info)
     buffer = np.empty(info.nbytes, np.uint8)
     with info.file.open("rb", buffering=0) as f:
         f.seek(info.start)

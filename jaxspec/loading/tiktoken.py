@@ -67,7 +67,7 @@ def build_tokenizer(file: Path, config: Mapping[str, Any]) -> Tokenizer:
         )
     ranks = read_ranks(file)
     special = _special_tokens(len(ranks), config.get("added_tokens_decoder") or {})
-    letters = _byte_letters()
+    letters = byte_letters()
 
     def spell(token: bytes) -> str:
         return "".join(letters[b] for b in token)
@@ -113,7 +113,7 @@ def _special_tokens(first: int, named: Mapping[str, Mapping[str, Any]]) -> dict[
     return out
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The printable character that byte-level BPE writes for each byte (GPT-2's table).
 
     Printable Latin-1 stands for itself, the other 68 bytes are numbered from U+0100.

@@ -1,10 +1,17 @@
-"""Takes a model folder's tokenizer along: data files are copied, remote code is left behind."""
+"""A model folder's tokenizer: its data files are used, code that comes with it is not."""
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jaxspec.loading.hf_folder import inside, read_json
+from jaxspec.errors import ModelFormatError
+from jaxspec.loading.hf_folder import CONFIG, GENERATION_CONFIG, inside, read_json
+from jaxspec.text import Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -22,6 +29,38 @@ COPIED = (
 TOKENIZER_FILES = (*COPIED, TOKENIZER_CONFIG, TIKTOKEN)
 
 
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a converted or Hugging Face folder; None where it has none.
+
+    Raises:
+        ModelFormatError: its files are damaged, or of a kind that is not supported.
+    """
+    if not has_tokenizer(folder):
+        return None
+    with tempfile.TemporaryDirectory() as copied:
+        copy_tokenizer(folder, Path(copied))
+        for name in (CONFIG, GENERATION_CONFIG):  # for the end-of-text ids
+            if (folder / name).exists():
+                shutil.copyfile(inside(folder, name), Path(copied) / name)
+        try:
+            return Tokenizer.from_folder(copied)
+        except ModelFormatError as e:
+            raise ModelFormatError(str(e).replace(copied, str(folder))) from e
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (TOKENIZER, TIKTOKEN))
+
+
+def read_vocabulary(folder: Path) -> dict[str, int] | None:
+    """Token -> id of a folder's tokenizer, without its added tokens; None where it has none."""
+    if (folder / TOKENIZER).exists():
+        return read_json(folder, TOKENIZER).get("model", {}).get("vocab")
+    if (folder / TIKTOKEN).exists():
+        return json.loads(_from_ranks(folder, _tokenizer_config(folder)).to_str())["model"]["vocab"]
+    return None
+
+
 def copy_tokenizer(folder: Path, out: Path) -> None:
     """Writes the tokenizer of `folder` into `out`; nothing where the model has none.
 
@@ -31,12 +70,10 @@ def copy_tokenizer(folder: Path, out: Path) -> None:
     for name in COPIED:
         if (folder / name).exists():
             shutil.copyfile(inside(folder, name), out / name)
-    config = read_json(folder, TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+    config = _tokenizer_config(folder)
     remote = config.pop("auto_map", None)
     if (folder / TIKTOKEN).exists() and not (folder / TOKENIZER).exists():
-        from jaxspec.loading.tiktoken import build_tokenizer
-
-        build_tokenizer(inside(folder, TIKTOKEN), config).save(str(out / TOKENIZER))
+        _from_ranks(folder, config).save(str(out / TOKENIZER))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     elif remote and (folder / TOKENIZER).exists():
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -46,3 +83,13 @@ def copy_tokenizer(folder: Path, out: Path) -> None:
 
 def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    return read_json(folder, TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+
+
+def _from_ranks(folder: Path, config: dict[str, Any]) -> "tokenizers.Tokenizer":
+    from jaxspec.loading.tiktoken import build_tokenizer
+
+    return build_tokenizer(inside(folder, TIKTOKEN), config)

@@ -65,11 +65,11 @@ def test_a_decode_step_is_measured(tmp_path, capsys, monkeypatch):
 
 def test_generated_checkpoints_convert(tmp_path):
     from bench.step.step import mesh_of_one
-    from jaxspec.loading.checkpoint import load_params
+    from jaxspec.loading.checkpoint import load_params, open_checkpoint
 
     size = make_checkpoint(tmp_path / "source", 2**23)
     assert size >= 2**23
-    _, params = load_params(convert_checkpoint(tmp_path / "source", tmp_path / "out"), mesh_of_one())
+    _, params = load_params(open_checkpoint(convert_checkpoint(tmp_path / "source", tmp_path / "out")), mesh_of_one())
     embed = np.asarray(params["embed"]["weight"], np.float32)
     assert np.isfinite(embed).all()
     assert 0.005 < np.abs(embed).mean() < 0.02

@@ -16,12 +16,12 @@ from bench.step import step_vllm
 from bench.step.gates import PeerError, add_peers, gates, read_peers
 from bench.step.load import Load, TimesByRows, count_kernels
 from bench.step.step import Sizes, build_engine, choose_sizes, loop_table, measured_buckets, mesh_of_one
-from bench.step.weights import draw, read_folder
+from bench.step.weights import draw, load
 from convert.convert import convert_checkpoint
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.step_log import StepTimes
 from jaxspec.errors import ConfigError, ModelFormatError
-from jaxspec.loading.checkpoint import load_nextn, load_params
+from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.safetensors_reader import SafetensorsReader
 
 
@@ -67,10 +67,10 @@ def test_a_checkpoint_is_random(checkpoint):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_folder_is_read_as_conversion_reads_it(checkpoint, tmp_path, dtype):
-    """Every parameter bit for bit; bfloat16 moves bits and float32 casts."""
+    """Every parameter bit for bit."""
     mesh, kind = mesh_of_one(), np.dtype(jax.numpy.dtype(dtype))
-    direct = read_folder(checkpoint, mesh, kind)
-    converted = convert_checkpoint(checkpoint, tmp_path / "out")
+    direct = load(str(checkpoint), mesh, kind)
+    converted = open_checkpoint(convert_checkpoint(checkpoint, tmp_path / "out"))
     assert direct.draft is not None
     for ours, theirs in (
         (direct.params, load_params(converted, mesh, kind)[1]),
@@ -89,7 +89,7 @@ def test_a_folder_without_a_tensor_is_refused(checkpoint, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"n_routed_experts": 9}))
     with pytest.raises(ModelFormatError, match=r"lacks tensor .*experts\.8\."):
-        read_folder(folder, mesh_of_one(), np.dtype(np.float32))
+        load(str(folder), mesh_of_one(), np.dtype(np.float32))
 
 
 class FakeClock:

@@ -1,4 +1,4 @@
-"""Folders that cannot be converted: one clear line, and nothing left behind."""
+"""Folders that can be neither loaded nor converted: one clear line, and nothing left behind."""
 
 import json
 import re
@@ -11,6 +11,7 @@ import pytest
 
 from convert.convert import convert_checkpoint
 from jaxspec.errors import ModelFormatError
+from jaxspec.loading.checkpoint import open_checkpoint
 from jaxspec.models.config import READERS
 from tests.convert.edits import edit_config, edit_tensors
 
@@ -87,6 +88,9 @@ def test_one_line_and_no_output(
 ):
     folder = shutil.copytree(source("v3"), tmp_path / "in" / "model")
     spoil(folder)
+    with pytest.raises(ModelFormatError, match=message) as error:  # and before a weight is read
+        open_checkpoint(folder)
+    assert "\n" not in str(error.value)
     with pytest.raises(ModelFormatError, match=message) as error:
         convert_checkpoint(folder, tmp_path / "results" / "out")
     assert "\n" not in str(error.value)

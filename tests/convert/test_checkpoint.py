@@ -1,20 +1,21 @@
 """Converted folders that are not, are damaged, or come from another version; and loading over a mesh."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from jax.sharding import Mesh
 
 from jaxspec.errors import ModelFormatError
-from jaxspec.loading.checkpoint import load_params
+from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.manifest import LAYOUT_VERSION, read_manifest
+from jaxspec.models.params import TENSOR_AXIS
 from tests.convert.edits import edit_config
 
 pytestmark = pytest.mark.torch
@@ -59,11 +60,11 @@ LOAD = """
 import sys
 import jax, numpy as np
 from jax.sharding import Mesh
-from jaxspec.loading.checkpoint import load_params
+from jaxspec.loading.checkpoint import load_params, open_checkpoint
 from jaxspec.errors import ModelFormatError
 
 try:
-    load_params(sys.argv[1], Mesh(np.array(jax.devices()[:1]), ("tensor",)))
+    load_params(open_checkpoint(sys.argv[1]), Mesh(np.array(jax.devices()[:1]), ("tensor",)))
 except ModelFormatError as e:
     print(e)
 """
@@ -86,43 +87,27 @@ def test_config_that_does_not_fit_the_weights(converted: Get, folder: Path, mesh
     with pytest.raises(
         ModelFormatError, match=r"mlp\.(down|gate_up) of shape \[.*96.*\]; config\.json asks for \[.*64"
     ):
-        load_params(folder, mesh)
+        load_params(open_checkpoint(folder), mesh)
     other = shutil.copytree(converted("v3"), tmp_path / "v3")
     edit_config(other, q_lora_rank=None)
     with pytest.raises(ModelFormatError, match=r"part 000 and config\.json disagree on attention\.kv_a"):
-        load_params(other, mesh)
+        load_params(open_checkpoint(other), mesh)
 
 
-@pytest.mark.slow
 def test_two_devices_hold_their_halves(converted: Get):
-    """In a process of its own, because the number of CPU devices is fixed when jax starts."""
-    script = """
-        import sys
-        import jax, numpy as np
-        from jax.sharding import Mesh
-        from jaxspec.loading.checkpoint import load_params, load_nextn
+    checkpoint, devices = open_checkpoint(converted("v3-mtp")), jax.devices()[:2]
 
-        devices = jax.devices()
-        assert len(devices) == 2
-        for load in (load_params, load_nextn):
-            _, one = load(sys.argv[1], Mesh(np.array(devices[:1]), ("tensor",)))
-            _, two = load(sys.argv[1], Mesh(np.array(devices), ("tensor",)))
+    def same(whole: jax.Array, split: jax.Array) -> bool:
+        for shard in split.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
+        return split.sharding.is_fully_replicated
 
-            def same(path, whole, split):
-                for shard in split.addressable_shards:
-                    np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
-                return split.sharding.is_fully_replicated
-
-            replicated = jax.tree_util.tree_map_with_path(same, one, two)
-            block = replicated["layers"][1] if "layers" in replicated else replicated["layer"]
-            assert not any(block["attention"][k] for k in ("q_b", "w_uk", "w_uv", "o"))
-            assert block["attention"]["qkv_a"] and block["mlp"]["router"]
-            assert not block["mlp"]["gate_up"] and not block["mlp"]["shared"]["down"]
-        print("checked")
-    """
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(converted("v3-mtp"))],
-        env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.stdout == "checked\n", done.stderr
+    for load in (load_params, load_nextn):
+        one, two = (load(checkpoint, Mesh(np.array(devices[:n]), (TENSOR_AXIS,)))[1] for n in (1, 2))
+        replicated = jax.tree.map(same, one, two)
+        block = replicated["layers"][1] if "layers" in replicated else replicated["layer"]
+        assert not any(block["attention"][k] for k in ("q_b", "w_uk", "w_uv", "o"))
+        assert block["attention"]["qkv_a"]
+        assert block["mlp"]["router"]
+        assert not block["mlp"]["gate_up"]
+        assert not block["mlp"]["shared"]["down"]

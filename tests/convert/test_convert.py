@@ -18,7 +18,7 @@ from convert.convert import convert_checkpoint
 from convert.digests import ShardDigests
 from convert.progress import Lines
 from jaxspec.errors import ModelFormatError
-from jaxspec.loading.checkpoint import load_nextn, load_params, read_model_config
+from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint, read_model_config
 from jaxspec.loading.hf_folder import eos_token_ids
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.safetensors_reader import read_header
@@ -37,7 +37,7 @@ def shapes(tree: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tree_is_what_the_model_declares(variant: str, dtype: str, converted: Get, mesh: Mesh):
-    model, params = load_params(converted(variant), mesh, dtype)
+    model, params = load_params(open_checkpoint(converted(variant)), mesh, dtype)
     expected = nest({path: v.get_value() for path, v in declarations(model).items()})
     assert shapes(params) == shapes(expected)
     if model.config.moe:
@@ -55,13 +55,13 @@ def test_both_spellings_of_a_config_mean_the_same(variant: str, converted: Get, 
     assert dataclasses.replace(ours, dtype=hub.dtype) == hub
     jax.tree.map(
         np.testing.assert_array_equal,
-        load_params(out, mesh, "float32")[1],
-        load_params(converted(variant), mesh, "float32")[1],
+        load_params(open_checkpoint(out), mesh, "float32")[1],
+        load_params(open_checkpoint(converted(variant)), mesh, "float32")[1],
     )
 
 
 def test_mla_with_q_lora(source: Get, converted: Get, mesh: Mesh):
-    t, params = tensors(source("v3")), load_params(converted("v3"), mesh)[1]
+    t, params = tensors(source("v3")), load_params(open_checkpoint(converted("v3")), mesh)[1]
     a, prefix = params["layers"][1]["attention"], "model.layers.1.self_attn."
     order = np.r_[0:16:2, 1:16:2]  # interleaved rotary pairs -> halves
     q_b = t[f"{prefix}q_b_proj.weight"].reshape(4, 32, 24)
@@ -80,7 +80,7 @@ def test_mla_with_q_lora(source: Get, converted: Get, mesh: Mesh):
 
 
 def test_mla_without_q_lora(source: Get, converted: Get, mesh: Mesh):
-    t, params = tensors(source("moonlight")), load_params(converted("moonlight"), mesh)[1]
+    t, params = tensors(source("moonlight")), load_params(open_checkpoint(converted("moonlight")), mesh)[1]
     a, prefix = params["layers"][2]["attention"], "model.layers.2.self_attn."
     order = np.r_[0:16, 16:32:2, 17:32:2]
     np.testing.assert_array_equal(a["q"], t[f"{prefix}q_proj.weight"].reshape(4, 32, 64)[:, order])
@@ -90,13 +90,13 @@ def test_mla_without_q_lora(source: Get, converted: Get, mesh: Mesh):
 def test_rope_rows_stay_where_the_config_says_halves(source: Get, tmp_path: Path, mesh: Mesh):
     folder = shutil.copytree(source("v3"), tmp_path / "in")
     edit_config(folder, rope_interleave=False)
-    params = load_params(convert_checkpoint(folder, tmp_path / "out"), mesh)[1]
+    params = load_params(open_checkpoint(convert_checkpoint(folder, tmp_path / "out")), mesh)[1]
     q_b = tensors(folder)["model.layers.0.self_attn.q_b_proj.weight"]
     np.testing.assert_array_equal(params["layers"][0]["attention"]["q_b"], q_b.reshape(4, 32, 24))
 
 
 def test_moe_and_dense_mlp(source: Get, converted: Get, mesh: Mesh):
-    t, params = tensors(source("v3")), load_params(converted("v3"), mesh)[1]
+    t, params = tensors(source("v3")), load_params(open_checkpoint(converted("v3")), mesh)[1]
     dense, moe = params["layers"][0]["mlp"], params["layers"][1]["mlp"]
     np.testing.assert_array_equal(dense["gate_up"][0], t["model.layers.0.mlp.gate_proj.weight"])
     np.testing.assert_array_equal(dense["gate_up"][1], t["model.layers.0.mlp.up_proj.weight"])
@@ -112,7 +112,7 @@ def test_moe_and_dense_mlp(source: Get, converted: Get, mesh: Mesh):
 
 
 def test_gqa_and_tied_embeddings(source: Get, converted: Get, mesh: Mesh):
-    t, params = tensors(source("qwen3-tied")), load_params(converted("qwen3-tied"), mesh)[1]
+    t, params = tensors(source("qwen3-tied")), load_params(open_checkpoint(converted("qwen3-tied")), mesh)[1]
     a, prefix = params["layers"][1]["attention"], "model.layers.1.self_attn."
     q = t[f"{prefix}q_proj.weight"].reshape(2, 2, 32, 64)  # key heads, query heads of each, head size, hidden
     np.testing.assert_array_equal(a["qkv"][:, :2], q)
@@ -125,7 +125,7 @@ def test_gqa_and_tied_embeddings(source: Get, converted: Get, mesh: Mesh):
 
 
 def test_nextn(source: Get, converted: Get, mesh: Mesh):
-    t, (model, params) = tensors(source("v3-mtp")), load_nextn(converted("v3-mtp"), mesh)
+    t, (model, params) = tensors(source("v3-mtp")), load_nextn(open_checkpoint(converted("v3-mtp")), mesh)
     assert shapes(params) == shapes(nest({path: v.get_value() for path, v in declarations(model).items()}))
     np.testing.assert_array_equal(params["eh_proj"], t["model.layers.3.eh_proj.weight"])
     np.testing.assert_array_equal(params["norm"]["weight"], t["model.layers.3.shared_head.norm.weight"])
@@ -137,7 +137,11 @@ def test_nextn_copies_of_embedding_and_head_are_optional(source: Get, converted:
     folder = shutil.copytree(source("v3-mtp"), tmp_path / "in")
     edit_tensors(folder, remove=["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"])
     out = convert_checkpoint(folder, tmp_path / "out")
-    jax.tree.map(np.testing.assert_array_equal, load_nextn(out, mesh)[1], load_nextn(converted("v3-mtp"), mesh)[1])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load_nextn(open_checkpoint(out), mesh)[1],
+        load_nextn(open_checkpoint(converted("v3-mtp")), mesh)[1],
+    )
 
 
 def test_nextn_that_the_config_promises_and_the_weights_lack(source: Get, tmp_path: Path, mesh: Mesh):
@@ -147,7 +151,7 @@ def test_nextn_that_the_config_promises_and_the_weights_lack(source: Get, tmp_pa
     out = convert_checkpoint(folder, tmp_path / "out")
     assert read_manifest(out).parts == ("embed", "000", "001", "002", "head")
     with pytest.raises(ModelFormatError, match="has no NextN"):
-        load_nextn(out, mesh)
+        load_nextn(open_checkpoint(out), mesh)
 
 
 def test_fp8_equals_the_checkpoint_that_torch_dequantised(source: Get, converted: Get, mesh: Mesh):
@@ -158,18 +162,20 @@ def test_fp8_equals_the_checkpoint_that_torch_dequantised(source: Get, converted
     assert read_manifest(fp8).dtype == "bfloat16"
     assert "quantization_config" not in json.loads((fp8 / "config.json").read_text())
     for load in (load_params, load_nextn):
-        jax.tree.map(np.testing.assert_array_equal, load(fp8, mesh)[1], load(plain, mesh)[1])
+        jax.tree.map(
+            np.testing.assert_array_equal, load(open_checkpoint(fp8), mesh)[1], load(open_checkpoint(plain), mesh)[1]
+        )
 
 
 def test_bfloat16_load_rounds_the_float32_one(converted: Get, mesh: Mesh):
-    wide, narrow = (load_params(converted("v3"), mesh, d)[1] for d in ("float32", "bfloat16"))
+    wide, narrow = (load_params(open_checkpoint(converted("v3")), mesh, d)[1] for d in ("float32", "bfloat16"))
     jax.tree.map(lambda w, n: np.testing.assert_array_equal(w.astype(n.dtype), n), wide, narrow)
     np.testing.assert_array_equal(wide["layers"][1]["mlp"]["router"], narrow["layers"][1]["mlp"]["router"])
 
 
 def test_dtype_defaults_to_the_stored_one(converted: Get, mesh: Mesh):
     for variant, dtype in [("llama", jnp.float32), ("v3-fp8", jnp.bfloat16)]:
-        assert load_params(converted(variant), mesh)[1]["embed"]["weight"].dtype == dtype
+        assert load_params(open_checkpoint(converted(variant)), mesh)[1]["embed"]["weight"].dtype == dtype
 
 
 def test_float16_is_kept_in_float32(source: Get, tmp_path: Path, mesh: Mesh):
@@ -180,7 +186,8 @@ def test_float16_is_kept_in_float32(source: Get, tmp_path: Path, mesh: Mesh):
     out = convert_checkpoint(folder, tmp_path / "out")
     assert read_manifest(out).dtype == "float32"
     np.testing.assert_array_equal(
-        load_params(out, mesh)[1]["embed"]["weight"], half["model.embed_tokens.weight"].astype(np.float32)
+        load_params(open_checkpoint(out), mesh)[1]["embed"]["weight"],
+        half["model.embed_tokens.weight"].astype(np.float32),
     )
 
 
@@ -211,7 +218,11 @@ def test_sharded_checkpoint(source: Get, converted: Get, tmp_path: Path, mesh: M
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     out = convert_checkpoint(folder, tmp_path / "out")
     assert list(read_manifest(out).shards) == [f"model-{i}.safetensors" for i in range(3)]
-    jax.tree.map(np.testing.assert_array_equal, load_params(out, mesh)[1], load_params(converted("v2-lite"), mesh)[1])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load_params(open_checkpoint(out), mesh)[1],
+        load_params(open_checkpoint(converted("v2-lite")), mesh)[1],
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import jaxspec.loading.checkpoint
+import jaxspec.loading.engine
 from convert.convert import convert_checkpoint
 from convert.writer import write_manifest
 from jaxspec.config import MAX_SPECULATIVE_TOKENS
 from jaxspec.errors import ConfigError, JaxspecError, ModelFormatError
 from jaxspec.llm import LLM
-from jaxspec.loading.draft import load_eagle3
+from jaxspec.loading.checkpoint import load_eagle3, open_checkpoint
 from jaxspec.loading.manifest import Manifest, read_manifest
 from jaxspec.loading.parts import WEIGHTS
 from jaxspec.models.eagle3 import capture_layers
@@ -47,7 +47,7 @@ def test_parts_are_those_of_the_checkpoint(prefix, options, parts, tmp_path):
     stored = {name: t for name, t in tensors(folder).items() if name not in ("d2t", "t2d")}
     offsets = options.get("draft_vocab_size", 0)
     assert manifest.parameters == sum(t.size for t in stored.values()) + offsets
-    model, params = load_eagle3(converted, one_device(), "float32", (0, 1, 2))
+    model, params = load_eagle3(open_checkpoint(converted), one_device(), "float32", (0, 1, 2))
     assert (model.own_embedding, model.own_head) == ("embed" in parts, "head" in parts)
     np.testing.assert_array_equal(params["fc"], stored["fc.weight"])
     assert ("d2t" in params) == bool(offsets)
@@ -113,6 +113,8 @@ FLAGS = {
 
 
 def assert_refused(folder: Path, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        open_checkpoint(folder)
     with pytest.raises(ModelFormatError, match=message) as error:
         convert_checkpoint(folder, tmp_path / "results" / "out")
     assert "\n" not in str(error.value)
@@ -140,10 +142,7 @@ def test_options_that_change_the_formulas(flag: str, inner: bool, tmp_path: Path
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A converted folder of which only the weights are missing, and a loader that must not be reached."""
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        jaxspec.loading.checkpoint, "load_params", lambda *_: pytest.fail("the target's weights were read")
-    )
+    monkeypatch.setattr(jaxspec.loading.engine, "load_params", lambda *_: pytest.fail("the target's weights were read"))
     folder = tmp_path / "target"
     parts = ("embed", "000", "head")
     for part in parts:
@@ -177,7 +176,9 @@ def test_a_draft_of_another_model(config: dict, message: str, target: Path, tmp_
 
 
 def test_a_draft_with_another_tokenizer(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxspec.llm._load_tokenizer", lambda _: None)  # these hold a vocabulary and no more
+    monkeypatch.setattr(
+        "jaxspec.loading.tokenizer_files.load_tokenizer", lambda _: None
+    )  # these hold a vocabulary and no more
     draft = convert_checkpoint(tiny_draft(tmp_path / "hf", **{KEY: [2, 3, 4]}), tmp_path / "draft")
     for folder, vocabulary in ((target, {"a": 0, "b": 1}), (draft, {"a": 1, "b": 0})):
         (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))

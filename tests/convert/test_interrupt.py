@@ -15,7 +15,7 @@ import pytest
 from convert.convert import convert_checkpoint
 from convert.staging import staged
 from jaxspec.errors import ModelFormatError
-from jaxspec.loading.checkpoint import load_params
+from jaxspec.loading.checkpoint import load_params, open_checkpoint
 from jaxspec.loading.manifest import is_staging, read_manifest
 from tests.convert.edits import edit_config
 
@@ -93,7 +93,7 @@ def test_killed_process_leaves_nothing_that_loads(point: str, source: Get, tmp_p
     assert not any(loads(path) for path in left)
     convert_checkpoint(source("v3-mtp"), out)
     assert list(tmp_path.iterdir()) == [out]
-    load_params(out, mesh)
+    load_params(open_checkpoint(out), mesh)
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_parallel_conversions_to_one_output(source: Get, tmp_path: Path, mesh):
     for t in threads:
         t.join()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-    load_params(tmp_path / "out", mesh)
+    load_params(open_checkpoint(tmp_path / "out"), mesh)
 
 
 def test_umask_does_not_lock_others_out(source: Get, tmp_path: Path):

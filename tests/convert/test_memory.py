@@ -1,4 +1,4 @@
-"""Converting needs memory for the largest part of a model, however many parts there are."""
+"""Converting needs memory for the largest part of a model, and loading for the largest parameter beside the weights."""
 
 import json
 import shutil
@@ -16,11 +16,19 @@ H, WIDTH = 4096, 16384  # gate_up is 256 MiB in bfloat16, the largest tensor tha
 LARGEST = 2 * WIDTH * H * 2
 CONFIG = CONFIGS["llama"] | {"hidden_size": H, "intermediate_size": WIDTH, "torch_dtype": "bfloat16"}
 
-MEASURE = """
-import sys
+CONVERT = """
 from convert.convert import convert_checkpoint
 
 convert_checkpoint(sys.argv[1], sys.argv[2])
+"""
+# On a CPU the weights that have been placed are in the same memory.
+LOAD = """
+import jax, numpy
+from jaxspec.loading.checkpoint import load_params, open_checkpoint
+
+_, params = load_params(open_checkpoint(sys.argv[1]), jax.sharding.Mesh(numpy.array(jax.devices()[:1]), ("tensor",)))
+"""
+PEAK = """
 # Not ru_maxrss, which a new process inherits from the one that started it.
 with open("/proc/self/status") as f:
     print(next(line.split()[1] for line in f if line.startswith("VmHWM")))
@@ -56,10 +64,10 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def peak_bytes(tmp_path: Path, layers: int) -> int:
+def peak_bytes(tmp_path: Path, layers: int, work: str = CONVERT) -> int:
     try:
         write_checkpoint(tmp_path / "in", layers)
-        command = [sys.executable, "-c", MEASURE, str(tmp_path / "in"), str(tmp_path / "out")]
+        command = [sys.executable, "-c", f"import sys{work}{PEAK}", str(tmp_path / "in"), str(tmp_path / "out")]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) * 1024
     finally:
         shutil.rmtree(tmp_path / "in", ignore_errors=True)
@@ -74,3 +82,12 @@ def test_peak_memory_does_not_grow_with_depth(tmp_path: Path, record_property):
     record_property("peak_mib", {"8 layers": shallow >> 20, "16 layers": deep >> 20})
     assert max(shallow, deep) <= 4 * LARGEST + 2**30
     assert abs(deep - shallow) <= 0.1 * shallow
+
+
+@pytest.mark.slow
+def test_loading_holds_one_parameter_beside_the_weights(tmp_path: Path, record_property):
+    shallow, deep = (peak_bytes(tmp_path, layers, LOAD) for layers in (1, 3))
+    record_property("peak_mib", {"1 layer": shallow >> 20, "3 layers": deep >> 20})
+    layer = LARGEST * 3 // 2
+    assert deep <= 3 * layer + 2 * LARGEST + 2**29
+    assert deep - shallow <= 2 * layer + 2**26

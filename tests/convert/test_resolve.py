@@ -1,11 +1,7 @@
-"""From any model name to a converted folder; the hub is a stand-in, since tests have no network."""
+"""From any model name to a folder; the hub is a stand-in, since tests have no network."""
 
 import json
-import os
 import shutil
-import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,134 +11,78 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from convert.convert import convert_checkpoint, resolve_model
+from convert.convert import convert_checkpoint
 from jaxspec.errors import ModelFormatError
-from jaxspec.loading.checkpoint import load_params
+from jaxspec.loading.checkpoint import load_params, open_checkpoint, read_model_config
 from jaxspec.loading.manifest import read_manifest
+from jaxspec.loading.parts import MTP
+from jaxspec.loading.resolve import resolve_model
 from tests.convert.edits import edit_config
 
 Get = Callable[[str], Path]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def entries(cache: Path) -> list[str]:
-    return sorted(p.name for p in cache.iterdir() if not p.name.startswith("."))
+@pytest.mark.torch
+def test_folders_are_themselves(source: Get, converted: Get):
+    for folder in (source("llama"), converted("llama")):
+        assert resolve_model(folder) == resolve_model(str(folder)) == folder
 
 
 @pytest.mark.torch
-def test_converted_folder_is_itself(converted: Get, cache: Path):
-    assert resolve_model(converted("llama")) == converted("llama")
-    assert not cache.exists()
+def test_nothing_is_written(source: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh):
+    for variable in ("HOME", "JAXSPEC_CACHE", "TMPDIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    folder = resolve_model(source("llama"))
+    before = sorted(folder.rglob("*"))
+    load_params(open_checkpoint(folder), mesh)
+    assert sorted(folder.rglob("*")) == before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.torch
-def test_hugging_face_folder_is_converted_once(source: Get, cache: Path, mesh):
-    first = resolve_model(str(source("llama")))
-    assert first.parent == cache
-    made = (first / "manifest.json").stat().st_mtime_ns
-    assert resolve_model(source("llama")) == first
-    assert (first / "manifest.json").stat().st_mtime_ns == made
-    load_params(first, mesh)
-
-
-@pytest.mark.torch
-def test_manifest_of_something_else(source: Get, cache: Path, tmp_path: Path):
+def test_manifest_of_something_else(source: Get, tmp_path: Path, mesh):
     folder = shutil.copytree(source("llama"), tmp_path / "model")
     (folder / "manifest.json").write_text('{"name": "a web application"}')
-    assert resolve_model(folder).parent == cache
+    load_params(open_checkpoint(resolve_model(folder)), mesh)
 
 
 @pytest.mark.torch
-def test_cache_is_private(source: Get, cache: Path):
-    resolve_model(source("llama"))
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-
-
-@pytest.mark.torch
-def test_cache_dir_argument_and_home(source: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert resolve_model(source("llama"), cache_dir=tmp_path / "mine").parent == tmp_path / "mine"
-    monkeypatch.delenv("JAXSPEC_CACHE", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert resolve_model(source("llama")).parent == tmp_path / "home" / ".cache" / "jaxspec"
-
-
-@pytest.mark.torch
-def test_changed_folders_are_converted_again(source: Get, cache: Path, tmp_path: Path):
+def test_changed_folders_load_as_they_are(source: Get, tmp_path: Path):
     folder = shutil.copytree(source("llama"), tmp_path / "model")
-    names = {resolve_model(folder).name}
+    assert read_model_config(resolve_model(folder)).eos_token_ids == (2,)
     edit_config(folder, eos_token_id=7)
-    names.add(resolve_model(folder).name)
-    os.utime(folder / "model.safetensors", ns=(1, 1))
-    names.add(resolve_model(folder).name)
-    (folder / "generation_config.json").write_text("{}")
-    names.add(resolve_model(folder).name)
-    shutil.copytree(folder, tmp_path / "copy")
-    names.add(resolve_model(tmp_path / "copy").name)
-    assert len(names) == 5
-    assert set(entries(cache)) == names
+    assert read_model_config(resolve_model(folder)).eos_token_ids == (2, 7)
 
 
-@pytest.mark.slow
-@pytest.mark.torch
-def test_two_processes_convert_once(source: Get, cache: Path):
-    script = "import sys; from convert.convert import resolve_model; print(resolve_model(sys.argv[1]))"
-    command = [sys.executable, "-c", script, str(source("v3"))]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    printed = {run.communicate()[0].strip() for run in runs}
-    assert [run.returncode for run in runs] == [0, 0]
-    assert printed == {str(cache / name) for name in entries(cache)}
-    assert len(printed) == 1
-    read_manifest(Path(printed.pop()))
-
-
-@pytest.mark.torch
-def test_failed_conversion_is_not_cached(source: Get, cache: Path, tmp_path: Path):
-    folder = shutil.copytree(source("llama"), tmp_path / "model")
-    edit_config(folder, intermediate_size=97)
-    for _ in range(2):
-        with pytest.raises(ModelFormatError, match=r"config\.json asks for"):
-            resolve_model(folder)
-    assert entries(cache) == []
-
-
-@pytest.mark.parametrize("model", ["gone", "./gone", "/gone/model", "gone/", "a/b/c", "~/gone", "", "x\0y"])
-def test_names_that_mean_nothing(model: str, cache: Path):
-    with pytest.raises(
-        ModelFormatError, match=r"does not exist; a model is a folder|is not a Hugging Face model folder"
-    ):
+@pytest.mark.parametrize("model", ["gone", "./gone", "/gone/model", "gone/", "a/b/c", "~/gone", "x\0y"])
+def test_names_that_mean_nothing(model: str):
+    with pytest.raises(ModelFormatError, match="does not exist; a model is a folder"):
         resolve_model(model)
-    assert not cache.exists()
 
 
-def test_folder_without_config(tmp_path: Path, cache: Path):
-    with pytest.raises(ModelFormatError, match=r"has no config\.json"):
-        resolve_model(tmp_path)
-    assert not cache.exists()
+def test_folder_without_config(tmp_path: Path):
+    with pytest.raises(ModelFormatError, match=r"has no config\.json, so it is not a Hugging Face model folder"):
+        open_checkpoint(tmp_path)
 
 
-def test_unsupported_architecture_is_refused_before_anything_is_made(tmp_path: Path, cache: Path):
+def test_unsupported_architecture(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     with pytest.raises(ModelFormatError, match="supported: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM"):
-        resolve_model(tmp_path)
-    assert not cache.exists()
+        open_checkpoint(tmp_path)
 
 
-def test_demo(tmp_path: Path, mesh):
-    folder = resolve_model("demo", cache_dir=tmp_path)
-    assert read_manifest(folder).nextn_parameters > 0
-    model, _ = load_params(folder, mesh)
+def test_demo(mesh):
+    checkpoint = open_checkpoint(resolve_model("demo"))
+    assert MTP in checkpoint.parts
+    model, _ = load_params(checkpoint, mesh)
     assert model.config.architecture == "DeepseekV3ForCausalLM"
 
 
 def test_revision_of_a_local_folder(tmp_path: Path):
-    with pytest.raises(ModelFormatError, match="a revision can only be chosen for a hub id"):
-        resolve_model(tmp_path, revision="main")
+    for model in (tmp_path, "demo"):
+        with pytest.raises(ModelFormatError, match="a revision can only be chosen for a hub id"):
+            resolve_model(model, revision="main")
 
 
 class Hub:
@@ -171,7 +111,7 @@ class Hub:
 
 
 @pytest.mark.torch
-def test_hub_id(source: Get, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh):
+def test_hub_id(source: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh):
     remote = shutil.copytree(source("v3-mtp"), tmp_path / "remote")
     (remote / "modeling_evil.py").write_text("raise SystemExit")
     (remote / "pytorch_model.bin").write_bytes(b"pickle")
@@ -183,24 +123,22 @@ def test_hub_id(source: Get, cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
     manifest = read_manifest(out)
     assert (manifest.source, manifest.revision) == ("org/tiny", COMMIT)
     assert huggingface_hub.snapshot_download.calls[0]["revision"] == "v1.0"
-    load_params(out, mesh)
+    load_params(open_checkpoint(out), mesh)
     fetched = {p.name for p in (tmp_path / "hub").rglob("*") if p.parent.name == COMMIT}
     assert fetched == {"config.json", "generation_config.json", "model.safetensors"}
 
-    cached = resolve_model("org/tiny", revision="v1.0")
-    assert cached.name.startswith("org--tiny-")
-    assert resolve_model("org/tiny") == cached
-    assert entries(cache) == [cached.name]
+    snapshot = resolve_model("org/tiny", revision="v1.0")
+    assert snapshot == tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+    load_params(open_checkpoint(snapshot), mesh)
 
 
-def test_hub_that_cannot_be_reached(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
     def fail(*_: Any, **__: Any) -> str:
         raise LocalEntryNotFoundError("Cannot find the snapshot.\nMore advice.")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ModelFormatError, match=r"org/tiny is not a folder, .* hub failed: Cannot find the snapshot\.$"):
         resolve_model("org/tiny")
-    assert not cache.exists()
 
 
 @pytest.mark.torch

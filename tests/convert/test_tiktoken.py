@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from convert.convert import convert_checkpoint
 from jaxspec.errors import ModelFormatError
-from jaxspec.loading.tiktoken import PATTERN, _byte_letters, build_tokenizer, read_ranks
+from jaxspec.loading.tiktoken import PATTERN, build_tokenizer, byte_letters, read_ranks
+from jaxspec.loading.tokenizer_files import load_tokenizer, read_vocabulary
 from tests.convert.edits import edit_config
 
 tiktoken = pytest.importorskip("tiktoken")
@@ -40,7 +41,7 @@ def ranks() -> dict[bytes, int]:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
-    byte_of = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
     return {bytes(byte_of[c] for c in token): i for token, i in tokenizer.get_vocab().items()}
 
 
@@ -139,16 +140,36 @@ def test_special_tokens(ours: Tokenizer, ranks: dict[bytes, int]):
     assert ours.decode(ids) == "a<|tool_calls_section_begin|>"  # not marked special by its config
 
 
-@pytest.mark.torch
-def test_converted_folder_loads_without_remote_code(
-    source: Callable[[str], Path], ranks: dict[bytes, int], oracle: "tiktoken.Encoding", tmp_path: Path
-):
+@pytest.fixture
+def kimi(source: Callable[[str], Path], ranks: dict[bytes, int], tmp_path: Path) -> Path:
+    """A model folder with a rank file and with code."""
     folder = shutil.copytree(source("moonlight"), tmp_path / "in")
     write_ranks(folder / "tiktoken.model", ranks)
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(len(ranks))))
     (folder / "tokenization_kimi.py").write_text("raise SystemExit")
     edit_config(folder, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_kimi.KimiConfig"})
-    out = convert_checkpoint(folder, tmp_path / "out")
+    return folder
+
+
+@pytest.mark.torch
+def test_the_folder_itself_and_the_converted_one_give_the_same_tokenizer(
+    kimi: Path, oracle: "tiktoken.Encoding", tmp_path: Path
+):
+    folders = kimi, convert_checkpoint(kimi, tmp_path / "out")
+    assert read_vocabulary(folders[0]) == read_vocabulary(folders[1])
+    for folder in folders:
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer is not None
+        assert tokenizer.encode("".join(CORPUS)) == oracle.encode("".join(CORPUS))
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": "你好"}])
+        assert chat == oracle.encode("<|im_user|>你好<|im_end|>", allowed_special="all")
+
+
+@pytest.mark.torch
+def test_converted_folder_loads_without_remote_code(
+    kimi: Path, ranks: dict[bytes, int], oracle: "tiktoken.Encoding", tmp_path: Path
+):
+    out = convert_checkpoint(kimi, tmp_path / "out")
     assert not list(out.rglob("*.py"))
 
     tokenizer = AutoTokenizer.from_pretrained(out, trust_remote_code=False)
@@ -176,3 +197,10 @@ def test_tokenizers_of_other_families_are_not_guessed(tmp_path: Path, ranks: dic
     outside = {"added_tokens_decoder": {"5": {"content": "<x>"}}}
     with pytest.raises(ModelFormatError, match="special token '<x>' has id 5, outside"):
         build_tokenizer(file, outside)
+
+
+def test_a_tokenizer_that_cannot_be_read_names_its_folder(tmp_path: Path):
+    assert load_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelFormatError, match=f"cannot read the tokenizer in {tmp_path}"):
+        load_tokenizer(tmp_path)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from convert.convert import convert_checkpoint
-from jaxspec.loading.checkpoint import load_params
-from jaxspec.loading.draft import load_eagle3
+from jaxspec.loading.checkpoint import load_eagle3, load_params, open_checkpoint
 from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.models.eagle3 import capture_layers, read_eagle3_config
 from tests.convert.edits import tensors
@@ -170,7 +169,7 @@ def targets(tmp_path_factory):
             variant = {"llama": "llama", "mla": "moonlight"}[head]
             folder = tiny_checkpoint(variant, root / variant, num_hidden_layers=LAYERS)
             converted = convert_checkpoint(folder, root / f"{variant}-converted")
-            made[head] = folder, bound(*load_params(converted, one_device(), "float32"))
+            made[head] = folder, bound(*load_params(open_checkpoint(converted), one_device(), "float32"))
         return made[head]
 
     return get
@@ -190,7 +189,7 @@ def test_hidden_states_and_drafts_equal_pytorch(case, targets, tmp_path):
     layer_ids = read_eagle3_config(read_hf_config(converted)).layer_ids
     capture = capture_layers(layer_ids, LAYERS)
     assert capture == captured_ids
-    model = bound(*load_eagle3(converted, one_device(), "float32", capture))
+    model = bound(*load_eagle3(open_checkpoint(converted), one_device(), "float32", capture))
     run = jax.jit(model.__call__)
 
     features = model.features(jnp.full((T, 64), jnp.nan), tuple(map(jnp.asarray, captured)))

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from convert.convert import convert_checkpoint
-from jaxspec.loading.checkpoint import load_nextn, load_params
+from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.safetensors_reader import SafetensorsReader
 from jaxspec.models.metadata import StepMetadata, window_bounds
 from tests.tiny_models import tiny_checkpoint
@@ -113,8 +113,8 @@ def test_hidden_states_and_drafts_equal_pytorch(tmp_path):
     embedded, hidden, want, want_logits, drafted = torch_nextn(folder, ids, STEPS)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
     converted = convert_checkpoint(folder, tmp_path / "out")
-    target, target_params = load_params(converted, mesh, "float32")
-    model, params = load_nextn(converted, mesh, "float32")
+    target, target_params = load_params(open_checkpoint(converted), mesh, "float32")
+    model, params = load_nextn(open_checkpoint(converted), mesh, "float32")
     target, model = bound(target, target_params), bound(model, params)
     run = jax.jit(model.__call__)
 

@@ -1,0 +1,167 @@
+"""From a model's folder and options to an engine.
+
+Everything that can be refused is refused before the weights are read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec import compile_cache
+from jaxspec.config import PAGE_SIZE, EngineConfig, Settings, np_dtype, resolve, resolve_dtype
+from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.memory import measure_free_bytes
+from jaxspec.engine.runner import Runner
+from jaxspec.engine.state import kv_page_bytes
+from jaxspec.engine.step_log import StepLog
+from jaxspec.errors import ConfigError
+from jaxspec.loading.checkpoint import Checkpoint, load_params, open_checkpoint, read_model_config
+from jaxspec.loading.draft import DraftPlan, plan_draft
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.params import TENSOR_AXIS, count_parameters
+
+# KV pages on a CPU share memory with everything else on the machine.
+_CPU_KV_BYTES = 1 << 30
+
+
+def build_engine(
+    folder: Path, config: EngineConfig, *, probe: bool = False, observer: Any = None
+) -> tuple[Engine, dict[str, str | int]]:
+    """An engine with its weights loaded and nothing compiled, and a description for people: label -> value, in order.
+
+    Args:
+        folder: of the model, converted or as Hugging Face has it.
+        probe, observer: see `Runner` and `Engine`.
+
+    Raises:
+        ModelFormatError, ConfigError: the folder or the options cannot work.
+    """
+    plan = _plan(folder, config)
+    settings = plan.settings(plan.free_bytes())
+    if probe and settings.prefix_caching:
+        raise ConfigError("a probe sees every token of every prompt: switch enable_prefix_caching off")
+    draft = plan.draft.load(plan.mesh) if plan.draft else None  # first: it is small, and its data may be refused
+    model, params = load_params(plan.checkpoint, plan.mesh, plan.dtype)
+
+    def make_runner(settings: Settings, buckets: tuple[Bucket, ...] | None = None) -> Runner:
+        return Runner(model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe)
+
+    if plan.on_gpu and config.num_gpu_blocks_override is None:
+        settings = plan.settings(measure_free_bytes(make_runner, settings, plan.page_bytes, plan.mesh.devices.flat))
+    runner = make_runner(settings)
+    engine = Engine(
+        runner,
+        vocab_size=plan.model.vocab_size,
+        eos_token_ids=plan.model.eos_token_ids,
+        seed=config.seed,
+        observer=observer,
+        step_log=StepLog(config.log_steps) if config.log_steps else None,
+    )
+    return engine, _describe(plan, runner)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is known before the weights are read.
+
+    Attributes:
+        parameters: of the model and its draft.
+        page_bytes: of one KV page over all layers, the draft's included, on one device.
+    """
+
+    config: EngineConfig
+    mesh: Mesh
+    on_gpu: bool
+    dtype: str
+    checkpoint: Checkpoint
+    model: ModelConfig
+    draft: DraftPlan | None
+    parameters: int
+    page_bytes: int
+
+    def free_bytes(self) -> int:
+        """An estimate of what KV pages may take on one device; on a GPU, steps are measured later."""
+        if not self.on_gpu:
+            return _CPU_KV_BYTES
+        weight_bytes = self.parameters * np_dtype(self.dtype).itemsize // self.config.tensor_parallel_size
+        return self.mesh.devices.flat[0].memory_stats()["bytes_limit"] - weight_bytes
+
+    def settings(self, free_bytes: int) -> Settings:
+        return resolve(
+            self.config,
+            model_max_position=self.model.max_position,
+            page_bytes=self.page_bytes,
+            free_bytes=free_bytes,
+            on_gpu=self.on_gpu,
+        )
+
+
+def _plan(folder: Path, config: EngineConfig) -> _Plan:
+    tp = config.tensor_parallel_size
+    mesh = _make_mesh(tp)
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    _use_compile_cache(config, on_gpu)
+    dtype = resolve_dtype(config, on_gpu=on_gpu)
+    model_config = read_model_config(folder)
+    checkpoint = open_checkpoint(folder)
+    draft = plan_draft(config, checkpoint, model_config, dtype)
+    model = CausalLM(model_config, dtype)
+    return _Plan(
+        config=config,
+        mesh=mesh,
+        on_gpu=on_gpu,
+        dtype=dtype,
+        checkpoint=checkpoint,
+        model=model_config,
+        draft=draft,
+        parameters=count_parameters(model) + (count_parameters(draft.model) if draft else 0),
+        page_bytes=kv_page_bytes(model, dtype, PAGE_SIZE, tp, draft=draft.model if draft else None),
+    )
+
+
+def _make_mesh(tensor_parallel_size: int) -> Mesh:
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size {tensor_parallel_size} needs {tensor_parallel_size} devices, "
+            f"but there are {len(devices)}"
+        )
+    return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR_AXIS,))
+
+
+def _use_compile_cache(config: EngineConfig, on_gpu: bool) -> None:
+    if on_gpu:
+        compile_cache.enable(config.compilation_cache_dir)
+    elif config.compilation_cache_dir not in (None, compile_cache.OFF):
+        # On a CPU, jaxlib has crashed while it wrote one executable and compiled another.
+        raise ConfigError("compilation_cache_dir is for GPUs: nothing is kept on a CPU, leave it out")
+
+
+def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
+    settings, device = runner.settings, plan.mesh.devices.flat[0]
+    tokens = (settings.num_pages - 1) * settings.page_size
+    pool = f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * plan.page_bytes / 2**20:.0f} MiB"
+    drafts = f"{plan.draft.name}, {settings.num_speculative_tokens} tokens a step" if plan.draft else "off"
+    out: dict[str, str | int] = {
+        "Architecture": plan.model.architecture,
+        "Parameters": f"{plan.parameters:,}",
+        "Dtype": plan.dtype,
+        "Device": f"{plan.mesh.size} x {device.device_kind} ({device.platform})",
+        "Speculation": drafts,
+    }
+    if settings.synthetic_acceptance_length is not None:
+        length = f"{settings.synthetic_acceptance_length:g}"
+        out["Synthetic acceptance"] = f"{length} tokens a window; the text is worthless"
+    return out | {
+        "Context length": settings.max_model_len,
+        "KV cache bytes per token": plan.page_bytes // PAGE_SIZE,
+        "KV cache": pool,
+        "Maximum concurrency": f"{tokens / settings.max_model_len:.2f}x at {settings.max_model_len} tokens a request",
+        "Buckets": "; ".join(map(str, runner.buckets)),
+    }

@@ -1,0 +1,169 @@
+"""A Hugging Face folder as a checkpoint: each parameter is made from its tensors as the family's key map says.
+
+Opening one reads configurations and the shards' headers only, and refuses whatever they show to be wrong. Loading makes
+one parameter at a time, so that the host holds one parameter and a few of its source tensors beside what the devices
+hold.
+"""
+
+import math
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from convert.keymaps import (
+    EAGLE3_HARMLESS,
+    KeyMap,
+    ParamPath,
+    Pieces,
+    assemble,
+    eagle3_key_map,
+    harmless,
+    key_map,
+    nextn_key_map,
+    nextn_prefix,
+)
+from jaxspec.errors import ModelFormatError
+from jaxspec.loading.hf_folder import read_hf_config
+from jaxspec.loading.key_check import check
+from jaxspec.loading.parts import DRAFT, MTP, draft_part_of, parts_of
+from jaxspec.loading.safetensors_reader import SafetensorsReader
+from jaxspec.models.config import read_config
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.eagle3 import Eagle3, check_d2t, is_eagle3, read_eagle3_config
+from jaxspec.models.mtp import NextN
+from jaxspec.models.params import declarations
+
+# Source tensors of a parameter that are read at once: a layer's experts are hundreds of tensors.
+_THREADS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class ParamSource:
+    """How one parameter is made. `dtype` is what converted folders store it in."""
+
+    pieces: Pieces
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+Parts = dict[str, dict[ParamPath, ParamSource]]
+
+
+class HFCheckpoint:
+    """A Hugging Face folder of a model or of an EAGLE3 draft. A `Checkpoint`.
+
+    Attributes:
+        hf: its config.json.
+        reader: its tensors.
+        dtype: of the parameters before a loader casts them: bfloat16 for bfloat16 models, else float32. Converted
+            folders store this dtype, so both load to the same bits.
+        sources: part -> path in the part -> how the parameter is made, in model order.
+
+    Raises:
+        ModelFormatError: the folder holds no model or draft that is supported, or its tensors are not those that its
+            config.json asks for.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.hf = read_hf_config(folder)
+        is_draft = is_eagle3(self.hf)
+        config = read_eagle3_config(self.hf).model if is_draft else read_config(self.hf)
+        _check_quantisation(self.hf)
+        self.reader = SafetensorsReader(folder)
+        # bfloat16 would round float16's values; float32 holds them.
+        self.dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
+        if is_draft:
+            self.sources, ignore = _draft_sources(self.hf, self.reader, self.dtype), EAGLE3_HARMLESS
+        else:
+            self.sources, ignore = _model_sources(self.hf, self.reader, self.dtype), harmless(config)
+        maps = [{path: s.pieces for path, s in part.items()} for part in self.sources.values()]
+        check(maps, self.reader.tensors, ignore)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.sources)
+
+    def read_part(self, part: str, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> dict[ParamPath, jax.Array]:
+        """The parameters of a part under the targets' shardings and dtypes, made one at a time."""
+        return {path: _place(self.assemble(part, path), target) for path, target in targets.items()}
+
+    def assemble(self, part: str, path: ParamPath) -> np.ndarray:
+        """One parameter in the dtype that a converted folder stores."""
+        source = self.sources[part][path]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return assemble(source.pieces, source.shape, source.dtype, self.reader.read, pool.map)
+
+    def num_parameters(self, part: str) -> int:
+        return sum(math.prod(source.shape) for source in self.sources[part].values())
+
+    def source_bytes(self, part: str) -> int:
+        """The size of the tensors that a part is made from."""
+        names = {piece.name for source in self.sources[part].values() for piece in source.pieces}
+        return sum(self.reader.tensors[name].nbytes for name in names)
+
+
+def _place(value: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """`value` on the target's devices; each shard is cast by itself."""
+    placed = jax.make_array_from_callback(
+        target.shape, target.sharding, lambda index: value[index].astype(target.dtype, copy=False)
+    )
+    # Copies to a device may lag behind, and each keeps its parameter in host memory.
+    return jax.block_until_ready(placed)
+
+
+def _check_quantisation(hf: dict[str, Any]) -> None:
+    quantisation = hf.get("quantization_config") or {}
+    method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", [128, 128])
+    if quantisation and (method, block) != ("fp8", [128, 128]):
+        raise ModelFormatError(
+            f"quantization {method!r} with blocks {block} is not supported (supported: 'fp8' with blocks [128, 128])"
+        )
+
+
+def _sources(model: CausalLM | NextN | Eagle3, pieces: KeyMap) -> dict[ParamPath, ParamSource]:
+    out = {}
+    for path, variable in declarations(model).items():
+        value = variable.get_value()
+        out[path] = ParamSource(pieces[path], value.shape, value.dtype)
+    return out
+
+
+def _model_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> Parts:
+    config = read_config(hf)
+    parts = parts_of(_sources(CausalLM(config, np.dtype(dtype)), key_map(config)))
+    # A model that was saved with transformers keeps the NextN layer in its config and loses the layer's weights.
+    if config.num_nextn_layers and any(name.startswith(nextn_prefix(config)) for name in reader.tensors):
+        parts[MTP] = _sources(NextN(config, np.dtype(dtype)), nextn_key_map(config))
+    return parts
+
+
+def _draft_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> Parts:
+    """
+    Raises:
+        ModelFormatError: a reduced vocabulary without its map or with a wrong one.
+    """
+    config = read_eagle3_config(hf)
+    own_head = "lm_head.weight" in reader.tensors
+    if config.reduced:
+        if missing := [name for name in ("d2t", "lm_head.weight") if name not in reader.tensors]:
+            raise ModelFormatError(
+                f"the draft proposes {config.draft_vocab_size} of {config.model.vocab_size} tokens, but its checkpoint "
+                f"lacks {missing[0]}"
+            )
+        if reader.tensors["d2t"].shape == (config.draft_vocab_size,):  # else the check of shapes names both
+            check_d2t(reader.read("d2t"), config.model.vocab_size)
+    elif "d2t" in reader.tensors and reader.read("d2t").any():
+        raise ModelFormatError("the draft proposes the whole vocabulary, but its d2t maps tokens to others")
+    own = {"own_embedding": "embed_tokens.weight" in reader.tensors, "own_head": own_head}
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in reader.tensors) else "layers.0."
+    model = Eagle3(config, np.dtype(dtype), capture=tuple(range(config.num_captured)), **own)
+    parts: Parts = {DRAFT: {}}
+    for path, source in _sources(model, eagle3_key_map(config, prefix=prefix, **own)).items():
+        parts.setdefault(draft_part_of(path), {})[path] = source
+    return parts
