@@ -3,18 +3,18 @@
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, with_speculative_config
-from jaxspec.engine.request import Alternatives, FinishReason, Request
+from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput
+from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
     from jaxspec.engine.runner import Progress
-    from jaxspec.text import TextStream
 
 Prompt = str | Sequence[int]
 
@@ -25,6 +25,7 @@ class Completion:
 
     Attributes:
         text: None where the model has no tokenizer.
+        text_offsets: of each id, the number of characters of the text before it; empty where there is no text.
         logprobs: of each id under the model's raw distribution, where the request asked for them.
         top_logprobs: of each position the likeliest (id, log-probability) pairs, where the request asked for N > 0.
         error: what went wrong, where finish_reason is "error".
@@ -40,6 +41,7 @@ class Completion:
     logprobs: tuple[float, ...] | None
     error: str | None = None
     top_logprobs: tuple[Alternatives, ...] | None = None
+    text_offsets: tuple[int, ...] = ()
     accepted: tuple[bool, ...] = ()
     acceptance: "Acceptance | None" = None
     synthetic_acceptance_length: float | None = None
@@ -104,76 +106,79 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="params")
-        requests = [self.make_request(prompt, p) for prompt, p in zip(batch, each, strict=True)]
-        for request in requests:
-            self.engine.validate(request)
-        return self.run(requests)
+        return self.run([self.make_request(prompt, p) for prompt, p in zip(batch, each, strict=True)])
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A request for `run`.
+
+        Raises:
+            InvalidRequestError: it needs a tokenizer and the model has none, or the prompt is an empty text.
+        """
+        from jaxspec.text import text_stream
+
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequestError("the model has no tokenizer: give the prompt as token ids", param="prompt")
             if not prompt:  # the tokenizer may still put a begin token there
                 raise InvalidRequestError("the prompt is empty", param="prompt")
             prompt = self.tokenizer.encode(prompt)
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError("the model has no tokenizer: stop strings need one", param="stop")
-        stream = self._text_stream(prompt, params)
-        return Request(f"generate-{next(self._counter)}", prompt, params, stop_rule=stream)
+        rule = text_stream(self.tokenizer, prompt, params)
+        return Request(f"generate-{next(self._counter)}", prompt, params, rule)
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Runs requests to their end; none is left behind if it is interrupted."""
-        logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
-        tops: dict[str, list[Alternatives]] = {r.id: [] for r in requests}
-        accepted: dict[str, list[bool]] = {r.id: [] for r in requests}
-        ends: dict[str, tuple[FinishReason, str | None]] = {}
+        """Runs requests to their end; aborts them all if it is interrupted.
+
+        Raises:
+            InvalidRequestError: the engine cannot serve one of them; then none has run.
+        """
+        runs = {r.id: _Run(tuple(r.prompt_ids), r.params, has_text=r.rule is not None) for r in requests}
+        self.engine.add(*requests)
         try:
-            for request in requests:
-                self.engine.add(request)
-            while len(ends) < len(requests):
-                for out in self.engine.step():
-                    logprobs[out.request_id] += out.new_logprobs
-                    tops[out.request_id] += out.new_top_logprobs
-                    accepted[out.request_id] += [i < out.num_accepted for i in range(len(out.new_ids))]
-                    if out.finish_reason:
-                        ends[out.request_id] = (out.finish_reason, out.error)
+            while any(run.finish_reason is None for run in runs.values()):
+                for output in self.engine.step():
+                    if output.request_id in runs:  # and not aborted before
+                        runs[output.request_id].outputs.append(output)
         finally:
-            for request in requests:
-                self.engine.abort(request.id)
-        return [self._completion(r, *ends[r.id], logprobs[r.id], tops[r.id], accepted[r.id]) for r in requests]
+            for request_id in runs:
+                self.engine.abort(request_id)
+        synthetic = self.engine.settings.synthetic_acceptance_length
+        return [run.completion(synthetic) for run in runs.values()]
 
     def describe(self) -> dict[str, str | int]:
         """What was loaded and how it runs, for people: label -> value, in order."""
         return self._description
 
-    def _text_stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> "TextStream | None":
-        if self.tokenizer is None:
-            return None
-        from jaxspec.text import TextStream
 
-        return TextStream(self.tokenizer, prompt_ids, params)
+@dataclass
+class _Run:
+    """What was asked of the engine with one request, and its outputs so far."""
 
-    def _completion(
-        self,
-        request: Request,
-        reason: FinishReason,
-        error: str | None,
-        logprobs: list[float],
-        tops: list[Alternatives],
-        accepted: list[bool],
-    ) -> Completion:
-        stream: Any = request.stop_rule
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    has_text: bool
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.outputs[-1].finish_reason if self.outputs else None
+
+    def completion(self, synthetic_acceptance_length: float | None) -> Completion:
+        """Of a run that has ended."""
+        outputs, last = self.outputs, self.outputs[-1]
+        assert last.finish_reason is not None
+        assert last.stats is not None
         return Completion(
-            prompt_ids=tuple(request.tokens[: request.prompt_len]),
-            ids=tuple(request.tokens[request.prompt_len :]),
-            text=None if stream is None else stream.text,
-            finish_reason=reason.value,
-            logprobs=None if request.params.logprobs is None else tuple(logprobs),
-            error=error,
-            top_logprobs=tuple(tops) if request.params.logprobs else None,
-            accepted=tuple(accepted),
-            acceptance=request.acceptance,
-            synthetic_acceptance_length=self.engine.settings.synthetic_acceptance_length,
+            prompt_ids=self.prompt_ids,
+            ids=tuple(i for o in outputs for i in o.new_ids),
+            text="".join(o.new_text for o in outputs) if self.has_text else None,
+            finish_reason=last.finish_reason.value,
+            logprobs=None if self.params.logprobs is None else tuple(p for o in outputs for p in o.new_logprobs),
+            error=last.error,
+            top_logprobs=tuple(a for o in outputs for a in o.new_alternatives) if self.params.logprobs else None,
+            text_offsets=tuple(offset for o in outputs for offset in o.new_text_offsets),
+            accepted=tuple(i < o.num_accepted for o in outputs for i in range(len(o.new_ids))),
+            acceptance=last.stats.acceptance,
+            synthetic_acceptance_length=synthetic_acceptance_length,
         )
 
 

@@ -1,8 +1,8 @@
-"""Text at the border of the engine, which itself knows only ids: `Tokenizer`, and `TextStream` for one output.
+"""Text for an engine that itself knows only ids: `Tokenizer`, and `TextStream`, the host rule of one output.
 
 Decoding works on bytes. Every id of a byte-level (or sentencepiece) vocabulary stands for fixed bytes, so the text of a
-sequence is the UTF-8 decoding of the joined bytes, and the incremental form is the standard library's incremental UTF-8
-decoder: it keeps an unfinished character to itself and never has to take anything back.
+sequence is the UTF-8 decoding of the joined bytes. The incremental form is the standard library's incremental UTF-8
+decoder, which holds an unfinished character back and never has to correct text.
 """
 
 import codecs
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.engine.host_rule import RuleResult
+from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError, ModelFormatError
 from jaxspec.sampling.params import SamplingParams
 
@@ -25,18 +27,14 @@ class Tokenizer:
     """The tokenizer of a model folder (`tokenizer.json`), and its chat template where it has one.
 
     All methods may be called from several threads at once: only the immutable Rust object is used.
-
-    Attributes:
-        eos_ids: the model's end-of-text ids, from config.json and generation_config.json.
     """
 
-    def __init__(self, hf: Any, eos_ids: Iterable[int] = ()):
+    def __init__(self, hf: Any):
         """`hf`: a `transformers.PreTrainedTokenizerFast`."""
         self._hf = hf
         self._backend = hf.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.eos_ids = frozenset(eos_ids)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._sentencepiece = _is_sentencepiece(self._backend.decoder)
@@ -68,7 +66,7 @@ class Tokenizer:
             hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as e:  # the Rust parser raises bare Exception
             raise ModelFormatError(f"cannot read the tokenizer in {folder}: {e}") from e
-        return cls(hf, _eos_ids(folder))
+        return cls(hf)
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +79,7 @@ class Tokenizer:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound of a text's number of tokens that costs nothing, to refuse a hopeless text unencoded."""
+        """A cheap lower bound of a text's number of tokens, to reject a text that is far too long without encoding it."""
         return len(text.encode("utf-8")) // self._longest_token
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -152,59 +150,64 @@ class Tokenizer:
         return plain, {mark: literal for literal, mark in mark_of.items()}
 
 
+def text_stream(tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> "TextStream | None":
+    """The host rule that gives a request its text; None where the model has no tokenizer.
+
+    Raises:
+        InvalidRequestError: stop strings, and no tokenizer.
+    """
+    if tokenizer is None:
+        if params.stop:
+            raise InvalidRequestError("this model has no tokenizer: stop strings need one", param="stop")
+        return None
+    return TextStream(tokenizer, prompt_ids, params)
+
+
 class TextStream:
-    """The text of one growing output: incremental decoding and stop strings. Implements `StopRule`.
+    """The text of one growing output: incremental decoding and stop strings. A `HostRule`, fed by the engine alone.
 
     Text is *final* once neither a later token nor a stop string can change it; only final text is handed out. The
-    output ends at the first character that completes a stop string (of several that end there, the longest), whatever
-    the tokens' borders, so no part of a stop string ever leaks.
-
-    Attributes:
-        offsets: for each id fed, the number of characters decoded before it (`text_offset` of the completions API).
+    output ends at the first character that completes a stop string (of several that end there, the longest), wherever
+    the tokens' borders are, so no part of a stop string ever leaks.
     """
+
+    needs_readback = False
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams):
         """`prompt_ids` matter where they end inside a character: the output then begins with its missing bytes."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
-        self._end_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(tokenizer.eos_ids))
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._matchers = [_StopMatcher(s) for s in params.stop]
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(b"".join(self._visible_bytes(i) for i in prompt_ids[-3:])[-3:])
+        self._num_ids = 0
         self._text = ""
-        self._final = 0  # characters of _text that nothing can change any more
-        self._taken = 0
-        self.offsets: list[int] = []
+        self._final = 0  # characters of _text that are final
+        self._given = 0  # of these, how many have been handed out
 
-    @property
-    def text(self) -> str:
-        """All final text so far."""
-        return self._text[: self._final]
+    def feed(self, ids: Sequence[int], ended: FinishReason | None) -> RuleResult:
+        """The text that the newest ids make final, and how many of them to keep where a stop string ends the output.
 
-    def take_delta(self) -> str:
-        """The final text that was not taken before."""
-        delta = self._text[self._taken : self._final]
-        self._taken = self._final
-        return delta
-
-    def feed(self, ids: Sequence[int], ended: bool) -> int | None:
-        """Takes the newest ids; returns how many of them to keep where a stop string ends the output, else None.
-
-        The token that completes a stop string is kept (its text is not). With `ended`, these are the last ids: an
-        end-of-text or stop id at their end contributes no text, and everything held back becomes final.
+        The token that completes a stop string is kept (its text is not). Where the output has ended, an end-of-text or
+        stop id contributes no text, and everything held back becomes final.
         """
+        offsets: list[int] = []
+        keep = None
         for index, token_id in enumerate(ids):
-            self.offsets.append(len(self._text))
-            ends = ended and index == len(ids) - 1 and token_id in self._end_ids
-            if not ends and self._append(self._decoder.decode(self._visible_bytes(token_id))):
-                return index + 1
-        if ended:
+            offsets.append(len(self._text))
+            self._num_ids += 1
+            is_stop_id = ended is FinishReason.STOP and index == len(ids) - 1
+            if not is_stop_id and self._append(self._decoder.decode(self._visible_bytes(token_id))):
+                keep = index + 1
+                break
+        if ended and keep is None:
             if self._append(self._decoder.decode(b"", final=True)):
-                return len(ids)
+                keep = len(ids)
             self._final = len(self._text)
-        return None
+        new_text, self._given = self._text[self._given : self._final], self._final
+        return RuleResult(keep, new_text, tuple(offsets))
 
     def _visible_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
@@ -212,7 +215,7 @@ class TextStream:
     def _append(self, piece: str) -> bool:
         """Adds decoded text; True if it completed a stop string that may end the output, which is then cut off."""
         start = len(self._text)
-        may_stop = len(self.offsets) > self._min_tokens  # like an end-of-text id: behind so many tokens
+        may_stop = self._num_ids > self._min_tokens  # like an end-of-text id, it must follow so many tokens
         self._text += piece
         if not self._matchers:
             self._final = len(self._text)
@@ -251,15 +254,6 @@ class _StopMatcher:
             return False
         self.matched = self._fallback[self.length]
         return True
-
-
-def _eos_ids(folder: Path) -> set[int]:
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            ids.update([value] if isinstance(value, int) else value or [])
-    return ids
 
 
 def _is_sentencepiece(decoder: Any) -> bool:

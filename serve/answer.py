@@ -180,11 +180,11 @@ def _event(content: Mapping[str, Any]) -> bytes:
 def _usage(choices: Sequence[Choice], choices_per_prompt: int) -> Usage:
     """A prompt counts once, however many choices it has."""
     prompts = choices[::choices_per_prompt]
-    prompt_tokens = sum(len(c.request.prompt_ids) for c in prompts)
+    prompt_tokens = sum(len(c.submission.prompt_ids) for c in prompts)
     completion_tokens = sum(c.num_ids for c in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(c.request.num_cached_tokens for c in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(c.num_cached_tokens for c in prompts)},
     }

@@ -24,7 +24,7 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives)
     messages = [m.rendered() for m in body.messages]
-    service.refuse_hopeless((m["content"] for m in messages), "messages")
+    service.reject_too_long((m["content"] for m in messages), "messages")
     with service.admission.reserve(len(params)) as reservation:
         prompt = await service.in_pool(tokenizer.apply_chat_template, messages)
         choices = service.make_choices(
@@ -65,6 +65,6 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
-        if self._body.return_metrics and delta.finish_reason and choice.times:
-            written["metrics"] = request_metrics(choice.request, choice.times)
+        if self._body.return_metrics and delta.finish_reason and choice.stats:
+            written["metrics"] = request_metrics(choice.stats)
         return written

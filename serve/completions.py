@@ -42,7 +42,7 @@ async def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     if not prompt:  # the tokenizer may still put a begin token there
         raise InvalidRequestError("the prompt is empty", param="prompt")
     tokenizer = service.tokenizer()
-    service.refuse_hopeless([prompt], "prompt")
+    service.reject_too_long([prompt], "prompt")
     return await service.in_pool(tokenizer.encode, prompt)
 
 
@@ -74,8 +74,8 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
-        if self._body.return_metrics and delta.finish_reason and choice.times:
-            written["metrics"] = request_metrics(choice.request, choice.times)
+        if self._body.return_metrics and delta.finish_reason and choice.stats:
+            written["metrics"] = request_metrics(choice.stats)
         return written
 
     def _echo(self, choice: Choice) -> str:

@@ -140,15 +140,10 @@ def _figures(completion: "Completion") -> str:
 
 def show(completion: "Completion", tokenizer: "Tokenizer", *, color: bool) -> str:
     """Prompt and text; with colour, the prompt bold and accepted drafts green."""
-    from jaxspec.sampling.params import SamplingParams
-    from jaxspec.text import TextStream
-
     prompt, text = tokenizer.decode(completion.prompt_ids), completion.text or ""
     if not color:
         return prompt + text
-    stream = TextStream(tokenizer, completion.prompt_ids, SamplingParams(ignore_eos=True))
-    stream.feed(completion.ids, ended=True)
-    borders = [*stream.offsets[: len(completion.ids)], len(text)]
+    borders = [*completion.text_offsets, len(text)]
     pieces = [f"{BOLD}{prompt}{PLAIN}"]
     for accepted, run_ in itertools.groupby(range(len(completion.ids)), key=completion.accepted.__getitem__):
         indices = list(run_)

@@ -1,7 +1,6 @@
 """The one thread that owns the engine: it loads it, feeds it and steps it. The event loop never waits for a step.
 
-Towards the engine: commands, run between two steps. Back to the event loop: one call for each step, with what the step
-added to each choice.
+Towards the engine: commands, run between two steps. Back to the event loop: one call a step, with its outputs.
 """
 
 import asyncio
@@ -11,12 +10,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from jaxspec.engine.output import RequestOutput
+from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError, JaxspecError
 from serve.admission import Reservation
 from serve.errors import ApiError, server_error, unavailable
-from serve.generation import Choice, Delta, Generation
+from serve.generation import Choice, Generation, Submission
 from serve.metrics import EngineSnapshot, Metrics
 from serve.model import Progress, ServedModel
 
@@ -31,14 +31,6 @@ class Phase(enum.Enum):
     READY = "ready"
     STOPPED = "stopped"  # asked to
     DEAD = "dead"
-
-
-@dataclass(frozen=True)
-class _Output:
-    generation: Generation
-    choice: Choice
-    delta: Delta
-    error: str | None
 
 
 class EngineThread:
@@ -93,9 +85,14 @@ class EngineThread:
         return self.phase in (Phase.LOADING, Phase.READY) and not stuck
 
     @property
+    def num_generations(self) -> int:
+        """HTTP requests whose choices have been submitted and not released."""
+        return len(self._generations)
+
+    @property
     def num_queued(self) -> int:
         """Submitted choices that the engine has not scheduled yet."""
-        return sum(c.request.first_scheduled_time is None for g in self._generations for c in g.choices)
+        return sum(not c.scheduled for g in self._generations for c in g.choices)
 
     async def submit(self, choices: Sequence[Choice], reservation: Reservation) -> Generation:
         """Hands all choices to the engine, or none: returns once it has accepted them.
@@ -119,7 +116,7 @@ class EngineThread:
         return generation
 
     def release(self, generation: Generation) -> None:
-        """The other end of `submit`: whatever of the generation still runs is aborted."""
+        """The other end of `submit`: aborts the choices that still run."""
         generation.close()
         self._generations.pop(generation, None)
 
@@ -147,10 +144,10 @@ class EngineThread:
 
         self._commands.put(abort)
 
-    def _deliver(self, outputs: Sequence[_Output], now: float) -> None:
-        for out in outputs:
-            self._metrics.record(out.choice, out.delta, now)
-            out.generation.put(out.choice, out.delta, out.error)
+    def _deliver(self, outputs: Sequence[tuple[Generation, Choice, RequestOutput]]) -> None:
+        for generation, choice, output in outputs:
+            self._metrics.record(choice, output)
+            generation.put(choice, output)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -183,18 +180,17 @@ class EngineThread:
                 self._publish()
                 continue
             self._step_started = time.monotonic()
-            results = engine.step()
+            outputs = engine.step()
             self._step_started = None
-            outputs = []
-            for result in results:
-                if result.request_id in self._running:
-                    generation, choice = self._running[result.request_id]
-                    outputs.append(_Output(generation, choice, choice.make_delta(result), result.error))
-                    if result.finish_reason is not None:
-                        del self._running[result.request_id]
+            delivered = []
+            for output in outputs:
+                if output.request_id in self._running:
+                    delivered.append((*self._running[output.request_id], output))
+                    if output.finish_reason is not None:
+                        del self._running[output.request_id]
             self._publish()
-            if outputs:
-                self._call(self._deliver, outputs, time.monotonic())
+            if delivered:
+                self._call(self._deliver, delivered)
 
     def _run_commands(self, *, wait: bool) -> None:
         try:
@@ -207,21 +203,14 @@ class EngineThread:
     def _add(self, generation: Generation, accepted: asyncio.Future[None]) -> None:
         """Adds all requests or none. A request that trips over a bug in validation fails alone."""
         assert self.model is not None
-        engine, requests = self.model.engine, [c.request for c in generation.choices]
         try:
-            for request in requests:
-                engine.validate(request)
-            for choice in generation.choices:
-                engine.add(choice.request)
-                self._running[choice.request.id] = (generation, choice)
+            self.model.engine.add(*(_request(choice.submission) for choice in generation.choices))
         except Exception as e:
             if not isinstance(e, InvalidRequestError):
                 logger.exception("the engine did not accept a request")
-            for request in requests:
-                self._running.pop(request.id, None)
-                engine.abort(request.id)
             self._call(_settle, accepted, e if isinstance(e, InvalidRequestError) else server_error())
         else:
+            self._running |= {c.submission.request_id: (generation, c) for c in generation.choices}
             self._call(_settle, accepted, None)
 
     def _publish(self) -> None:
@@ -240,6 +229,19 @@ class EngineThread:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the event loop has closed: nobody is left to tell
             logger.debug("the event loop is gone")
+
+
+def _request(submission: Submission) -> Request:
+    """The engine's own request; it never leaves the engine thread."""
+    return Request(
+        submission.request_id,
+        submission.prompt_ids,
+        submission.params,
+        submission.rule,
+        priority=submission.priority,
+        cache_salt=submission.cache_salt,
+        arrival_time=submission.arrival_time,
+    )
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:

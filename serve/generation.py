@@ -4,10 +4,26 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxspec.engine.request import Alternatives, FinishReason, Request, RequestOutput
-from jaxspec.text import TextStream
+from jaxspec.engine.host_rule import HostRule
+from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput, RequestStats
+from jaxspec.sampling.params import SamplingParams
 from serve.errors import ApiError, server_error
-from serve.request_metrics import RequestTimes
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is asked of the engine for one choice.
+
+    The engine thread makes the engine's own `Request` of it, and feeds `rule`; the event loop sees neither of them again.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    rule: HostRule | None
+    priority: int
+    cache_salt: str
+    arrival_time: float
 
 
 @dataclass
@@ -17,58 +33,63 @@ class Delta:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[Alternatives] = field(default_factory=list)  # empty where none were asked for
+    alternatives: list[Alternatives] = field(default_factory=list)  # empty where none were asked for
     offsets: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+
+    def add(self, output: RequestOutput) -> None:
+        self.text += output.new_text
+        self.ids += output.new_ids
+        self.logprobs += output.new_logprobs
+        self.alternatives += output.new_alternatives
+        self.offsets += output.new_text_offsets or [0] * len(output.new_ids)
+        self.finish_reason = output.finish_reason
 
     def extend(self, other: "Delta") -> None:
         self.text += other.text
         self.ids += other.ids
         self.logprobs += other.logprobs
-        self.top_logprobs += other.top_logprobs
+        self.alternatives += other.alternatives
         self.offsets += other.offsets
         self.finish_reason = other.finish_reason
 
 
 class Choice:
-    """One engine request, and what of its output has not yet gone to the client.
+    """One submission, and what of its output has not yet gone to the client. Lives on the event loop.
 
     New output is merged into the one pending delta, so a slow reader holds at most one output's worth of memory.
+
+    Attributes:
+        scheduled: the engine has planned its first step.
+        stats: the engine's figures, once the choice has ended.
     """
 
-    def __init__(self, index: int, request: Request, stream: TextStream | None):
+    def __init__(self, index: int, submission: Submission):
         self.index = index
-        self.request = request
-        self.stream = stream
+        self.submission = submission
         self.pending = Delta()
         self.num_ids = 0
-        self.num_taken = 0  # ids that the engine thread has turned into deltas
-        self.first_token_time: float | None = None
+        self.num_cached_tokens = 0
+        self.scheduled = False
         self.last_token_time: float | None = None
-        self.times: RequestTimes | None = None  # once it has ended
+        self.stats: RequestStats | None = None
 
     @property
     def has_news(self) -> bool:
-        """Something to show: output whose text is held back is kept until there is text (or a model has none)."""
+        """Something to show. Ids whose text is held back wait for it, unless the model has no text at all."""
         pending = self.pending
-        return bool(pending.text or pending.finish_reason or (self.stream is None and pending.ids))
+        return bool(pending.text or pending.finish_reason or (self.submission.rule is None and pending.ids))
 
-    def make_delta(self, output: RequestOutput) -> Delta:
-        """On the engine thread, right after the step: the text stream is fed by the engine."""
-        start = self.num_taken
-        self.num_taken += len(output.new_ids)
-        return Delta(
-            self.stream.take_delta() if self.stream else "",
-            list(output.new_ids),
-            list(output.new_logprobs),
-            list(output.new_top_logprobs),
-            self.stream.offsets[start : self.num_taken] if self.stream else [0] * len(output.new_ids),
-            output.finish_reason,
-        )
+    def put(self, output: RequestOutput) -> None:
+        self.pending.add(output)
+        self.num_ids += len(output.new_ids)
+        self.num_cached_tokens = output.num_cached_tokens
+        self.scheduled = output.first_scheduled_time is not None
+        self.stats = output.stats
 
 
 class Generation:
-    """The choices of one HTTP request. Lives on the event loop; the engine thread hands it deltas through `put`.
+    """The choices of one HTTP request. Lives on the event loop; the engine thread hands it outputs through `put`.
 
     `close` must be called however the request ends: it takes the unfinished choices out of the engine.
     """
@@ -76,20 +97,19 @@ class Generation:
     def __init__(self, choices: Sequence[Choice], abort: Callable[[Sequence[str]], None]):
         self.choices = choices
         self._abort = abort
-        self._unfinished = {c.request.id: c for c in choices}
+        self._unfinished = {c.submission.request_id: c for c in choices}
         self._error: ApiError | None = None
         self._changed = asyncio.Event()
 
-    def put(self, choice: Choice, delta: Delta, error: str | None = None) -> None:
-        if choice.request.id not in self._unfinished:
+    def put(self, choice: Choice, output: RequestOutput) -> None:
+        if output.request_id not in self._unfinished:
             return
-        choice.pending.extend(delta)
-        choice.num_ids += len(delta.ids)
-        if delta.finish_reason is not None:
-            del self._unfinished[choice.request.id]
-        if delta.finish_reason is FinishReason.ERROR:
-            self.fail(server_error(error or "the engine failed this request"))
-        elif delta.finish_reason is FinishReason.ABORT:
+        choice.put(output)
+        if output.finish_reason is not None:
+            del self._unfinished[output.request_id]
+        if output.finish_reason is FinishReason.ERROR:
+            self.fail(server_error(output.error or "the engine failed this request"))
+        elif output.finish_reason is FinishReason.ABORT:
             self.fail(server_error("the request was aborted"))
         self._changed.set()
 

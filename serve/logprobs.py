@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from jaxspec.engine.request import Alternatives
+from jaxspec.engine.output import Alternatives
 from jaxspec.text import Tokenizer
 from serve.generation import Delta
 from serve.protocol import ChatTokenLogprob, CompletionLogprobs, TokenLogprob
@@ -52,8 +52,8 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, list[ChatToke
 
 
 def _alternatives(delta: Delta) -> Sequence[Alternatives]:
-    """Of each id; nothing where the request asked for none."""
-    return delta.top_logprobs or [()] * len(delta.ids)
+    """One for each id; empty where the request asked for none."""
+    return delta.alternatives or [()] * len(delta.ids)
 
 
 def _finite(logprob: float) -> float:

@@ -8,12 +8,13 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from serve.generation import Choice, Delta
+from serve.generation import Choice
 from serve.request_metrics import times_of
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
     from jaxspec.engine.engine import EngineStats
+    from jaxspec.engine.output import RequestOutput, RequestStats
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5,
@@ -92,25 +93,25 @@ class Metrics(Collector):
     def record_rejection(self) -> None:
         self._rejections.inc()
 
-    def record(self, choice: Choice, delta: Delta, now: float) -> None:
+    def record(self, choice: Choice, output: "RequestOutput") -> None:
         """Output of one step for one choice. Latency between tokens counts each token, not each step."""
-        request, new = choice.request, len(delta.ids)
-        if new and choice.first_token_time is None:
-            choice.first_token_time = now
-            self._first_token.observe(now - request.arrival_time)
-        elif new and choice.last_token_time is not None:
-            for _ in range(new):
-                self._inter_token.observe((now - choice.last_token_time) / new)
-        if delta.ids:
-            choice.last_token_time = now
-        if delta.finish_reason is None:
-            return
-        self._success.labels(**self._labels, finished_reason=delta.finish_reason.value).inc()
-        outputs = choice.num_ids + len(delta.ids)
-        self._e2e.observe(now - request.arrival_time)
-        self._prompt_length.observe(len(request.prompt_ids))
-        self._output_length.observe(outputs)
-        choice.times = times = times_of(request, choice.first_token_time, now)
+        new = len(output.new_ids)
+        if new:
+            if choice.last_token_time is None:
+                self._first_token.observe(output.time - choice.submission.arrival_time)
+            else:
+                for _ in range(new):
+                    self._inter_token.observe((output.time - choice.last_token_time) / new)
+            choice.last_token_time = output.time
+        if output.finish_reason is not None and output.stats is not None:
+            self._success.labels(**self._labels, finished_reason=output.finish_reason.value).inc()
+            self._record_end(output.stats)
+
+    def _record_end(self, stats: "RequestStats") -> None:
+        times = times_of(stats)
+        self._e2e.observe(stats.end_time - stats.arrival_time)
+        self._prompt_length.observe(stats.num_prompt_tokens)
+        self._output_length.observe(stats.num_output_tokens)
         for histogram, seconds in (
             (self._queue, times.queue),
             (self._prefill, times.prefill),
@@ -119,8 +120,8 @@ class Metrics(Collector):
         ):
             if seconds is not None:
                 histogram.observe(seconds)
-        if times.decode is not None and outputs > 1:
-            self._per_output_token.observe(times.decode / (outputs - 1))
+        if times.decode is not None and stats.num_output_tokens > 1:
+            self._per_output_token.observe(times.decode / (stats.num_output_tokens - 1))
 
     def collect(self) -> Iterable[Metric]:
         """Gauges and counters that the engine keeps itself, read at scrape time."""

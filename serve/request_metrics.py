@@ -7,21 +7,21 @@ from serve.protocol import RequestMetrics, SpeculationMetrics
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
-    from jaxspec.engine.request import Request
+    from jaxspec.engine.output import RequestStats
 
 
 @dataclass(frozen=True)
 class RequestTimes:
     """
-    In seconds. Queue, prefill and decode add up to the time from arrival to end; those that have no token to go by are
-    None.
+    In seconds. Queue, prefill and decode add up to the time from arrival to end. A time that needs a first step or a
+    first token is None where there was none.
 
     Attributes:
         queue: arrival to first step.
         prefill: first step to first token.
         first_token: arrival to first token.
         decode: first token to end.
-        preemption: the part of prefill and decode in which the request was preempted and waited to be taken up again.
+        preemption: the part of prefill and decode in which the request was preempted and waited to go on.
     """
 
     queue: float | None
@@ -31,32 +31,32 @@ class RequestTimes:
     preemption: float
 
 
-def times_of(request: "Request", first_token_time: float | None, end_time: float) -> RequestTimes:
-    """Of a request that has ended; all points in time are `time.monotonic()`."""
-    arrival, scheduled = request.arrival_time, request.first_scheduled_time
+def times_of(stats: "RequestStats") -> RequestTimes:
+    arrival, scheduled, first_token = stats.arrival_time, stats.first_scheduled_time, stats.first_token_time
 
     def between(start: float | None, end: float | None) -> float | None:
         return None if start is None or end is None else end - start
 
     return RequestTimes(
         queue=between(arrival, scheduled),
-        prefill=between(scheduled, first_token_time),
-        first_token=between(arrival, first_token_time),
-        decode=between(first_token_time, end_time),
-        preemption=request.preempted_seconds,
+        prefill=between(scheduled, first_token),
+        first_token=between(arrival, first_token),
+        decode=between(first_token, stats.end_time),
+        preemption=stats.preempted_seconds,
     )
 
 
-def request_metrics(request: "Request", times: RequestTimes) -> RequestMetrics:
+def request_metrics(stats: "RequestStats") -> RequestMetrics:
     """The `metrics` of one choice."""
+    times = times_of(stats)
     return {
         "queue_time_seconds": times.queue,
         "prefill_time_seconds": times.prefill,
         "time_to_first_token_seconds": times.first_token,
         "decode_time_seconds": times.decode,
         "preemption_time_seconds": times.preemption,
-        "num_preemptions": request.num_preemptions,
-        "speculative_decoding": _speculation(request.acceptance),
+        "num_preemptions": stats.num_preemptions,
+        "speculative_decoding": _speculation(stats.acceptance),
     }
 
 

@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.text import TextStream, Tokenizer
+from jaxspec.text import Tokenizer, text_stream
 from serve.admission import Admission
 from serve.engine_thread import EngineThread, Phase
 from serve.errors import ApiError, unavailable
-from serve.generation import Choice
+from serve.generation import Choice, Submission
 from serve.metrics import Metrics
 from serve.model import Progress, ServedModel
 from serve.speculation import LOG_SECONDS, AcceptanceLog
@@ -135,10 +134,11 @@ class Service:
             raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
         return tokenizer
 
-    def refuse_hopeless(self, texts: Iterable[str], param: str) -> None:
-        """
+    def reject_too_long(self, texts: Iterable[str], param: str) -> None:
+        """Rejects texts that cannot fit the context without encoding them.
+
         Raises:
-            InvalidRequestError: the texts cannot fit the context, which shows before they are encoded.
+            InvalidRequestError: they cannot.
         """
         limit = self.model().engine.max_model_len
         least = sum(map(self.tokenizer().least_tokens, texts))
@@ -162,19 +162,26 @@ class Service:
         cache_salt: str,
         arrival_time: float,
     ) -> list[Choice]:
-        """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them."""
+        """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them.
+
+        Raises:
+            InvalidRequestError: stop strings, where the model has no tokenizer.
+        """
         tokenizer = self.model().tokenizer
-        if tokenizer is None and params[0].stop:
-            raise InvalidRequestError("this model has no tokenizer: stop strings need one", param="stop")
         prefix = uuid.uuid4().hex
-        choices: list[Choice] = []
-        for prompt_ids in prompts:
-            for each in params:
-                stream = TextStream(tokenizer, prompt_ids, each) if tokenizer else None
-                name = f"{prefix}-{len(choices)}"
-                request = Request(
-                    name, prompt_ids, each, stream,
-                    priority=priority, cache_salt=cache_salt, arrival_time=arrival_time,
-                )  # fmt: skip
-                choices.append(Choice(len(choices), request, stream))
-        return choices
+        asked = [(prompt_ids, each) for prompt_ids in prompts for each in params]
+        return [
+            Choice(
+                index,
+                Submission(
+                    f"{prefix}-{index}",
+                    prompt_ids,
+                    each,
+                    text_stream(tokenizer, prompt_ids, each),
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    arrival_time=arrival_time,
+                ),
+            )
+            for index, (prompt_ids, each) in enumerate(asked)
+        ]

@@ -10,7 +10,7 @@ import pytest
 from convert.reference import read_record
 from jaxspec import EngineConfig, SamplingParams
 from jaxspec.compat import compiles
-from jaxspec.engine.request import FinishReason
+from jaxspec.engine.output import FinishReason
 from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError, InvalidRequestError, ModelFormatError
 from jaxspec.llm import LLM
@@ -69,7 +69,7 @@ def test_steps_read_late_change_no_text(demo_llm, monkeypatch, depth):
 def test_step_log(tmp_path, demo_llm, monkeypatch):
     """Every step is a line, whose tokens add up to the outputs."""
     with contextlib.closing(StepLog(str(tmp_path / "steps.jsonl"))) as log:
-        monkeypatch.setattr(demo_llm.engine, "_step_log", log)
+        monkeypatch.setattr(demo_llm.engine, "step_log", log)
         completions = demo_llm.generate([PROMPT, "class"], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(len(rows)))

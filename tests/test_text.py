@@ -12,6 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError, ModelFormatError
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream, Tokenizer
@@ -48,8 +49,7 @@ def make_hf(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 @lru_cache
 def make_tokenizer() -> Tokenizer:
-    hf = make_hf()
-    return Tokenizer(hf, [hf.convert_tokens_to_ids("<|end|>")])
+    return Tokenizer(make_hf())
 
 
 END = make_tokenizer().encode("<|end|>")[0]
@@ -68,17 +68,24 @@ def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(borders)] or [[]]
 
 
-def run(parts: list[list[int]], params: SamplingParams, prompt: Sequence[int] = ()) -> tuple[list[str], int | None]:
-    """Feeds the parts until a stop; returns the deltas and the number of ids kept in the part that stopped."""
+def run(
+    parts: list[list[int]],
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    ended: FinishReason = FinishReason.LENGTH,
+) -> tuple[list[str], int | None]:
+    """Feeds the parts until a stop string; returns the texts and the number of ids kept where one stopped the output."""
     stream = TextStream(make_tokenizer(), prompt, params)
-    deltas = []
+    pieces, offsets = [], []
     for i, part in enumerate(parts):
-        keep = stream.feed(part, i == len(parts) - 1)
-        deltas.append(stream.take_delta())
-        assert stream.text == "".join(deltas)
-        if keep is not None:
-            return deltas, sum(map(len, parts[:i])) + keep
-    return deltas, None
+        result = stream.feed(part, ended if i == len(parts) - 1 else None)
+        pieces.append(result.text)
+        offsets += result.text_offsets
+        assert len(result.text_offsets) == (len(part) if result.keep is None else result.keep)
+        if result.keep is not None:
+            return pieces, sum(map(len, parts[:i])) + result.keep
+    assert offsets == sorted(offsets)
+    return pieces, None
 
 
 @settings(max_examples=300, deadline=None)
@@ -126,7 +133,7 @@ def test_stop_strings_at_any_split(text, stops, cuts, include):
     least=st.integers(0, 12),
 )
 def test_stop_strings_wait_for_min_tokens(text, stops, cuts, least):
-    """Oracle: one token a character; the first stop string that ends behind more than `least` of them."""
+    """Oracle: one token a character; the first stop string that ends after more than `least` of them."""
     ends = [end for end in range(least + 1, len(text) + 1) if any(text[:end].endswith(s) for s in stops)]
     params = SamplingParams(stop=tuple(stops), min_tokens=least, max_tokens=None)
     deltas, kept = run(split(byte_ids(text), cuts), params)
@@ -150,17 +157,17 @@ def test_a_stop_that_never_completes_is_released_at_the_end():
 
 
 @pytest.mark.parametrize(
-    ("params", "text"),
+    ("skip", "ended", "text"),
     [
-        (SamplingParams(skip_special_tokens=False), "ab"),
-        (SamplingParams(skip_special_tokens=False, ignore_eos=True), "ab<|end|>"),
-        (SamplingParams(skip_special_tokens=False, ignore_eos=True, stop_token_ids=(END,)), "ab"),
-        (SamplingParams(), "ab"),
+        (False, FinishReason.STOP, "ab"),
+        (False, FinishReason.LENGTH, "ab<|end|>"),
+        (True, FinishReason.STOP, "ab"),
+        (True, FinishReason.LENGTH, "ab"),
     ],
 )
-def test_the_id_that_ended_the_output_contributes_no_text(params, text):
-    deltas, kept = run([byte_ids("ab"), [END]], params)
-    assert ("".join(deltas), kept) == (text, None)
+def test_the_id_that_ended_the_output_contributes_no_text(skip, ended, text):
+    pieces, kept = run([byte_ids("ab"), [END]], SamplingParams(skip_special_tokens=skip), ended=ended)
+    assert ("".join(pieces), kept) == (text, None)
 
 
 def test_a_character_begun_in_the_prompt_is_finished_by_the_output():
@@ -171,8 +178,8 @@ def test_a_character_begun_in_the_prompt_is_finished_by_the_output():
 
 def test_offsets_count_the_characters_before_each_id():
     stream = TextStream(make_tokenizer(), [], SamplingParams())
-    stream.feed(byte_ids("é日x"), True)
-    assert stream.offsets == [0, 0, 1, 1, 1, 2]
+    assert stream.feed(byte_ids("é日"), None).text_offsets == (0, 0, 1, 1, 1)
+    assert stream.feed(byte_ids("x"), FinishReason.LENGTH).text_offsets == (2,)
 
 
 def test_ids_beyond_the_vocabulary_have_no_text():
@@ -217,10 +224,8 @@ def test_from_folder(tmp_path):
     with pytest.raises(ModelFormatError, match="cannot read the tokenizer"):
         Tokenizer.from_folder(tmp_path)
     make_hf().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": END, "auto_map": {"AutoConfig": "evil.Config"}}))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, 7]}))
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "evil.Config"}}))
     loaded = Tokenizer.from_folder(tmp_path)
-    assert loaded.eos_ids == {END, 7}
     assert loaded.encode("héllo 😀") == make_tokenizer().encode("héllo 😀")
     messages = [{"role": "user", "content": "x"}]
     assert loaded.apply_chat_template(messages) == make_tokenizer().apply_chat_template(messages)
@@ -236,10 +241,8 @@ def test_sentencepiece_vocabularies():
     tokenizer = Tokenizer(hf)
     assert tokenizer.decode([3, 2, 4, 5, 3]) == "baé b" == hf.decode([3, 2, 4, 5, 3])
     stream = TextStream(tokenizer, [2], SamplingParams())
-    stream.feed([3, 4], False)
-    assert stream.take_delta() == " b"  # it goes on after a prompt: the space is part of the output
-    stream.feed([5], True)
-    assert stream.text == " bé"
+    assert stream.feed([3, 4], None).text == " b"  # it goes on after a prompt: the space is part of the output
+    assert stream.feed([5], FinishReason.LENGTH).text == "é"
 
 
 def test_other_decoders_are_refused():

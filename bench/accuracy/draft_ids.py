@@ -283,7 +283,7 @@ def run_jaxspec(
     waiting = {}
     for i, text in enumerate(texts):
         request = llm.make_request(list(text[:-1]), params)
-        # As of a request that was retracted: the token behind its prompt is known, and is not sampled again.
+        # As of a preempted request: the token after its prompt is known, and is not sampled again.
         request.tokens.append(text[-1])
         engine.add(request)
         waiting[i] = request

@@ -104,7 +104,7 @@ class Load:
 
     def __init__(self, engine: Engine, rows: int, context: int, *, depth: int = 1, seed: int = 0):
         self.engine, self.runner, self._depth = engine, engine.runner, depth
-        self._scheduler = engine._scheduler
+        self.scheduler = engine.scheduler
         rng = np.random.default_rng(seed)
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         self.requests = [
@@ -140,7 +140,7 @@ class Load:
 
     def select(self, rows: int) -> None:
         """The first `rows` requests run, the others stand still with their pages."""
-        self._scheduler.running = self.requests[:rows]
+        self.scheduler.running = self.requests[:rows]
 
     def step(self) -> None:
         """One engine step, at the engine's readout depth: 0 but for `time_loop` and `times_alternating`."""
@@ -171,11 +171,11 @@ class Load:
         for _ in range(REPEATS):
             log = TimesByRows()
             with self._running_late(order[-1]):
-                self.engine._step_log = log  # type: ignore[assignment]
+                self.engine.step_log = log  # type: ignore[assignment]
                 for i in range(steps):
                     self.select(order[i % len(order)])
                     self.step()
-                self.engine._step_log = None
+                self.engine.step_log = None
             for rows, seconds in log.seconds().items():
                 spans[rows].append(seconds)
             for rows, times in log.steps:
@@ -191,7 +191,7 @@ class Load:
             for _ in range(WARMUP_STEPS):
                 self.step()
             yield
-            self._scheduler.running = []  # nothing is planned
+            self.scheduler.running = []  # nothing is planned
             while self.runner.in_flight:
                 self.step()
 
@@ -238,7 +238,7 @@ class Load:
         for i in range(steps):
             self.select(order[i % len(order)])
             started = time.perf_counter()
-            plan = self._scheduler.plan()
+            plan = self.scheduler.plan()
             planned = time.perf_counter()
             assert plan is not None
             self.runner.dispatch(plan)

@@ -160,7 +160,7 @@ def touched_experts(load: Load, params: dict, model: CausalLM, rows: Sequence[in
     counts = {}
     for n in rows:
         load.select(n)
-        plan = load._scheduler.plan()
+        plan = load.scheduler.plan()
         assert plan is not None
         jax.effects_barrier()
         seen.clear()

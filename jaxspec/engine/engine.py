@@ -13,8 +13,9 @@ from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
 from jaxspec.engine.batch import bucket_for
+from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.plan import StepPlan
-from jaxspec.engine.request import FinishReason, Request, RequestOutput, RequestState
+from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Progress, Runner, StepOutput
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.step import FLAG_NAN
@@ -41,10 +42,13 @@ class Engine:
     """Continuous batching over one `Runner`.
 
     Args:
-        eos_token_ids: ids that end every output unless its request ignores them.
+        eos_token_ids: ids that end every output unless its request ignores them. Nobody else needs to know them.
         seed: from which seeds are drawn for requests that bring none.
         observer: sees every step's output before its tokens are accepted.
         step_log: where every step is written.
+
+    Attributes:
+        scheduler: owns the requests' states, the slots and the pages; for tests and benchmarks.
     """
 
     def __init__(
@@ -58,12 +62,12 @@ class Engine:
         step_log: StepLog | None = None,
     ):
         self.runner = runner
+        self.step_log = step_log
         self._observer = observer
-        self._step_log = step_log
         self.settings: Settings = runner.settings
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        self._scheduler = Scheduler(runner.settings, runner.buckets, window=runner.window)
+        self.scheduler = Scheduler(runner.settings, runner.buckets, window=runner.window)
         self._requests: dict[str, Request] = {}
         self._finished_early: list[RequestOutput] = []
         # Of each unread step: when planning began, and when it was dispatched.
@@ -91,14 +95,23 @@ class Engine:
         self.runner.warm_up(progress)
         compiles.mark_warm()
 
-    def add(self, request: Request) -> None:
-        """Queues a request.
+    def add(self, *requests: Request) -> None:
+        """Queues all requests, or none. From here on they are the engine's: read its outputs instead of them.
 
         Raises:
             InvalidRequestError: an id in use, an empty prompt, ids outside the vocabulary, or more tokens than the
                 context or the pool can ever hold.
         """
-        self.validate(request)
+        seen: set[str] = set()
+        for request in requests:
+            if request.id in self._requests or request.id in seen:
+                raise InvalidRequestError(f"request id {request.id!r} is in use")
+            seen.add(request.id)
+            self._validate(request)
+        for request in requests:
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         params = request.params
         room = self.max_model_len - request.prompt_len
         request.max_total = request.prompt_len + min(params.max_tokens or room, room)
@@ -110,12 +123,9 @@ class Engine:
         request.windows = self._no_windows()
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_len
-        self._scheduler.add(request)
+        self.scheduler.add(request)
 
-    def validate(self, request: Request) -> None:
-        """Raises what `add` would raise, and changes nothing."""
-        if request.id in self._requests:
-            raise InvalidRequestError(f"request id {request.id!r} is in use")
+    def _validate(self, request: Request) -> None:
         prompt_len, limit = request.prompt_len, self.max_model_len
         if prompt_len == 0:
             raise InvalidRequestError("the prompt is empty: it must hold at least one token", param="prompt")
@@ -140,7 +150,7 @@ class Engine:
                 code="context_length_exceeded",
             )
         longest = min(prompt_len + (max_tokens or limit), limit)
-        needed, usable = pages_for(longest, self.settings.page_size), self._scheduler.pages.usable
+        needed, usable = pages_for(longest, self.settings.page_size), self.scheduler.pages.usable
         if needed > usable:
             raise InvalidRequestError(
                 f"the request may need {needed} KV pages but the pool has {usable}; ask for fewer tokens",
@@ -148,37 +158,43 @@ class Engine:
             )
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in whatever state it is; an unknown id is none of the engine's business."""
+        """Ends a request in any state; an unknown id is ignored, for the request may just have ended."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request)
-            self._finished_early.append(RequestOutput(request_id, (), (), FinishReason.ABORT))
+            self._finished_early.append(request.report(time.monotonic(), FinishReason.ABORT))
 
     def step(self) -> list[RequestOutput]:
         """Dispatches steps up to the readout depth, and reads the oldest; at most one output a request.
 
-        The outputs are those of one device step. A request that is aborted, or that a host rule ends, costs the device
-        at most `readout_depth` steps more, of which nothing is seen.
+        Ids come from one device step. Requests that have just been scheduled for the first time have an output even
+        where their first step is still unread. A request that is aborted, or that a host rule ends, costs the device at
+        most `readout_depth` steps more, whose ids are dropped.
         """
         outputs, self._finished_early = self._finished_early, []
+        started: list[Request] = []
         while self.runner.in_flight <= self.settings.readout_depth:
             began = time.monotonic()
-            plan = self._scheduler.plan()
+            plan = self.scheduler.plan()
             if plan is None:
                 break
-            self._dispatch(plan, began)
+            started += [row.request for row in plan.prefill if row.request.first_scheduled_time is None]
+            self.dispatch(plan, began)
         if self.runner.in_flight:
-            return outputs + self._read()
-        if self._requests and not outputs:
+            outputs += self.read()
+        elif self._requests and not outputs:
             raise RuntimeError("requests are waiting but nothing can be scheduled")
+        if started:
+            told = {output.request_id for output in outputs}
+            outputs += [r.report(time.monotonic()) for r in started if r.id not in told]
         return outputs
 
     def reset_prefix_cache(self) -> None:
         """From here on no request finds pages of those before it."""
-        self._scheduler.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -191,68 +207,61 @@ class Engine:
             acceptance=acceptance_of(self._windows, self._drafted),
         )
 
-    def _dispatch(self, plan: StepPlan, began: float) -> None:
+    def dispatch(self, plan: StepPlan, began: float) -> None:
+        """Starts the step that the scheduler has just planned, since `began`."""
         for row in plan.prefill:
-            request = row.request
-            request.first_scheduled_time = request.first_scheduled_time or began
-            if request.retracted_time is not None:
-                request.preempted_seconds += began - request.retracted_time
-                request.retracted_time = None
+            row.request.scheduled(began)
         self.runner.dispatch(plan)
-        self._scheduler.dispatched(plan)
+        self.scheduler.dispatched(plan)
         self._times.append((began, time.monotonic()))
 
-    def _read(self) -> list[RequestOutput]:
+    def read(self) -> list[RequestOutput]:
+        """Waits for the oldest unread step, and gives each of its requests what it brought."""
         planned, dispatched = self._times.popleft()
         reading = time.monotonic()
         step = self.runner.read()
         read = time.monotonic()
-        self._scheduler.read(step.plan)
-        outputs = self._process(step)
-        if self._step_log is not None:
-            times = StepTimes(planned, dispatched, reading, read, time.monotonic())
-            bucket = bucket_for(self.runner.buckets, step.plan)
-            waiting = len(self._scheduler.waiting)
-            self._step_log.write(step.plan, bucket, times, step.emitted, step.accepted, waiting=waiting)
-        return outputs
-
-    def _process(self, step: StepOutput) -> list[RequestOutput]:
+        self.scheduler.read(step.plan)
         if self._observer:
             self._observer(step)
+        rows = zip(step.emitted.tolist(), step.accepted.tolist(), step.flags.tolist(), step.plan.requests, strict=True)
         outputs = []
-        for row, (request, emitted, accepted, flags, ids, logprobs) in enumerate(
-            zip(step.plan.requests, step.emitted, step.accepted, step.flags, step.ids, step.logprobs, strict=True)
-        ):
+        for row, (emitted, accepted, flags, request) in enumerate(rows):
             if request.state is RequestState.FINISHED:
                 continue
             if flags & FLAG_NAN:
                 self._finish(request)
-                error = "the model produced NaN for this request"
-                outputs.append(RequestOutput(request.id, (), (), FinishReason.ERROR, error))
+                outputs.append(request.report(read, FinishReason.ERROR, "the model produced NaN for this request"))
                 continue
             if row < len(step.plan.prefill):
                 chunk = step.plan.prefill[row]
-                self._scheduler.publish(request, chunk.start + chunk.length)
-            if not emitted:
-                continue
-            if row >= len(step.plan.prefill):
-                self._count_window(request, int(accepted))
-            kept, reason = request.accept([int(t) for t in ids[:emitted]])
-            self._scheduler.publish(request, len(request.tokens) - 1)
-            self._generation_tokens += kept
-            outputs.append(
-                RequestOutput(
-                    request.id,
-                    tuple(int(t) for t in ids[:kept]),
-                    tuple(float(p) for p in logprobs[:kept]),
-                    reason,
-                    new_top_logprobs=step.alternatives(row, kept, request.params.logprobs or 0),
-                    num_accepted=min(int(accepted), kept),
-                )
-            )
-            if reason:
-                self._finish(request)
+                self.scheduler.publish(request, chunk.start + chunk.length)
+            elif emitted:
+                self._count_window(request, accepted)
+            if emitted:
+                outputs.append(self._emit(step, row, request, emitted, accepted, read))
+        if self.step_log is not None:
+            times = StepTimes(planned, dispatched, reading, read, time.monotonic())
+            bucket = bucket_for(self.runner.buckets, step.plan)
+            waiting = len(self.scheduler.waiting)
+            self.step_log.write(step.plan, bucket, times, step.emitted, step.accepted, waiting=waiting)
         return outputs
+
+    def _emit(
+        self, step: StepOutput, row: int, request: Request, emitted: int, accepted: int, now: float
+    ) -> RequestOutput:
+        output = request.emit(
+            step.ids[row, :emitted].tolist(),
+            step.logprobs[row, :emitted].tolist(),
+            step.alternatives(row, emitted, request.params.logprobs or 0),
+            num_accepted=accepted,
+            now=now,
+        )
+        self.scheduler.publish(request, len(request.tokens) - 1)
+        self._generation_tokens += len(output.new_ids)
+        if output.finish_reason:
+            self._finish(request)
+        return output
 
     def _count_window(self, request: Request, accepted: int) -> None:
         if request.num_drafts:
@@ -261,5 +270,5 @@ class Engine:
             self._drafted += request.num_drafts
 
     def _finish(self, request: Request) -> None:
-        self._scheduler.finish(request)
+        self.scheduler.finish(request)
         del self._requests[request.id]

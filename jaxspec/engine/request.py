@@ -4,25 +4,12 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
+from jaxspec.engine.host_rule import HostRule, RuleResult
+from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput, RequestStats
 from jaxspec.engine.prefix_cache import Node
 from jaxspec.sampling.params import SamplingParams
-
-# The likeliest (id, log-probability) pairs at one position, likeliest first.
-Alternatives = tuple[tuple[int, float], ...]
-
-
-class StopRule(Protocol):
-    """A rule that lives on the host, such as stop strings. The engine knows nothing of text: it only asks."""
-
-    def feed(self, ids: Sequence[int], ended: bool) -> int | None:
-        """Takes the newest output ids and says how many of them to keep if the output ends inside them, else None.
-
-        `ended`: these are the last ids, because another rule (an end-of-text id, max_tokens) has fired.
-        """
-        ...
 
 
 class RequestState(enum.Enum):
@@ -32,45 +19,27 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
-class FinishReason(enum.StrEnum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What one engine step added to one request."""
-
-    request_id: str
-    new_ids: tuple[int, ...]
-    new_logprobs: tuple[float, ...]  # of the raw distribution, one for each new id
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    # One for each new id where the request asked for alternatives, else none.
-    new_top_logprobs: tuple[Alternatives, ...] = ()
-    num_accepted: int = 0  # how many of the new ids are accepted drafts: they come first, then the target's own one
-
-
 @dataclass(eq=False)
 class Request:
-    """A request, from its arrival to its end. The engine owns every field that is not an argument.
+    """A request, from its arrival to its end. The engine owns every field that is not an argument, and changes it.
+
+    Args:
+        rule: sees the output on the host; it may end it, and may give its text.
+        priority: lower values run earlier.
+        cache_salt: only requests with the same salt share pages of their prompts.
 
     Attributes:
         tokens: prompt and output ids: all that the host knows to be final.
-        prompt_len: length of the original prompt; it stays when the request is retracted and prefilled again.
-        needs_readback: a rule on the host must see each step's tokens before the next step.
-        cache_salt: only requests with the same salt share pages of their prompts.
+        prompt_len: length of the original prompt; it stays when the request is preempted and prefilled again.
         computed: tokens whose KV a dispatched step writes, or found in the prefix cache.
         slot: row of the device state, 0 while there is none; `pages` its KV pages in order.
         sent_pages: how many of `pages` the device's page table knows.
-        published: how many of `pages` the prefix cache knows, and `node` what the next one stands behind.
+        published: how many of `pages` the prefix cache knows, and `node` the parent of the next one.
         num_cached_tokens: prompt tokens found in the prefix cache when the request first started.
         needs_reset: the device does not yet know that the slot serves this request.
         unread_steps: dispatched steps with this request whose output has not been read; `unread_least` and
             `unread_most` how many tokens they add at least (if nothing ends the output) and at most.
-        retracted_time: since when the request has waited to go on; preempted_seconds: such times, summed up.
+        preempted_time: since when the request has waited to go on; preempted_seconds: such times, summed up.
         windows: entry i, of k + 1: verified windows with i accepted drafts; empty without speculation.
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
         num_drafts: how many drafts of a window may be accepted.
@@ -79,9 +48,8 @@ class Request:
     id: str
     prompt_ids: Sequence[int]
     params: SamplingParams
-    stop_rule: StopRule | None = None
+    rule: HostRule | None = None
     priority: int = 0
-    needs_readback: bool = False
     cache_salt: str = ""
     arrival_time: float = field(default_factory=time.monotonic)
 
@@ -106,8 +74,9 @@ class Request:
     unread_most: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     preempted_seconds: float = field(default=0.0, init=False)
-    retracted_time: float | None = field(default=None, init=False)
+    preempted_time: float | None = field(default=None, init=False)
     first_scheduled_time: float | None = field(default=None, init=False)
+    first_token_time: float | None = field(default=None, init=False)
 
     def __post_init__(self):
         self.tokens = list(self.prompt_ids)
@@ -118,13 +87,18 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def needs_readback(self) -> bool:
+        """The host must see each step's tokens before the next step."""
+        return self.rule is not None and self.rule.needs_readback
+
+    @property
     def acceptance(self) -> Acceptance | None:
         """None without speculation."""
         return acceptance_of(self.windows, self.num_drafts * sum(self.windows))
 
     @property
     def resuming(self) -> bool:
-        """Was retracted: its known tokens but the last are prefilled again, and the last is forced, not sampled."""
+        """Was preempted: its known tokens but the last are prefilled again, and the last is forced, not sampled."""
         return self.num_output > 0
 
     @property
@@ -137,12 +111,24 @@ class Request:
         """Who goes first: lower priority value, then earlier arrival."""
         return (self.priority, self.arrival_time, self.id)
 
-    def accept(self, ids: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Takes the newest ids up to the first stop inside them: the only place where output is cut.
+    def scheduled(self, now: float) -> None:
+        """A step with prompt tokens of this request has been planned: its first, or the first after a preemption."""
+        if self.first_scheduled_time is None:
+            self.first_scheduled_time = now
+        if self.preempted_time is not None:
+            self.preempted_seconds += now - self.preempted_time
+            self.preempted_time = None
 
-        Returns:
-            How many of `ids` were kept, and why the output ended, if it did.
-        """
+    def emit(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        alternatives: Sequence[Alternatives] = (),
+        *,
+        num_accepted: int = 0,
+        now: float,
+    ) -> RequestOutput:
+        """Takes the newest ids up to the first stop inside them: the only place where output is cut."""
         kept, reason = 0, None
         for token in ids:
             kept += 1
@@ -152,9 +138,49 @@ class Request:
                 reason = FinishReason.LENGTH
             if reason:
                 break
-        if self.stop_rule is not None:
-            matched = self.stop_rule.feed(ids[:kept], ended=reason is not None)
-            if matched is not None:
-                kept, reason = matched, FinishReason.STOP
+        result = RuleResult() if self.rule is None else self.rule.feed(ids[:kept], reason)
+        if result.keep is not None:
+            kept, reason = result.keep, FinishReason.STOP
         self.tokens.extend(ids[:kept])
-        return kept, reason
+        if kept and self.first_token_time is None:
+            self.first_token_time = now
+        return RequestOutput(
+            self.id,
+            now,
+            new_ids=tuple(ids[:kept]),
+            new_logprobs=tuple(logprobs[:kept]),
+            new_alternatives=tuple(alternatives[:kept]),
+            num_accepted=min(num_accepted, kept),
+            new_text=result.text,
+            new_text_offsets=result.text_offsets,
+            first_scheduled_time=self.first_scheduled_time,
+            num_cached_tokens=self.num_cached_tokens,
+            finish_reason=reason,
+            stats=self._stats(now) if reason else None,
+        )
+
+    def report(self, now: float, reason: FinishReason | None = None, error: str | None = None) -> RequestOutput:
+        """An output without ids: that the request has been scheduled, or that it ends for `reason`."""
+        return RequestOutput(
+            self.id,
+            now,
+            first_scheduled_time=self.first_scheduled_time,
+            num_cached_tokens=self.num_cached_tokens,
+            finish_reason=reason,
+            error=error,
+            stats=self._stats(now) if reason else None,
+        )
+
+    def _stats(self, end_time: float) -> RequestStats:
+        return RequestStats(
+            num_prompt_tokens=self.prompt_len,
+            num_output_tokens=self.num_output,
+            num_cached_tokens=self.num_cached_tokens,
+            arrival_time=self.arrival_time,
+            first_scheduled_time=self.first_scheduled_time,
+            first_token_time=self.first_token_time,
+            end_time=end_time,
+            num_preemptions=self.num_preemptions,
+            preempted_seconds=self.preempted_seconds,
+            acceptance=self.acceptance,
+        )

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
-from jaxspec.engine.request import Alternatives
 from jaxspec.engine.state import StepState, state_shapes, zero_state
 from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, StepArrays, make_step
 from jaxspec.errors import ConfigError

@@ -1,7 +1,7 @@
 """Which requests take part in the next step, and which pages they get.
 
-One token budget a step: running requests decode first, prompt chunks take what is left. A request that finds no page
-retracts the longest decoding one, which is prefilled again later and goes on with the same text.
+One token budget a step: running requests decode first, prompt chunks use what is left. Where a request finds no page,
+the longest decoding one is preempted: it is prefilled again later and goes on with the same text.
 
 Steps are planned while earlier ones are still unread: the host then knows each request's tokens only up to what it has
 read, and reserves pages for the most that the unread steps can add.
@@ -34,7 +34,14 @@ def reserved_slots(known: int, *, k: int = 0, depth: int = 0) -> int:
 
 
 class Scheduler:
-    """Owns the requests' states, the slots and the pages. Knows nothing of devices."""
+    """Owns the requests' states, the slots and the pages. Knows nothing of devices.
+
+    Attributes:
+        waiting: requests without a slot, in the order in which they are admitted.
+        running: requests with a slot, in state PREFILL or DECODE.
+        admits: False from a preemption until a request ends, lest requests preempt each other in turn.
+        prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
+    """
 
     def __init__(self, settings: Settings, buckets: tuple[Bucket, ...], *, window: int = 1):
         self.settings = settings
@@ -42,19 +49,23 @@ class Scheduler:
         self.cache = PrefixCache(settings.page_size, lookahead=int(window > 1)) if settings.prefix_caching else None
         self.pages = PageAllocator(settings.num_pages, self.cache)
         self.waiting: list[Request] = []
-        self.running: list[Request] = []  # have a slot: PREFILL or DECODE
+        self.running: list[Request] = []
         self.num_preemptions = 0
-        self.prefix_queries = 0  # tokens looked up in the prefix cache, and found there
+        self.prefix_queries = 0
         self.prefix_hits = 0
+        self.admits = True
         self._unread = 0
-        # After a retraction nobody is admitted until somebody has ended: they would push each other out in turn.
-        self._admits = True
         self._free_slots = list(range(settings.max_num_seqs, 0, -1))
         prefill = [b for b in buckets if b.prefill_tokens]
         self._max_prefill_rows = min(b.prefill_rows for b in prefill)
         self._max_prefill_tokens = max(b.prefill_tokens for b in prefill)
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
     def add(self, request: Request) -> None:
+        """Queues a request, whether new or preempted."""
         request.node = request.cache_salt
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
@@ -77,7 +88,7 @@ class Scheduler:
             deltas += self._unsent(request, len(request.pages))
         for row in prefill:
             request, end = row.request, row.start + row.length
-            covered = self._reserved(request) if row.final else end
+            covered = self.reserved(request) if row.final else end
             deltas += self._unsent(request, pages_needed(self.settings, covered))
             request.computed = end
             if row.final:
@@ -96,7 +107,7 @@ class Scheduler:
             request.unread_most += most
 
     def read(self, plan: StepPlan) -> None:
-        """The output of the oldest unread plan has been read; its tokens come next."""
+        """The output of the oldest unread plan has been read; its tokens have not been added to the requests yet."""
         self._unread -= 1
         for request, most in self._most_tokens(plan):
             request.unread_steps -= 1
@@ -106,7 +117,7 @@ class Scheduler:
                 self._give_back(request)
 
     def publish(self, request: Request, written: int) -> None:
-        """Lets others share the request's pages whose KV is final: of its known tokens, `written` have theirs."""
+        """Lets others share the request's pages whose KV is final. Of its known tokens the first `written` have their KV."""
         if self.cache is None:
             return
         final = self.cache.final_pages(len(request.tokens), written)
@@ -120,17 +131,33 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
-        self._admits = True
+        self.admits = True
         request.state = RequestState.FINISHED
         if not request.unread_steps:
             self._give_back(request)
 
+    def preempt(self, request: Request) -> None:
+        """Takes slot and pages from a running request without unread steps, and queues it again by its arrival."""
+        self.running.remove(request)
+        self._give_back(request)
+        request.state = RequestState.WAITING
+        request.preempted_time = time.monotonic()
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.admits = False
+        self.add(request)
+
+    def reserved(self, request: Request) -> int:
+        """KV slots that the request's next decode step may need. KV past its last possible token is never read."""
+        slots = reserved_slots(len(request.tokens) + request.unread_most, k=self.window - 1)
+        return min(slots, request.max_total)
+
     def reset_prefix_cache(self) -> None:
-        """Pages that running requests have published stay theirs, and unknown to others."""
+        """No request finds earlier pages any more; those of running requests stay theirs."""
         self.pages.forget_texts()
 
     def _plan_decode(self, budget: int) -> list[Request] | None:
-        """Rows that decode; None where one lacks a page, and whom to retract shows only when all steps have been read."""
+        """Rows that decode. None where one lacks a page while steps are unread: the victim is known once all are read."""
         decode: list[Request] = []
         for request in sorted(self.running, key=lambda r: r.order):
             if request.state is not RequestState.DECODE or budget < self.window:
@@ -155,7 +182,7 @@ class Scheduler:
                 break
             if request.state is RequestState.WAITING:
                 if not self._admit(request, found_pages):
-                    break  # those behind it wait too: a long prompt must not starve
+                    break  # later ones wait too: a long prompt must not starve
                 found_pages -= request.published
             start, target = request.computed, request.prefill_target
             length = min(budget, target - start)
@@ -167,16 +194,16 @@ class Scheduler:
         return rows
 
     def _admit(self, request: Request, found_pages: int) -> bool:
-        """Gives a waiting request a slot and the pages of all its known tokens, or nothing.
+        """Gives a waiting request a slot and the pages of all its known tokens. False: it has to wait.
 
         found_pages: most pages that may come from the prefix cache.
         """
-        if not self._free_slots or (self.running and not self._admits):
+        if not self._free_slots or (self.running and not self.admits):
             return False
         found, node = self._find(request)
         if len(found) > found_pages:
             return False
-        slots = max(self._reserved(request), len(request.tokens) + 1)
+        slots = max(self.reserved(request), len(request.tokens) + 1)
         self.pages.share(found)
         fresh = self.pages.allocate(pages_needed(self.settings, slots) - len(found))
         if fresh is None:
@@ -206,12 +233,12 @@ class Scheduler:
         return found, node
 
     def _grow(self, request: Request, planned: list[Request]) -> bool:
-        """Makes the request's pages cover its next step, retracting longer requests if need be.
+        """Makes the request's pages cover its next step, preempting longer requests if need be.
 
-        False: it was retracted itself, or nobody can be retracted while steps are unread.
+        False: it was preempted itself, or no request can be preempted because steps are unread.
         """
         while True:
-            missing = pages_needed(self.settings, self._reserved(request)) - len(request.pages)
+            missing = pages_needed(self.settings, self.reserved(request)) - len(request.pages)
             if missing <= 0:
                 return True
             pages = self.pages.allocate(missing)
@@ -223,20 +250,9 @@ class Scheduler:
             # Requests already planned for this step keep their pages: their rows are about to use them.
             victims = [r for r in self.running if r.state is RequestState.DECODE and r not in planned]
             victim = max(victims, key=lambda r: (len(r.tokens), r.order))
-            self._retract(victim)
+            self.preempt(victim)
             if victim is request:
                 return False
-
-    def _retract(self, request: Request) -> None:
-        """Takes everything from a running request and queues it again by its arrival."""
-        self.running.remove(request)
-        self._give_back(request)
-        request.state = RequestState.WAITING
-        request.retracted_time = time.monotonic()
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._admits = False
-        self.add(request)
 
     def _give_back(self, request: Request) -> None:
         if request.slot:
@@ -244,11 +260,6 @@ class Scheduler:
             self.pages.free(request.pages)
         request.slot, request.pages, request.sent_pages, request.computed, request.published = 0, [], 0, 0, 0
         request.needs_reset = True
-
-    def _reserved(self, request: Request) -> int:
-        """KV slots that the request's next decode step may need. What it writes behind its last token nobody reads."""
-        slots = reserved_slots(len(request.tokens) + request.unread_most, k=self.window - 1)
-        return min(slots, request.max_total)
 
     def _most_tokens(self, plan: StepPlan) -> list[tuple[Request, int]]:
         """How many tokens each row of a plan can add."""

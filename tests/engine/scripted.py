@@ -202,12 +202,12 @@ class Windows:
 def plan_where(engine: Engine, wanted: Callable[[StepPlan], bool]) -> StepPlan:
     """Runs an engine until its next plan is as wanted; that plan has not been dispatched."""
     while True:
-        plan = engine._scheduler.plan()
+        plan = engine.scheduler.plan()
         assert plan is not None, "the requests ended before there was such a plan"
         if wanted(plan):
             return plan
-        engine._dispatch(plan, 0.0)
-        engine._read()
+        engine.dispatch(plan, 0.0)
+        engine.read()
 
 
 MODES: dict[str, Callable[[StepPlan], bool]] = {

@@ -1,4 +1,4 @@
-"""Acceptance statistics and synthetic acceptance in the real engine: chunks beside windows, stops, retraction."""
+"""Acceptance statistics and synthetic acceptance in the real engine: chunks beside windows, stops, preemption."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @cached
 def finished(synthetic):
-    """An engine, its requests at their ends, and the accepted drafts in each one's output; some were retracted."""
+    """An engine, its requests at their ends, and the accepted drafts in each one's output; some were preempted."""
     engine = make_engine(usable_pages=9, k=K, synthetic=synthetic)
     batch = requests()
     accepted = dict.fromkeys((r.id for r in batch), 0)

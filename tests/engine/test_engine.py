@@ -49,7 +49,7 @@ def test_batched_equals_solo(solo):
     assert_equal_runs(run(make_engine(), requests()), solo)
 
 
-def test_retraction_changes_nothing(solo):
+def test_preemption_changes_nothing(solo):
     engine = make_engine(usable_pages=9)
     assert_equal_runs(run(engine, requests()), solo)
     assert engine.stats().num_preemptions > 0

@@ -27,9 +27,9 @@ Numbers as in test_speculation_properties.py, which has the rest. Tests without 
   26  output read late changes no token, under stress
           engine/test_schedules.py::test_every_request_is_as_if_alone
           test_llm.py::test_steps_read_late_change_no_text
-  29  a retracted request's output is that of one that was not
-          engine/test_engine.py::test_retraction_changes_nothing
-          engine/test_scheduler.py::test_retraction_at_every_step
+  29  a preempted request's output is that of one that was not
+          engine/test_engine.py::test_preemption_changes_nothing
+          engine/test_scheduler.py::test_preemption_at_every_step
   30  a mixed step's reserve counts what each of its rows can add
           engine/test_scheduler.py::test_reserve_counts_what_each_row_can_add
   R9  permuting a batch permutes its outputs only; any order of arrivals and ends gives the solo tokens
@@ -42,8 +42,8 @@ Numbers as in test_speculation_properties.py, which has the rest. Tests without 
   R12 chunks between decodes shift no queue; read late or at once, tokens are the same
           engine/test_schedules.py::test_every_request_is_as_if_alone
           engine/test_scheduler.py::test_random_schedules
-  R13 retraction at any step leaves exactly the known tokens, and the text goes on unchanged
-          engine/test_scheduler.py::test_retraction_at_every_step
+  R13 preemption at any step leaves exactly the known tokens, and the text goes on unchanged
+          engine/test_scheduler.py::test_preemption_at_every_step
   R14 only final tokens with written KV are shared; a follow-up turn has the log-probabilities of an uncached one
           engine/test_scheduler.py::test_random_schedules
           test_a_follow_up_turn_equals_an_uncached_one

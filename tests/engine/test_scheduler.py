@@ -1,4 +1,4 @@
-"""Scheduler, pages and batch packing over a mock model: random schedules, tiny pools, aborts, retraction."""
+"""Scheduler, pages and batch packing over a mock model: random schedules, tiny pools, aborts, preemption."""
 
 import collections
 import dataclasses
@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig, Settings, pages_for, resolve
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.output import FinishReason
 from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.plan import pages_needed
-from jaxspec.engine.request import FinishReason, Request, RequestState
+from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.scheduler import reserved_slots
 from jaxspec.errors import ConfigError, InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.mock_runner import MockRunner, next_token
+from tests.host_rules import StopAfter
 
 VOCAB, EOS = 300, 7
 SETTINGS = Settings(
@@ -58,22 +60,11 @@ def run(engine: Engine, requests, abort_at=None, arrivals=None):
 PAGE, CONTEXT = 8, 96
 
 
-class StopAfter:
-    """A host rule, such as a stop string: the output ends after its `count`-th id."""
-
-    def __init__(self, count: int):
-        self.count, self.seen = count, 0
-
-    def feed(self, ids, ended):  # noqa: ARG002
-        before, self.seen = self.seen, self.seen + len(ids)
-        return self.count - before if self.seen >= self.count else None
-
-
 def expected_ids(request: Request) -> list[int]:
     """What the mock model says for a request alone, by definition."""
     params, out = request.params, []
-    rule = request.stop_rule
-    limit = min(params.max_tokens, CONTEXT - len(request.prompt_ids), rule.count if rule else CONTEXT)
+    rule = request.rule
+    limit = min(params.max_tokens, CONTEXT - len(request.prompt_ids), rule.count if rule and rule.count else CONTEXT)
     while len(out) < limit:
         out.append(next_token([*request.prompt_ids, *out], params.seed, VOCAB))
         if out[-1] == EOS or out[-1] in params.stop_token_ids:
@@ -95,11 +86,13 @@ def random_requests(rng: random.Random, count: int) -> list[Request]:
             seed=rng.choice([1, 2]),
             stop_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 12]))),
         )
-        rule = StopAfter(rng.randint(1, 30)) if rng.random() < 0.2 else None
+        count = rng.randint(1, 30) if rng.random() < 0.2 else None
+        needs_readback = rng.random() < 0.2
+        rule = StopAfter(count, needs_readback=needs_readback) if count or needs_readback else None
         requests.append(
             Request(
-                f"r{i}", prompt, params, stop_rule=rule, priority=rng.choice([0, 0, 1]),
-                needs_readback=rng.random() < 0.2, cache_salt=rng.choice(["", "", "tenant"]), arrival_time=i,
+                f"r{i}", prompt, params, rule=rule, priority=rng.choice([0, 0, 1]),
+                cache_salt=rng.choice(["", "", "tenant"]), arrival_time=i,
             )
         )  # fmt: skip
     return requests
@@ -109,7 +102,7 @@ class Watch:
     """Looks at the engine at every dispatch and after every step."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.scheduler = engine, engine._scheduler
+        self.engine, self.scheduler = engine, engine.scheduler
         self.live: set[Request] = set()
         self.most_unread = 0
         engine.runner.on_dispatch = self.planned
@@ -176,10 +169,10 @@ def check_schedule(seed: int) -> collections.Counter:
             assert request.tokens == [*request.prompt_ids, *want]
     stats = engine.stats()
     assert stats.kv_cache_usage == 0, "pages leaked"
-    assert len(engine._scheduler._free_slots) == max_num_seqs
+    assert engine.scheduler.num_free_slots == max_num_seqs
     assert not any((r.unread_steps, r.unread_least, r.unread_most) != (0, 0, 0) for r in requests)
     happened = collections.Counter(
-        retracted=stats.num_preemptions, hits=stats.prefix_cache_hits,
+        preempted=stats.num_preemptions, hits=stats.prefix_cache_hits,
         late=watch.most_unread, aborted=sum(r is FinishReason.ABORT for r in ends.values()),
     )  # fmt: skip
     if not settings.mixed:
@@ -190,7 +183,7 @@ def check_schedule(seed: int) -> collections.Counter:
 def check_schedules(seeds) -> None:
     total = sum((check_schedule(seed) for seed in seeds), collections.Counter())
     count = len(seeds)
-    assert total["retracted"] > count / 5
+    assert total["preempted"] > count / 5
     assert total["hits"] > count
     assert total["late"] > count / 2
     assert total["separate"] > count / 5
@@ -199,7 +192,7 @@ def check_schedules(seeds) -> None:
 
 def test_random_schedules():
     """Every request's text is its solo text, and no page is lost, shared wrongly or written by others, whatever
-    shares the batch, at any k and readout depth, mixed or not, with aborts, host rules, retraction and shared prompts."""
+    shares the batch, at any k and readout depth, mixed or not, with aborts, host rules, preemption and shared prompts."""
     check_schedules(range(500))
 
 
@@ -267,21 +260,21 @@ def test_reserve_counts_what_each_row_can_add():
     for _ in range(4):
         engine.step()
     while engine.runner.in_flight:
-        engine._read()
-    engine._scheduler._retract(forced)
-    engine._scheduler._admits = True
+        engine.read()
+    engine.scheduler.preempt(forced)
+    engine.scheduler.admits = True
     final = Request("final", [3], SamplingParams(max_tokens=9, seed=0))
     middle = Request("middle", [4] * 400, SamplingParams(max_tokens=9, seed=0))
     engine.add(final)
     engine.add(middle)
-    engine._dispatch(engine._scheduler.plan(), 0.0)
+    engine.dispatch(engine.scheduler.plan(), 0.0)
     plan = engine.runner.plans[-1]
     assert [r.id for r in plan.requests] == ["forced", "final", "middle", "decoding"]
     most = {r.id: (r.unread_steps, r.unread_least, r.unread_most) for r in plan.requests}
     assert most == {"forced": (1, 0, 0), "final": (1, 1, 1), "middle": (1, 0, 0), "decoding": (1, 1, 4)}
     known = len(decoding.tokens)
-    assert engine._scheduler._reserved(decoding) == reserved_slots(known, k=3, depth=1)
-    engine._read()
+    assert engine.scheduler.reserved(decoding) == reserved_slots(known, k=3, depth=1)
+    engine.read()
     assert {(r.unread_steps, r.unread_least, r.unread_most) for r in plan.requests} == {(0, 0, 0)}
 
 
@@ -294,7 +287,7 @@ def test_pages_are_counted_whole(slots, page_size):
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_retraction_at_every_step(depth):
+def test_preemption_at_every_step(depth):
     """Right after it the request has its known tokens and nothing else; then its text goes on as if nothing had been."""
     settings = dataclasses.replace(
         SETTINGS, max_model_len=CONTEXT, page_size=PAGE, num_speculative_tokens=3, readout_depth=depth
@@ -310,11 +303,11 @@ def test_retraction_at_every_step(depth):
             if engine.has_work:
                 engine.step()
         while engine.runner.in_flight:
-            engine._read()
+            engine.read()
         if request.state is not RequestState.DECODE:
             break
         known = list(request.tokens)
-        engine._scheduler._retract(request)
+        engine.scheduler.preempt(request)
         assert (request.tokens, request.pages, request.slot, request.computed) == (known, [], 0, 0)
         assert (request.unread_steps, request.unread_most, request.state) == (0, 0, RequestState.WAITING)
         while engine.has_work:
@@ -324,7 +317,7 @@ def test_retraction_at_every_step(depth):
     assert step > 10
 
 
-def test_retraction_does_not_thrash():
+def test_preemption_does_not_thrash():
     """Two requests of which only one fits at its end: the second comes back once the first is through."""
     settings = dataclasses.replace(SETTINGS, max_model_len=CONTEXT, page_size=PAGE, num_pages=15)
     engine = make_engine(settings)
@@ -439,32 +432,22 @@ def test_pool_is_sized_by_memory_and_capped_by_need():
     assert capped.num_pages == 4 * pages_for(512) + 1
 
 
-class KeepTwo:
-    """A host rule that ends the output after two ids."""
-
-    def __init__(self):
-        self.seen = 0
-
-    def feed(self, ids, ended):  # noqa: ARG002
-        self.seen += len(ids)
-        return len(ids) - (self.seen - 2) if self.seen >= 2 else None
-
-
 def test_first_stop_wins():
     def accept(ids, rule=None, **options):
-        request = Request("r", [1, 2], SamplingParams(**options), stop_rule=rule)
+        request = Request("r", [1, 2], SamplingParams(**options), rule=rule)
         request.stop_ids, request.max_total = frozenset(request.params.stop_token_ids), 2 + request.params.max_tokens
-        kept, reason = request.accept(ids)
-        assert request.tokens == [1, 2, *ids[:kept]]
-        return kept, reason
+        output = request.emit(ids, [0.0] * len(ids), now=0.0)
+        kept = len(output.new_ids)
+        assert request.tokens == [1, 2, *ids[:kept]] == [1, 2, *output.new_ids]
+        return kept, output.finish_reason
 
     assert accept([5, 6, 7, 8], max_tokens=9) == (4, None)
     assert accept([5, 6, 7, 8], max_tokens=3) == (3, FinishReason.LENGTH)
     assert accept([5, 6, 7, 8], max_tokens=3, stop_token_ids=(6,)) == (2, FinishReason.STOP)
     assert accept([5, 6, 7, 8], max_tokens=2, stop_token_ids=(7,)) == (2, FinishReason.LENGTH)
     assert accept([5, 6, 7], max_tokens=3, stop_token_ids=(7,)) == (3, FinishReason.STOP)
-    assert accept([5, 6, 7, 8], KeepTwo(), max_tokens=9, stop_token_ids=(7,)) == (2, FinishReason.STOP)
-    assert accept([5, 6, 7, 8], KeepTwo(), max_tokens=1) == (1, FinishReason.LENGTH)
+    assert accept([5, 6, 7, 8], StopAfter(2), max_tokens=9, stop_token_ids=(7,)) == (2, FinishReason.STOP)
+    assert accept([5, 6, 7, 8], StopAfter(2), max_tokens=1) == (1, FinishReason.LENGTH)
 
 
 def test_abort_in_every_state_gives_everything_back():
@@ -474,14 +457,14 @@ def test_abort_in_every_state_gives_everything_back():
         engine.add(Request("victim", [1] * 300, SamplingParams(max_tokens=50, seed=1)))
         for _ in range(steps):
             engine.step()
-        held = engine._scheduler.pages.num_free
+        held = engine.scheduler.pages.num_free
         engine.abort("victim")
         outputs = engine.step()
         assert ("victim", FinishReason.ABORT) in [(o.request_id, o.finish_reason) for o in outputs]
         assert engine.stats().num_running == 1
         assert engine.stats().num_waiting == 0
-        assert steps == 0 or engine._scheduler.pages.num_free > held
-        assert all(r.state is not RequestState.FINISHED for r in engine._scheduler.running)
+        assert steps == 0 or engine.scheduler.pages.num_free > held
+        assert all(r.state is not RequestState.FINISHED for r in engine.scheduler.running)
 
 
 def test_scheduling_needs_no_jax():

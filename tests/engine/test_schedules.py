@@ -1,6 +1,6 @@
 """The real step under schedules of every kind: each request's ids and log-probabilities are those of its solo run.
 
-Arrivals, aborts, stops inside a window, shared prompts, pools that force retraction, rows that wait for their output,
+Arrivals, aborts, stops inside a window, shared prompts, pools that force preemption, rows that wait for their output,
 readout depths, mixed steps on and off; without a draft, with the three kinds of drafts, and with one that is right often.
 """
 
@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from jaxspec.compat import compiles
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.request import FinishReason, Request
+from jaxspec.engine.output import FinishReason
+from jaxspec.engine.request import Request
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import eagle3_runner, pattern_runner, with_pattern
 from tests.engine.tiny import EOS, VOCAB, cached, fill_cache, run, tiny_runner
+from tests.host_rules import StopAfter
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +101,7 @@ def drafting(name):
 def make_engine(runner, usable=None):
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,))
     if usable is not None:
-        engine._scheduler.pages.allocate(engine._scheduler.pages.num_free - usable)
+        engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - usable)
     return engine
 
 
@@ -135,7 +137,9 @@ def test_every_request_is_as_if_alone(name, arrivals, depth, mixed, usable, pois
         fill_cache(runner, poison)
         engine = make_engine(runner, usable)
         made = [
-            Request(f"r{i}", *specs[a.spec], needs_readback=a.needs_readback, arrival_time=i)
+            Request(
+                f"r{i}", *specs[a.spec], StopAfter(needs_readback=True) if a.needs_readback else None, arrival_time=i
+            )
             for i, a in enumerate(arrivals)
         ]
         ids, logprobs, ends = {r.id: [] for r in made}, {r.id: [] for r in made}, {}
@@ -152,7 +156,7 @@ def test_every_request_is_as_if_alone(name, arrivals, depth, mixed, usable, pois
                 logprobs[out.request_id] += out.new_logprobs
                 ends[out.request_id] = ends.get(out.request_id) or out.finish_reason
         assert not engine.has_work
-        assert engine.stats().kv_cache_usage == pytest.approx(1 - usable / engine._scheduler.pages.usable)
+        assert engine.stats().kv_cache_usage == pytest.approx(1 - usable / engine.scheduler.pages.usable)
     for request, arrival in zip(made, arrivals, strict=True):
         want_ids, want_logprobs, want_end = want[arrival.spec]
         if ends[request.id] is not FinishReason.ABORT:
@@ -174,7 +178,7 @@ def test_separate_steps_have_their_own_buckets():
 
 
 def test_nothing_compiles_in_a_thousand_random_steps():
-    """Every sampling parameter, prompts of all lengths, shared and not, retraction, aborts; one step read late."""
+    """Every sampling parameter, prompts of all lengths, shared and not, preemption, aborts; one step read late."""
     runner, rng = tiny_runner(3), random.Random(0)
     fill_cache(runner, 0.0)
     texts = prompts()

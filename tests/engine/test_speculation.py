@@ -64,7 +64,7 @@ def test_random_requests_do_not_see_their_batch(solo):
 
 
 @pytest.mark.slow
-def test_retraction_changes_nothing(solo):
+def test_preemption_changes_nothing(solo):
     engine = make_engine(usable_pages=9, k=K)
     assert_equal_runs(run(engine, requests()), solo)
     assert engine.stats().num_preemptions > 0

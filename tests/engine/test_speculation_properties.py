@@ -107,6 +107,7 @@ from tests.engine.scripted import (
 )
 from tests.engine.test_engine import requests
 from tests.engine.tiny import SETTINGS, VOCAB, make_engine, run, tiny_runner
+from tests.host_rules import StopAfter
 
 K = 3
 N = K + 1
@@ -333,7 +334,7 @@ def test_window_bounds(ends, n):
 
 @pytest.mark.slow
 def test_outputs_keep_their_contract():
-    """Every step of a run with NaN, retractions (forced rows), stops, chunks and random rows."""
+    """Every step of a run with NaN, preemptions (forced rows), stops, chunks and random rows."""
     engine = make_engine(usable_pages=9, k=K)
     seen = {"nan": 0, "forced": 0}
 
@@ -362,17 +363,6 @@ def test_outputs_keep_their_contract():
 
 
 # --- stops ---
-
-
-class HostStop:
-    """A rule of the host that keeps so many ids in all, as a stop string does."""
-
-    def __init__(self, count):
-        self.left = count
-
-    def feed(self, ids, ended):  # noqa: ARG002
-        kept, self.left = min(len(ids), self.left), self.left - len(ids)
-        return kept if self.left <= 0 else None
 
 
 def fresh_tokens(ids, position, k):
@@ -404,7 +394,7 @@ def check_stop(runner, request, want_ids, want_logprobs, reason, position, *, eo
     unknown = [limited and i > position for i in range(runner.window - 1)]
     acceptance = stats.acceptance
     assert acceptance.accepted_per_position == tuple(acceptance.num_steps - missing for missing in unknown)
-    assert engine._scheduler.pages.num_free == engine._scheduler.pages.usable
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.usable
 
 
 @pytest.mark.parametrize(
@@ -428,10 +418,10 @@ def test_stops_at_every_position_of_a_window(k):
             for options, rule, eos, reason in (
                 ({}, None, (token,), "stop"),
                 ({"stop_token_ids": (token,)}, None, (), "stop"),
-                ({}, HostStop(i + 1), (), "stop"),
+                ({}, StopAfter(i + 1), (), "stop"),
                 ({"max_tokens": i + 1}, None, (), "length"),
             ):
-                request = Request("r", prompts[key], SamplingParams(**base | options), stop_rule=rule)
+                request = Request("r", prompts[key], SamplingParams(**base | options), rule=rule)
                 check_stop(runner, request, *want, reason, position, eos=eos)
     long, long_logprobs = long_text()
     limit = SETTINGS.max_model_len
@@ -465,7 +455,7 @@ def test_the_earliest_of_several_stops_wins():
                 stops = [int(t) for t in rng.choice(ids[r.id][10:], 2)]
                 most, rule = int(rng.integers(5, NEW_TOKENS)), int(rng.integers(5, NEW_TOKENS))
                 params = SamplingParams(temperature=0, max_tokens=most, stop_token_ids=stops)
-                batch.append(Request(r.id, r.prompt_ids, params, stop_rule=HostStop(rule)))
+                batch.append(Request(r.id, r.prompt_ids, params, rule=StopAfter(rule)))
                 by_id = next((i for i, t in enumerate(ids[r.id], 1) if t in (eos, *stops)), NEW_TOKENS + 1)
                 end = min(by_id, most, rule)
                 want[r.id] = (ids[r.id][:end], "stop" if end in (by_id, rule) else "length")

@@ -168,7 +168,7 @@ def test_requests_do_not_see_their_batch(k):
 
 
 @pytest.mark.parametrize("k", SPECULATING)
-def test_retraction_rebuilds_the_counts(k):
+def test_preemption_rebuilds_the_counts(k):
     engine = make_engine(usable_pages=9, k=k)
     assert_equal_runs(run(engine, list(mixed_requests())), mixed_solo(k))
     assert engine.stats().num_preemptions > 0

@@ -103,12 +103,12 @@ def make_engine(
     synthetic: float | None = None,
     **options,
 ) -> Engine:
-    """An engine over the shared runner. Fewer usable pages force retraction without another compilation."""
+    """An engine over the shared runner. Fewer usable pages force preemption without another compilation."""
     runner = tiny_runner(k, skip_dead=skip_dead, synthetic=synthetic)
     fill_cache(runner, 0.0)
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), **options)
     if usable_pages is not None:
-        engine._scheduler.pages.allocate(engine._scheduler.pages.num_free - usable_pages)
+        engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - usable_pages)
     return engine
 
 

@@ -37,7 +37,7 @@ def runner() -> Runner:
 def make_engine(usable_pages: int | None = None) -> Engine:
     engine = Engine(runner(), vocab_size=VOCAB, eos_token_ids=(EOS,))
     if usable_pages is not None:
-        engine._scheduler.pages.allocate(engine._scheduler.pages.num_free - usable_pages)
+        engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - usable_pages)
     return engine
 
 
@@ -62,7 +62,7 @@ def test_batched_equals_solo(solo):
     assert_equal_runs(run(make_engine(), requests()), solo)
 
 
-def test_retraction_changes_nothing(solo):
+def test_preemption_changes_nothing(solo):
     engine = make_engine(usable_pages=9)
     assert_equal_runs(run(engine, requests()), solo)
     assert engine.stats().num_preemptions > 0

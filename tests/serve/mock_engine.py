@@ -4,6 +4,7 @@ The output is a pure function of prompt, seed and position, so that every run of
 other. Its ids are bytes, characters of several bytes included, and a step yields one to three of them, as speculation does.
 """
 
+import copy
 import hashlib
 import itertools
 import threading
@@ -16,7 +17,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jaxspec.engine.acceptance import acceptance_of
-from jaxspec.engine.request import FinishReason, Request, RequestOutput
+from jaxspec.engine.output import FinishReason, RequestOutput
+from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.text import Tokenizer
 from serve.model import ServedModel
@@ -38,7 +40,21 @@ def byte_tokenizer(*, chat: bool = True) -> Tokenizer:
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template=TEMPLATE if chat else None), [EOS])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template=TEMPLATE if chat else None))
+
+
+class _Taken:
+    """What is left of a request in the hands of the front end that gave it to the engine."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise AssertionError(f"a front end reads {name} of a request that is the engine's")
+
+
+def taken(request: Request) -> Request:
+    """The engine's own request; the one that was handed in fails whoever reads it from now on."""
+    own = copy.copy(request)
+    request.__class__ = _Taken  # type: ignore[assignment]
+    return own
 
 
 class MockEngine:
@@ -70,7 +86,6 @@ class MockEngine:
         self._tokenizer = byte_tokenizer()
         self._requests: dict[str, Request] = {}
         self._sources: dict[str, Iterator[int]] = {}
-        self._preempted: dict[str, float] = {}  # since when
         self._num_preemptions = 0
         self._early: list[RequestOutput] = []
         self._seeds = itertools.count(1)
@@ -95,8 +110,14 @@ class MockEngine:
                 code="context_length_exceeded",
             )
 
-    def add(self, request: Request) -> None:
-        self.validate(request)
+    def add(self, *requests: Request) -> None:
+        """Whoever hands a request over can read it no more."""
+        for request in requests:
+            self.validate(request)
+        for request in requests:
+            self._queue(taken(request))
+
+    def _queue(self, request: Request) -> None:
         params = request.params
         room = self.max_model_len - request.prompt_len
         request.max_total = request.prompt_len + min(params.max_tokens or room, room)
@@ -111,8 +132,8 @@ class MockEngine:
     def abort(self, request_id: str) -> None:
         if request_id in self._requests:
             self.aborted.append(request_id)
-            del self._requests[request_id]
-            self._early.append(RequestOutput(request_id, (), (), FinishReason.ABORT))
+            request = self._requests.pop(request_id)
+            self._early.append(request.report(time.monotonic(), FinishReason.ABORT))
 
     def step(self) -> list[RequestOutput]:
         time.sleep(self._step_seconds)
@@ -120,9 +141,10 @@ class MockEngine:
         if self.fail is not None:
             raise self.fail
         outputs, self._early = self._early, []
-        for request in self._take_rows():
+        now = time.monotonic()
+        for request in self._take_rows(now):
             if request.tokens[0] == self.nan_in:
-                outputs.append(RequestOutput(request.id, (), (), FinishReason.ERROR, "the model produced NaN"))
+                outputs.append(request.report(now, FinishReason.ERROR, "the model produced NaN"))
                 del self._requests[request.id]
                 continue
             accepted = len(request.tokens) % 3 if request.num_output or not self.windows else 0
@@ -130,26 +152,25 @@ class MockEngine:
                 request.windows[accepted] += 1
                 self.windows[accepted] += 1
             ids = list(itertools.islice(self._sources[request.id], 1 + accepted))
-            kept, reason = request.accept(ids)
-            self._generation_tokens += kept
-            logprobs = tuple(-token / 256 for token in ids[:kept])
             count = request.params.logprobs or 0
-            tops = tuple(self._alternatives(token, count) for token in ids[:kept]) if count else ()
-            outputs.append(RequestOutput(request.id, tuple(ids[:kept]), logprobs, reason, new_top_logprobs=tops))
-            if reason:
+            alternatives = [self._alternatives(token, count) for token in ids] if count else []
+            output = request.emit(
+                ids, [-i / 256 for i in ids], alternatives, num_accepted=accepted, now=time.monotonic()
+            )
+            self._generation_tokens += len(output.new_ids)
+            outputs.append(output)
+            if output.finish_reason:
                 self.finished.append(self._requests.pop(request.id))
         return outputs
 
-    def _take_rows(self) -> list[Request]:
-        now = time.monotonic()
+    def _take_rows(self, now: float) -> list[Request]:
         requests = sorted(self._requests.values(), key=lambda r: r.order)
         rows, others = requests[: self._max_running], requests[self._max_running :]
         for request in rows:
-            request.first_scheduled_time = request.first_scheduled_time or now
-            request.preempted_seconds += now - self._preempted.pop(request.id, now)
+            request.scheduled(now)
         for request in others:
-            if request.first_scheduled_time is not None and request.id not in self._preempted:
-                self._preempted[request.id] = now
+            if request.first_scheduled_time is not None and request.preempted_time is None:
+                request.preempted_time = now
                 request.num_preemptions += 1
                 self._num_preemptions += 1
         return rows

@@ -9,7 +9,10 @@ import pytest
 
 from convert.reference import read_record
 from jaxspec.engine.acceptance import Acceptance
+from jaxspec.engine.output import FinishReason
 from jaxspec.llm import Completion
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.text import TextStream
 from serve import cli, demo
 from serve.demo import DECODERS, GREEN, PLAIN, RECORD, Result, show, table
 from tests.serve.mock_engine import byte_tokenizer
@@ -18,7 +21,11 @@ from tests.serve.mock_engine import byte_tokenizer
 def completion(text: str, accepted: str, **fields) -> Completion:
     ids = byte_tokenizer().encode(text)
     flags = tuple(c == "x" for c in accepted)
-    return Completion(tuple(byte_tokenizer().encode("p")), tuple(ids), text, "length", None, accepted=flags, **fields)
+    offsets = TextStream(byte_tokenizer(), (), SamplingParams()).feed(ids, FinishReason.LENGTH).text_offsets
+    return Completion(
+        tuple(byte_tokenizer().encode("p")), tuple(ids), text, "length", None,
+        text_offsets=offsets, accepted=flags, **fields,
+    )  # fmt: skip
 
 
 def test_accepted_drafts_are_green():

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from jaxspec.engine.request import FinishReason, Request, RequestOutput
+from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream
-from serve.generation import Choice, Delta, Generation
+from serve.generation import Choice, Delta, Generation, Submission
 from tests.serve.client_checks import client, send, stream_texts
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
@@ -71,16 +71,26 @@ def test_the_openai_client_may_close_a_stream(start_server):
 
 def test_output_that_nobody_reads_yet_is_merged():
     async def run() -> list[Delta]:
-        request = Request("r", [1], SamplingParams(ignore_eos=True))
-        choice = Choice(0, request, TextStream(byte_tokenizer(), [1], request.params))
+        params = SamplingParams(ignore_eos=True)
+        stream = TextStream(byte_tokenizer(), [1], params)
+        choice = Choice(0, Submission("r", [1], params, stream, priority=0, cache_salt="", arrival_time=0.0))
         generation = Generation([choice], lambda _ids: None)
         deltas = generation.deltas()
+
+        def put(ids: tuple[int, ...], reason: FinishReason | None = None) -> None:
+            result = stream.feed(ids, reason)
+            text, offsets = result.text, result.text_offsets
+            generation.put(
+                choice,
+                RequestOutput(
+                    "r", 0.0, ids, (-1.0,) * len(ids), new_text=text, new_text_offsets=offsets, finish_reason=reason
+                ),
+            )
+
         for part in ((70, 71), (72,), (73, 74)):
-            choice.stream.feed(part, False)
-            generation.put(choice, choice.make_delta(RequestOutput("r", part, (-1.0,) * len(part))))
+            put(part)
         first = (await anext(deltas))[1]
-        choice.stream.feed((75,), True)
-        generation.put(choice, choice.make_delta(RequestOutput("r", (75,), (-1.0,), FinishReason.LENGTH)))
+        put((75,), FinishReason.LENGTH)
         return [first, *[delta async for _, delta in deltas]]
 
     first, last = asyncio.run(run())
@@ -127,5 +137,4 @@ def test_many_aborts_leave_nothing_behind(start_server):
     for thread in threads:
         thread.join()
     server.wait_until(lambda: server.service.in_flight == 0 and not engine.has_work)
-    assert not server.service.engine_thread._running
-    assert not server.service.engine_thread._generations
+    assert server.service.engine_thread.num_generations == 0

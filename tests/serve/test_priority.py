@@ -28,7 +28,7 @@ def test_lower_runs_earlier(start_server, chat):
         threads.append(threading.Thread(target=run, args=(extra,)))
         threads[-1].start()
         server.wait_until(lambda: server.service.in_flight == len(threads))
-    server.wait_until(lambda: len(server.service.engine_thread._generations) == len(threads))
+    server.wait_until(lambda: server.service.engine_thread.num_generations == len(threads))
     engine.gate.set()
     for thread in threads:
         thread.join()

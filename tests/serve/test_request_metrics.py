@@ -6,9 +6,10 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxspec.engine.output import FinishReason
 from jaxspec.engine.request import Request
 from jaxspec.sampling.params import SamplingParams
-from serve.request_metrics import request_metrics, times_of
+from serve.request_metrics import request_metrics
 from tests.serve.client_checks import sse
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
@@ -44,7 +45,7 @@ def test_a_preempted_request_says_so(start_server, path, body, stream):
     for priority, max_tokens in ((2, 200), (1, 40), (3, 5)):  # runs, is put before it, waits for both
         threads.append(threading.Thread(target=run, args=(priority, max_tokens)))
         threads[-1].start()
-        server.wait_until(lambda: len(server.service.engine_thread._generations) == len(threads))
+        server.wait_until(lambda: server.service.engine_thread.num_generations == len(threads))
         server.wait_until(lambda: engine.stats().generation_tokens > 4)
         engine.gate.clear()  # the others have arrived before a step more, however slow they are
     engine.gate.set()
@@ -76,8 +77,8 @@ def test_a_preempted_request_says_so(start_server, path, body, stream):
 
 def test_without_a_token_there_are_no_times_of_it():
     request = Request("r", [1], SamplingParams(), arrival_time=10.0)
-    request.first_scheduled_time = 12.0
-    assert request_metrics(request, times_of(request, None, 15.0)) == {
+    request.scheduled(12.0)
+    assert request_metrics(request.report(15.0, FinishReason.ABORT).stats) == {
         "queue_time_seconds": 2.0,
         "prefill_time_seconds": None,
         "time_to_first_token_seconds": None,
