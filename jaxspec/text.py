@@ -1,6 +1,6 @@
 """Text for an engine that itself knows only ids: `Tokenizer`, and `TextStream`, the host rule of one output.
 
-Decoding works on bytes. Every id of a byte-level (or sentencepiece) vocabulary stands for fixed bytes, so the text of a
+Decoding works on bytes. Every id of a byte-level (or sentencepiece) vocabulary has fixed bytes, so the text of a
 sequence is the UTF-8 decoding of the joined bytes. The incremental form is the standard library's incremental UTF-8
 decoder, which holds an unfinished character back and never has to correct text.
 """
@@ -89,7 +89,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self._sentencepiece else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one id stands for; empty for an id beyond the vocabulary."""
+        """The bytes of one id; empty for an id beyond the vocabulary."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._backend.id_to_token(token_id) if 0 <= token_id < 2**31 else None
@@ -124,7 +124,7 @@ class Tokenizer:
             text = self._hf.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
         except ImportError:
             raise
-        except Exception as e:  # the template is Jinja code: whatever it raises is its verdict on the messages
+        except Exception as e:  # the template is Jinja code and may raise anything to reject the messages
             raise InvalidRequestError(f"the chat template rejects these messages: {e}", param="messages") from e
         if not marks:
             return self.encode(text, add_special_tokens=False)
@@ -280,7 +280,7 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """A token outside the byte-level alphabet (an added token with a space, say) stands for its own UTF-8 bytes."""
+    """A token outside the byte-level alphabet (an added token with a space, say) has its own UTF-8 bytes."""
     try:
         return bytes(_BYTE_OF_CHARACTER[c] for c in token)
     except KeyError:

@@ -64,7 +64,7 @@ class Reservation:
         self._give_back = give_back
 
     def release(self) -> None:
-        """May be called again, to no effect."""
+        """Later calls have no effect."""
         count, self._count = self._count, 0
         self._give_back(count)
 

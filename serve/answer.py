@@ -25,9 +25,9 @@ from serve.protocol import GenerationBody, Usage
 T = TypeVar("T")
 logger = logging.getLogger("jaxspec.serve")
 
-# Proxies close connections on which nothing moves, and a long prompt may take its time.
+# Proxies close idle connections, and a long prompt may take longer than they wait.
 PING_SECONDS = 15.0
-# Never seen by anybody: the client has gone. Nginx's number, for the log.
+# Only for the log, as in nginx: the client has gone.
 _CLIENT_GONE = 499
 
 

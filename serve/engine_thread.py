@@ -34,7 +34,8 @@ class Phase(enum.Enum):
 
 
 class EngineThread:
-    """
+    """Owns the engine and runs its loop.
+
     Args:
         load: makes the model; it runs on the thread.
         on_phase: called on the event loop when loading has ended and when the thread has ended.
@@ -42,7 +43,7 @@ class EngineThread:
     Attributes:
         model: None until loaded.
         progress: (done, total, what) of the loading.
-        failure: what ended the thread, if nobody asked it to end.
+        failure: what ended the thread, unless it was asked to end.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class EngineThread:
         self._stopping = False
         self._step_started: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # A daemon, because nothing can interrupt a compilation when the process is to end during start-up.
+        # A daemon: a compilation cannot be interrupted when the process is told to end during start-up.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.phase = Phase.LOADING
         self.model: ServedModel | None = None
@@ -163,7 +164,7 @@ class EngineThread:
             self._publish()
             self._call(self._enter, Phase.READY)
             self._serve()
-        except JaxspecError as e:  # while loading: the user's to mend, so no traceback
+        except JaxspecError as e:  # while loading: the user can fix it, so no traceback
             self.failure = e
         except BaseException as e:
             logger.exception("the engine thread has failed")
@@ -227,7 +228,7 @@ class EngineThread:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the event loop has closed: nobody is left to tell
+        except RuntimeError:  # the event loop has closed
             logger.debug("the event loop is gone")
 
 

@@ -91,7 +91,7 @@ class Choice:
 class Generation:
     """The choices of one HTTP request. Lives on the event loop; the engine thread hands it outputs through `put`.
 
-    `close` must be called however the request ends: it takes the unfinished choices out of the engine.
+    `close` must be called however the request ends: it aborts the unfinished choices.
     """
 
     def __init__(self, choices: Sequence[Choice], abort: Callable[[Sequence[str]], None]):

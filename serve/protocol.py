@@ -21,7 +21,7 @@ MAX_PROMPTS = 32
 MAX_OUTPUTS = 64  # choices times prompts of one call
 MAX_MESSAGES = 4096
 
-# Parameters that are known but not supported, with the values that ask for nothing.
+# Parameters that are known but not supported, with the values that change no output.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),

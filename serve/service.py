@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine thread, the model's names, the tokenising pool, and who may come in."""
+"""What all endpoints share: the engine thread, the model's names, the tokenising pool, and admission."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ class ServerSettings:
 class Service:
     """
     Attributes:
-        draining: set when the server is to end: nobody new comes in.
+        draining: the server is about to end and accepts no new requests.
         in_flight: HTTP requests being answered, the health checks not counted.
         engine_stop_seconds: how long `close` waits for the step that runs.
     """

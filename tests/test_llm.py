@@ -10,7 +10,6 @@ import pytest
 from convert.reference import read_record
 from jaxspec import EngineConfig, SamplingParams
 from jaxspec.compat import compiles
-from jaxspec.engine.output import FinishReason
 from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError, InvalidRequestError, ModelFormatError
 from jaxspec.llm import LLM
@@ -124,11 +123,12 @@ def test_synthetic_acceptance_is_named(demo_llm, monkeypatch):
     folder = str(demo_llm.folder)
     llm = LLM(folder, speculative_config={"num_speculative_tokens": 3}, synthetic_acceptance_length=2.5)
     assert "2.5 tokens a window" in llm.describe()["Synthetic acceptance"]
-    request = llm.make_request(PROMPT, GREEDY)
-    assert llm._completion(request, FinishReason.ABORT, None, [], [], []).synthetic_acceptance_length == 2.5
     assert "Synthetic acceptance" not in demo_llm.describe()
     with pytest.raises(ConfigError, match="needs speculation"):
         LLM(folder, synthetic_acceptance_length=2.5)
+    settings = replace(demo_llm.engine.settings, synthetic_acceptance_length=2.5)
+    monkeypatch.setattr(demo_llm.engine, "settings", settings)
+    assert demo_llm.generate(PROMPT, GREEDY)[0].synthetic_acceptance_length == 2.5
 
 
 def test_texts_ids_and_lists_are_the_same_prompt(demo_llm):

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts over verified windows. Prefill steps are none; a window cut by a stop counts whole.
+    """Counts over verified windows. A prefill step is not one; a window cut by a stop counts whole.
 
     Attributes:
         histogram: entry i, of k + 1: windows in which the target agreed with exactly i drafts.
-        num_drafted: drafts that counted: k a window, but fewer for requests that asked for fewer.
+        num_drafted: drafts that could have been accepted: k a window, or fewer where a request asked for fewer.
     """
 
     histogram: tuple[int, ...]
@@ -46,7 +46,7 @@ class Acceptance:
 
     @property
     def rate_per_position(self) -> tuple[float, ...] | None:
-        """Part of the windows that accepted the draft at each position, whatever became of the ones before it."""
+        """Part of all windows that accepted the draft at each position."""
         steps = self.num_steps
         return tuple(accepted / steps for accepted in self.accepted_per_position) if steps else None
 

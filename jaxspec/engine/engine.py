@@ -19,7 +19,7 @@ from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Progress, Runner, StepOutput
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.step import FLAG_NAN
-from jaxspec.engine.step_log import StepLog, StepTimes
+from jaxspec.engine.step_log import StepObserver, StepTimes
 from jaxspec.errors import InvalidRequestError
 
 
@@ -43,9 +43,9 @@ class Engine:
 
     Args:
         eos_token_ids: ids that end every output unless its request ignores them. Nobody else needs to know them.
-        seed: from which seeds are drawn for requests that bring none.
+        seed: of the generator that seeds requests without a seed of their own.
         observer: sees every step's output before its tokens are accepted.
-        step_log: where every step is written.
+        step_log: sees every step with its times.
 
     Attributes:
         scheduler: owns the requests' states, the slots and the pages; for tests and benchmarks.
@@ -59,7 +59,7 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
         observer: Callable[[StepOutput], None] | None = None,
-        step_log: StepLog | None = None,
+        step_log: StepObserver | None = None,
     ):
         self.runner = runner
         self.step_log = step_log
@@ -87,11 +87,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Something is left to do, even if it is only to read the steps that outran the last request's end."""
+        """Something is left to do, if only to read steps that were dispatched before the last request ended."""
         return bool(self._requests or self._finished_early or self.runner.in_flight)
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles and runs every bucket; from then on a compilation is a fault that is counted."""
+        """Compiles and runs every bucket; later compilations are counted as faults."""
         self.runner.warm_up(progress)
         compiles.mark_warm()
 
@@ -190,7 +190,7 @@ class Engine:
         return outputs
 
     def reset_prefix_cache(self) -> None:
-        """From here on no request finds pages of those before it."""
+        """Later requests find no pages of earlier ones."""
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:

@@ -21,9 +21,9 @@ class RuleResult(NamedTuple):
 
 
 class HostRule(Protocol):
-    """A rule of one request. It is fed each output id once, in order, and nothing after it ended the output.
+    """A rule of one request. It is fed each output id once, in order, until the output has ended.
 
-    The engine knows nothing of text: it asks the rule where to stop, and passes the rule's text on in `RequestOutput`.
+    The engine itself has no notion of text: it asks the rule where to stop, and passes the rule's text on in `RequestOutput`.
 
     Attributes:
         needs_readback: the rule must see the tokens of each step before the request's next step is planned.

@@ -10,8 +10,8 @@ PADDING_PAGE = 0
 class PageAllocator:
     """Hands out page ids 1..num_pages-1; page 0 is the padding page and never belongs to a request.
 
-    A page that nobody holds is free. If the prefix cache knows its text it is kept as it is for as long as others are
-    free; then the one that was let go first is taken.
+    A page without a holder is free. While the prefix cache knows the text of a free page, the page keeps it until no other
+    page is free; the page freed first is then reused first.
     """
 
     def __init__(self, num_pages: int, cache: PrefixCache | None = None):
@@ -20,7 +20,7 @@ class PageAllocator:
         self._holders = [0] * num_pages
         # A stack: the page freed last is reused first, so a lightly used pool touches few pages.
         self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
-        self._kept: dict[int, None] = {}  # free, but with a text: in the order in which they were let go
+        self._kept: dict[int, None] = {}  # free pages that keep a text, in the order in which they were freed
 
     @property
     def usable(self) -> int:
@@ -31,7 +31,7 @@ class PageAllocator:
         return len(self._free) + len(self._kept)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages of which nobody else knows, or None (and no page) where there are not that many."""
+        """`count` pages for a single holder, or None if there are not that many."""
         if count > self.num_free:
             return None
         pages = []
@@ -48,13 +48,13 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Holds pages of the prefix cache once more."""
+        """Adds a holder to each of these pages of the prefix cache."""
         for page in pages:
             self._kept.pop(page, None)
             self._holders[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Lets a request's pages go, given in its order: the last is let go first, for it is of use only behind the rest."""
+        """Removes a holder from each of a request's pages, the last page first: it is useless without those before it."""
         for page in reversed(pages):
             assert self._holders[page] > 0, "a page was freed twice"
             self._holders[page] -= 1

@@ -7,22 +7,22 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What a page stands behind: the page before it, or the salt of those who may share it.
+# The parent of a page: the page before it, or for a first page the salt of the requests that may share it.
 Node = int | str
 
 
 @dataclass(frozen=True)
 class _Entry:
     page: int
-    node: int  # never used again, so nothing can be taken for the child of a page that has been overwritten
+    node: int  # never reused, so that no page is mistaken for the child of a page that has been overwritten
 
 
 class PrefixCache:
     """
     Args:
         page_size: ids a page.
-        lookahead: how many ids behind a page belong to its key: one with a draft, whose KV at a position depends on
-            the id that follows.
+        lookahead: how many ids after a page belong to its key: one with a draft, whose KV at a position depends on the
+            id that follows.
     """
 
     def __init__(self, page_size: int, *, lookahead: int):
@@ -36,7 +36,7 @@ class PrefixCache:
         return page in self._keys
 
     def match(self, tokens: Sequence[int], most: int, salt: str) -> tuple[list[int], Node]:
-        """The pages that hold the beginning of `tokens`, at most so many, and what the next page stands behind."""
+        """The pages that hold the beginning of `tokens`, at most `most`, and the parent of the next page."""
         pages: list[int] = []
         node: Node = salt
         while len(pages) < most:
@@ -48,9 +48,9 @@ class PrefixCache:
         return pages, node
 
     def publish(self, node: Node, tokens: Sequence[int], column: int, page: int) -> Node:
-        """Page number `column` of a request now holds its final KV. Returns what the request's next page stands behind.
+        """Page number `column` of a request now holds its final KV. Returns the parent of the request's next page.
 
-        Where another page holds the same text already, that one stays the shared one.
+        A page that already holds the same text stays the shared one.
         """
         key = (node, self._ids(tokens, column))
         entry = self._entries.get(key)

@@ -34,7 +34,7 @@ def reserved_slots(known: int, *, k: int = 0, depth: int = 0) -> int:
 
 
 class Scheduler:
-    """Owns the requests' states, the slots and the pages. Knows nothing of devices.
+    """Owns the requests' states, the slots and the pages. Works without a device.
 
     Attributes:
         waiting: requests without a slot, in the order in which they are admitted.
@@ -70,7 +70,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None where nothing can run before an unread step is read. Marks what it plans."""
+        """The next step, or None where no request can run before an unread step is read. Updates the requests it plans."""
         budget = self.settings.max_num_batched_tokens
         decode: list[Request] = []
         prefill = [] if self.settings.mixed else self._plan_prefill(budget)

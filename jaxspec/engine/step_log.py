@@ -4,7 +4,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.plan import StepPlan
@@ -22,8 +22,23 @@ class StepTimes:
     processed: float
 
 
+class StepObserver(Protocol):
+    """Sees every step after its tokens have been processed."""
+
+    def write(
+        self, plan: StepPlan, bucket: Bucket, times: StepTimes, emitted: Any, accepted: Any, *, waiting: int
+    ) -> None:
+        """
+        Args:
+            emitted, accepted: int [rows], of the plan's rows.
+            waiting: requests without a slot.
+        """
+        ...
+
+
 class StepLog:
-    """
+    """A `StepObserver` that writes a file.
+
     Raises:
         ConfigError: the file cannot be written.
     """
@@ -40,13 +55,10 @@ class StepLog:
     def write(
         self, plan: StepPlan, bucket: Bucket, times: StepTimes, emitted: Any, accepted: Any, *, waiting: int
     ) -> None:
-        """
-        Args:
-            emitted, accepted: int [rows], of the plan's rows.
-            waiting: requests without a slot.
+        """Appends a line.
 
         The device's time ends when the output has been read, and begins when the step was dispatched or the output of
-        the step before it was read, whichever was later. The host's is what it spent on this step without waiting.
+        the step before it was read, whichever was later. The host's time is what it spent on this step without waiting.
         """
         first = len(plan.prefill)
         row = {

@@ -288,7 +288,7 @@ def test_pages_are_counted_whole(slots, page_size):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_preemption_at_every_step(depth):
-    """Right after it the request has its known tokens and nothing else; then its text goes on as if nothing had been."""
+    """Right after it the request has its known tokens and no more; then its text goes on as if it had never happened."""
     settings = dataclasses.replace(
         SETTINGS, max_model_len=CONTEXT, page_size=PAGE, num_speculative_tokens=3, readout_depth=depth
     )
@@ -353,7 +353,7 @@ def test_reserved_slots_is_the_exact_maximum(known, k, depth):
         deepest = max(deepest, anchor + n)  # verify writes [anchor, anchor + n)
         anchor += n
         if k:
-            deepest = max(deepest, anchor + k - 1)  # k - 1 draft steps behind the accepted window
+            deepest = max(deepest, anchor + k - 1)  # k - 1 draft steps after the accepted window
     assert reserved_slots(known, k=k, depth=depth) == deepest
 
 

@@ -16,7 +16,7 @@ from tests.serve.client_checks import client, send, stream_texts
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
 ENDLESS = {"prompt": "hi", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-# Outlives a busy machine's slowness, of an engine that takes as many tokens.
+# Still running after a slow machine's delays, for an engine with so long a context.
 MINUTES, MANY_TOKENS = {"max_tokens": 15_000}, 20_000
 
 
@@ -27,7 +27,7 @@ def test_a_disconnect_drops_the_request(start_server, stream, state):
     server = start_server(served(engine, byte_tokenizer()))
     connections = [send(server.base_url, ENDLESS | MINUTES | {"stream": stream, "n": 2})]
     server.wait_until(lambda: engine.stats().generation_tokens > 5)
-    if state == "waiting":  # behind the first one
+    if state == "waiting":  # for the first one to end
         connections.append(send(server.base_url, ENDLESS | MINUTES | {"stream": stream}))
         server.wait_until(lambda: engine.stats().num_waiting == 2)
         if stream:  # accepted, so the status line came, and no token yet
