@@ -26,7 +26,7 @@ LAYERS = {
         "jaxspec.errors", "jaxspec.config", "jaxspec.compat", "jaxspec.models", "jaxspec.sampling",
         "pallas_kernels.backend",
     ),
-    "jaxspec.text": ("jaxspec.errors", "jaxspec.sampling"),
+    "jaxspec.text": ("jaxspec.errors", "jaxspec.sampling", "jaxspec.engine"),
     "convert.keymaps": ("jaxspec.models",),
     "jaxspec.loading": (
         "jaxspec.errors", "jaxspec.config", "jaxspec.compile_cache", "jaxspec.models", "jaxspec.engine", "jaxspec.text",
