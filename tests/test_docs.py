@@ -3,10 +3,18 @@
 Each check is also tested on a small page with the fault that it is for.
 """
 
+import dataclasses
+import re
 import subprocess
+from collections.abc import Iterable
 
 import pytest
 
+import bench.__main__
+from jaxspec import SamplingParams
+from serve.app import create_app
+from serve.protocol import IGNORED, NEUTRAL, ChatBody, CompletionBody, StreamOptions, TokenizeBody
+from serve.service import ServerSettings, Service
 from tests.doc_checks import (
     ROOT,
     Page,
@@ -14,6 +22,7 @@ from tests.doc_checks import (
     broken_examples,
     broken_links,
     missing_paths,
+    options_of,
     read,
     unknown_options,
     unlinked,
@@ -58,6 +67,41 @@ def test_the_readme_is_short():
 
 def test_every_record_is_linked():
     assert not unlinked(tracked("bench/results"), [read(path) for path in tracked("*.md")])
+
+
+# --- nothing is left out ---
+
+
+def unnamed(names: Iterable[str], *pages: str) -> list[str]:
+    """Which of `names` no code span of these pages holds as a word."""
+    spans = " ".join(span for page in pages for span in read(ROOT / page).code_spans)
+    return [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", spans)]
+
+
+def test_every_option_of_serve_is_described():
+    names = (name for name in options_of(("serve",)) or () if name != "--help")
+    positive = {name.replace("--no-", "--") for name in names}
+    left_out = unnamed(sorted(positive), "docs/deploying.md", "docs/speculation.md")
+    assert not unnamed((name.replace("--", "--no-", 1) for name in left_out), "docs/deploying.md")
+
+
+def test_every_parameter_of_a_request_is_described():
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    names |= {*CompletionBody.model_fields, *ChatBody.model_fields, *TokenizeBody.model_fields}
+    names |= {*StreamOptions.model_fields, *NEUTRAL, *IGNORED}
+    assert not unnamed(sorted(names), "docs/sampling-and-api.md")
+
+
+def test_every_endpoint_is_described():
+    app = create_app(Service(ServerSettings("model"), load=lambda _report: pytest.fail("nothing is loaded")))
+    names = [f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
+    assert len(names) >= 9
+    assert not unnamed(names, "docs/sampling-and-api.md")
+
+
+def test_every_benchmark_is_described():
+    names = [name for room in bench.__main__.ROOMS.values() for name in room]
+    assert not unnamed(names, "docs/performance.md")
 
 
 # --- the checks ---
@@ -133,3 +177,10 @@ def test_what_does_not_exist_is_found(span, found):
 def test_an_unlinked_record_is_found():
     files = [ROOT / "bench" / "results" / name for name in ("a.json", "b.json")]
     assert unlinked(files, [page_of("[record](../bench/results/a.json)")]) == ["b.json"]
+
+
+def test_a_name_that_is_left_out_is_found():
+    assert unnamed(["temperature", "temper", "no_such_parameter"], "docs/sampling-and-api.md") == [
+        "temper",
+        "no_such_parameter",
+    ]
