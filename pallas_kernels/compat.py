@@ -1,4 +1,4 @@
-"""Where Mosaic GPU differs between the two supported versions of jax."""
+"""Differences of Mosaic GPU between the supported versions of jax."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def transpose_ref(ref: Any, permutation: tuple[int, ...]) -> Any:
 
 
 def load(ref: Any, index: tuple, *, layout: Any) -> jax.Array:
-    """ref[index] in registers of a given layout, whether or not it has wide loads for it."""
+    """ref[index] in registers of a given layout, even one without wide loads."""
     load: Any = plgpu.load
     place = (ref, index) if _IS_0_10 else (ref.at[index],)
     return load(*place, layout=layout, optimized=False)
@@ -39,11 +39,11 @@ def run_in_place(
     """Runs a kernel, body(*input refs, *refs of outs, *refs of new, **scratch), that writes parts of `outs`.
 
     Args:
-        new: results that are not there before.
-        threads: num_threads and thread_name, of a kernel of several warpgroups.
+        new: types of further results, without initial values.
+        threads: num_threads and thread_name of a kernel with several warpgroups.
 
     Returns:
-        `outs` and what is new, in that order.
+        `outs`, then the further results.
     """
     if not _IS_0_10:
         refs = [jax.new_ref(out) for out in outs]
@@ -67,9 +67,9 @@ def run_in_place(
             def scoped(**scratch: Any) -> None:
                 body(*refs, **scratch)
 
-            # Barriers and buffers are of all warpgroups together.
+            # All warpgroups share barriers and buffers.
             pl.run_scoped(scoped, collective_axes=threads.get("thread_name", ()), **scratch_types)
 
-    # What is new has to be something before: XLA fills it, in a launch of its own.
+    # Further results need initial values here: XLA fills them in a launch of its own.
     empty = [jnp.zeros(each.shape, each.dtype) for each in new]
     return tuple(pl.run_state(run)((*inputs, *outs, *empty))[len(inputs) :])

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU attention kernels share: accumulating products, and merging the parts of split requests."""
+"""Parts of the Mosaic GPU attention kernels: matrix products, the online softmax, and merging split requests."""
 
 from typing import Any
 
@@ -45,13 +45,16 @@ def over_columns(x_R: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x_R, shape, [0])
 
 
-def soften(
+def softmax_step(
     x: jax.Array, acc: jax.Array, top: jax.Array, total: jax.Array, log2_scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """A step of the online softmax: acc, top and total for new scores x, and their weights in bfloat16, not yet in acc.
+    """A step of the online softmax for new scores x.
 
     Args:
-        top: the largest score so far, scaled: an exponent of 2.
+        acc, top, total: the state so far; top is the largest score, scaled: an exponent of 2.
+
+    Returns:
+        acc, top and total, and the weights of x in bfloat16, which have yet to be added to acc.
     """
     new_top = jnp.maximum(top, x.max(axis=1) * log2_scale)
     shrink = jnp.exp2(top - new_top)
@@ -60,17 +63,17 @@ def soften(
     total = total * shrink + weights.sum(axis=1)
     acc = acc * over_columns(shrink, acc.shape)
     weights = weights.astype(bf16)
-    # Keeps the compiler from moving softmax behind the wait for the tensor cores.
+    # Keeps the compiler from moving the softmax past the wait for the tensor cores.
     acc, total, weights = lax.optimization_barrier((acc, total, weights))
     return acc, new_top, total, weights
 
 
-def weigh(acc: jax.Array, weights: jax.Array, values: Any, weights_s: Any | None) -> jax.Array:
+def add_weighted(acc: jax.Array, weights: jax.Array, values: Any, weights_s: Any | None) -> jax.Array:
     """acc + weights @ values, with weights in registers.
 
     Args:
-        weights_s: None on a GPU. The interpreter has neither operands in registers nor accumulators with a first value:
-            there, shared memory for the weights.
+        weights_s: None on a GPU. The interpreter has neither operands in registers nor accumulators with an initial value;
+            for it, shared memory for the weights.
     """
     if weights_s is None:
         return accumulate(acc, weights, values, False)
@@ -105,7 +108,7 @@ class Merging:
         self.weights_s = plgpu.SMEM((self.padded_items,), f32)
 
     def row(self, partial: Any, lse: Any, weights_s: Any, row: Any, first: Any, n: Any) -> jax.Array:
-        """In a kernel with `params` and scratch `weights_s`: float32 [V] of a row's n items from the first one on."""
+        """The row, float32 [V], merged of n items from `first` on; in a kernel with `params` and scratch `weights_s`."""
         lse_row = lax.div(row, i32(self.block_rows)) * ROWS + lax.rem(row, i32(self.block_rows))
         item_I = plgpu.broadcasted_iota(i32, (self.padded_items,), 0, layout=self.items_layout)
         mine_I = (item_I >= first) & (item_I < first + n)

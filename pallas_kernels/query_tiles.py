@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Query rows of a tile, and how many of them each of the two consumer warpgroups takes.
+# Query rows of a tile, and of each of its two consumer warpgroups.
 TILE, HALF = 128, 64
 # TMA copies rows to shared memory in groups of a swizzle's eight: tiles start at a multiple.
 GRANULE = 8
@@ -13,18 +13,18 @@ i32 = jnp.int32
 
 
 def padded_rows(tokens: int) -> int:
-    """Rows of queries that the tiles of so many tokens need."""
+    """Rows of queries that the tiles of `tokens` tokens need."""
     return max(-(-tokens // GRANULE) * GRANULE, TILE)
 
 
 class Queries(NamedTuple):
     """The P tokens in T tiles of TILE rows, int32; tiles past the last request have no tokens."""
 
-    row: jax.Array  # [T] the token of the first row, a multiple of GRANULE; perhaps one before the request's first
+    row: jax.Array  # [T] the token of the first row, a multiple of GRANULE; may lie before the request's first
     request: jax.Array  # [T] 0..E-1
-    position: jax.Array  # [T] position of the first row, negative perhaps if it is none of the request's
+    position: jax.Array  # [T] position of the first row; may be negative if that row is not the request's
     filled: jax.Array  # [T] rows up to the request's last token in the tile, 0 if there is none
-    tile_of: jax.Array  # [P] the tile of each token, any for padding
+    tile_of: jax.Array  # [P] the tile of each token; any tile for padding
     row_of: jax.Array  # [P] its row in that tile
 
 

@@ -1,4 +1,4 @@
-"""What the plain-XLA attention references share: blocks of pages and the online softmax over them.
+"""Parts of the plain-XLA attention references: blocks of pages, and the online softmax over them.
 
 Keys are visited in blocks of a few pages with a running maximum (arXiv 1805.02867), so that memory does not grow with
 the context. Every key outside a row's bound is masked in the scores *and* replaced by zero before it is used: pages

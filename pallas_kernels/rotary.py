@@ -21,7 +21,12 @@ ROW = TILE.reduce(0)
 
 
 def rotated(x: Any, place: tuple, first: Any, cos: Any, sin: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
-    """Both halves, float32, of the columns from `first` of x[place], which is a row or ROWS rows: `rows` of cos, sin."""
+    """Both halves, float32, of 2 * HALF columns from `first` on of x[place], rotated.
+
+    Args:
+        place: of one row, or of ROWS rows.
+        rows: of cos and sin for them: an index or a slice.
+    """
     layout = TILE if isinstance(rows, pl.Slice) else ROW
 
     def read(ref: Any, *index: Any) -> jax.Array:

@@ -16,7 +16,7 @@ PAGE = 64
 
 
 class Schedule(NamedTuple):
-    """Work items and how they join.
+    """Work items, and how their partial outputs are merged.
 
     Attributes:
         items: int32 [I, 5]: request, first page, end page, how many of its pages need no mask, and whether it is its
@@ -30,7 +30,7 @@ class Schedule(NamedTuple):
 
 
 def num_items(requests: int, blocks: int, sms: int) -> int:
-    """Items I of a schedule: one round of thread blocks, or what the requests alone come to and a round more."""
+    """Items I of a schedule: one round of thread blocks or, with more requests than that, one each and a round more."""
     parts = max(sms // blocks, 1)
     return parts if requests <= parts else requests + parts
 
@@ -50,7 +50,7 @@ def make_schedule(bounds: jax.Array, max_pages: int, blocks: int, sms: int) -> S
     Args:
         bounds: int32 [B, n] exclusive causal bounds of each request's window, at least 1.
         max_pages: columns of the page table.
-        blocks: thread blocks to an item: they share its pages but have different query rows.
+        blocks: thread blocks of an item, which share its pages but have different query rows.
         sms: thread blocks that run at once.
     """
     B = bounds.shape[0]

@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 
 import jax
 
-# What is used of jax-triton is not its public interface, and what it uses of Triton is not either.
+# This module uses internals of jax-triton, which uses internals of Triton.
 VERSIONS = {"jax-triton": ("0.3.1",), "triton": ("3.6", "3.7")}
 INSTALL = "pip install jax-triton==0.3.1 'triton>=3.6,<3.8'"
 TARGET = "triton_kernel_call_ffi"
-# XLA's arrays are aligned to more; Triton makes use of this much.
+# XLA aligns arrays to more than this; Triton makes use of this much.
 ALIGNMENT = 16
-# `bench` traces in several threads, of which Triton's compiler knows nothing.
+# `bench` traces in several threads, and Triton's compiler is not made for that.
 _compiling = threading.Lock()
 
 
 class Tile(NamedTuple):
-    """How a program is cut.
+    """The share of a Triton program.
 
     Attributes:
         rows: query rows.
-        keys: keys of a round of its loop: a page, or half of one.
+        keys: keys of one round of its loop: a page, or half of one.
         warps, stages: see `call`.
-        resident: programs that fit on a multiprocessor together.
+        resident: programs that fit on one multiprocessor.
     """
 
     rows: int
@@ -40,13 +40,18 @@ class Tile(NamedTuple):
 
 
 def tile_for(tiles: Mapping[int, Sequence[Tile]], live: int, capability: int) -> Tile:
-    """The tile for so many query rows of a request, of those by the least compute capability, fewer rows first."""
+    """The tile for `live` query rows of a request.
+
+    Args:
+        tiles: by the least compute capability, fewer rows first.
+        capability: 90 for 9.0.
+    """
     candidates = tiles[max(least for least in tiles if least <= capability)]
     return next((tile for tile in candidates if tile.rows >= live), candidates[-1])
 
 
 def unsupported_reason() -> str | None:
-    """Why Triton kernels cannot be compiled here; None if they can. Imports nothing: that would take a second."""
+    """Why Triton kernels cannot be compiled here; None if they can. Checks versions only: an import takes a second."""
     for package, versions in VERSIONS.items():
         try:
             installed = importlib.metadata.version(package)
@@ -72,10 +77,10 @@ def call(
     """Runs kernel(*inputs, *outputs, **constants) in grid[0] * grid[1] programs; the first axis runs fastest.
 
     Args:
-        kernel: a function under triton.jit.
-        warps, stages: of a program, and of its pipelined loops.
+        kernel: a function decorated with triton.jit.
+        warps: of a program. stages: of its pipelined loops.
         compute_capability: 90 for 9.0.
-        aliases: outputs that take over the memory of an input, by the input's index.
+        aliases: indices of inputs whose memory an output reuses, and the output's index.
     """
     from jax_triton import triton_lib
 

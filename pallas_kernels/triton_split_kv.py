@@ -1,4 +1,4 @@
-"""Merging the partial outputs of split requests in Triton. Imports triton, so only who needs it imports it, then."""
+"""Merges the partial outputs of split requests, in Triton. Imports triton: import it only where Triton kernels run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def merge(call: Callable[..., Any], out: jax.Array, partial: jax.Array, lse: jax
     """Writes the merged outputs of split requests into out [B, rows, V].
 
     Args:
-        call: `triton_call.call` for some compute capability.
+        call: `triton_call.call` with its compute capability bound.
         partial, lse: [I, rows, V] and [I, rows], normalised outputs of the items and their base-2 log-sum-exp.
         splits: see `split_kv.Schedule`.
     """
@@ -44,7 +44,7 @@ def split_kv_merge(
     """A program merges the partial outputs of one row of one request that has several items (arXiv 2501.01005).
 
     Args:
-        whole: the buffer of `out`, which holds the other requests' rows already.
+        whole: the buffer of `out`, which already holds the rows of the other requests.
         AT_ONCE: partial outputs that are in flight together.
     """
     row = tl.program_id(0)
@@ -56,7 +56,7 @@ def split_kv_merge(
         return
 
     value_V = tl.arange(0, VALUE_DIM)
-    # Values, because a name that changes its type in a loop does not compile.
+    # Tensors, because a variable that changes its type in a loop does not compile.
     top = tl.full((), MASKED, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     sum_V = tl.zeros((VALUE_DIM,), tl.float32)

@@ -1,6 +1,6 @@
-"""What measurements decide and arithmetic does not: a few choices of the kernels, as data by kind of device.
+"""Choices of the kernels that only measurements can make, as data by kind of device.
 
-`bench tune` measures candidates and writes the data; what has no entry gets the defaults.
+`bench tune` measures candidates and writes `tuned.json`; devices and fields without an entry get the defaults.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ FILE = Path(__file__).with_name("tuned.json")
 
 @dataclass(frozen=True)
 class Tuning:
-    """The defaults are what an H200 was measured to want.
+    """The defaults were measured on an H200.
 
     Attributes:
-        split_overhead_pages: what a thread block of split attention spends on starting, storing and being merged, in pages.
-        slot_rows: (most tokens an expert has on average, rows of a slot), ascending; with more tokens slots are the widest.
-            Wide slots read weights less often and pad more.
-        most_piece_rows: up to this many tokens the experts' kernels take the shared experts. Each tile reads all tokens:
-            with more of them that is more than its weights, and 128 are all that accumulators have registers for.
-        norm_linear_tokens: up to this many tokens norms and what reads them are one kernel, at the cost of a norm and a
-            pass over a block's rows for each of them.
-        one_token_experts: whether a single token's experts have a kernel of their own.
+        split_overhead_pages: cost of starting, storing and merging a thread block of split attention, in pages.
+        slot_rows: (tokens, rows), ascending: with up to that many tokens per expert on average, slots have that many rows;
+            beyond the last entry they are the widest. Wide slots read weights less often but pad more.
+        most_piece_rows: up to this many tokens the experts' kernels compute the shared experts too. Each of their tiles
+            reads all tokens, which with more tokens outweighs its weights; registers limit this to 128.
+        norm_linear_tokens: up to this many tokens, a norm and the projections that read it are one kernel. Each token costs
+            each block a norm and a pass over its rows.
+        one_token_experts: whether the experts of a single token have a kernel of their own.
     """
 
     split_overhead_pages: int = 5
@@ -45,14 +45,13 @@ _current: ContextVar[Tuning | None] = ContextVar("tuning", default=None)
 
 
 def current() -> Tuning:
-    """Of what is being traced: the first device's, unless `use` says otherwise."""
+    """The choices for what is being traced: the first device's, unless `use` overrides them."""
     return _current.get() or of_device(jax.devices()[0].device_kind)
 
 
 @contextlib.contextmanager
 def use(tuning: Tuning) -> Iterator[None]:
-    """The choices of everything traced inside. What jax has traced before, it does not trace again: see
-    `jax.clear_caches`."""
+    """Sets the choices for everything traced inside. jax does not retrace what it has traced before (`jax.clear_caches`)."""
     token = _current.set(tuning)
     try:
         yield
@@ -66,10 +65,10 @@ def of_device(kind: str) -> Tuning:
 
 
 def from_json(fields: dict[str, Any]) -> Tuning:
-    """JSON has lists where a `Tuning` has tuples.
+    """A `Tuning` from its JSON, whose lists become tuples.
 
     Raises:
-        TypeError: there is no such field.
+        TypeError: a field is unknown.
     """
     return Tuning(**{name: as_tuples(value) for name, value in fields.items()})
 

@@ -1,7 +1,7 @@
 """Paged grouped-query attention over decode windows for Hopper, in Pallas Mosaic GPU.
 
-Our own, because no maintained library kernel has page tables and a causal bound for each token of a window: cuDNN, which
-`jax.nn.dot_product_attention` calls, wants contiguous keys.
+No maintained library kernel has page tables and a causal bound for each token of a window: cuDNN, which
+`jax.nn.dot_product_attention` calls, needs contiguous keys.
 
 A thread block of one warpgroup attends with up to 64 query rows (tokens of the window times the query heads of one key
 head) to a run of pages. It copies pages ahead of itself: the keys of a later page as soon as it has the scores of this
@@ -35,7 +35,7 @@ i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
 def layout_unsupported_reason(q: jax.Array, k: jax.Array) -> str | None:
-    """Why no kernel can take this head size and these pages; None if one may."""
+    """Why no kernel supports this head size and these pages, or None if one may."""
     if q.shape[-1] not in HEAD_DIMS:
         return f"it supports heads of {' or '.join(map(str, HEAD_DIMS))}, not {q.shape[-1]}"
     if k.shape[1] != PAGE:
@@ -76,7 +76,7 @@ def gqa_decode(
 
     q_BKRD = q.transpose(0, 2, 1, 3, 4).reshape(B, K, live, D)
     q_BKRD = jnp.pad(q_BKRD, ((0, 0), (0, 0), (0, row_blocks * rows - live), (0, 0)))
-    # Rows of padding see all that the last token sees: a smaller bound would need a mask.
+    # Rows of padding see what the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, G, axis=1), ((0, 0), (0, row_blocks * ROWS - live)), mode="edge")
 
     attend = _attend_kernel(B, K, D, row_blocks, rows, items.shape[0], scale / math.log(2), interpret)
@@ -159,10 +159,10 @@ def _attend_kernel(
             def _():
                 copy_values(later_page, stage)
 
-            # A round before it is needed, or each copy would wait for its page's number.
+            # A round before it is needed: otherwise each copy would wait for its page's number.
             return acc, new_top_R, sum_R, number(later + 1)
 
-        # An item without pages has nothing to do.
+        # An item without pages has no work.
         @pl.when(n > 0)
         def _():
             plgpu.copy_gmem_to_smem(q.at[request, own_rows, :], q_s.at[pl.ds(0, rows), :], q_full)
@@ -186,7 +186,7 @@ def _attend_kernel(
             acc, top_R, sum_R, _ = lax.fori_loop(unmasked, n, functools.partial(attend, masked=True), carry)
 
             lse[pl.ds(block * ROWS, ROWS), item] = top_R * log2_scale + jnp.log2(sum_R)
-            q_s[...] = (acc * over_columns(1.0 / sum_R, acc.shape)).astype(bf16)  # no longer needed: the way out
+            q_s[...] = (acc * over_columns(1.0 / sum_R, acc.shape)).astype(bf16)  # its memory is free by now: staging
             plgpu.commit_smem()
             source = q_s.at[pl.ds(0, rows), :]
 
@@ -221,7 +221,7 @@ def _attend_kernel(
         },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of a key head run together and share its pages in the L2 cache
-        # With Pallas' automatic barriers: a page is copied over one that all four warps must have read.
+        # With Pallas' automatic barriers: a page overwrites one that all four warps must have read.
         compiler_params=params(),
         interpret=interpret,
     )

@@ -1,4 +1,4 @@
-"""Device code of the Triton kernel of gqa_decode. Imports triton, so only `triton.py` imports it, when it needs it."""
+"""Device code of the Triton kernel of gqa_decode. Imports triton: `triton.py` imports it when it is called."""
 
 import triton
 import triton.language as tl
@@ -23,8 +23,8 @@ def gqa_decode(
         items: see split_kv.Schedule. bounds: [B, WINDOW].
         out: as q: the requests of one item.
         partial, lse: [I, WINDOW * HEADS * GROUP, DIM], the items of the others, and their base-2 log-sum-exp.
-        SCALE: of the scores, which are exponents of 2.
-        WINDOW_POWER: the power of two that WINDOW fits.
+        SCALE: of the scores, as exponents of 2.
+        WINDOW_POWER: WINDOW rounded up to a power of two.
         PARTS, KEYS: a page is processed in PARTS parts of KEYS keys.
     """
     block = tl.program_id(0)
@@ -66,7 +66,7 @@ def gqa_decode(
         at_SD = at_S[:, None] + column_D[None]
         k_SD = tl.load(k + at_SD, mask=owned_S[:, None], other=0.0)
         v_SD = tl.load(v + at_SD, mask=owned_S[:, None], other=0.0)
-        # One tile ahead, or each would wait for its page's number before it could ask for the page.
+        # One tile ahead: otherwise each tile would wait for its page's number before it could request the page.
         page = tl.load(table + tl.minimum(tile + 1, stop - 1) // PARTS)
 
         x_RS = tl.dot(q_RD, k_SD.T) * SCALE

@@ -19,7 +19,7 @@ def gqa_prefill(
 ) -> jax.Array:
     """Causal attention of the prompt tokens of several requests over their pages (arXiv 2305.13245).
 
-    The chunk's own keys and values must have been written to the pages before.
+    The chunk's own keys and values must have been written to the pages already.
 
     Args:
         q: [P, K, G, D]: queries of the P chunk tokens, request after request; G query heads for each key head.

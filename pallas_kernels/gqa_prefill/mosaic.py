@@ -1,10 +1,10 @@
 """Paged grouped-query attention over prompt chunks for Hopper, in Pallas Mosaic GPU: like FlashAttention-3 (arXiv
 2407.08608), over keys and values where they lie in their pages.
 
-Our own, because no maintained library kernel has page tables and several requests of any lengths in one call: cuDNN, which
-`jax.nn.dot_product_attention` calls, wants contiguous keys and each request padded to the longest.
+No maintained library kernel has page tables and several requests of any lengths in one call: cuDNN, which
+`jax.nn.dot_product_attention` calls, needs contiguous keys and each request padded to the longest.
 
-A thread block takes a tile of 128 tokens of one request and one query head: two warpgroups of 64 rows each, a third that
+A thread block computes a tile of 128 tokens of one request and one query head: two warpgroups have 64 rows each, a third
 copies keys and values, two pages at a time.
 """
 
@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.gqa_decode.mosaic import layout_unsupported_reason
-from pallas_kernels.mosaic_attention import MASKED, UNSEEN, over_columns, params, soften, weigh
+from pallas_kernels.mosaic_attention import MASKED, UNSEEN, add_weighted, over_columns, params, softmax_step
 from pallas_kernels.query_tiles import HALF, TILE, Queries, padded_rows, tile_queries
 from pallas_kernels.split_kv import PAGE
 
@@ -65,17 +65,17 @@ def gqa_prefill(
     q_PHD = jnp.pad(q.reshape(P, K * G, D), ((0, padded_rows(P) - P), (0, 0), (0, 0)))
     attend = _attend_kernel(queries.row.shape[0], K, G, D, scale * math.log2(math.e), interpret)
     o_TQHD = attend(q_PHD, k, v, page_tables, tile_work(queries, ends))
-    # Tiles without tokens are left uninitialised, NaN perhaps, and are where padding tokens may point.
+    # Padding tokens may point to tiles without tokens, which are uninitialised and may be NaN.
     o_PHD = jnp.where((token_rows < E)[:, None, None], o_TQHD[queries.tile_of, queries.row_of], 0)
     return o_PHD.reshape(P, K, G, D)
 
 
 def tile_work(queries: Queries, ends: jax.Array) -> jax.Array:
-    """What each tile does.
+    """The work of each tile.
 
     Returns:
-        int32 [T, 6]: its request; how many blocks of keys it visits; how many of them, from the first, every row sees
-        whole; the position of its first row, and which of all rows that is; the keys that its request owns.
+        int32 [T, 6]: its request; how many blocks of keys it visits; how many of them, from the first, every row sees in
+        full; the position of its first row, and the number of that row; the keys that its request owns.
     """
     blocks_T = jnp.where(queries.filled > 0, -(-(queries.position + queries.filled) // KEYS), 0)
     whole_T = jnp.clip((queries.position + 1) // KEYS, 0, blocks_T)
@@ -86,9 +86,9 @@ def tile_work(queries: Queries, ends: jax.Array) -> jax.Array:
 
 @functools.cache
 def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret: Any) -> Any:
-    """kernel(q [rows, K * G, D], k, v, page_tables, work [T, 6]) -> [T, TILE, K * G, D]; nothing in tiles without work.
+    """kernel(q [rows, K * G, D], k, v, page_tables, work [T, 6]) -> [T, TILE, K * G, D].
 
-    Of a tile, only the rows of its request are right.
+    Tiles without work are uninitialised, and of a tile only the rows of its request count.
     """
 
     def body(
@@ -158,13 +158,13 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
             if masked:
                 query, key = (plgpu.broadcasted_iota(i32, x.shape, d, layout=WGMMA) for d in (0, 1))
                 x = jnp.where((key - query <= lead + wg * HALF - i * KEYS) & (key < keys), x, MASKED)
-            acc, top, total, weights = soften(x, acc, top, total, log2_scale)
+            acc, top, total, weights = softmax_step(x, acc, top, total, log2_scale)
             plgpu.barrier_wait(v_full.at[s])
             if masked:
-                # For both: the other one sums these values after its next turn, which is this one.
+                # For both warpgroups: the other one sums these values after its next turn, which is this one.
                 pl.when((wg == 0) & (keys < KEYS))(lambda: clear_unowned(v_s.at[s], keys))
             turn()
-            acc = weigh(acc, weights, v_s.at[s], None if weights_s is None else weights_s.at[wg])
+            acc = add_weighted(acc, weights, v_s.at[s], None if weights_s is None else weights_s.at[wg])
             plgpu.barrier_arrive(v_free.at[s])
             return acc, top, total
 
@@ -183,7 +183,7 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
             pl.when(wg == 0)(turn)
 
             total = jnp.maximum(total, 1e-30)  # 0 for rows that saw no key
-            q_s[wg] = (acc * over_columns(1.0 / total, acc.shape)).astype(bf16)  # no longer needed: the way out
+            q_s[wg] = (acc * over_columns(1.0 / total, acc.shape)).astype(bf16)  # its memory is free by now: staging
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_s.at[wg], o.at[tile, pl.ds(wg * HALF, HALF), head])
             plgpu.wait_smem_to_gmem(0)

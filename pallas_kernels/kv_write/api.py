@@ -17,12 +17,13 @@ def write_latent(
     *,
     eps: float,
 ) -> jax.Array:
-    """Norms the latent part, rotates the shared key part and writes both: the cached form of MLA.
+    """Norms the latent, rotates the shared key and writes both to the cache of MLA (arXiv 2405.04434, section 2.1).
 
     Args:
         latent: [num_pages, page_size, L + R] the layer's cache.
         kv_a: [T, L + R] output of the joint down-projection.
-        norm_weight: [L] of the latent's RMS norm; eps its epsilon.
+        norm_weight: [L] of the latent's RMS norm.
+        eps: of the norm.
         cos, sin: float32 [T, R / 2].
         pages, offsets: int32 [T] where each token goes; padding tokens go to page 0.
 
@@ -37,7 +38,7 @@ def write_latent(
 
 
 def latent_writer(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str:
-    """Which implementation takes a call of `write_latent`."""
+    """The implementation that a call of `write_latent` runs on."""
     unsupported_reasons = {"mosaic": mosaic.unsupported_reason(latent, kv_a, norm_weight)}
     # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
     return choose("kv_write", current().attention, unsupported_reasons, same_as_auto=("triton",))
@@ -46,5 +47,14 @@ def latent_writer(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, nor
 def write_kv(
     k_cache: jax.Array, v_cache: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, offsets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes keys (already rotated) and values [T, K, D] into caches [num_pages, page_size, K, D]."""
+    """Writes keys and values to their caches, by XLA's scatter.
+
+    Args:
+        k_cache, v_cache: [num_pages, page_size, K, D] the layer's caches.
+        k, v: [T, K, D]; keys already rotated.
+        pages, offsets: int32 [T] where each token goes; padding tokens go to page 0.
+
+    Returns:
+        The caches with the tokens written.
+    """
     return reference.write_kv(k_cache, v_cache, k, v, pages, offsets)

@@ -1,7 +1,7 @@
-"""A token's latent, normed, and its key part, rotated, into its page: one Mosaic GPU kernel for Hopper.
+"""Writes a token's normed latent and its rotated key to its page: one Mosaic GPU kernel for Hopper.
 
-XLA makes three kernels of it, whose cost is that of three launches. A warpgroup takes one token: four of the latent's
-columns a thread, whose squares are the only thing that its threads have to share.
+XLA makes three kernels of it, whose cost is that of three launches. A warpgroup has one token and a thread four of the
+latent's columns; the sum of their squares is all that threads have to share.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pallas_kernels.rotary import HALF, rotated
 
 LATENT, ROPE = 512, 2 * HALF
 COLUMNS = plgpu.Layout.WG_STRIDED((LATENT,), vec_size=4)
-# The sum of squares is over four warps. No approximate square root, so that roundings are the reference's.
+# Scratch for the sum of squares over four warps. No approximate square root, so that rounding is as in the reference.
 PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048)
 f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -44,16 +44,16 @@ def write_token(
     *,
     eps: float,
 ) -> None:
-    """In a kernel with PARAMS: what one warpgroup does for one token. References as the arrays of api.py."""
+    """Writes one token, by one warpgroup of a kernel with PARAMS. The references are to the arrays of `api.write_latent`."""
     page, offset = pages[token], offsets[token]
-    first = kv_a.shape[1] - LATENT - ROPE  # what lies before is not for the cache
+    first = kv_a.shape[1] - LATENT - ROPE  # earlier columns are not for the cache
     c = load(kv_a, (token, pl.ds(first, LATENT)), layout=COLUMNS).astype(f32)
     a, b = rotated(kv_a, (token,), first + LATENT, cos, sin, token)
     weight = load(norm_weight, (pl.ds(0, LATENT),), layout=COLUMNS).astype(f32)
     normed = (c * lax.rsqrt((c * c).sum() * (1 / LATENT) + eps)).astype(bf16)
-    # A product of two bfloat16 is exact in float32: it is rounded once, as the reference's.
+    # A product of two bfloat16 is exact in float32, so it is rounded once, as in the reference.
     latent[page, offset, pl.ds(0, LATENT)] = (weight * normed.astype(f32)).astype(bf16)
-    # Several padding tokens may write the same row of page 0, which nobody reads.
+    # Several padding tokens may write the same row of page 0, which is never read.
     latent[page, offset, pl.ds(LATENT, HALF)] = a.astype(bf16)
     latent[page, offset, pl.ds(LATENT + HALF, HALF)] = b.astype(bf16)
 

@@ -25,13 +25,13 @@ def mla_decode(
         latent: [pages, page_size, C] the layer's cache.
         page_tables: int32 [B, max_pages]; entries past a request's length may name any page.
         bounds: int32 [B, n], exclusive: query (b, r) sees the keys at positions < bounds[b, r]. At least 1.
-        w_uv: [H, V, value_dim] up-projection of the latent to values, where it is to follow: of a few tokens it is a part of
-            the same kernels.
+        w_uv: [H, V, value_dim] up-projection of the latent to values, applied to the result; for a few tokens in the same
+            kernels.
         scale: softmax scale.
         value_dim: the latent rank.
 
     Returns:
-        [B, n, H, value_dim], with w_uv [B, n, H, V], in q's dtype.
+        [B, n, H, value_dim], or with w_uv [B, n, H, V], in q's dtype.
 
     Raises:
         UnsupportedError: the requested attention backend does not support this call.

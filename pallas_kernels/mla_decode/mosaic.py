@@ -7,8 +7,8 @@ tile: 64 keys of 576 columns, of which the first 512 are the values too, so each
 - Warpgroup 1: the right half of the output.
 - A warp of warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
 
-Requests whose context is split over several thread blocks leave partial outputs with their log-sum-exp, which a second
-kernel merges into the output.
+Requests whose context is split over several thread blocks have partial outputs with their log-sum-exp, which a second kernel
+merges into the output.
 """
 
 import functools
@@ -23,8 +23,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
-from pallas_kernels.mla_decode import reference
-from pallas_kernels.mla_decode.values import merged_values, takes
+from pallas_kernels.mla_decode import reference, values
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
 
@@ -40,7 +39,7 @@ i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
 def layout_unsupported_reason(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
-    """Why no kernel can take these widths and pages; None if one may."""
+    """Why no kernel supports these widths and pages, or None if one may."""
     if q.shape[-1] != KEY_DIM or value_dim != VALUE_DIM:
         return (
             f"it supports latents of {VALUE_DIM} + {KEY_DIM - VALUE_DIM}, not {value_dim} + {q.shape[-1] - value_dim}"
@@ -80,17 +79,17 @@ def mla_decode(
     padding = blocks * rows - live
     sms = sms or jax.devices()[0].core_count
     items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms)
-    # With its first page an item has one load less to wait for before it can begin.
+    # An item that holds its first page waits for one load less before it can begin.
     items = jnp.concatenate([items, page_tables[items[:, 0], items[:, 1], None].astype(i32)], axis=1)
 
     q = jnp.pad(q.reshape(B, live, KEY_DIM), ((0, 0), (0, padding), (0, 0)))
-    # Rows of padding see all that the last token sees: a smaller bound would need a mask.
+    # Rows of padding see what the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, H, axis=1), ((0, 0), (0, blocks * ROWS - live)), mode="edge")
 
     attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), interpret)
     out, partial, lse = attend(q, latent, page_tables, items, bounds_BR)
-    if splits.shape[0] and w_uv is not None and takes(B * n, w_uv):
-        return merged_values(out, partial, lse, splits, w_uv, n, interpret)
+    if splits.shape[0] and w_uv is not None and values.supports(B * n, w_uv):
+        return values.merged_values(out, partial, lse, splits, w_uv, n, interpret)
     if splits.shape[0]:
         out = merge("mla_decode_merge", out, partial, lse, splits, live, interpret)
     out = out[:, :live].reshape(B, n, H, VALUE_DIM)
@@ -101,7 +100,7 @@ def mla_decode(
 def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, interpret: Any) -> Any:
     """kernel(q [B, blocks * rows, 576], latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
 
-    out [B, blocks * rows, 512] holds the requests of one item; partial [blocks * rows, I, 512] and the base-2
+    out [B, blocks * rows, 512] holds the requests that are one item; partial [blocks * rows, I, 512] and the base-2
     log-sum-exp lse float32 [blocks * 64, I padded] hold the items of the others.
     """
     padded_items = -(-num_items // WARPGROUP) * WARPGROUP
@@ -134,7 +133,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
                 plgpu.copy_gmem_to_smem(left, left_s.at[stage], left_full.at[stage])
                 right = latent.at[page, :, pl.ds(LEFT, RIGHT)]
                 plgpu.copy_gmem_to_smem(right, right_s.at[stage], right_full.at[stage])
-                # Ahead of the wait that the next copy begins with.
+                # Loaded before the wait that the next copy begins with.
                 return page_tables[request, lax.min(first + i + 1, end - 1)]
 
             lax.fori_loop(i32(0), n, copy, first_page)
@@ -154,7 +153,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
                 tile[...] = jnp.where(row < keys, values.astype(f32), 0.0).astype(bf16)
 
         def store(half, acc):
-            plgpu.barrier_arrive(finished)  # both halves are done with the pages, whose memory the output takes over
+            plgpu.barrier_arrive(finished)  # both halves are done with the pages, whose memory the output reuses
             plgpu.barrier_wait(finished)
             out_s[half] = acc.astype(bf16)
             plgpu.commit_smem()
@@ -245,7 +244,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
             plgpu.barrier_wait(p_full)
             store(1, acc * over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
 
-        # An item without pages has nothing to do, and would wait for ever.
+        # An item without pages has no work, and would wait forever.
         @pl.when((warpgroup == 2) & (n > 0))
         def _():
             plgpu.set_max_registers(40, action="decrease")
@@ -297,8 +296,8 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
         grid_names=("item", "block"),  # blocks of an item run together and share its pages in the L2 cache
         num_threads=3,
         thread_name="warpgroup",
-        # Every thread reads in shared memory what it wrote itself, what came by TMA, or what a barrier or commit_smem
-        # stands before: the barriers that Pallas would add around each access cost 4 %.
+        # A thread reads only shared memory that it wrote itself, that TMA wrote, or that a barrier or commit_smem made
+        # visible. The barriers that Pallas would add around each access cost 4 %.
         compiler_params=params(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

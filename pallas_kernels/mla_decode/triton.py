@@ -1,4 +1,4 @@
-"""Absorbed paged MLA for NVIDIA GPUs since Ampere, in Triton: where Mosaic GPU cannot run, and to check it where it can.
+"""Absorbed paged MLA for NVIDIA GPUs since Ampere, in Triton: where Mosaic GPU cannot run, and as a check where it can.
 
 It follows the schedule of the Mosaic kernel: a program attends with up to 64 query rows (tokens of the window times
 heads) to a run of pages, and a second kernel merges the requests that are split.
@@ -18,7 +18,6 @@ from pallas_kernels.split_kv import PAGE, make_schedule
 from pallas_kernels.triton_call import Tile, tile_for
 
 f32 = jnp.float32
-
 
 # By the least compute capability, fewer rows first. What fits in shared memory without many spilled registers: 10.0
 # would keep sums of 64 rows in tensor memory, where they do not fit beside the scores.

@@ -1,4 +1,4 @@
-"""Device code of the Triton kernels of mla_decode. Imports triton, so only `triton.py` imports it, when it needs it."""
+"""Device code of the Triton kernels of mla_decode. Imports triton: `triton.py` imports it when it is called."""
 
 import triton
 import triton.language as tl
@@ -25,8 +25,8 @@ def mla_decode(
         items: see split_kv.Schedule.
         out: [B, LIVE, 512]: the requests of one item.
         partial, lse: [I, LIVE, 512] and [I, LIVE], the items of the others, and their base-2 log-sum-exp.
-        SCALE: of the scores, which are exponents of 2.
-        WINDOW_POWER: the power of two that WINDOW fits.
+        SCALE: of the scores, as exponents of 2.
+        WINDOW_POWER: WINDOW rounded up to a power of two.
         PARTS, KEYS: a page is processed in PARTS parts of KEYS keys.
     """
     block = tl.program_id(0)
@@ -66,7 +66,7 @@ def mla_decode(
         latent_S = latent + page.to(tl.int64) * (PAGE * KEY_DIM) + slot_S * KEY_DIM
         nope_SV = tl.load(latent_S[:, None] + value_V[None], mask=owned_S[:, None], other=0.0)
         rope_SC = tl.load(latent_S[:, None] + rope_C[None], mask=owned_S[:, None], other=0.0)
-        # One tile ahead, or each would wait for its page's number before it could ask for the page.
+        # One tile ahead: otherwise each tile would wait for its page's number before it could request the page.
         page = tl.load(table + tl.minimum(tile + 1, stop - 1) // PARTS)
 
         x_RS = tl.dot(q_nope_RV, nope_SV.T)

@@ -1,7 +1,7 @@
-"""The end of decode attention for a few tokens: merging split requests, and the up-projection of values, in one kernel.
+"""The end of decode attention for a few tokens: merging split requests and the up-projection of values, in one kernel.
 
-Apart they are two launches, each of which mostly waits. Here a thread block merges a row while TMA brings its share of
-the head's weights; blocks of the same row merge it anew, from the L2 cache.
+Separately they are two launches, each of which mostly waits. Here a thread block merges a row while TMA brings its share
+of the head's weights; blocks of the same row repeat the merge, from the L2 cache.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from pallas_kernels.compat import load
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 from pallas_kernels.mosaic_attention import Merging, bf16, f32, i32
 
-# With more tokens tensor cores are better.
+# With more tokens tensor cores are faster.
 MOST_TOKENS = 4
 # Rows of the weights to a block, and columns that a warp loads at once, 16 bytes a lane.
 ROWS, COLUMNS = 32, 256
 WARP_PER_ROW = warp_per_row(COLUMNS)
 
 
-def takes(tokens: int, w_uv: jax.Array) -> bool:
-    """Whether the kernel is for that many tokens and such weights [H, V, L]."""
+def supports(tokens: int, w_uv: jax.Array) -> bool:
+    """Whether the kernel supports this many tokens and these weights [H, V, L]."""
     return tokens <= MOST_TOKENS and w_uv.shape[1] % ROWS == 0 and w_uv.dtype == bf16
 
 
@@ -37,12 +37,14 @@ def merged_values(
     tokens: int,
     interpret: Any,
 ) -> jax.Array:
-    """Values [B, tokens, H, V] of out [B, rows, L], `tokens` times H rows a request, and of what is yet to be merged.
+    """Values [B, tokens, H, V] of attention outputs, merged where requests are split.
 
     Args:
+        out: [B, rows, L], of which the first tokens * H rows count, for requests that are one item.
         partial, lse: see `Merging`.
         splits: see `split_kv.Schedule`.
         w_uv: [H, V, L].
+        tokens: of each request.
     """
     B, L = out.shape[0], out.shape[2]
     H, V, _ = w_uv.shape

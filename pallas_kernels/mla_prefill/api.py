@@ -21,7 +21,7 @@ def mla_prefill(
 ) -> jax.Array:
     """Causal attention of the prompt tokens of several requests over their pages (arXiv 2405.04434 section 2.1).
 
-    The chunk's own latents must have been written to the pages before.
+    The chunk's own latents must have been written to the pages already.
 
     Args:
         q_nope: [P, H, D], q_rope: [P, H, R]: queries of the P chunk tokens, request after request.

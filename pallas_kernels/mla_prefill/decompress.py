@@ -1,11 +1,12 @@
-"""Keys and values from paged latents: one Mosaic GPU kernel for Hopper that reads pages where they lie.
+"""Keys and values from paged latents: one Mosaic GPU kernel for Hopper that reads pages in place.
 
 A tile is two pages of latents times the up-projections of one head, [128 keys, 512] x [512, 128 + 128]: one warpgroup
 feeds a ring of shared memory by TMA, two multiply a page each. As many thread blocks as there are multiprocessors share
-the tiles of the pages that exist, of which only the device knows the number: pages that may exist but do not cost nothing.
+the tiles of the pages that exist, whose number only the device knows: pages that the shape allows but a call does not have
+cost no time.
 
-A row of a product depends on its own key only: what a page holds behind its request's last key, NaN perhaps, reaches
-no other key, and 0 is written in its place.
+A row of a product depends on its own key only: what a page holds after its request's last key, perhaps NaN, reaches no
+other key, and 0 is written in its place.
 """
 
 import functools
@@ -38,7 +39,7 @@ def list_pages(
     """The pages of a list of blocks of `keys` keys, where request e's blocks are [starts_E[e], starts_E[e + 1]).
 
     Returns:
-        int32 [count, 2]: number, and how many of its keys its request owns, of each page from block `first` on; pages
+        int32 [count, 2]: for each page from block `first` on its number and how many of its keys its request owns; pages
         past a request's end or past the list have no keys.
     """
     E, max_pages = page_tables.shape
@@ -62,12 +63,12 @@ def decompress(
     blocks: int | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values of the keys of some pages, all bfloat16. Jitted, so that chunks share one lowering.
+    """Keys and values of a list of pages, all bfloat16. Jitted, so that chunks share one lowering.
 
     Args:
         latent: [pages of the cache, PAGE, LATENT + ROPE]; w_uk: [H, NOPE, LATENT], w_uv: [H, VALUE, LATENT].
         pages: int32 [N, 2] from `list_pages`, N even.
-        count: int32 [], how many of them, from the first, are wanted.
+        count: int32 [], how many of them, from the first, to compute.
         blocks: thread blocks (default: multiprocessors of the device).
 
     Returns:
@@ -75,7 +76,7 @@ def decompress(
         uninitialised after `count` pages, rounded up to an even number.
     """
     N, H = pages.shape[0], w_uk.shape[0]
-    # Heads whose weights, 4 MiB, stay in the L2 cache while all pages pass.
+    # Heads whose weights, 4 MiB, stay in the L2 cache while all pages are visited.
     group = math.gcd(H, 16)
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = min(blocks or getattr(jax.devices()[0], "core_count", None) or 132, N // PAGES * H)

@@ -1,12 +1,12 @@
-"""Pallas Mosaic GPU for Hopper: latents become keys and values a chunk at a time (`decompress`), and a
-FlashAttention-3-like kernel (arXiv 2407.08608) attends to each chunk, going on from its results for the one before: an
-output that is normalised, with its log-sum-exp as the maximum and 1 as the sum, is a state of the online softmax.
+"""Pallas Mosaic GPU for Hopper: `decompress` turns latents into keys and values a chunk at a time, and a
+FlashAttention-3-like kernel (arXiv 2407.08608) attends to each chunk, going on from its results for the one before: a
+normalised output, with its log-sum-exp as the maximum and 1 as the sum, is a state of the online softmax.
 
-Keys are laid out in blocks: the blocks of all requests one after another, each request starting a new block, cut into
-chunks of a fixed number of blocks. A tile of queries is 128 rows of the flat array, of which those of one
-request count; each request starts a new tile, so that some rows may be in two. So no block and no tile is for several
-requests, whatever the lengths are, and all shapes are static: those of the most blocks that a call may have, of which
-the ones that it does not have cost next to nothing.
+Keys are laid out in blocks. Each request starts a new block; the blocks of all requests, one after another, are cut into
+chunks of a fixed number of blocks. A tile of queries is 128 rows of the flat array, of which those of one request count;
+each request starts a new tile, so that a row may be in two tiles. No block and no tile thus belongs to several requests,
+whatever the lengths are, and all shapes are static: those of the most blocks that a call can have. Blocks that it does
+not have cost very little.
 """
 
 import functools
@@ -22,14 +22,14 @@ from jax import lax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, run_in_place, transpose_ref
 from pallas_kernels.mla_prefill.decompress import LATENT, NOPE, PAGE, PAGES, ROPE, VALUE, decompress, list_pages
-from pallas_kernels.mosaic_attention import MASKED, UNSEEN, over_columns, params, soften, weigh
+from pallas_kernels.mosaic_attention import MASKED, UNSEEN, add_weighted, over_columns, params, softmax_step
 from pallas_kernels.query_tiles import HALF, TILE, Queries, padded_rows, tile_queries
 
 # Keys and values of a chunk: 32768 keys at 16 heads, 4096 at 128. They pass through HBM, which attention to a chunk
 # hardly notices: eight tiles of 128 queries of each of 16 heads share a read of 8 KiB a key, at 10.5 MFLOP a key.
 CHUNK_BYTES = 256 * 2**20
-# Up to this many chunks a call goes through all that its shape may need: one without blocks takes about 8 us. A number
-# of chunks that only the device knows makes the host wait for it (some 300 us a layer), and a CUDA graph takes no loop.
+# Up to this many chunks a call visits all that its shape may need: one without blocks takes about 8 us. A number of
+# chunks that only the device knows makes the host wait (some 300 us a layer), and a CUDA graph cannot record a loop.
 MOST_UNROLLED = 8
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
@@ -49,7 +49,7 @@ DEFAULT = Pipeline()
 def unsupported_reason(
     q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: jax.Array
 ) -> str | None:
-    """Why `mla_prefill` cannot take this call on this device, None if it can."""
+    """Why the kernels do not support this call, or None if they do."""
     sizes = (w_uk.shape[2], w_uk.shape[1], q_rope.shape[2], w_uv.shape[1])
     if sizes != (LATENT, NOPE, ROPE, VALUE):
         return f"latent, nope, rope and value widths are {sizes}, not {(LATENT, NOPE, ROPE, VALUE)}"
@@ -75,7 +75,7 @@ def mla_prefill(
     pipeline: Pipeline = DEFAULT,
     interpret: Any = False,
 ) -> jax.Array:
-    """As `api.mla_prefill`; a call that `unsupported_reason` objects to is undefined.
+    """As `api.mla_prefill`, where `unsupported_reason` is None.
 
     Jitted, so that the layers of a model share one lowering.
 
@@ -88,7 +88,7 @@ def mla_prefill(
     chunk = chunk or CHUNK_BYTES // (2 * (NOPE + VALUE) * H) // (PAGES * PAGE) * (PAGES * PAGE)
     most_blocks = E * -(-max_pages * PAGE // keys)
     chunk_blocks = min(chunk // keys, most_blocks)
-    # Whole tiles of `decompress`, which are no blocks if these are of 64 keys.
+    # Whole tiles of `decompress`, which are more than a block if blocks have 64 keys.
     chunk_pages = -(-chunk_blocks * keys // (PAGES * PAGE)) * PAGES
     starts_E = list_starts(ends, keys)
     queries = tile_queries(token_rows, positions, E)
@@ -118,21 +118,21 @@ def mla_prefill(
         else:
             state = lax.fori_loop(i32(0), -(-starts_E[-1] // chunk_blocks), attend_chunk, state)
         o_TQHV, _ = state
-    # Tiles without tokens are left uninitialised, NaN perhaps, and are where padding tokens may point.
+    # Padding tokens may point to tiles without tokens, which are uninitialised and may be NaN.
     return jnp.where((token_rows < E)[:, None, None], o_TQHV[queries.tile_of, queries.row_of], 0).astype(q_nope.dtype)
 
 
 def list_starts(ends: jax.Array, keys: int) -> jax.Array:
-    """Where each request's blocks start in the list of all blocks: int32 [E + 1], the last being the list's length."""
+    """Where each request's blocks start in the list of all blocks: int32 [E + 1]; the last entry is the list's length."""
     return jnp.concatenate([jnp.zeros(1, i32), jnp.cumsum(-(-ends // keys), dtype=i32)])
 
 
 def tile_work(queries: Queries, starts_E: jax.Array, first: jax.Array, chunk_blocks: int, keys: int) -> jax.Array:
-    """What each tile does in the chunk of blocks [first, first + chunk_blocks) of the list.
+    """The work of each tile in the chunk of blocks [first, first + chunk_blocks) of the list.
 
     Returns:
-        int32 [T, 5]: its first block in the chunk; how many blocks it visits; how many of them, from the first, every
-        row sees whole; by how many positions its first row lies after the first key of its first block; and that row.
+        int32 [T, 5]: its first block in the chunk; how many blocks it visits; how many of them, from the first, every row
+        sees in full; by how many positions its first row is after the first key of its first block; and that row.
     """
     start_T, position_T = starts_E[queries.request], queries.position
     visible_T = jnp.where(queries.filled > 0, -(-(position_T + queries.filled) // keys), 0)
@@ -164,7 +164,7 @@ def attend(
         q_nope: [P, H, NOPE], q_rope: [P, H, ROPE], P as `padded_rows` has it.
         k_nope: [C, H, NOPE], k_rope: [C, ROPE], v: [C, H, VALUE]; finite.
         work: int32 [T, 5] from `tile_work`.
-        so_far: results for other keys, which these are added to; 0 and UNSEEN where there are none.
+        so_far: results for earlier keys, from which the kernel goes on; 0 and UNSEEN where there are none.
 
     Returns:
         o [T, TILE, H, VALUE] in bfloat16 and base-2 log-sum-exp [T, H, TILE] in float32. Rows that see no key have
@@ -306,10 +306,10 @@ def _body(
             if masked:
                 query, key = (plgpu.broadcasted_iota(i32, x.shape, d, layout=plgpu.Layout.WGMMA) for d in (0, 1))
                 x = jnp.where(key - query <= lead + wg * HALF - i * keys, x, MASKED)
-            acc, top, total, weights = soften(x, acc, top, total, log2_scale)
+            acc, top, total, weights = softmax_step(x, acc, top, total, log2_scale)
             plgpu.barrier_wait(v_full.at[s])
             turn()
-            acc = weigh(acc, weights, v_s.at[s], None if weights_s is None else weights_s.at[wg])
+            acc = add_weighted(acc, weights, v_s.at[s], None if weights_s is None else weights_s.at[wg])
             plgpu.barrier_arrive(v_free.at[s])
             return acc, top, total
 
@@ -335,7 +335,7 @@ def _body(
 
         total = jnp.maximum(total, 1e-30)  # 0 for rows that saw no key
         lse[tile, head, wg, :] = top + jnp.log(total) * math.log2(math.e)
-        q_nope_s[wg] = (acc * over_columns(1.0 / total, acc.shape)).astype(bf16)  # no longer needed: the way out
+        q_nope_s[wg] = (acc * over_columns(1.0 / total, acc.shape)).astype(bf16)  # its memory is free by now: staging
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_nope_s.at[wg], out)
         plgpu.wait_smem_to_gmem(0)

@@ -1,4 +1,4 @@
-"""Queries of multi-head latent attention in the absorbed form: what `mla_decode` takes."""
+"""Queries of multi-head latent attention in the absorbed form, for `mla_decode`."""
 
 import jax
 
@@ -8,11 +8,11 @@ from pallas_kernels.mla_query import mosaic, reference
 
 
 def mla_query(q: jax.Array, w_uk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Takes the up-projection of keys into the queries and rotates their shared part (arXiv 2405.04434, appendix C).
+    """Absorbs the up-projection of keys into the queries and rotates their shared part (arXiv 2405.04434, appendix C).
 
     Args:
-        q: [T, H, D + R] the queries as projected: D columns for the keys of a head, R, not rotated, for the shared key.
-            Not two arrays, because it is one matmul that makes them: to split its result takes XLA a launch.
+        q: [T, H, D + R] the queries as projected: D columns for the keys of a head, R, not yet rotated, for the shared key.
+            One array, because one matmul makes them and XLA needs a launch to split its result.
         w_uk: [H, D, L] up-projection of the latent to keys.
         cos, sin: float32 [T, R / 2].
 
@@ -39,12 +39,13 @@ def write_and_query(
     *,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """`kv_write.api.write_latent` and `mla_query` for the same tokens: one launch, where both have a Mosaic GPU kernel.
+    """`kv_write.api.write_latent` and `mla_query` for the same tokens: one launch where Mosaic GPU kernels run both.
 
     Args:
         kv_a: [T, at least L + R], of which the last columns go to the cache.
         q: [T, at least H * (D + R)], of which the first columns are the heads' queries. May be the same array as kv_a, as
-            one matmul makes it: to split its result takes XLA launches.
+            one matmul makes both: XLA needs launches to split its result.
+        others: as in `write_latent` and `mla_query`.
 
     Returns:
         The cache with the tokens written; the queries.

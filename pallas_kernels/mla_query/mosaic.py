@@ -1,11 +1,11 @@
 """Absorbed queries on Hopper, in one Mosaic GPU kernel: a matmul for each head, and the rotation of the shared part.
 
-A decode step is bound by reading w_uk, 128 KB a head, and by the latency of a launch. So the latent's columns are the
-rows of a wgmma and the tokens are its columns, of which it takes as few as 8, and a head is cut into as many blocks as
-it has tiles: each reads its weights and its tokens once, all at the same time, and needs no pipeline. Further blocks of
-the same launch rotate.
+A decode step is bound by reading w_uk, 128 KB a head, and by the latency of a launch. So the latent's columns are the rows
+of a wgmma and the tokens its columns, of which there may be as few as 8, and a head has one block for each of its tiles:
+all read their weights and their tokens once, at the same time, without a pipeline. Further blocks of the same launch
+rotate.
 
-With fewer than 8 tokens the copies reach past the last one. TMA reads zeros there and writes nothing, which saves XLA's
+With fewer than 8 tokens the copies reach past the last one. TMA reads zeros there and drops writes, which saves XLA's
 launches for padding; a column of a wgmma depends on its own token only.
 """
 
@@ -29,8 +29,8 @@ NOPE, ROPE, LATENT = 128, 2 * HALF, 512
 MOST_COLUMNS = 128
 GRANULE = 8  # Of a wgmma's columns, and of a copy's rows.
 M = 64  # Rows of a wgmma.
-# Tiles of twice as many rows read the tokens half as often. From this many of them on, two for each of an H200's
-# multiprocessors, no multiprocessor goes without.
+# Tiles of twice as many rows read the tokens half as often. They are used where there are at least this many, two for each
+# multiprocessor of an H200, so that none is idle.
 WIDE_FROM = 264
 # Tiles of rows that a block rotates: their loads are in flight together.
 TILES_AT_ONCE = 4
@@ -116,7 +116,7 @@ def write_and_query(
 
 
 def _whole(*arrays: jax.Array) -> list[jax.Array]:
-    """Pads tokens: rows of tiles in memory are whole, unless there is but a part of one."""
+    """Pads more than GRANULE tokens to a multiple of it, because copies have whole tiles of rows."""
     T = arrays[0].shape[0]
     padding = -T % GRANULE if T > GRANULE else 0
     if not padding:
@@ -128,8 +128,12 @@ def _whole(*arrays: jax.Array) -> list[jax.Array]:
 class Kernel:
     """How T tokens, fewer than GRANULE or a multiple, and H heads are cut.
 
-    columns: tokens of a block; width: latent columns of a tile, of which a head has `tiles`; parts: blocks of a head for
-    each block of tokens, those that rotate included.
+    Attributes:
+        token_blocks: blocks of tokens.
+        columns: tokens of a block.
+        width: latent columns of a tile, of which a head has `tiles`.
+        row_tiles: tiles of ROWS tokens in a block, for the rotation.
+        parts: blocks of a head for each block of tokens, including those that rotate.
     """
 
     T: int
@@ -166,7 +170,7 @@ class Kernel:
         }
 
     def body(self, part, q, w_uk, cos, sin, out, *, w_s, x_s, out_s, arrived):
-        """What a block does: q [T, at least H * 192], w_uk [H, 128, 512], cos, sin [T, 32], out [T, H, 576]."""
+        """The work of a block: q [T, at least H * 192], w_uk [H, 128, 512], cos, sin [T, 32], out [T, H, 576]."""
         first, head = lax.axis_index("tokens") * self.columns, lax.axis_index("head")
 
         @pl.when(part < self.tiles)
@@ -192,12 +196,12 @@ class Kernel:
             rows: list[Any] = list(range(self.T))
             if self.T >= ROWS:
                 start = first + (part - self.tiles) * (TILES_AT_ONCE * ROWS)
-                # What is past the end rotates the last rows once more.
+                # Tiles past the end rotate the last rows once more.
                 rows = [
                     pl.ds(lax.min(start + i * ROWS, jnp.int32(self.T - ROWS)), ROWS)
                     for i in range(min(TILES_AT_ONCE, self.row_tiles))
                 ]
-            # All loads come before the first store, behind which none could move.
+            # All loads come before the first store: the compiler moves no load across a store.
             for row, halves in [(row, rotated(q, (row,), head * (NOPE + ROPE) + NOPE, cos, sin, row)) for row in rows]:
                 for i, half in enumerate(halves):
                     out[row, head, pl.ds(LATENT + i * HALF, HALF)] = half.astype(jnp.bfloat16)

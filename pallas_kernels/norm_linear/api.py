@@ -8,30 +8,32 @@ from pallas_kernels.norm_linear import mosaic, reference
 
 
 def reads_apart(T: int) -> bool:
-    """Whether weights that T tokens go through are best given one by one: a kernel takes them so, and those that lie on
-    several devices cannot be put together."""
+    """Whether the weights that read the norm of T tokens should stay separate arrays instead of one concatenated matmul.
+
+    They do for the kernel, and on several devices, where sharded weights cannot be concatenated.
+    """
     return tuning.current().norm_linear_tokens >= T or current().devices > 1
 
 
 def norm_linear(
     x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...], *, eps: float, delta: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """Adds, norms, and projects.
+    """Adds to the residual stream, norms it and projects the norm.
 
-    No option of its own: it is a part of every step, and takes the best implementation there is, plain XLA where attention
-    is asked to be the reference. The norm is rounded to the type of x before and after its weight, as in Hugging Face's
-    DeepseekV3RMSNorm.
+    There is no backend option of its own: the fastest implementation runs, or plain XLA where attention is set to
+    "reference". The norm is rounded to the type of x before and after its weight, as in Hugging Face's DeepseekV3RMSNorm.
 
     Args:
         x: [T, H] the residual stream.
-        norm_weight: [H]; eps: the norm's epsilon.
+        norm_weight: [H].
         weights: each [*out, H]. A float32 one (a router) gets the norm in float32.
-        delta: [T, H] what is added to x before.
+        eps: of the norm.
+        delta: [T, H] added to x first.
 
     Returns:
-        x + delta [T, H]; its norm [T, H]; for each of the weights [T, *out], in its type.
+        x + delta [T, H]; its norm [T, H]; and for each of the weights the projection [T, *out], in the weight's type.
     """
-    # With more tokens XLA's matmuls are better, whatever the backend.
+    # With more tokens XLA's matmuls are faster.
     if x.shape[0] > tuning.current().norm_linear_tokens:
         return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
     unsupported_reasons = {"mosaic": mosaic.unsupported_reason(x, norm_weight, weights)}

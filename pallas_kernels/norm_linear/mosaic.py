@@ -1,9 +1,9 @@
 """Sum, RMS norm and projections of a few tokens in one Mosaic GPU kernel for Hopper.
 
-XLA makes of them three launches or more, of which the small ones cost what a launch costs. Here every block reads the
-tokens and norms them itself, while TMA brings its rows of the weights into shared memory (the compiler puts loads into
-registers behind the norm, whatever their order here): one row a warp, no tensor core, because the weights' bytes are the
-limit. One more block writes the sum and the norm.
+XLA makes three launches or more of them, and the small ones cost what a launch costs. Here every block reads the tokens and
+norms them itself, while TMA brings its rows of the weights into shared memory (loads into registers the compiler puts after
+the norm, whatever their order here). Each warp has one row and there are no tensor cores, because the weights' bytes are
+the limit. One more block writes the sum and the norm.
 """
 
 import functools
@@ -21,11 +21,11 @@ from pallas_kernels.compat import load
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 
 WARPGROUP = 128
-# Columns of a load by all lanes of a warp, 16 bytes of the weights each.
+# Columns of a load by one warp, 16 bytes of the weights in each lane.
 COLUMNS = {jnp.dtype(jnp.bfloat16): 256, jnp.dtype(jnp.float32): 128}
-# Rows of a block: so few bytes that all blocks' are on their way at once.
+# Rows of a block: few enough that all blocks' loads are in flight together.
 ROWS = {jnp.dtype(jnp.bfloat16): 8, jnp.dtype(jnp.float32): 4}
-# Shared memory that a block may take.
+# Shared memory of a block at most.
 MOST_BYTES = 200 * 1024
 f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -38,7 +38,7 @@ def unsupported_reason(x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.
     for weight in weights:
         rows = ROWS.get(weight.dtype)
         if rows is None:
-            return f"its weights are of bfloat16 or float32, not {weight.dtype}"
+            return f"it needs weights in bfloat16 or float32, not {weight.dtype}"
         if rows * H * weight.dtype.itemsize > MOST_BYTES:
             return f"its rows of weights do not fit into shared memory: {rows} of {H} columns"
         if math.prod(weight.shape[:-1]) % rows:
@@ -60,7 +60,7 @@ def norm_linear(
     T, H = x.shape
     flat = [weight.reshape(-1, H) for weight in weights]
     blocks = [weight.shape[0] // ROWS[weight.dtype] for weight in flat]
-    # The whole token over a warpgroup, up to 16 bytes a load.
+    # A whole token over a warpgroup, up to 16 bytes a load.
     vector = math.gcd(H // WARPGROUP, 8)
     whole = plgpu.Layout.WG_STRIDED((H,), vec_size=vector)
     adds = delta is not None
@@ -81,7 +81,7 @@ def norm_linear(
             return lax.rsqrt((row * row).sum() * (1 / H) + eps)
 
         def norm(row, scale, weight):
-            # A product of two bfloat16 is exact in float32: it is rounded once, as the reference's.
+            # A product of two bfloat16 is exact in float32, so it is rounded once, as in the reference.
             return (weight.astype(f32) * (row.astype(f32) * scale).astype(bf16).astype(f32)).astype(bf16)
 
         def project(weight, rows_s, arrived, out, first):

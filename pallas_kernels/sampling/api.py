@@ -1,4 +1,4 @@
-"""What a sampler needs of logits: each is read once, and only for rows that draw is there noise."""
+"""A sampler's passes over the logits: each logit is read once, and noise is drawn only for rows that need it."""
 
 import jax
 
@@ -10,11 +10,14 @@ from pallas_kernels.sampling.reference import LogitsStats, Residual
 def logits_stats(logits: jax.Array, temperature: jax.Array) -> LogitsStats:
     """Argmax, log-sum-exp and finiteness of each row.
 
-    No option of its own, as `norm_linear`.
+    There is no backend option of its own, as for `norm_linear`.
 
     Args:
-        logits: [R, V], of which -inf may be some.
+        logits: [R, V]; some may be -inf.
         temperature: float32 [R], above 0.
+
+    Returns:
+        `LogitsStats` of the rows.
     """
     return _implementation("logits_stats", logits).logits_stats(logits, temperature)
 
@@ -27,16 +30,17 @@ def gumbel_argmax(
     wanted: jax.Array,
     residual: Residual | None = None,
 ) -> jax.Array:
-    """Draws from softmax(logits / temperature), or from what a rejected draft leaves of it: the Gumbel-max trick.
+    """Draws from softmax(logits / temperature), or from what a rejected draft leaves of it, by the Gumbel-max trick.
 
     The noise is `jax.random.gumbel`'s for the row's key: a draw depends on the row alone.
 
     Args:
         logits: [N, V].
-        rows: int32 [R] the row of logits that each draw is from.
+        rows: int32 [R] the row of logits of each draw.
         temperature: float32 [R], above 0.
         keys: uint32 [R, 2] threefry keys.
-        wanted: bool [R]; where it is False, the result is any id.
+        wanted: bool [R]; where it is False, the result may be any id.
+        residual: adjusts the distribution of each draw.
 
     Returns:
         ids int32 [R].

@@ -1,8 +1,8 @@
 """A sampler's passes over the vocabulary as Mosaic GPU kernels for Hopper.
 
-XLA reads the logits once for each thing that is wanted of them, and draws noise for greedy rows too: at 512 rows of
-163840 logits that is a millisecond. Here a thread block reads a part of a row once. Every thread keeps what it needs
-of its own columns, and threads meet once, at the end; parts are joined by XLA, which are a few numbers a row.
+XLA reads the logits once for each statistic, and draws noise for greedy rows too: at 512 rows of 163840 logits that is a
+millisecond. Here a thread block reads a part of a row once. Every thread keeps the statistics of its own columns, threads
+combine theirs once, at the end, and XLA joins the parts, which are a few numbers a row.
 """
 
 import functools
@@ -25,7 +25,7 @@ WARPGROUP = 128
 LOAD_BYTES = 16
 # Vectors whose loads are in flight together.
 AT_ONCE = 4
-# Blocks for each multiprocessor, as far as there are columns for them.
+# Blocks of each multiprocessor, if there are columns enough.
 BLOCKS_PER_SM = 8
 # Below all logits, so that the first maximum is finite: the difference of two infinities is NaN.
 LOWEST = -1e30
@@ -41,18 +41,18 @@ def unsupported_reason(logits: jax.Array) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
     V = logits.shape[1]
     if V > MOST_IDS:
-        return f"it counts up to {MOST_IDS} ids, not {V}"
+        return f"it supports up to {MOST_IDS} ids, not {V}"
     width = WARPGROUP * LOAD_BYTES // logits.dtype.itemsize
     if width > V or V * logits.dtype.itemsize % LOAD_BYTES:
         return f"it needs a vocabulary of at least {width} and rows of multiples of {LOAD_BYTES} bytes, not {V} ids"
-    # What a full bucket has masked is float32.
+    # Logits that a full bucket has masked are float32.
     return hopper_unsupported_reason(*[logits.dtype] * (logits.dtype != f32))
 
 
 class Parts:
-    """How rows of V columns are cut: each block takes `vectors` of `width` columns.
+    """How rows of V columns are cut: each block has `vectors` vectors of `width` columns.
 
-    The last vector of a row ends with it, and reaches back over columns of the one before; those behind it repeat it.
+    The last vector of a row ends where the row ends, and overlaps the vector before it; further vectors repeat it.
     """
 
     def __init__(self, R: int, V: int, itemsize: int, at_once: int):
@@ -81,7 +81,7 @@ class Parts:
 
 
 def _first_of_best(best: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest value and the lowest column that has it."""
+    """The largest value and the lowest column with it."""
     top = best.max()
     return top, -jnp.where(best == top, -column, f32(-MOST_IDS)).max()
 
@@ -102,7 +102,7 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = 
                 js = [part * parts.vectors + i * AT_ONCE + n for n in range(AT_ONCE)]
                 values = [parts.load(logits, row, j) for j in js]
                 lowest = functools.reduce(jnp.minimum, values, lowest)
-                if masked:  # A vector that reaches back over the one before counts what is new.
+                if masked:  # In a vector that overlaps the one before, only new columns count.
                     values = [
                         jnp.where(parts.columns(j) >= j * parts.width, x, f32(-jnp.inf))
                         for j, x in zip(js, values, strict=True)
@@ -168,8 +168,8 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = 
 
 
 def threefry(key: tuple[Any, Any], counter: jax.Array) -> jax.Array:
-    """The 32 random bits that jax draws for an element with this number: the words of threefry2x32 (Salmon et al., 2011,
-    20 rounds) of (0, counter), xor-ed. All int32, whose sums wrap."""
+    """jax's 32 random bits for the element number `counter`: the two words of threefry2x32 (Salmon et al., 2011, 20 rounds)
+    of (0, counter), xor-ed. All int32, whose sums wrap."""
     keys = (*key, key[0] ^ key[1] ^ i32(0x1BD11BDA))
     x, y = jnp.full(counter.shape, 0, i32) + keys[0], counter + keys[1]
     for group in range(5):
@@ -183,7 +183,7 @@ def threefry(key: tuple[Any, Any], counter: jax.Array) -> jax.Array:
 
 
 def noise_of(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel noise of random bits, as `jax.random.gumbel` makes it."""
+    """Standard Gumbel noise from random bits, as `jax.random.gumbel` computes it."""
     mantissa = lax.shift_right_logical(bits, jnp.full(bits.shape, 9, i32)) | i32(0x3F800000)
     uniform = jnp.maximum(lax.bitcast_convert_type(mantissa, f32) - 1.0, TINY)
     return -jnp.log(-jnp.log(uniform))
@@ -200,7 +200,7 @@ def gumbel_argmax(
     *,
     interpret: Any = False,
 ) -> jax.Array:
-    """See api.py. Without point masses in floating point: an excluded id is left out, whatever the others' p round to."""
+    """See api.py. An excluded id is never drawn: it is masked, not subtracted in floating point."""
     R, V = rows.shape[0], logits.shape[1]
     parts = Parts(R, V, 4, 1)
     adjusts = residual is not None
@@ -211,7 +211,7 @@ def gumbel_argmax(
         row, part = lax.axis_index("row"), lax.axis_index("part")
 
         def work(dense):
-            """Best values and their columns: of p, and of what is left of it if `dense`."""
+            """Best values and their columns: of p and, if `dense`, of max(0, p - q)."""
             source, divisor, key = rows[row], temperature[row], (keys[row, 0], keys[row, 1])
 
             def step(i, carry):
@@ -254,7 +254,7 @@ def gumbel_argmax(
         grid=(R, parts.count),
         grid_names=("row", "part"),
         interpret=interpret,
-        # Exact logarithms: approximate ones are far off where noise is large, which is what decides.
+        # Exact logarithms: approximate ones are far off for large noise, which decides the draw.
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
         ),
@@ -262,7 +262,7 @@ def gumbel_argmax(
 
     def joined(best, column):
         winner = jnp.argmax(best, axis=1)[:, None]
-        # Nothing was written for rows that do not draw.
+        # Rows that do not draw are uninitialised.
         ids = jnp.where(wanted, jnp.take_along_axis(column, winner, axis=1)[:, 0], 0.0)
         return ids.astype(i32), best.max(axis=1)
 

@@ -1,4 +1,4 @@
-"""What a sampler needs of logits, in plain XLA."""
+"""A sampler's passes over the logits, in plain XLA."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 
 class LogitsStats(NamedTuple):
-    """Of each row of logits.
+    """Statistics of each row of logits.
 
     Attributes:
-        argmax: int32 [R], the lowest of equals; some id where there is a NaN.
+        argmax: int32 [R], the lowest id among equals; any id if the row has a NaN.
         log_z: float32 [R] log-sum-exp.
-        log_z_tempered: the same of logits / temperature.
-        finite: bool [R].
+        log_z_tempered: float32 [R] log-sum-exp of logits / temperature.
+        finite: bool [R], whether all logits of the row are finite.
     """
 
     argmax: jax.Array
@@ -23,13 +23,14 @@ class LogitsStats(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """Turns p into what Leviathan et al. (arXiv 2211.17192, algorithm 1) draw from where a draft was rejected.
+    """Turns p into the distribution after a rejected draft (Leviathan et al., arXiv 2211.17192, algorithm 1).
 
     Attributes:
         log_z: float32 [R] log-sum-exp of a row's logits / temperature.
-        excluded: int32 [R] an id that is not drawn: p without a point mass. -1 for none.
-        dense: bool [R]: max(0, p - q) instead, or p itself where nothing of it is left.
-        log_q: float32 [Q, V]; q_rows int32 [R]: the row of it that is a row's q.
+        excluded: int32 [R] an id that is not drawn, for a draft that was certain of it; -1 for none.
+        dense: bool [R] draws from max(0, p - q) instead, or from p itself if that is 0 everywhere.
+        log_q: float32 [Q, V] log-probabilities of drafts.
+        q_rows: int32 [R] the row of log_q that is each draw's q.
     """
 
     log_z: jax.Array
@@ -77,6 +78,6 @@ def gumbel_argmax(
     point = (jnp.arange(V) == residual.excluded[:, None]).astype(jnp.float32)
     q = jnp.where(residual.dense[:, None], jnp.exp(residual.log_q[residual.q_rows]), point)
     left = jnp.maximum(p - q, 0.0)
-    # p and q may agree up to rounding; then nothing is left and p itself is right.
+    # If p and q agree up to rounding the difference is 0 everywhere; then p itself is right.
     none_left = left.sum(axis=1, keepdims=True) == 0
     return jnp.argmax(jnp.where(none_left, log_p, jnp.log(left)) + noise, axis=1).astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""Mosaic GPU kernels with a fault each, which a checker must find before it may call another kernel clean.
+"""Mosaic GPU kernels with one fault each, which a checker must find before its clean results count.
 
-pytest runs these tests where they are named (`bench sanitize` does), and not with the others.
+pytest runs these tests only where this file is named, as `bench sanitize` does.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ WARPGROUP = 128
 
 
 def add_one(x: jax.Array, *, wait: bool, interpret: Any = False) -> jax.Array:
-    """x [128] + 1, by a warpgroup that hands it to another through shared memory, which waits for it or does not."""
+    """x [128] + 1: one warpgroup hands it through shared memory to another, which waits for it only if `wait`."""
 
     def faulty_handover(x, out, shared, written):
         warpgroup = lax.axis_index("warpgroup")
@@ -41,14 +41,14 @@ def add_one(x: jax.Array, *, wait: bool, interpret: Any = False) -> jax.Array:
         scratch_types={"shared": plgpu.SMEM(x.shape, x.dtype), "written": plgpu.Barrier()},
         num_threads=2,
         thread_name="warpgroup",
-        # Pallas' own barriers are of one warpgroup each and leave the race, but often hide it from racecheck.
+        # Pallas' own barriers are within one warpgroup: they leave the race, but often hide it from racecheck.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(x)
 
 
 def row(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x [N, 128], index int32 [1] -> x[index], wherever that is."""
+    """x [N, 128], index int32 [1] -> x[index], in bounds or not."""
 
     def faulty_row(x, index, out):
         out[...] = x[index[0]]
@@ -61,6 +61,6 @@ def test_handover():
 
 
 def test_row():
-    """The one past the last."""
+    """Reads the row past the last."""
     x = jnp.ones((8, WARPGROUP))
     jax.block_until_ready(jax.jit(row)(x, jnp.array([len(x)], jnp.int32)))

@@ -1,4 +1,4 @@
-"""A Triton kernel with a fault, as in faulty_kernels.py."""
+"""A Triton kernel with a fault; see faulty_kernels.py."""
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ COLUMNS = 128
 
 @triton.jit
 def faulty_triton_row(x, index, out, COLUMNS: tl.constexpr):
-    """x [N, COLUMNS], index int32 [1] -> x[index], wherever that is."""
+    """x [N, COLUMNS], index int32 [1] -> x[index], in bounds or not."""
     column = tl.arange(0, COLUMNS)
     tl.store(out + column, tl.load(x + tl.load(index) * COLUMNS + column))
 
 
 def test_row():
-    """The one past the last."""
+    """Reads the row past the last."""
     x = jnp.ones((8, COLUMNS))
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""The kernels of grouped-query attention on the GPU, against the references in float32. What no context owns is NaN."""
+"""The kernels of grouped-query attention on the GPU, against the references in float32. All that no context owns is NaN."""
 
 import functools
 
@@ -40,7 +40,7 @@ def exactly(reference, floats, ints, scale):
 def check_decode(backend, lengths, n, K, G, D, dtype=jnp.bfloat16):
     rng = np.random.default_rng(n * K * G + len(lengths))
     k, v, tables = caches(rng, lengths, K, D, dtype)
-    # Scores of some size, so that a wrong mask shows.
+    # Large scores, so that a wrong mask shows.
     q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, K, G, D), np.float32), dtype)
     bounds = window_bounds(lengths, n)
 

@@ -1,4 +1,4 @@
-"""A decode step on the GPU is one recorded graph, launched once: with speculation and without, and with every kernel."""
+"""A decode step on the GPU is one recorded graph, launched once: with and without speculation, with all Mosaic kernels."""
 
 import dataclasses
 import tempfile
@@ -11,6 +11,7 @@ import pytest
 from bench.harness.trace import compute_events
 from bench.step.weights import draw
 from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.runner import Runner
 from tests.engine.scripted import one_device
 from tests.engine.tiny import HF_CONFIG, SETTINGS
@@ -18,7 +19,7 @@ from tests.engine.tiny import HF_CONFIG, SETTINGS
 pytestmark = pytest.mark.gpu
 
 STEPS = 3
-# The smallest sizes that all Mosaic GPU kernels take.
+# The smallest sizes that all Mosaic GPU kernels support.
 SIZES = {
     "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None, "n_routed_experts": 8, "moe_intermediate_size": 64,
@@ -37,11 +38,12 @@ def test_a_decode_step_is_one_launch(k, rows):
     runner.warm_up()
     wanted = {"mla_decode", "mla_query", "kv_write", "moe", "moe_route"} | ({"norm_linear"} if rows == 1 else set())
     assert {name for name, chosen in runner.kernels.items() if chosen == {"mosaic"}} >= wanted
-    padding = np.zeros(runner._layouts[bucket].size, np.int32)
+    padding = StepPlan((), ())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
-                runner._run(bucket, padding).packed.block_until_ready()
+                runner.dispatch(padding)
+                runner.read()
         (trace,) = Path(folder).glob("**/*.xplane.pb")
         events = list(compute_events(jax.profiler.ProfileData.from_file(str(trace))))
     launches = {launch for _, _, launch in events}

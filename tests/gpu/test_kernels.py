@@ -1,7 +1,7 @@
 """Every kernel on the GPU against float64 NumPy, at the head sizes of real models and over pages of 64 tokens.
 
-Inputs are rounded to the dtype on trial first, so that only the kernel's own arithmetic counts. All that no context
-owns is NaN.
+Inputs are rounded to the tested dtype first, so that only the kernel's own arithmetic counts. All that no context owns is
+NaN.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of kv_write on the GPU, against the reference in float32. What no token owns is NaN."""
+"""The Mosaic GPU kernel of kv_write on the GPU, against the reference in float32. All that no token owns is NaN."""
 
 import functools
 
@@ -32,7 +32,7 @@ def tokens(T: int) -> list[jax.Array]:
 
 
 def donating():
-    """A new function each time: what one test compiled is not another's."""
+    """A new function each time, so that tests share no compiled code."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(cache, *args):
@@ -44,7 +44,7 @@ def donating():
 
 @pytest.mark.parametrize("T", [1, 8, 32, 128, 512, 2048])
 def test_rows(T):
-    """The rows written are right, and no other is touched, page 0 and its padding tokens aside."""
+    """The rows written are right and no other is touched, except page 0 with its padding tokens."""
     kv_a, weight, cos, sin, pages, offsets = tokens(T)
     padding = jnp.arange(T) % 5 == 4
     pages, offsets = (jnp.where(padding, 0, a) for a in (pages, offsets))
@@ -66,7 +66,9 @@ def test_rows(T):
 
 def test_rounds_as_the_reference():
     args, cache = tokens(128), jnp.zeros((PAGES, 64, 576), jnp.bfloat16)
-    want = np.asarray(reference.write_latent(cache, *args, eps=EPS), np.float32)  # op by op, as nothing is fused
+    want = np.asarray(
+        reference.write_latent(cache, *args, eps=EPS), np.float32
+    )  # op by op, so that no roundings are fused away
     got = np.asarray(donating()(cache, *args), np.float32)
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=1e-6)
     assert (got != want)[want != 0].mean() < 0.01

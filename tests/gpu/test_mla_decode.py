@@ -1,4 +1,4 @@
-"""The Mosaic GPU and Triton kernels of mla_decode on the GPU, against the reference in float32. What no context owns is NaN."""
+"""The kernels of mla_decode on the GPU, against the reference in float32. All that no context owns is NaN."""
 
 import functools
 
@@ -26,7 +26,7 @@ def backend(request) -> str:
 def check(backend: str, lengths, n: int, heads: int, dtype=jnp.bfloat16) -> None:
     rng = np.random.default_rng(n * heads + len(lengths))
     pool, tables = paged_pool(rng, lengths, 576)
-    # Scores of some size, so that a wrong mask shows.
+    # Large scores, so that a wrong mask shows.
     q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, heads, 576), np.float32), dtype)
     latent, bounds = jnp.asarray(pool, dtype), window_bounds(lengths, n)
 
@@ -68,7 +68,7 @@ def test_float16():
     ("lengths", "n"), [((1,), 1), ((700,), 1), ((4096,), 4), ((65, 5000), 2), ((64, 1, 1024, 130), 1)]
 )
 def test_values_of_a_few_tokens(backend, lengths, n):
-    """With the up-projection of values, which a kernel takes along."""
+    """With the up-projection of values, which is part of the merging kernel."""
     rng = np.random.default_rng(n)
     pool, tables = paged_pool(rng, lengths, 576)
     q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, 16, 576), np.float32), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The Mosaic GPU prefill kernels on an H200 against the reference in float32, over pages that are NaN where not owned."""
+"""The Mosaic GPU prefill kernels on the GPU, against the reference in float32. All that no context owns is NaN."""
 
 import functools
 
@@ -28,7 +28,7 @@ RAGGED = {
         ((0,), (2048,)),
         ((6144,), (2048,)),
     ],
-    # Fewer rows than a tile has, and not a multiple of what TMA copies.
+    # Fewer rows than a tile has, and no multiple of what TMA copies.
     99: [((8192, 5), (33, 61))],
 }
 CASES = [(tokens, *case) for tokens, cases in RAGGED.items() for case in cases]
@@ -75,14 +75,14 @@ def check(run, tokens, starts, chunks, heads):
 @pytest.mark.parametrize("heads", [4, 16, 128])
 @pytest.mark.parametrize(("tokens", "starts", "chunks"), CASES)
 def test_against_the_reference(tokens, starts, chunks, heads):
-    """One chunk of keys at 4 heads, three of which most are empty at 16, a loop over chunks at 128."""
+    """One chunk of keys at 4 heads; three chunks, mostly empty, at 16; a loop over chunks at 128."""
     with backend.use(backend.Backends(attention="mosaic")):
         check(mla_prefill, tokens, starts, chunks, heads)
 
 
 @pytest.mark.parametrize("chunk", [1024, 10240])
 def test_requests_over_several_chunks(chunk):
-    """Of the 80 and 8 chunks that a call of this shape may have, in a loop and one after another, the keys fill 13 and 2."""
+    """The keys fill 13 of the 80 chunks that this shape may have (a loop), and 2 of 8 (unrolled)."""
     check(functools.partial(mosaic.mla_prefill, chunk=chunk), *CASES[3], heads=16)
 
 

@@ -39,7 +39,7 @@ def check(T: int, H: int) -> None:
     for _ in range(3):  # the third run is a recorded graph's
         got = np.asarray(run(*args), np.float32)
     assert got.shape == want.shape
-    # One by one, lest a wrong row hide among many.
+    # Row by row, so that a wrong one cannot hide among many.
     for part in (slice(512), slice(512, None)):
         errors = np.linalg.norm((got - want)[..., part], axis=-1) / np.linalg.norm(want[..., part], axis=-1)
         assert errors.max() < 1e-2, f"relative error {errors.max():.2e} at {np.argwhere(~(errors < 1e-2))[:5]}"
@@ -54,19 +54,19 @@ def test_sizes(T, H):
 
 @pytest.mark.parametrize("T", [2, 3, 4, 5, 7, 12, 20, 40, 136, 200, 1024, 2048])
 def test_parts_of_tiles(T):
-    """Fewer tokens than a tile has rows, padded to tiles, and blocks of tokens of which the last is not full."""
+    """Fewer tokens than a tile has rows, padding to whole tiles, and blocks of tokens whose last is not full."""
     check(T, 16)
 
 
 @pytest.mark.parametrize("T", [1, 5])
-def test_writes_nothing_behind_the_last_token(T):
-    """A copy's rows past the last token would be those of whatever lies behind it."""
+def test_writes_no_row_past_the_last_token(T):
+    """A copy's rows past the last token would overwrite what comes next in memory."""
     q, w_uk, cos, sin = inputs(8 * T, 16)
 
     @jax.jit
     def run(q):
         with use(Backends(attention="mosaic")):
-            # Results one behind the other, of which each has to outlast the next.
+            # Results next to each other in memory, each of which must survive the next.
             return [mla_query(q[i * T : (i + 1) * T], w_uk, cos[:T], sin[:T]) for i in range(8)]
 
     want = [
@@ -76,7 +76,7 @@ def test_writes_nothing_behind_the_last_token(T):
         for i in range(8)
     ]
     for got, wanted in zip(run(q), want, strict=True):
-        assert relative_error(got, wanted) < 1e-2  # TF32, if XLA takes it
+        assert relative_error(got, wanted) < 1e-2  # TF32, if XLA chooses it
 
 
 @pytest.mark.parametrize("merged", [False, True])

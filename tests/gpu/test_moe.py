@@ -1,4 +1,4 @@
-"""The routed experts' Mosaic kernels on the GPU, against the plain-XLA reference in float32."""
+"""The Mosaic GPU kernels of routing and experts on the GPU, against the reference in float32."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def shared_experts(shape: str, inner: int) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit
 def want(x, gate_up, down, weights, ids, live, shared):
-    """The reference in float32, one expert after the other: all of them at once would not fit."""
+    """The reference in float32, one expert after another: all together would not fit into memory."""
 
     def add(e, total):
         one = jnp.zeros_like(ids)
@@ -57,7 +57,7 @@ def want(x, gate_up, down, weights, ids, live, shared):
 
 
 def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray, shared_inner: int = 0) -> None:
-    """Relative error of the live tokens, exact 0 for the dead ones, whose x is NaN; one live NaN reaches nobody else."""
+    """Live tokens are right, dead ones, whose x is NaN, give exactly 0, and one live NaN reaches no other token."""
     H, _, k, _ = SHAPES[shape]
     gate_up, down = layer(shape)
     shared = shared_experts(shape, shared_inner) if shared_inner else None
@@ -103,7 +103,7 @@ def test_all_tokens_reach_the_same_experts_and_some_are_dead(shape, T):
 @pytest.mark.parametrize("T", [1, 3, 8, 9, 20, 32, 64, 65, 128, 129, 300])
 @pytest.mark.parametrize(("shape", "shared_inner"), [("moonlight", 2 * 1408), ("odd", 448), ("odd", 3 * 448)])
 def test_with_shared_experts(shape, shared_inner, T):
-    """In the kernels, or, of too many tokens, beside them."""
+    """In the experts' kernels or, with too many tokens, in XLA."""
     _, E, k, _ = SHAPES[shape]
     rng = np.random.default_rng(T)
     ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
@@ -124,7 +124,7 @@ def test_no_token_is_live(T, shared_inner):
 @pytest.mark.parametrize(("E", "k"), [(64, 6), (256, 8), (8, 2), (160, 6)])
 @pytest.mark.parametrize("T", [1, 8, 9, 128, 2048, 8192])
 def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k):
-    """The kernel's tables are those of XLA: slots, experts, and the token of each row that is used."""
+    """The slots, their experts, and the token of each row that is used."""
     rng = np.random.default_rng(T)
     ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
     live = np.arange(T) % 5 != 4
@@ -136,7 +136,7 @@ def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k):
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
     np.testing.assert_array_equal(got.place, want.place)
-    if not config.shared:
+    if not config.all_tokens:
         used = np.asarray(want.place)[live]
         np.testing.assert_array_equal(np.asarray(got.token)[used], np.asarray(want.token)[used])
 
@@ -146,7 +146,7 @@ def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k):
     ("shape", "shared_inner"), [("moonlight", 0), ("moonlight", 2 * 1408), ("odd", 0), ("odd", 192), ("odd", 3 * 448)]
 )
 def test_one_token(shape, shared_inner, live):
-    """With the kernel for one token: experts that were not chosen are NaN; a dead token leaves the residual as it is."""
+    """With the kernel for one token; experts that were not chosen are NaN; a dead token leaves the residual unchanged."""
     H, E, _, _ = SHAPES[shape]
     gate_up, down = layer(shape)
     shared = shared_experts(shape, shared_inner) if shared_inner else None
@@ -176,7 +176,7 @@ def test_one_token(shape, shared_inner, live):
 
 
 def test_one_token_after_another():
-    """In one graph, where calls may share the memory of what comes up: who did not wait would read an earlier token's."""
+    """In one graph, where calls may share the memory of the up projection: without waiting a block would read stale values."""
     H, E, k, _ = SHAPES["moonlight"]
     gate_up, down = layer("moonlight")
     shared = shared_experts("moonlight", 2 * 1408)
@@ -206,7 +206,7 @@ def test_one_token_after_another():
 
 @pytest.mark.parametrize("rows", [8, 32])
 def test_gathers_the_rows_of_slots(rows):
-    """Of the slots that exist; a row without a token may name any."""
+    """The rows of the slots that exist; a row without a token may hold any number."""
     T, H, slots, used = 9, 256, 5, 3
     x = jax.random.normal(jax.random.key(0), (T, H), jnp.bfloat16)
     token = np.random.default_rng(0).integers(-2, T + 2, size=slots * rows).astype(np.int32)
@@ -217,7 +217,7 @@ def test_gathers_the_rows_of_slots(rows):
 
 @pytest.mark.parametrize("T", [5, 33])
 def test_slots_that_do_not_exist_are_not_read(T):
-    """Experts without tokens are not read: their weights are NaN, as are all rows that padding could point to."""
+    """Experts without tokens have NaN weights, and so do all rows that padding could point to."""
     H, E, k, _ = SHAPES["odd"]
     gate_up, down = layer("odd")
     hole = (jnp.arange(E) >= k)[:, None, None]
@@ -231,7 +231,7 @@ def test_slots_that_do_not_exist_are_not_read(T):
 @pytest.mark.parametrize("sigmoid", [True, False])
 @pytest.mark.parametrize("shape", ROUTINGS)
 def test_routed_as_the_reference(shape, sigmoid, T):
-    """Same experts, where XLA's rounding of the scores does not decide: in one row of a thousand it may."""
+    """The same experts, except where XLA's rounding of scores decides, at most one row in a thousand."""
     _, routing = ROUTINGS[shape]
     logits, bias = routers(shape, T, sigmoid=sigmoid)
     weights, ids = route(logits, bias, routing=routing)
@@ -245,7 +245,7 @@ def test_routed_as_the_reference(shape, sigmoid, T):
 @pytest.mark.parametrize("sigmoid", [True, False])
 @pytest.mark.parametrize("shape", ROUTINGS)
 def test_tables_of_the_routing_launch(shape, sigmoid, T):
-    """Those of XLA for the same ids, and the same weights."""
+    """The reference's tables for the same ids, and the same weights."""
     E, routing = ROUTINGS[shape]
     logits, bias = routers(shape, T, sigmoid=sigmoid)
     live = jnp.arange(T) % 3 != 1
@@ -264,7 +264,7 @@ def test_tables_of_the_routing_launch(shape, sigmoid, T):
 @pytest.mark.parametrize("T", [1, 8, 9, 40, 300])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_routing_and_experts_together(shape, T):
-    """As one after the other; 300 tokens are a prefill, whose ids are laid out without padding."""
+    """As routing and then experts; 300 tokens are a prefill."""
     H, E, _, _ = SHAPES[shape]
     _, routing = ROUTINGS[shape]
     gate_up, down = layer(shape)

@@ -24,13 +24,13 @@ def test_sizes(T, H, outs, experts):
     run = jax.jit(functools.partial(mosaic.norm_linear, eps=1e-5))
     for _ in range(3):  # the third run is a recorded graph's
         got = run(x, gain, weights, delta=delta)
-    # What is added is rounded, as the residual stream is.
+    # The sum is rounded, as in the residual stream.
     total = x if delta is None else x + delta
     exact = jax.tree.map(lambda a: a.astype(jnp.float32), (total, gain, weights))
     with jax.default_matmul_precision("highest"):
         want = jax.jit(functools.partial(reference.norm_linear, eps=1e-5))(*exact)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert g.shape == w.shape
-        # Row by row, lest a wrong one hide among many.
+        # Row by row, so that a wrong one cannot hide among many.
         for t in range(T):
             assert relative_error(np.asarray(g[t], np.float32), w[t]) < 1e-2

@@ -22,7 +22,7 @@ def test_stats(R, V, dtype):
     got, want = jax.jit(api.logits_stats)(logits, temperature), jax.jit(reference.logits_stats)(logits, temperature)
     np.testing.assert_array_equal(got.finite, want.finite)
     sound = np.ones(R, bool)
-    sound[[4, 5]] = False  # NaN has no largest, and infinity no sum
+    sound[[4, 5]] = False  # a row with NaN has no maximum, one with infinity no sum
     for name in ("argmax", "log_z", "log_z_tempered"):
         np.testing.assert_allclose(
             np.asarray(getattr(got, name))[sound], np.asarray(getattr(want, name))[sound], rtol=1e-5, err_msg=name

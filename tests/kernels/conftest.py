@@ -1,4 +1,4 @@
-"""Stand-ins for a GPU that tests of the Triton kernels share."""
+"""Stand-ins for a GPU, for the tests of the Triton kernels."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def jax_triton(monkeypatch):
-    """jax-triton with stand-ins for the parts of jaxlib that come with its CUDA plugin; what they are given is in .calls."""
+    """jax-triton with stand-ins for the parts of jaxlib that come with its CUDA plugin; `.calls` has their arguments."""
     pytest.importorskip("triton", reason="needs Triton: pip install -e '.[test]'")
     from jax._src.lib import gpu_triton
 
@@ -26,7 +26,7 @@ def jax_triton(monkeypatch):
         "TritonKernel": kernel,
         "TritonKernelCall": kernel_call,
         "create_array_parameter": lambda zeroed, alignment: (zeroed, alignment),
-        # jax-triton refuses to be imported without them.
+        # jax-triton cannot be imported without them.
         "get_compute_capability": None,
         "get_serialized_metadata": None,
     }
@@ -41,7 +41,7 @@ def jax_triton(monkeypatch):
 
 @pytest.fixture
 def ampere(monkeypatch):
-    """Backends and unsupported_reasons see an A100."""
+    """The device is an A100."""
     device = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="A100", core_count=108)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     return device

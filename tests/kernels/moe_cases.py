@@ -1,4 +1,4 @@
-"""Routings of published models and of a small one, logits that try them, and what the reference makes of these."""
+"""Routings of published models and of a small one, difficult logits, and the reference's choices for them."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import numpy as np
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.selection import Routing
 
-# Experts, and how they are chosen.
+# Number of experts, and how they are chosen.
 ROUTINGS = {
     "moonlight": (64, Routing(6, 1, 1, True, 2.446)),
     "deepseek-v3": (256, Routing(8, 8, 4, True, 2.5)),
@@ -18,7 +18,7 @@ ROUTINGS = {
 
 
 def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """Logits with rows of ties, NaN and infinities, as far as there are tokens, and the bias of a sigmoid."""
+    """Logits, among them rows of ties, NaN and infinities if there are tokens enough, and the bias of a sigmoid routing."""
     E, _ = ROUTINGS[shape]
     rng = np.random.default_rng(T)
     logits = rng.normal(size=(T, E)).astype(np.float32)
@@ -33,7 +33,7 @@ def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[np.ndarray, np.ndarra
 
 
 def by_reference(logits, bias, routing: Routing) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and ids. On the CPU in GPU tests too: an oracle that does not share their device."""
+    """Weights and ids, computed on the CPU in GPU tests too, so that the oracle does not share their device."""
     options = dataclasses.asdict(routing)
     with jax.default_device(jax.devices("cpu")[0]):
         if bias is None:

@@ -1,4 +1,4 @@
-"""The interpreter of Mosaic GPU kernels, which looks for races."""
+"""The interpreter of Mosaic GPU kernels, with race detection."""
 
 import functools
 from typing import Any
@@ -8,15 +8,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 
 interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks what the kernels use"
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the interpreter of jax 0.10 lacks features that the kernels use"
 )
 
-# Of every kernel since `detect_races`: jax itself keeps what it found in the last one only.
+# Findings of every kernel since `detect_races`: jax itself keeps only those of the last one.
 _found: list[Any] = []
 
 
 @functools.cache
-def _keep_what_is_found() -> None:
+def _keep_all_findings() -> None:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     make = gpu_callbacks.GPURaceDetectionState
@@ -29,17 +29,18 @@ def _keep_what_is_found() -> None:
 
 
 def detect_races() -> Any:
-    """For a kernel's argument `interpret`."""
-    _keep_what_is_found()
+    """A value for a kernel's argument `interpret`. Forgets earlier findings."""
+    _keep_all_findings()
     _found.clear()
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
 def assert_no_races(results: Any, *, kernels: int = 1) -> None:
-    """In the calls since `detect_races`, which gave these results.
+    """No kernel since `detect_races` had a race.
 
     Args:
-        kernels: how many ran, at least.
+        results: of the calls, which are waited for.
+        kernels: how many kernels ran at least.
     """
     jax.block_until_ready(results)
     assert len(_found) >= kernels

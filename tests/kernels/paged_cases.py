@@ -1,4 +1,4 @@
-"""Random paged caches for attention tests: whatever no context owns is NaN, the rest of a request's last page included."""
+"""Random paged caches for attention tests. All that no context owns is NaN, including the rest of a request's last page."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ def paged_pool(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Contexts of the given lengths on random pages: pool float32 [pages, page_size, width] and tables [B, max_pages].
 
-    Columns of a table past its context name pages of others, or free ones.
+    Entries of a table past its context name pages of other requests or free pages.
     """
     columns = [-(-length // page_size) for length in lengths]
     pages = sum(columns) + spare
@@ -49,7 +49,7 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def arranged(q, kv_a, norm_weight, *, merged):
-    """kv_a, the norm's weight and q as `write_and_query` takes them: in two arrays, or in one with columns between."""
+    """kv_a, norm_weight and q for `write_and_query`: kv_a and q in two arrays or, `merged`, in one with columns between."""
     T = q.shape[0]
     q = q.reshape(T, -1)
     if not merged:

@@ -1,4 +1,4 @@
-"""Logits and draws that the tests of the sampling kernels share."""
+"""Logits and draws for the tests of the sampling kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def draws(V: int, dtype, *, residual: bool) -> tuple:
         return (*args, None)
     tempered = logits[rows].astype(jnp.float32) / temperature[:, None]
     log_q = jax.nn.log_softmax(jnp.asarray(3 * rng.normal(size=(4, V)), jnp.float32), axis=1)
-    # Of the second draw, so close to its p that nothing is left.
+    # The q of the second draw, so close to its p that p - q is 0.
     log_q = log_q.at[3].set(jax.nn.log_softmax(tempered[1]) + 1e-4)
     return (*args, Residual(
         log_z=jax.nn.logsumexp(tempered, axis=1),

@@ -1,4 +1,4 @@
-"""The attention references against dense float64 NumPy, over ragged paged contexts with NaN wherever nothing is owned."""
+"""The attention references against dense float64 NumPy, over ragged paged contexts with NaN in all that no context owns."""
 
 import jax
 import jax.numpy as jnp

@@ -20,7 +20,7 @@ def check_interpreted(lengths, n, K, G, D, sms):
     rng = np.random.default_rng(0)
     pool, tables = paged_pool(rng, lengths, 2 * K * D)
     k, v = (jnp.asarray(part.reshape(-1, 64, K, D), jnp.bfloat16) for part in np.split(pool, 2, axis=-1))
-    # Scores of some size, so that a wrong mask shows.
+    # Large scores, so that a wrong mask shows.
     q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, K, G, D)), jnp.bfloat16)
     bounds = window_bounds(lengths, n)
     got = mosaic.gqa_decode(q, k, v, tables, bounds, scale=D**-0.5, sms=sms, interpret=detect_races())
@@ -87,7 +87,7 @@ def lowered(batch, n, K, G, D):
 def test_lowers_for_cuda(batch, n, K, G, D):
     text = lowered(batch, n, K, G, D)
     assert text.count("@mosaic_gpu_v2(") == 2
-    assert "output_operand_alias" in text  # what is merged goes into the first kernel's output
+    assert "output_operand_alias" in text  # the merge writes into the first kernel's output
 
 
 def test_a_backend_that_cannot_run_says_why():

@@ -38,7 +38,7 @@ def lowered(batch, n, K, G, D, capability, dtype=jnp.bfloat16):
         jax.ShapeDtypeStruct((batch, 64), jnp.int32),
         jax.ShapeDtypeStruct((batch, n), jnp.int32),
     )
-    triton.gqa_decode.clear_cache()  # what was traced before is not compiled again
+    triton.gqa_decode.clear_cache()  # so that the call is compiled again
     return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
@@ -59,7 +59,7 @@ def test_lowers_for_cuda(jax_triton, batch, n, K, G, D, blocks):
     for line in calls:
         assert f'custom_call_target="{triton_call.TARGET}"' in line
         assert "api_version=API_VERSION_TYPED_FFI" in line
-    # What is merged goes into the first kernel's output.
+    # The merge writes into the first kernel's output.
     assert "output_to_operand_aliasing={{}: (3, {})}" in calls[1]
     attend, merge = jax_triton.calls
     items = num_items(batch, blocks, 132 * triton_call.tile_for(triton.TILES, n * G, 90).resident)
@@ -81,7 +81,7 @@ def test_every_tile_fits(jax_triton, capability, tile, D):
         assert "wgmma.mma_async" in attend.ptx
 
 
-def test_the_backend_that_was_asked_for(ampere, monkeypatch):
+def test_the_requested_backend_runs(ampere, monkeypatch):
     q, cache = jnp.zeros((1, 1, 2, 4, 64), jnp.bfloat16), jnp.zeros((2, 64, 2, 64), jnp.bfloat16)
     where = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
     monkeypatch.setattr(triton_call, "unsupported_reason", lambda: None)

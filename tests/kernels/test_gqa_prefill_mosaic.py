@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel of gqa_prefill where there is no GPU: interpreted with race detection, and lowered for cuda.
+"""The Mosaic GPU kernel of gqa_prefill without a GPU: interpreted with race detection, and lowered for cuda.
 
 Interpreted, attention keeps softmax weights in shared memory; on the GPU they stay in registers (tests/gpu).
 """
@@ -24,7 +24,7 @@ def check_interpreted(starts, chunks, K, G, D, padding=3):
     rows, positions, ends = flat_chunks(starts, chunks, padding)
     pool, tables = paged_pool(rng, ends, 2 * K * D)
     k, v = (jnp.asarray(part.reshape(-1, 64, K, D), jnp.bfloat16) for part in np.split(pool, 2, axis=-1))
-    # Scores of some size, so that a wrong mask shows.
+    # Large scores, so that a wrong mask shows.
     q = 3 * rng.standard_normal((len(rows), K, G, D))
     q[rows == len(ends)] = np.nan
     floats, ints = (jnp.asarray(q, jnp.bfloat16), k, v), (tables, rows, positions, ends)
@@ -44,7 +44,7 @@ def check_interpreted(starts, chunks, K, G, D, padding=3):
 @slow
 @interpreted
 def test_interpreted_without_races():
-    """Two requests in a tile each, of which the second's context ends inside a page; and one that has nothing."""
+    """Two requests with a tile each, the second's context ending inside a page, and one request without tokens."""
     check_interpreted((70, 0, 130), (60, 0, 13), K=1, G=2, D=64)
 
 

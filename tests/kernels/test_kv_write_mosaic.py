@@ -36,7 +36,7 @@ def test_interpreted_without_races(T):
     args = (*tokens(T), pages, offsets)
     got = np.asarray(mosaic.write_latent(cache, *args, eps=EPS, interpret=detect_races()), np.float32)
     want = np.asarray(reference.write_latent(cache, *args, eps=EPS), np.float32)
-    # The order of a sum of squares may move a rounding.
+    # The order of the sum of squares may change a rounding.
     np.testing.assert_allclose(got, want, rtol=2**-7)
     assert (got != want)[~np.isnan(want)].mean() < 0.01
     assert_no_races(got)
@@ -52,7 +52,7 @@ def test_lowers_for_cuda(T):
     assert "output_operand_alias" in text  # in place
 
 
-def test_what_has_no_kernel_is_written_by_the_reference():
+def test_unsupported_sizes_run_on_the_reference():
     cache, pages = jnp.zeros((2, 4, 24), jnp.bfloat16), jnp.ones(3, jnp.int32)
     args = (*tokens(3, 24, 16), pages, jnp.arange(3, dtype=jnp.int32))
     assert mosaic.unsupported_reason(cache, *args[:2]) == "it supports latents of 512 + 64, not 16 + 8"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import mosaic, reference
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.mla_decode.values import takes
+from pallas_kernels.mla_decode.values import supports
 from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -55,7 +55,7 @@ def test_interpreted_without_races(lengths, n, heads, sms):
     ],
 )
 def test_values_of_a_few_tokens(lengths, n, sms):
-    """As merging and the up-projection apart, without races."""
+    """As merging and then the up-projection, without races."""
     rng = np.random.default_rng(1)
     H, V = 2, 64
     pool, tables = paged_pool(rng, lengths, 576)
@@ -65,7 +65,7 @@ def test_values_of_a_few_tokens(lengths, n, sms):
     run = functools.partial(mosaic.mla_decode, scale=SCALE, sms=sms, interpret=detect_races())
     got, out = run(*args, w_uv), run(*args)
     assert got.shape == (len(lengths), n, H, V)
-    assert takes(len(lengths) * n, w_uv)
+    assert supports(len(lengths) * n, w_uv)
     assert relative_error(got, reference.values(out.astype(jnp.float32), w_uv.astype(jnp.float32))) < 4e-3
     assert_no_races((got, out), kernels=2)
 
@@ -92,7 +92,7 @@ def test_lowers_for_cuda(batch, n, heads):
     )
     text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 2
-    assert "output_operand_alias" in text  # what is merged goes into the first kernel's output
+    assert "output_operand_alias" in text  # the merge writes into the first kernel's output
 
 
 MAX_PAGES = 64
@@ -119,7 +119,7 @@ def test_items_cover_every_page_once(shape, data):
             continue
         pages[request] += range(first, end)
         of_request[request].append(index)
-        # Only pages that every row of the window sees whole go without a mask.
+        # Only pages that every row of the window sees in full are not masked.
         assert 0 <= unmasked <= end - first
         assert (first + unmasked) * PAGE <= bounds[request].min() or unmasked == 0
         assert unmasked == end - first or (first + unmasked + 1) * PAGE > bounds[request].min()
@@ -128,7 +128,7 @@ def test_items_cover_every_page_once(shape, data):
     several = {r: indices for r, indices in of_request.items() if len(indices) > 1}
     assert {r: list(range(first, first + n)) for r, first, n in splits if n} == several
 
-    # No other limit is cheaper by the schedule's own account.
+    # No other limit has a lower cost by the schedule's own formula.
     counts = {c: sum(math.ceil(math.ceil(n / PAGE) / c) for n in lengths) for c in page_limits(MAX_PAGES).tolist()}
     cost = {c: -(-n * blocks // 12) * (c + Tuning().split_overhead_pages) for c, n in counts.items() if n <= len(items)}
     best = min(cost, key=lambda c: (cost[c], c))
@@ -146,7 +146,7 @@ def test_a_backend_that_cannot_run_says_why():
     assert mosaic.unsupported_reason(q, latent[:, :16], 512) == "it supports pages of 64 tokens, not 16"
 
 
-def test_auto_takes_the_first_that_can():
+def test_auto_is_the_first_that_supports_the_call():
     assert choose("op", "auto", {"mosaic": None, "triton": None}) == "mosaic"
     assert choose("op", "auto", {"mosaic": "too small", "triton": None}) == "triton"
     assert choose("op", "auto", {"mosaic": "too small"}) == "reference"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import backend, triton_call
+from pallas_kernels import triton_call
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.api import mla_decode
@@ -37,7 +37,7 @@ def lowered(batch, n, heads, capability, sms=132, dtype=jnp.bfloat16):
         jax.ShapeDtypeStruct((batch, 64), jnp.int32),
         jax.ShapeDtypeStruct((batch, n), jnp.int32),
     )
-    triton.mla_decode.clear_cache()  # what was traced before is not compiled again
+    triton.mla_decode.clear_cache()  # so that the call is compiled again
     return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
@@ -52,7 +52,7 @@ def test_lowers_for_cuda(jax_triton, batch, n, heads, blocks):
     for line in calls:
         assert f'custom_call_target="{triton_call.TARGET}"' in line
         assert "api_version=API_VERSION_TYPED_FFI" in line
-    # What is merged goes into the first kernel's output.
+    # The merge writes into the first kernel's output.
     assert "output_to_operand_aliasing={{}: (3, {})}" in calls[1]
     attend, merge = jax_triton.calls
     items = num_items(batch, blocks, 132 * triton_call.tile_for(triton.TILES, n * heads, 90).resident)
@@ -95,7 +95,7 @@ def test_a_backend_that_cannot_run_says_why():
     assert triton.unsupported_reason(q, latent[:, :16], 512) == "it supports pages of 64 tokens, not 16"
 
 
-def test_obstacles_on_a_gpu(ampere, monkeypatch):
+def test_unsupported_reasons_on_a_gpu(ampere, monkeypatch):
     q, latent, *_ = ARRAYS
     monkeypatch.setattr(triton_call, "unsupported_reason", lambda: None)
     assert triton.unsupported_reason(q, latent, 512) is None
@@ -114,7 +114,7 @@ def test_obstacles_on_a_gpu(ampere, monkeypatch):
         )
 
 
-def test_what_to_install_is_said(monkeypatch):
+def test_the_reason_says_what_to_install(monkeypatch):
     metadata = triton_call.importlib.metadata
     versions = {"jax-triton": "0.3.1"}
 
@@ -144,14 +144,16 @@ def test_the_smallest_tile_that_holds_the_rows():
 
 
 def test_operations_without_a_triton_kernel(caplog):
-    """Those of the same option take the best there is, and the log says so; others refuse, and say what would serve."""
-    backend._log.cache_clear()
+    """Where the option has a Triton kernel for another operation they run on the fastest; else they raise."""
     rows, width = jnp.zeros((3,), jnp.int32), 576
     arrays = [jnp.zeros(s) for s in ((3, 2, 8), (3, 2, 64), (2, 8, 512), (2, 8, 512), (2, 64, width))]
-    with use(Backends(attention="triton")), caplog.at_level(logging.INFO, "jaxspec.kernels"):
+    with use(Backends(attention="triton")) as chosen:
         mla_prefill(*arrays, jnp.zeros((1, 1), jnp.int32), rows, rows, jnp.array([3]), scale=1.0)
-    (line,) = caplog.messages
-    assert line.startswith("mla_prefill: reference (there is no triton kernel; not mosaic: ")
+    assert chosen == {"mla_prefill": {"reference"}}
+    with caplog.at_level(logging.INFO, "jaxspec.kernels"):
+        for _ in range(2):
+            choose("logged once", "triton", {"mosaic": "it is small"}, same_as_auto=("triton",))
+    assert caplog.messages == ["logged once: reference (there is no triton kernel; not mosaic: it is small)"]
     with pytest.raises(UnsupportedError, match="there is no triton kernel; use 'auto', 'mosaic' or 'reference'"):
         choose("experts", "triton", {"mosaic": None})
     assert choose("mla_prefill", "triton", {"mosaic": None}, same_as_auto=("triton",)) == "mosaic"

@@ -1,4 +1,4 @@
-"""The Mosaic GPU prefill kernels where there is no GPU: their tables against NumPy, interpreted on the CPU, and lowered.
+"""The Mosaic GPU prefill kernels without a GPU: their tables against NumPy, interpreted on the CPU, and lowered.
 
 Interpreted, attention keeps softmax weights in shared memory; on the GPU they stay in registers (tests/gpu).
 """
@@ -65,7 +65,7 @@ def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2
 @interpreted
 @pytest.mark.parametrize(("chunk", "max_pages"), [(4096, 5), (256, 5), (128, 9)], ids=["one", "unrolled", "loop"])
 def test_interpreted(chunk, max_pages):
-    """Requests within one chunk, split over chunks, and in a loop over as many as there are."""
+    """One chunk for all requests, several chunks, and a loop over the chunks that exist."""
     assert (-(-max_pages // 2) * 2 * 128 // chunk > mosaic.MOST_UNROLLED) == (max_pages == 9)
     check_interpreted((100, 0), (65, 1), chunk=chunk, max_pages=max_pages)
 
@@ -84,7 +84,7 @@ def test_interpreted_ragged(starts, chunks, keys):
     check_interpreted(starts, chunks, chunk=256, keys=keys)
 
 
-# The most pages of a request decide on chunks: one, all unrolled (at 16 heads), a loop.
+# The most pages of a request decide: one chunk, several unrolled (at 16 heads), or a loop.
 @pytest.mark.parametrize(("tokens", "heads", "max_pages"), [(256, 16, 64), (2048, 16, 256), (2048, 128, 256)])
 def test_lowers_for_cuda(tokens, heads, max_pages):
     S, E = jax.ShapeDtypeStruct, 8
@@ -172,7 +172,7 @@ def test_listed_pages_are_those_of_the_requests(keys, first):
 @interpreted
 @pytest.mark.parametrize(("count", "blocks"), [(6, 2), (3, 5), (0, 1)])
 def test_interpreted_decompression(count, blocks):
-    """Blocks with several tiles, a ring that goes round, pages that do not exist, and blocks without work."""
+    """Blocks with several tiles, a ring that wraps around, pages that do not exist, and blocks without work."""
     floats, pages, rows, _ = listed(128, 0, 8)
     run = functools.partial(decompress.decompress, blocks=blocks)
     k_nope, k_rope, v = (np.asarray(x, np.float32) for x in run_interpreted(run, *floats, pages, jnp.int32(count)))
@@ -183,7 +183,7 @@ def test_interpreted_decompression(count, blocks):
     np.testing.assert_array_equal(k_rope[:used], rows[:used, L:])
 
 
-def test_obstacles():
+def test_unsupported_reasons():
     (q_nope, q_rope, w_uk, w_uv, pool), ints = problem(np.random.default_rng(0), (0,), (3,), 0, 1, 1)
     assert "CPU" in mosaic.unsupported_reason(q_nope, q_rope, w_uk, w_uv, pool)
     assert "64" in mosaic.unsupported_reason(q_nope, q_rope, w_uk, w_uv, pool[:, :32])

@@ -28,7 +28,7 @@ def inputs(T: int, H: int, D: int = 128, R: int = 64, L: int = 512) -> list[jax.
 @interpreted
 @pytest.mark.parametrize("T", [1, 5, 12, 40])
 def test_interpreted_without_races(T, monkeypatch):
-    """Part of a tile, padded to tiles, and two blocks of tokens, of wide tiles."""
+    """Part of a tile, padding to whole tiles, and two blocks of tokens with wide tiles."""
     if T == 40:
         monkeypatch.setattr(mosaic, "MOST_COLUMNS", 24)
         monkeypatch.setattr(mosaic, "WIDE_FROM", 1)
@@ -46,7 +46,7 @@ def test_interpreted_without_races(T, monkeypatch):
 @interpreted
 @pytest.mark.parametrize(("T", "H", "merged"), [(1, 2, False), (5, 2, True), (12, 2, False), (12, 2, True)])
 def test_with_the_latents_in_one_launch(T, H, merged):
-    """As two kernels; more tokens than heads, and fewer; in one array, with something between them, and in two."""
+    """As two kernels; with more tokens than heads and fewer; inputs in one array, with columns between, and in two."""
     q, w_uk, cos, sin = inputs(T, H)
     rng = np.random.default_rng(T)
     kv_a = jnp.asarray(rng.standard_normal((T, 576)), jnp.bfloat16)
@@ -83,11 +83,11 @@ def test_lowers_for_cuda(T, H):
     lowered = jax.jit(mosaic.mla_query).trace(*jax.eval_shape(lambda: inputs(T, H))).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count("@mosaic_gpu_v2(") == 1
-    # Nothing but the kernel, unless rows have to be filled up to whole tiles.
+    # Only the kernel, unless rows must be padded to whole tiles.
     assert ("stablehlo.pad" in text) == (T == 12)
 
 
-def test_what_has_no_kernel_is_made_by_the_reference():
+def test_unsupported_sizes_run_on_the_reference():
     args = inputs(3, 2, 16, 8, 32)
     assert "heads of 128 + 64" in str(mosaic.unsupported_reason(*args[:2]))
     for backend in ("auto", "triton", "reference"):

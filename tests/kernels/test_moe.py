@@ -111,8 +111,8 @@ def test_experts(T):
 
 @pytest.mark.parametrize("T", [1, TOKEN_BLOCK + 5])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_shared_experts_are_an_mlp_beside(dtype, T):
-    """Live tokens get what a module of their joint size adds, to the bit; dead ones 0, whatever their x."""
+def test_shared_experts_are_an_mlp(dtype, T):
+    """Live tokens get the output of a module of their joint size, bit for bit; dead ones get 0, even if their x is NaN."""
     rng = np.random.default_rng(T)
     E, H, inner, k = 4, 16, 12, 2
 

@@ -1,4 +1,4 @@
-"""The routed experts' Mosaic GPU kernels, as far as a CPU can show: interpreted, lowered, and their tables."""
+"""The Mosaic GPU kernels of the experts without a GPU: interpreted, lowered, and their slot tables."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ def interpret(config: Config, *arrays) -> np.ndarray:
 
 
 def check(T: int, E: int, k: int, H: int, inner: int, config: Config | None = None, *, shared_inner: int = 0) -> None:
-    """Live tokens as the reference in float32; dead ones give 0 and their NaN reaches nobody."""
+    """Live tokens are as in the float32 reference; dead ones give 0, and their NaN reaches no other token."""
     rng = np.random.default_rng(T)
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
     gate_up = jnp.asarray(rng.normal(size=(E, 2, inner, H)) / H**0.5, jnp.bfloat16)
@@ -77,7 +77,7 @@ def test_interpreted_with_shared_experts(T, pieces):
 
 @pytest.mark.parametrize(("T", "shared_inner"), [(16, 192), (Tuning().most_piece_rows + 1, 256)])
 def test_shared_experts_that_the_kernels_leave_out(T, shared_inner):
-    """An inner size that is no multiple of an expert's, and more tokens than are worth it."""
+    """An inner size that is no multiple of an expert's, and too many tokens."""
     config = configure(T, 8, 2, 128, 128, shared_inner)
     assert config == configure(T, 8, 2, 128, 128)
 
@@ -100,7 +100,7 @@ def test_interpreted_odd_sizes(shared_inner):
 @pytest.mark.slow
 @pytest.mark.parametrize("pieces", [0, 1])
 def test_interpreted_two_consumers(pieces):
-    """What a prefill uses: two warpgroups of consumers, several blocks each, more than one slot an expert."""
+    """As in a prefill: two consumer warpgroups with several blocks each, more than one slot per expert."""
     T, E, k, H, inner = 70, 4, 2, 256, 128
     config = Config(
         64, max_slots(T, k, E, 64, all_tokens=False), False, Tiles(64, 3, 2, 2), Tiles(64, 2, 2, 2), 2,
@@ -120,7 +120,7 @@ def test_interpreted_two_consumers(pieces):
     ],
 )
 def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k, rows, all_tokens, most_chunks, monkeypatch):
-    """The tables of one kernel and of two are those of XLA: slots, experts, and the token of each row that is used."""
+    """With one kernel and with two: slots, their experts, and the token of each row that is used."""
     monkeypatch.setattr(dispatch, "MOST_CHUNKS", most_chunks)
     rng = np.random.default_rng(T)
     _, ids = routed(rng, T, E, k)
@@ -229,7 +229,7 @@ def test_tiles_fit_and_divide():
                 assert ring + t.consumers * rows * 64 * 2 <= 227 * 1024 - 1024
 
 
-def test_what_cannot_run_here_says_why():
+def test_unsupported_calls_say_why():
     x, gate_up, down = jnp.zeros((1, 96)), jnp.zeros((2, 2, 64, 96)), jnp.zeros((2, 96, 64))
     weights, ids, live = jnp.ones((1, 1)), jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool)
     with use(Backends(moe="mosaic")), pytest.raises(UnsupportedError, match="multiples of 64, not 96 and 64"):

@@ -1,4 +1,4 @@
-"""The experts' kernel for a single token, as far as a CPU can show: interpreted, lowered, and when it is chosen."""
+"""The experts' kernel for a single token, without a GPU: interpreted, lowered, and when it is chosen."""
 
 import dataclasses
 import functools
@@ -39,13 +39,13 @@ def layer(H: int, E: int, inner: int, S: int):
     [(256, 8, 3, 128, 192, True), (192, 4, 1, 64, 0, False)],
 )
 def test_interpreted_without_races(H, E, k, inner, S, adds):
-    """As the reference in float32; experts that were not chosen are NaN; a NaN of the token shows; a dead one is 0."""
+    """As the reference in float32, with NaN in unused experts; a NaN of the token shows, and a dead token gives 0."""
     rng = np.random.default_rng(k)
     gate_up, down, shared = layer(H, E, inner, S)
     x, residual = (jnp.asarray(rng.normal(size=(1, H)), jnp.bfloat16) for _ in range(2))
     ids = rng.permutation(E)[:k].astype(np.int32)[None]
     weights = rng.uniform(0.1, 1, size=(1, k)).astype(np.float32)
-    # As the routing kernel leaves them: wider, and with more rows.
+    # Padded as the routing kernel's results are: wider, and with more rows.
     padded_ids = np.pad(ids, ((0, 7), (0, 8 - k)), constant_values=E)
     padded_weights = np.pad(weights, ((0, 7), (0, 64 - k)), constant_values=np.nan)
     unused = ~np.isin(np.arange(E), ids)[:, None, None]
@@ -61,9 +61,9 @@ def test_interpreted_without_races(H, E, k, inner, S, adds):
 
     exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, gate_up, down, shared, residual))
     want = reference.experts(*exact[:3], weights, ids, jnp.array([True]), exact[3])
-    beside = exact[4] if adds else 0.0
-    assert relative_error(run(x, True), want + beside) < 8e-3
-    dead = np.broadcast_to(beside, (1, H))
+    added = exact[4] if adds else 0.0
+    assert relative_error(run(x, True), want + added) < 8e-3
+    dead = np.broadcast_to(added, (1, H))
     np.testing.assert_array_equal(run(jnp.full_like(x, jnp.nan), False), dead)
     assert np.isnan(run(x.at[0, H - 1].set(jnp.nan), True)).all()
 
@@ -151,12 +151,12 @@ def test_which_calls_it_supports():
     with tuning.use(ON):
         assert all(supports(1, *sizes) for sizes in SHAPES.values())
         assert not supports(2, *SHAPES["moonlight"])
-        assert not supports(1, 2048, 64, 6, 1408, 96)  # a shared expert of no multiple of 64
+        assert not supports(1, 2048, 64, 6, 1408, 96)  # a shared expert whose size is no multiple of 64
 
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_the_api_uses_it(adds, monkeypatch):
-    """Where it is tuned in and the experts' kernels can run, with routing and after it."""
+    """Where tuning says so and the experts' kernels can run, with routing and without."""
     calls = []
     monkeypatch.setattr(mosaic, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(api.routing, "unsupported_reason", lambda *_: None)

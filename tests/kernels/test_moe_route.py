@@ -1,4 +1,4 @@
-"""The routing kernel, as far as a CPU can show: interpreted against the reference, and lowered."""
+"""The routing kernels without a GPU: interpreted against the reference, and lowered."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ def test_interpreted(shape, sigmoid, T):
     ],
 )  # fmt: skip
 def test_tables_of_the_same_launch(shape, sigmoid, T):
-    """Few tokens: the tables are those of XLA for what the reference chooses, and dead tokens are in none."""
+    """Few tokens: the tables are the reference's for its own choice of experts, without dead tokens."""
     E, routing = ROUTINGS[shape]
     logits, bias = routers(shape, T, sigmoid=sigmoid)
     live = jnp.arange(T) % 3 != 1
@@ -70,7 +70,7 @@ def test_tables_of_the_same_launch(shape, sigmoid, T):
 @pytest.mark.slow
 @pytest.mark.parametrize("T", [3, 20])
 def test_routed_experts(T):
-    """Shared slots and others: as routing and experts one after the other."""
+    """Slots with all tokens, and others: as routing and then experts."""
     E, H, inner, routing = 8, 128, 128, ROUTINGS["odd"][1]
     rng = np.random.default_rng(T)
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
@@ -115,7 +115,7 @@ def test_lowers_for_the_gpu(shape, sigmoid, T):
 
 @pytest.mark.parametrize(("T", "kernels"), [(1, 3), (8, 3), (32, 5), (2048, 6)])
 def test_a_layer_lowers_for_the_gpu(T, kernels):
-    """Between the router's matmul and the experts' one kernel for few tokens, else three, of which one gathers, or four."""
+    """From logits to the experts' matmuls: one kernel for few tokens, three with the gather for more, four for a prefill."""
     E, routing = ROUTINGS["moonlight"]
     H, inner = 2048, 1408
     args = abstract(
@@ -128,7 +128,7 @@ def test_a_layer_lowers_for_the_gpu(T, kernels):
 
 
 @pytest.mark.slow
-def test_what_has_no_kernel_is_routed_by_the_reference():
+def test_unsupported_routings_run_on_the_reference():
     logits, bias = routers("odd", 4, sigmoid=True)
     _, routing = ROUTINGS["odd"]
     assert "up to 512 experts" in str(unsupported_reason(jnp.zeros((1, 1024)), routing))

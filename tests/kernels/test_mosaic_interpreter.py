@@ -1,4 +1,4 @@
-"""That the interpreter's races are seen, in whichever kernel of a call they are."""
+"""Races that the interpreter finds are reported, in whichever kernel of a call they are."""
 
 import jax.numpy as jnp
 import pytest

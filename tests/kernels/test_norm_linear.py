@@ -15,7 +15,7 @@ from tests.kernels.paged_cases import relative_error
 
 
 def inputs(T, H, outs, experts=0):
-    """x, the norm's weight, weights, and what is added to x; a router of that many experts is float32."""
+    """x, the norm's weight, weights (with experts, also a float32 router of them), and delta."""
     rng = np.random.default_rng(T)
     shapes = [(T, H), (H,), (T, H), *((*out, H) for out in outs)]
     x, gain, delta, *weights = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
@@ -64,7 +64,7 @@ def test_lowers_for_cuda(T, H, outs, experts, adds):
 
 
 @pytest.mark.parametrize("backend", ["auto", "mosaic", "reference"])
-def test_what_has_no_kernel_is_made_by_the_reference(backend):
+def test_unsupported_sizes_run_on_the_reference(backend):
     x, gain, weights, delta = inputs(3, 48, [(8,)], 4)
     assert "hidden size" in str(mosaic.unsupported_reason(x, gain, weights))
     assert "outputs" in str(mosaic.unsupported_reason(*inputs(3, 256, [(9,)])[:3]))

@@ -1,4 +1,4 @@
-"""What a sampler needs of logits: the Mosaic GPU kernels interpreted on the CPU and lowered for cuda, beside plain XLA."""
+"""The Mosaic GPU kernels of sampling, interpreted on the CPU against plain XLA, and lowered for cuda."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from pallas_kernels.sampling import api, mosaic, reference
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
 
-# Two vectors of which the second reaches back over the first.
+# Two vectors, the second of which overlaps the first.
 V = 1400
 
 
@@ -25,7 +25,7 @@ def test_stats_interpreted(dtype):
     np.testing.assert_array_equal(got.finite, [True, True, True, False, False, False])
     np.testing.assert_array_equal(want.finite, got.finite)
     for name in ("argmax", "log_z", "log_z_tempered"):
-        # The fourth row has -inf, which is a number to all but `finite`; the last two have NaN and infinity.
+        # The fourth row has -inf, which only `finite` minds; the last two have NaN and infinity.
         np.testing.assert_allclose(getattr(got, name)[:4], getattr(want, name)[:4], rtol=1e-6, err_msg=name)
     assert ((np.asarray(got.argmax) >= 0) & (np.asarray(got.argmax) < V)).all()
     assert_no_races(got)
@@ -43,7 +43,7 @@ def test_draws_interpreted(residual):
 
 
 def test_noise_is_that_of_jax():
-    """To the bit: which implementation draws must not matter."""
+    """Bit for bit: which implementation draws must not matter."""
     keys = np.random.default_rng(0).integers(0, 2**32, (3, 2), np.uint32)
     want = reference.gumbel(jnp.asarray(keys), 5000)
     for key, noise in zip(keys.view(np.int32), want, strict=True):
@@ -72,7 +72,7 @@ def test_lowers_for_the_gpu(R, size, dtype):
         assert text.count("custom_call @mosaic_gpu") == 1
 
 
-def test_what_cannot_run_here_says_why():
+def test_unsupported_calls_say_why():
     with use(Backends()) as chosen:
         api.logits_stats(jnp.zeros((1, 8), jnp.bfloat16), jnp.ones(1))
     assert chosen == {"logits_stats": {"reference"}}

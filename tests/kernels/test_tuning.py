@@ -1,4 +1,4 @@
-"""The kernels' choices: where they come from, and that the kernels ask for them."""
+"""The kernels' tuned choices: where they come from, and that the kernels follow them."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from pallas_kernels.split_kv import make_schedule
 from pallas_kernels.tuning import Tuning
 
 
-def test_the_data_is_of_known_choices_and_other_devices_get_the_defaults():
+def test_the_data_has_known_choices_and_other_devices_get_the_defaults():
     kinds = json.loads(tuning.FILE.read_text())
     assert "NVIDIA H200" in kinds
     for kind, fields in kinds.items():

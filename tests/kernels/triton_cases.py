@@ -1,4 +1,4 @@
-"""Cases of the Triton kernels for Triton's interpreter, what it finds, and what a GPU has room for."""
+"""Cases of the Triton kernels, their errors in Triton's interpreter, and the shared memory of GPUs."""
 
 import json
 import os
@@ -13,19 +13,19 @@ import pytest
 from pallas_kernels.triton_call import Tile
 
 ROOT = Path(__file__).parents[2]
-# What a program may take, in KiB, by the least compute capability.
+# Shared memory of a program at most, in KiB, by the least compute capability.
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 
 
 class Case(NamedTuple):
-    """Of mla_decode: lengths, window, heads and type of a call; multiprocessors and compute capability that it is cut for."""
+    """A call of mla_decode: lengths, window, heads and dtype, and the multiprocessors and capability that it is cut for."""
 
     lengths: tuple[int, ...]
     n: int
     heads: int
     sms: int
     capability: int
-    dtype: str = "float32"  # the interpreter multiplies the bits of bfloat16 as if they were whole numbers
+    dtype: str = "float32"  # the interpreter multiplies the bits of bfloat16 as integers
 
 
 CASES = {
@@ -40,7 +40,7 @@ CASES = {
 
 
 class GqaCase(NamedTuple):
-    """Of gqa_decode: the same with key heads, query heads of each, and their size."""
+    """A call of gqa_decode: as `Case`, with key heads, query heads of each, and their size."""
 
     lengths: tuple[int, ...]
     n: int
@@ -64,7 +64,7 @@ GQA_CASES = {
 
 
 def errors_of(operation: str) -> dict[str, float]:
-    """Relative errors by case, from a process of its own: the interpreter is chosen when triton is imported."""
+    """Relative errors by case, from a process of its own, because importing triton decides whether it interprets."""
     pytest.importorskip("triton", reason="needs Triton: pip install -e '.[test]'")
     pytest.importorskip("torch", reason="Triton's interpreter needs PyTorch: pip install -e '.[test]' on Python 3.11")
     run = subprocess.run(
@@ -80,10 +80,10 @@ def errors_of(operation: str) -> dict[str, float]:
 
 
 def check_fit(attend: SimpleNamespace, merge: SimpleNamespace, tile: Tile, capability: int) -> None:
-    """What was compiled for a tile is for that capability, and fits as often as the tile says."""
+    """The kernels are compiled for that capability, and as many programs fit as the tile says."""
     for call in (attend, merge):
         assert call.capability == capability
         assert f".target sm_{capability}" in call.ptx
     assert attend.warps == tile.warps
-    # A multiprocessor keeps a KiB a program for itself, and has one more than a single program may take.
+    # A multiprocessor reserves a KiB for each program, and has one more than a single program can have.
     assert tile.resident * (attend.shared_bytes + 1024) <= (SHARED_KIB[capability] + 1) * 1024

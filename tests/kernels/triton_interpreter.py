@@ -1,4 +1,4 @@
-"""Runs Triton kernels in Triton's interpreter, which has to be chosen before triton is imported:
+"""Runs Triton kernels in Triton's interpreter, which must be chosen before triton is imported:
 
 TRITON_INTERPRET=1 python -m tests.kernels.triton_interpreter mla_decode   # prints each case's relative error as JSON
 """
@@ -27,7 +27,7 @@ _patch_lang_tensor = interpreter._patch_lang_tensor
 
 
 def patch_lang_tensor(tensor, scope) -> None:
-    """Triton 3.6 holds numbers as arrays of one element, which NumPy 2.4 no longer takes for the bounds of a loop."""
+    """Triton 3.6 holds numbers as arrays of one element, which NumPy 2.4 no longer accepts as the bounds of a loop."""
     _patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -36,7 +36,7 @@ interpreter._patch_lang_tensor = patch_lang_tensor
 
 
 def interpret(kernel, inputs, outputs, *, grid, constants, aliases=None, **_):
-    """In place of `triton_call.call`. What a kernel does not write stays NaN."""
+    """Replaces `triton_call.call`. Elements that a kernel does not write stay NaN."""
     inputs = [torch.from_numpy(np.array(a)) for a in inputs]
     results = [torch.from_numpy(np.full(out.shape, np.nan, out.dtype)) for out in outputs]
     for source, target in (aliases or {}).items():
@@ -62,7 +62,7 @@ def error(got, want, dtype: str) -> float:
 def mla_error(case: Case) -> float:
     rng = np.random.default_rng(0)
     pool, tables = paged_pool(rng, case.lengths, 576)
-    # Scores of some size, so that a wrong mask shows.
+    # Large scores, so that a wrong mask shows.
     q = 3 * rng.standard_normal((len(case.lengths), case.n, case.heads, 576), np.float32)
     q, latent = jnp.asarray(q, case.dtype), jnp.asarray(pool, case.dtype)
     where = jnp.asarray(tables), jnp.asarray(window_bounds(case.lengths, case.n))
