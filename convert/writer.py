@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from convert.keymaps import ParamPath
 from jaxspec.loading.converted import checkpointer
 from jaxspec.loading.manifest import MANIFEST, Manifest
 from jaxspec.loading.parts import WEIGHTS
+from jaxspec.models.keymap import ParamPath
 from jaxspec.models.params import nest
 
 # A loader reads whole chunks: small enough that a shard of a mesh reads little that it does not need, large enough

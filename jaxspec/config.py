@@ -41,7 +41,9 @@ class EngineConfig:
         "steps that run on the device while the output of the one before them is read, 0 to 3 "
         "(default: 1 on a GPU, 0 on a CPU)",
     )
-    enable_prefix_caching: bool = _option(True, "share the KV pages of prompts that begin alike")
+    enable_prefix_caching: bool | None = _option(
+        None, "share the KV pages of prompts that begin alike (default: on where pages hold all that the model keeps)"
+    )
     log_steps: str | None = _option(None, "file to which every step is written as a line of JSON, for `bench timeline`")
     num_gpu_blocks_override: int | None = _option(
         None, f"number of KV pages of {PAGE_SIZE} tokens, the padding page included, instead of sizing by memory"
@@ -218,12 +220,14 @@ def resolve(
     page_bytes: int,
     free_bytes: int,
     on_gpu: bool,
+    paged: bool = True,
 ) -> Settings:
     """Turns options into settings.
 
     Args:
         page_bytes: bytes of one KV page over all layers, on one device.
         free_bytes: bytes that KV pages may take on one device.
+        paged: pages hold all that the model's layers keep between steps (see `CacheSpec`).
 
     Raises:
         ConfigError: options that contradict the model or each other; the text names the option to change.
@@ -249,6 +253,16 @@ def resolve(
             if window > 1
             else "synthetic_acceptance_length needs speculation: num_speculative_tokens of at least 1"
         )
+    if not paged and config.enable_prefix_caching:
+        raise ConfigError(
+            "enable_prefix_caching: this model keeps a state for each request that no page holds, so prompts cannot share "
+            "their beginnings; leave the option out"
+        )
+    if not paged and num_speculative_tokens:
+        raise ConfigError(
+            f"num_speculative_tokens {num_speculative_tokens}: this model keeps a state for each request that cannot go back "
+            "after a rejected draft; use 0"
+        )
     longest = pages_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         num_pages = config.num_gpu_blocks_override
@@ -259,7 +273,7 @@ def resolve(
         )
     else:
         wanted = max_num_seqs * longest + 1
-        num_pages = int(min(wanted, free_bytes // page_bytes))
+        num_pages = int(min(wanted, free_bytes // max(page_bytes, 1)))
     if num_pages < longest + 1:
         fits = max((num_pages - 1) * PAGE_SIZE, 0)
         raise ConfigError(
@@ -277,7 +291,7 @@ def resolve(
         synthetic_acceptance_length=synthetic,
         mixed=config.enable_mixed_batch,
         readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=paged if config.enable_prefix_caching is None else config.enable_prefix_caching,
         on_gpu=on_gpu,
         attention_backend=config.attention_backend,
         moe_backend=config.moe_backend,

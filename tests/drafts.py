@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.metadata import StepMetadata
+from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 
 ALWAYS = 256
@@ -32,6 +33,7 @@ class PatternDraft(nnx.Module):
     """
 
     capture: tuple[int, ...] = ()
+    cache_spec = CacheSpec((CacheArray("following ids", "token", (), np.dtype(np.float32), ()),))
 
     def __init__(self, vocab_size: int, num_texts: int, length: int):
         declare = Declare(jnp.int32)
@@ -50,40 +52,39 @@ class PatternDraft(nnx.Module):
         self,
         embedded_TH: jax.Array,
         hidden_TH: jax.Array,  # noqa: ARG002
-        cache: jax.Array,
+        cache: LayerCache,
         meta: StepMetadata,
-    ) -> tuple[jax.Array, jax.Array]:
-        cache = cache.at[meta.pages, meta.offsets].set(embedded_TH[:, 0].astype(cache.dtype))
+    ) -> tuple[jax.Array, LayerCache]:
+        ids = self._write(cache, embedded_TH, meta)
         tables_T = jnp.repeat(meta.decode_tables, meta.decode_bounds.shape[1], axis=0)
         if meta.prefill_tables.shape[0]:
             # Padding tokens have a row past the last one; what they propose is nobody's.
             rows_P = jnp.minimum(meta.prefill_rows, meta.prefill_tables.shape[0] - 1)
             tables_T = jnp.concatenate([meta.prefill_tables[rows_P], tables_T])
-        return self._propose(cache, tables_T, meta.positions), cache
+        return self._propose(ids, tables_T, meta.positions), (ids,)
 
     def catch_up(
         self,
         embedded_TH: jax.Array,
         hidden_TH: jax.Array,  # noqa: ARG002
-        live_R: jax.Array,  # noqa: ARG002
-        cache: jax.Array,
+        live: LiveRows,
+        cache: LayerCache,
         meta: StepMetadata,
-        tables_R: jax.Array,
-        bounds_R: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        cache = cache.at[meta.pages, meta.offsets].set(embedded_TH[:, 0].astype(cache.dtype))
-        return self._propose(cache, tables_R, bounds_R - 1), cache
+    ) -> tuple[jax.Array, LayerCache]:
+        ids = self._write(cache, embedded_TH, meta)
+        return self._propose(ids, live.tables, live.bounds - 1), (ids,)
 
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:  # noqa: ARG002
         return hidden_RH
 
-    def cache_shapes(self, num_pages: int, page_size: int) -> Any:
-        return (num_pages, page_size)
+    def _write(self, cache: LayerCache, embedded_TH: jax.Array, meta: StepMetadata) -> jax.Array:
+        (ids,) = cache
+        return ids.at[meta.pages, meta.offsets].set(embedded_TH[:, 0].astype(ids.dtype))
 
-    def _propose(self, cache: jax.Array, tables_R: jax.Array, positions_R: jax.Array) -> jax.Array:
+    def _propose(self, ids: jax.Array, tables_R: jax.Array, positions_R: jax.Array) -> jax.Array:
         """Logits [R, V] of the token two positions on: the one in between is the newest entry of the cache."""
         texts_NL = self.texts[...]
-        history_RS = cache[tables_R].reshape(tables_R.shape[0], -1)
+        history_RS = ids[tables_R].reshape(tables_R.shape[0], -1)
         S = history_RS.shape[1]
         following_NS = jnp.pad(texts_NL[:, 1 : S + 1], ((0, 0), (0, max(S + 1 - texts_NL.shape[1], 0))))
         unknown_RS = jnp.arange(S) > positions_R[:, None]

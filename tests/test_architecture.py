@@ -27,16 +27,14 @@ LAYERS = {
         "pallas_kernels.backend",
     ),
     "jaxspec.text": ("jaxspec.errors", "jaxspec.sampling", "jaxspec.engine"),
-    "convert.keymaps": ("jaxspec.models",),
     "jaxspec.loading": (
         "jaxspec.errors", "jaxspec.config", "jaxspec.compile_cache", "jaxspec.models", "jaxspec.engine", "jaxspec.text",
-        "jaxspec.demo", "convert.keymaps",
+        "jaxspec.demo",
     ),
     # Compares through the public API.
     "convert.compare": ("convert", "jaxspec.errors", "jaxspec.sampling", "jaxspec.llm"),
     "convert": (
         "jaxspec.errors", "jaxspec.models", "jaxspec.config", "jaxspec.text", "jaxspec.loading", "jaxspec.demo",
-        "convert.keymaps",
     ),
     "jaxspec.llm": (
         "jaxspec.errors", "jaxspec.config", "jaxspec.compile_cache", "jaxspec.models", "jaxspec.engine",

@@ -11,9 +11,9 @@ from flax import nnx
 
 from convert.reference import read_record
 from jaxspec.engine.request import Request
-from jaxspec.models.metadata import StepMetadata
 from jaxspec.sampling.params import SamplingParams
 from serve.demo import RECORD
+from tests.caches import empty_cache, single_request
 from tests.engine.scripted import engine_over, exchanged
 from tests.engine.tiny import run, tiny_runner
 
@@ -28,23 +28,11 @@ def log_p_of_texts(runner, length):
     size = runner.settings.page_size
     pages = length // size
     model = nnx.merge(runner._graphdefs[0], runner._params[0])
-    positions = jnp.arange(length, dtype=jnp.int32)
-    none = jnp.zeros((0, pages), jnp.int32)
-    meta = StepMetadata(
-        positions=positions,
-        pages=1 + positions // size,
-        offsets=positions % size,
-        live=jnp.ones(length, bool),
-        prefill_tables=1 + jnp.arange(pages, dtype=jnp.int32)[None],
-        prefill_rows=jnp.zeros(length, jnp.int32),
-        prefill_ends=jnp.full(1, length, jnp.int32),
-        decode_tables=none,
-        decode_bounds=jnp.zeros((0, 1), jnp.int32),
-    )
+    meta = single_request(0, length, pages=pages, page_size=size, prefill=True)
 
     @jax.jit
     def logits(ids):
-        cache = tuple(jnp.zeros(shape) for shape in model.cache_shapes(pages + 1, size))
+        cache = tuple(empty_cache(spec, pages + 1, size) for spec in model.cache_specs())
         return model.logits(model(ids, cache, meta).hidden)
 
     return logits

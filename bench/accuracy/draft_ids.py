@@ -80,19 +80,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make(folder: Path, seed: int = 0) -> None:
     """Writes the folders mtp, eagle3 and eagle3-head: Hugging Face layout, bfloat16, the same bits for one seed."""
-    from convert.keymaps import eagle3_key_map, key_map, nextn_key_map
-    from jaxspec.models.config import read_config
-    from jaxspec.models.eagle3 import read_eagle3_config
+    from jaxspec.models.decoder import decoder_key_map
+    from jaxspec.models.eagle3 import eagle3_key_map, read_eagle3_config
+    from jaxspec.models.mtp import nextn_key_map
+    from jaxspec.models.registry import read_config
 
     rng = np.random.default_rng(seed)
     config = read_config(MTP)
-    tensors = _random_tensors(rng, _shapes(key_map(config)) | _shapes(nextn_key_map(config)))
+    tensors = _random_tensors(rng, _shapes(decoder_key_map(config)) | _shapes(nextn_key_map(config)))
     nextn = f"model.layers.{config.num_layers}."
     tensors[f"{nextn}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     tensors[f"{nextn}shared_head.head.weight"] = tensors["lm_head.weight"]
     _write(folder / "mtp", MTP, tensors)
 
-    _write(folder / "eagle3", TARGET, _random_tensors(rng, _shapes(key_map(read_config(TARGET)))))
+    _write(folder / "eagle3", TARGET, _random_tensors(rng, _shapes(decoder_key_map(read_config(TARGET)))))
 
     head = read_eagle3_config(EAGLE3)
     pieces = eagle3_key_map(head, prefix="midlayer.", own_embedding=False, own_head=True)

@@ -20,8 +20,8 @@ import numpy as np
 
 from bench.harness import record
 from bench.harness.shards import Tensor, write_checkpoint
-from convert.keymaps import key_map
-from jaxspec.models.config import read_config
+from jaxspec.models.decoder import decoder_key_map
+from jaxspec.models.registry import read_config
 
 # Sizes chosen so that one mixture layer is a few hundred MiB, as in published models of this family.
 LARGE: dict[str, Any] = {
@@ -70,7 +70,7 @@ def make_checkpoint(folder: Path, at_least_bytes: int) -> int:
 
 
 def _tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {piece.name: piece.shape for pieces in key_map(read_config(hf)).values() for piece in pieces}
+    return {piece.name: piece.shape for pieces in decoder_key_map(read_config(hf)).values() for piece in pieces}
 
 
 def _is_float32(name: str) -> bool:
@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _parameter_bytes(source: Path) -> dict[str, int]:
     """Bytes of each parameter that the conversion makes of several tensors or one."""
-    pieces = key_map(read_config(json.loads((source / "config.json").read_text())))
+    pieces = decoder_key_map(read_config(json.loads((source / "config.json").read_text())))
     return {".".join(map(str, path)): _bytes({p.name: p.shape for p in parts}) for path, parts in pieces.items()}
 
 

@@ -47,10 +47,10 @@ from bench.step.step import SHAPES, mesh_of_one, ms, read_bandwidth
 from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, resolve_dtype
 from jaxspec.engine.runner import WARMUP_RUNS, bind
-from jaxspec.engine.state import kv_page_bytes
-from jaxspec.models.config import read_config
+from jaxspec.models.cache import page_bytes
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.params import count_parameters, random_params
+from jaxspec.models.params import TENSOR_AXIS, count_parameters, random_params
+from jaxspec.models.registry import read_config
 
 # Steps that are not counted at the start of each measurement.
 WARMUP_STEPS = 1
@@ -232,7 +232,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"compiled and warm after {time.perf_counter() - began:.1f} s", flush=True)
 
     page = lanes[0].settings.page_size
-    kv_token_bytes = kv_page_bytes(model, dtype, page, 1) / page
+    kv_token_bytes = page_bytes(model.cache_specs(), page, {TENSOR_AXIS: 1}) / page
     figures = []
     for n, group in by_rows.items():
         figures.append(_row(model, lanes, group, n, context, kv_token_bytes, bandwidth, arguments))
@@ -292,7 +292,7 @@ def _row(
     page = lanes[0].settings.page_size
     for lane in lanes[1:]:
         draft: Any = lane.draft
-        draft_token_bytes = kv_page_bytes(model, lane.settings.dtype, page, 1, draft=draft) / page - kv_token_bytes
+        draft_token_bytes = page_bytes([draft.cache_spec], page, {TENSOR_AXIS: 1}) / page
         need = cycle_bytes(model, draft, n, arguments.tokens, context, kv_token_bytes, draft_token_bytes)
         on, off = of(lane), of(lane, skip=False)
         figures: dict[str, Any] = {

@@ -22,11 +22,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.config import Settings, np_dtype, pages_for
 from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.choose import advance, choose
 from jaxspec.engine.drafting import propose
+from jaxspec.engine.forward import forward
 from jaxspec.engine.plan import NO_ID
 from jaxspec.engine.runner import bind
 from jaxspec.engine.state import GREEDY_DRAFTS, MAX_LEN, NUM_DRAFTS, TEMPERATURE, state_shapes, zero_state
-from jaxspec.engine.step import advance, apply_updates, choose, lay_out, logit_rows, make_step, pack_output
+from jaxspec.engine.step import make_step, pack_output
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import Eagle3, capture_layers, read_eagle3_config
@@ -150,7 +152,7 @@ def make_lane(
     draft_def, draft_params = bind(*draft) if draft else (None, None)
     module = draft[0] if draft else None
     k, S, V = settings.num_speculative_tokens, settings.max_slots, model.config.vocab_size
-    shapes = state_shapes(model, settings, mesh, draft=module, num_drafts=k)
+    shapes = state_shapes(model, settings, mesh, draft=module, num_speculative_tokens=k)
     one: Any = ()
     if split and draft:
         sharding = shapes.seq_len.sharding
@@ -293,20 +295,19 @@ def staged_step(
         state, one = carry
         target = nnx.merge(graphdefs[0], params[0])
         inputs = layout.split(flat_inputs)
-        state = apply_updates(state, inputs, full=False)
-        ids_T, meta = lay_out(state, inputs, settings, n)
         draft = nnx.merge(graphdefs[1], params[1]) if stage is Stage.CATCH_UP else None
-        output = target(ids_T, state.kv, meta, capture=draft.capture if draft else ())
+        capture = draft.capture if draft else ()
+        state, forwarded = forward(target, state, inputs, settings, n=n, full=False, capture=capture)
         if stage is Stage.TARGET:
-            return (state._replace(kv=output.cache), one), output.hidden
-        result = choose(target.logits(output.hidden[logit_rows(inputs, n)]), state, inputs, n=n, full=False)
+            return (state, one), forwarded.hidden
+        result = choose(forwarded.logits, state, inputs, n=n, full=False)
         was_done = state.done
-        state = advance(state._replace(kv=output.cache), inputs, result, full=False)
+        state = advance(state, inputs, result, full=False)
         if draft is not None:
             # With room for one draft it drafts once. The window's own drafts stay those of the start.
             proposed = propose(
                 state._replace(drafts=one[0], draft_log_q=one[1]), draft, target,
-                draft.features(output.hidden, output.captured), meta, inputs, result,
+                forwarded, inputs, result,
                 was_done=was_done, settings=settings, skip_dead=skip_dead,
             )  # fmt: skip
             state = state._replace(draft_kv=proposed.draft_kv)

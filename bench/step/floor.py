@@ -8,6 +8,7 @@ import numpy as np
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
+from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import declarations
 
 
@@ -28,14 +29,19 @@ def traffic(model: CausalLM, rows: int, context: float, kv_token_bytes: float, *
     """What a step of `rows` rows and, in windows, `tokens` tokens (default: one a row) reads."""
     tokens = tokens or rows
     weights = weight_bytes(model, model.config, tokens)
-    moe = model.config.moe
-    experts = touched_share(model.config, tokens) * moe.num_experts if moe else 0.0
+    moe = routed_experts(model.config)
+    experts = touched_share(moe, tokens) * moe.num_experts if moe else 0.0
     return Traffic(weights, rows * context * kv_token_bytes, experts)
 
 
-def touched_share(config: ModelConfig, tokens: int) -> float:
+def routed_experts(config: ModelConfig) -> MoESpec | None:
+    """The routed experts of a model's layers; None in a dense model."""
+    return next((layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)), None)
+
+
+def touched_share(moe: MoESpec, tokens: int) -> float:
     """Expected part of a layer's routed experts that a step touches: tokens choose k of E independently."""
-    return 1 - (1 - config.moe.top_k / config.moe.num_experts) ** tokens if config.moe else 0.0
+    return 1 - (1 - moe.top_k / moe.num_experts) ** tokens
 
 
 def weight_bytes(module: Any, config: ModelConfig, tokens: int) -> float:
@@ -44,11 +50,12 @@ def weight_bytes(module: Any, config: ModelConfig, tokens: int) -> float:
     Counts each weight once, of the embedding the tokens' own lines, and of the routed experts those that are touched.
     """
     total = 0.0
+    moe = routed_experts(config)
     for path, variable in declarations(module).items():
         value = variable.get_value()
         size = float(np.prod(value.shape)) * value.dtype.itemsize
-        if "experts" in variable.get_metadata()["axes"]:
-            size *= touched_share(config, tokens)
+        if moe and "experts" in variable.get_metadata()["axes"]:
+            size *= touched_share(moe, tokens)
         if path[0] == "embed" and not config.tie_embeddings:
             size *= tokens / config.vocab_size
         total += size

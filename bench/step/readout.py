@@ -34,9 +34,9 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.step_log import StepLog
-from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import random_params
+from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
 
 WARM_UP_STEPS = 8

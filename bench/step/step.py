@@ -36,7 +36,7 @@ from jax.sharding import Mesh
 from bench.harness import record
 from bench.harness.trace import keep_graphs
 from bench.step import weights as step_weights
-from bench.step.floor import Traffic, cycle_bytes, traffic
+from bench.step.floor import Traffic, cycle_bytes, routed_experts, traffic
 from bench.step.gates import add_peers, gates, read_peers
 from bench.step.load import WARMUP_STEPS, Kernels, Load, prefill_seconds
 from bench.step.step_vllm import CONTEXT, DRAFTED, OUTPUT_TOKENS, ROWS
@@ -46,9 +46,9 @@ from jaxspec.config import PAGE_SIZE, EngineConfig, Settings, np_dtype, pages_fo
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.state import kv_page_bytes
 from jaxspec.errors import ConfigError
 from jaxspec.models import moe
+from jaxspec.models.cache import page_bytes
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import TENSOR_AXIS, count_parameters
 from pallas_kernels.moe.api import route_sigmoid, route_softmax
@@ -62,6 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2,
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_theta": 50000.0,
+        "num_nextn_predict_layers": 1,
     },
     "tiny": {
         "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2,
@@ -70,6 +71,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 1,
     },
 }  # fmt: skip
 
@@ -317,7 +319,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print(f"prefilled after {time.perf_counter() - began:.1f} s", flush=True)
 
-    floors = Floor(weights, dtype, bandwidth)
+    floors = Floor(weights, bandwidth)
     rows: list[dict[str, Any]] = []
     for n in sizes.rows:
         figures = {"rows": n} | _measure(loads[0], sizes, n, floors)
@@ -364,7 +366,7 @@ def run(arguments: argparse.Namespace) -> int:
             for row in rows:
                 traced = _kernel_figures(load.kernels(row["rows"]), weights.model.config.num_layers + k)
                 (row["cycle"] if k else row).update(traced)
-    if weights.model.config.moe and not arguments.no_expert_count:
+    if routed_experts(weights.model.config) and not arguments.no_expert_count:
         for n, count in touched_experts(loads[0], weights.params, weights.model, sizes.rows).items():
             rows[sizes.rows.index(n)]["experts_touched_measured"] = round(count, 2)
     save()
@@ -384,11 +386,12 @@ class Floor:
         kv_token, draft_token: bytes of a token's KV, of all the target's layers and of the draft's.
     """
 
-    def __init__(self, weights: Weights, dtype: str, bandwidth: float):
+    def __init__(self, weights: Weights, bandwidth: float):
         self._weights, self._bandwidth = weights, bandwidth
-        self.kv_token = kv_page_bytes(weights.model, dtype, PAGE_SIZE, 1) / PAGE_SIZE
-        draft = weights.draft[0] if weights.draft else None
-        self.draft_token = kv_page_bytes(weights.model, dtype, PAGE_SIZE, 1, draft=draft) / PAGE_SIZE - self.kv_token
+        one = {TENSOR_AXIS: 1}
+        self.kv_token = page_bytes(weights.model.cache_specs(), PAGE_SIZE, one) / PAGE_SIZE
+        draft = [weights.draft[0].cache_spec] if weights.draft else []
+        self.draft_token = page_bytes(draft, PAGE_SIZE, one) / PAGE_SIZE
 
     def of_step(self, rows: int, context: float) -> Traffic:
         return traffic(self._weights.model, rows, context, self.kv_token)

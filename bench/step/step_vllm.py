@@ -90,11 +90,16 @@ def make(folder: Path, hf: dict[str, Any], seed: int = 0) -> int:
     import jax
 
     from bench.harness.shards import Tensor, write_checkpoint
-    from convert.keymaps import key_map, nextn_key_map, nextn_prefix
-    from jaxspec.models.config import read_config
+    from jaxspec.models.mtp import nextn_key_map, nextn_prefix
+    from jaxspec.models.registry import family_of, read_config
 
     config = read_config(hf)
-    pieces = [piece for m in (key_map(config), nextn_key_map(config)) for group in m.values() for piece in group]
+    pieces = [
+        piece
+        for m in (family_of(config).key_map(config), nextn_key_map(config))
+        for group in m.values()
+        for piece in group
+    ]
     shapes = {piece.name: piece.shape for piece in pieces}
     nextn = nextn_prefix(config)
     copies = {

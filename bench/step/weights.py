@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.parts import MTP
 from jaxspec.loading.resolve import resolve_model
-from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import random_params
+from jaxspec.models.registry import read_config
 
 
 @dataclass(frozen=True)

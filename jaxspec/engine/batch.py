@@ -36,9 +36,9 @@ class StepInputs(NamedTuple):
 
     Attributes:
         chunk_ids: int32 [P].
-        prefill: int32 [E, 6]: slot, start, length, final, forced, next_id.
+        prefill: int32 [E, PREFILL_FIELDS]; its columns are `PrefillRow`'s fields, by the names below.
         decode_slots: int32 [D].
-        deltas: int32 [M, 3]: slot, column, page.
+        deltas: int32 [M, 3] of page tables: slot, column, page.
         resets: int32 [E, RESET_FIELDS]: slot, params_f as bits, params_i, stop ids; slot 0 for rows that do not start a
             request.
         biases: int32 [E, 2 * MAX_LOGIT_BIAS] of the same rows: ids, values as bits. No rows in a "lean" bucket.
@@ -50,6 +50,66 @@ class StepInputs(NamedTuple):
     deltas: jax.Array
     resets: jax.Array
     biases: jax.Array
+
+    @property
+    def slots(self) -> jax.Array:  # [E], as all of a prompt row's fields
+        return self.prefill[:, 0]
+
+    @property
+    def starts(self) -> jax.Array:
+        return self.prefill[:, 1]
+
+    @property
+    def lengths(self) -> jax.Array:
+        return self.prefill[:, 2]
+
+    @property
+    def final(self) -> jax.Array:
+        return self.prefill[:, 3] > 0
+
+    @property
+    def forced(self) -> jax.Array:
+        return self.prefill[:, 4]
+
+    @property
+    def next_ids(self) -> jax.Array:
+        return self.prefill[:, 5]
+
+    @property
+    def delta_slots(self) -> jax.Array:  # [M], like the next two
+        return self.deltas[:, 0]
+
+    @property
+    def delta_columns(self) -> jax.Array:
+        return self.deltas[:, 1]
+
+    @property
+    def delta_pages(self) -> jax.Array:
+        return self.deltas[:, 2]
+
+    @property
+    def reset_slots(self) -> jax.Array:  # [E]
+        return self.resets[:, 0]
+
+    @property
+    def reset_floats(self) -> jax.Array:  # [E, PARAMS_F], bits
+        return self.resets[:, 1:RESET_INTS]
+
+    @property
+    def reset_ints(self) -> jax.Array:  # [E, PARAMS_I]
+        return self.resets[:, RESET_INTS:RESET_STOPS]
+
+    @property
+    def reset_stop_ids(self) -> jax.Array:  # [E, STOP_IDS]
+        return self.resets[:, RESET_STOPS:]
+
+    @property
+    def bias_ids(self) -> jax.Array:  # [E, MAX_LOGIT_BIAS]
+        return self.biases[:, :MAX_LOGIT_BIAS]
+
+    @property
+    def bias_values(self) -> jax.Array:  # [E, MAX_LOGIT_BIAS], bits
+        return self.biases[:, MAX_LOGIT_BIAS:]
 
 
 PREFILL_FIELDS = 6

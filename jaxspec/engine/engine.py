@@ -13,12 +13,12 @@ from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
 from jaxspec.engine.batch import bucket_for
+from jaxspec.engine.handoff import FLAG_NAN
 from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Progress, Runner, StepOutput
 from jaxspec.engine.scheduler import Scheduler
-from jaxspec.engine.step import FLAG_NAN
 from jaxspec.engine.step_log import StepObserver, StepTimes
 from jaxspec.errors import InvalidRequestError
 

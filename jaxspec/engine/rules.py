@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.engine.batch import StepInputs
-from jaxspec.engine.result import RowResult
+from jaxspec.engine.handoff import Chosen
 from jaxspec.engine.state import (
     FREQUENCY,
     MIN_TOTAL,
@@ -20,28 +20,26 @@ from jaxspec.engine.state import (
     StepState,
 )
 from jaxspec.models.metadata import StepMetadata
-from jaxspec.sampling.params import MAX_LOGIT_BIAS
 from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust
 
 
 def reset_rules(state: StepState, inputs: StepInputs, slots_E: jax.Array) -> StepState:
     """Empty counts and the biases of new requests. `slots_E` is out of range for rows that start none."""
-    biases = inputs.biases
-    values = lax.bitcast_convert_type(biases[:, MAX_LOGIT_BIAS:], jnp.float32)
+    values = lax.bitcast_convert_type(inputs.bias_values, jnp.float32)
     return state._replace(
         counts=state.counts.at[slots_E].set(0, mode="drop"),
-        bias_ids=state.bias_ids.at[slots_E].set(biases[:, :MAX_LOGIT_BIAS], mode="drop"),
+        bias_ids=state.bias_ids.at[slots_E].set(inputs.bias_ids, mode="drop"),
         bias_values=state.bias_values.at[slots_E].set(values, mode="drop"),
     )
 
 
 def count_prefilled(state: StepState, inputs: StepInputs, meta: StepMetadata) -> StepState:
-    """Counts of the chunks' tokens: the prompt's, and behind it the output of a request that resumes."""
+    """Counts of the chunks' tokens: the prompt's, then the output of a request that resumes."""
     S = state.counts.shape[0]
     P = inputs.chunk_ids.shape[0]
     if P == 0:
         return state
-    slots_P = jnp.pad(inputs.prefill[:, 0], (0, 1))[meta.prefill_rows]
+    slots_P = jnp.pad(inputs.slots, (0, 1))[meta.prefill_rows]
     in_prompt_P = meta.positions[:P] < state.params_i[slots_P, PROMPT_LEN]
 
     def where(mask_P: jax.Array) -> tuple[jax.Array, jax.Array]:  # out of range: the scatter drops it
@@ -52,15 +50,15 @@ def count_prefilled(state: StepState, inputs: StepInputs, meta: StepMetadata) ->
     return state._replace(counts=counts.at[where(~in_prompt_P)].add(1, mode="drop"))
 
 
-def count_chosen(counts: jax.Array, inputs: StepInputs, result: RowResult, slots_R: jax.Array) -> jax.Array:
+def count_chosen(counts: jax.Array, inputs: StepInputs, chosen: Chosen, slots_R: jax.Array) -> jax.Array:
     """Counts [S, V] with every token that the step chose, once. `slots_R` is out of range for rows that stay still."""
-    n = result.ids.shape[1]
+    n = chosen.ids.shape[1]
     D = inputs.decode_slots.shape[0]
-    chooses_R = jnp.concatenate([inputs.prefill[:, 3] > 0, jnp.ones(D, bool)])
-    # Behind a stop inside the window lie tokens that are never emitted; their slot's request is over.
-    chosen_Rn = chooses_R[:, None] & (jnp.arange(n) <= result.accepted[:, None])
+    chooses_R = jnp.concatenate([inputs.final, jnp.ones(D, bool)])
+    # After a stop inside the window lie tokens that are never emitted; their slot's request is over.
+    chosen_Rn = chooses_R[:, None] & (jnp.arange(n) <= chosen.accepted[:, None])
     slots_Rn = jnp.where(chosen_Rn, slots_R[:, None], counts.shape[0])
-    return counts.at[slots_Rn, result.ids].add(1, mode="drop")
+    return counts.at[slots_Rn, chosen.ids].add(1, mode="drop")
 
 
 def adjusted_logits(
@@ -72,7 +70,7 @@ def adjusted_logits(
         logits_RV: float32, raw; prompt rows, then the windows.
         positions_R: int32 [E + D] absolute position of the first token that each request's row chooses.
     """
-    slots_E, slots_D = inputs.prefill[:, 0], inputs.decode_slots
+    slots_E, slots_D = inputs.slots, inputs.decode_slots
     E, V = slots_E.shape[0], logits_RV.shape[1]
     no_drafts = jnp.zeros((E, 0), jnp.int32)
     drafts_Dk = state.drafts[slots_D] if n > 1 else jnp.zeros((slots_D.shape[0], 0), jnp.int32)

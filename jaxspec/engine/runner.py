@@ -111,6 +111,8 @@ class Runner:
         probe: bool = False,
     ):
         assert (settings.window > 1) == (draft is not None)
+        specs = model.cache_specs()
+        assert all(spec.paged for spec in specs) or not (settings.prefix_caching or draft), "see `resolve`"
         self.settings = settings
         self.window = settings.window
         self.buckets = buckets or bucket_table(settings)
@@ -122,7 +124,7 @@ class Runner:
         self._mesh = mesh
         self._probe = probe
         self._shapes = state_shapes(
-            model, settings, mesh, draft=draft[0] if draft else None, num_drafts=self.window - 1
+            model, settings, mesh, draft=draft[0] if draft else None, num_speculative_tokens=self.window - 1
         )
         self.state: StepState = zero_state(self._shapes)
         self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.config import Settings, np_dtype
-from jaxspec.models.decoder import Cache, CausalLM, LayerCache
+from jaxspec.config import Settings
+from jaxspec.models.cache import CacheSpec, LayerCache
+from jaxspec.models.decoder import Cache, CausalLM
 from jaxspec.models.draft import Draft
-from jaxspec.models.params import TENSOR_AXIS
 from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 
 # The model's own end-of-text ids share the row with the request's.
@@ -25,7 +25,7 @@ class StepState(NamedTuple):
     """S = max_num_seqs + 1 slots; slot 0 is the padding row and page 0 the padding page.
 
     Attributes:
-        kv: per layer the paged caches.
+        kv: each layer's cache, as its `CacheSpec` says.
         page_table: int32 [S, max_pages].
         seq_len: int32 [S] tokens of each slot whose KV is written.
         last_token: int32 [S] the newest token, whose KV is not written yet.
@@ -37,7 +37,7 @@ class StepState(NamedTuple):
         counts: int32 [S, V] how often each id was output, and whether the prompt holds it (see `LogitRules`); right for
             requests that run in "full" buckets from their start. Like the next two, "lean" buckets leave it alone.
         bias_ids: int32 [S, MAX_LOGIT_BIAS], of which the first NUM_BIAS count; bias_values float32 likewise.
-        draft_kv: the draft's paged cache, under the same page ids. Like the next two () where nothing drafts.
+        draft_kv: the draft's cache, under the same page ids. Like the next two () where nothing drafts.
         drafts: int32 [S, k] tokens proposed to follow `last_token`.
         draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
             requests of temperature 0.
@@ -60,22 +60,21 @@ class StepState(NamedTuple):
 
 
 def state_shapes(
-    model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None, num_drafts: int = 0
+    model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None, num_speculative_tokens: int = 0
 ) -> StepState:
-    """Shapes, dtypes and shardings: everything is replicated except keys and values of grouped-query attention."""
-    dtype = np_dtype(settings.dtype)
+    """Shapes, dtypes and shardings; all but the caches is replicated."""
 
-    def shape(dims: tuple[int, ...], dtype: Any, spec: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+    def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def cache(dims: Any) -> Any:
-        if isinstance(dims[0], int):
-            return shape(dims, dtype)
-        return tuple(shape(d, dtype, PartitionSpec(None, None, TENSOR_AXIS, None)) for d in dims)
+    def cache(spec: CacheSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return spec.shapes(
+            num_pages=settings.num_pages, page_size=settings.page_size, num_slots=settings.max_slots, mesh=mesh
+        )
 
     S = settings.max_slots
     shapes: dict[str, Any] = {
-        "kv": tuple(cache(dims) for dims in model.cache_shapes(settings.num_pages, settings.page_size)),
+        "kv": tuple(map(cache, model.cache_specs())),
         "page_table": shape((S, settings.max_pages), jnp.int32),
         "seq_len": shape((S,), jnp.int32),
         "last_token": shape((S,), jnp.int32),
@@ -88,29 +87,12 @@ def state_shapes(
         "bias_values": shape((S, MAX_LOGIT_BIAS), jnp.float32),
     }
     if draft is not None:
-        shapes["draft_kv"] = cache(draft.cache_shapes(settings.num_pages, settings.page_size))
-        shapes["drafts"] = shape((S, num_drafts), jnp.int32)
-        shapes["draft_log_q"] = shape((S, num_drafts, model.config.vocab_size), jnp.float32)
+        shapes["draft_kv"] = cache(draft.cache_spec)
+        shapes["drafts"] = shape((S, num_speculative_tokens), jnp.int32)
+        shapes["draft_log_q"] = shape((S, num_speculative_tokens, model.config.vocab_size), jnp.float32)
     return StepState(**shapes)
 
 
 def zero_state(shapes: StepState) -> StepState:
     """Zeros everywhere: a masked key still multiplies its value by 0, so fresh pages must be finite."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
-
-
-def kv_page_bytes(
-    model: CausalLM, dtype: str, page_size: int, tensor_parallel: int, *, draft: Draft | None = None
-) -> int:
-    """Bytes of one page over all layers, the draft's included, on one device."""
-    itemsize = np_dtype(dtype).itemsize
-    total = 0
-    for dims in [*model.cache_shapes(1, page_size), *([draft.cache_shapes(1, page_size)] if draft else [])]:
-        arrays = [dims] if isinstance(dims[0], int) else dims
-        split = 1 if isinstance(dims[0], int) else tensor_parallel
-        for array in arrays:
-            size = itemsize
-            for d in array:
-                size *= d
-            total += size // split
-    return total

@@ -9,18 +9,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from convert.keymaps import ParamPath
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.converted import ConvertedCheckpoint
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.hf_folder import eos_token_ids, read_hf_config
 from jaxspec.loading.manifest import MANIFEST
 from jaxspec.loading.parts import EMBED, HEAD, MTP, WEIGHTS, draft_part_of, parts_of
-from jaxspec.models.config import ModelConfig, read_config
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import Eagle3, check_d2t, is_eagle3, read_eagle3_config
+from jaxspec.models.keymap import ParamPath
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import nest, with_shardings
+from jaxspec.models.registry import read_config
 
 Params = dict[str | int, Any]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from convert.keymaps import ParamPath
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.parts import WEIGHTS
+from jaxspec.models.keymap import ParamPath
 from jaxspec.models.params import dotted, nest
 
 

@@ -17,11 +17,11 @@ from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import measure_free_bytes
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.state import kv_page_bytes
 from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError
 from jaxspec.loading.checkpoint import Checkpoint, load_params, open_checkpoint, read_model_config
 from jaxspec.loading.draft import DraftPlan, plan_draft
+from jaxspec.models.cache import CacheSpec, page_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import TENSOR_AXIS, count_parameters
@@ -72,7 +72,7 @@ class _Plan:
 
     Attributes:
         parameters: of the model and its draft.
-        page_bytes: of one KV page over all layers, the draft's included, on one device.
+        caches: of all layers, the draft's included.
     """
 
     config: EngineConfig
@@ -83,7 +83,12 @@ class _Plan:
     model: ModelConfig
     draft: DraftPlan | None
     parameters: int
-    page_bytes: int
+    caches: tuple[CacheSpec, ...]
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one KV page over all layers, on one device."""
+        return page_bytes(self.caches, PAGE_SIZE, self.mesh.shape)
 
     def free_bytes(self) -> int:
         """An estimate of what KV pages may take on one device; on a GPU, steps are measured later."""
@@ -99,6 +104,7 @@ class _Plan:
             page_bytes=self.page_bytes,
             free_bytes=free_bytes,
             on_gpu=self.on_gpu,
+            paged=all(cache.paged for cache in self.caches),
         )
 
 
@@ -121,7 +127,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         model=model_config,
         draft=draft,
         parameters=count_parameters(model) + (count_parameters(draft.model) if draft else 0),
-        page_bytes=kv_page_bytes(model, dtype, PAGE_SIZE, tp, draft=draft.model if draft else None),
+        caches=model.cache_specs() + ((draft.model.cache_spec,) if draft else ()),
     )
 
 

@@ -15,28 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from convert.keymaps import (
-    EAGLE3_HARMLESS,
-    KeyMap,
-    ParamPath,
-    Pieces,
-    assemble,
-    eagle3_key_map,
-    harmless,
-    key_map,
-    nextn_key_map,
-    nextn_prefix,
-)
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.loading.key_check import check
 from jaxspec.loading.parts import DRAFT, MTP, draft_part_of, parts_of
 from jaxspec.loading.safetensors_reader import SafetensorsReader
-from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.eagle3 import Eagle3, check_d2t, is_eagle3, read_eagle3_config
-from jaxspec.models.mtp import NextN
+from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
+from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, assemble
+from jaxspec.models.mtp import NextN, nextn_key_map, nextn_prefix
 from jaxspec.models.params import declarations
+from jaxspec.models.registry import family_of, read_config
 
 # Source tensors of a parameter that are read at once: a layer's experts are hundreds of tensors.
 _THREADS = 8
@@ -81,7 +70,7 @@ class HFCheckpoint:
         if is_draft:
             self.sources, ignore = _draft_sources(self.hf, self.reader, self.dtype), EAGLE3_HARMLESS
         else:
-            self.sources, ignore = _model_sources(self.hf, self.reader, self.dtype), harmless(config)
+            self.sources, ignore = _model_sources(self.hf, self.reader, self.dtype), family_of(config).harmless(config)
         maps = [{path: s.pieces for path, s in part.items()} for part in self.sources.values()]
         check(maps, self.reader.tensors, ignore)
 
@@ -136,9 +125,9 @@ def _sources(model: CausalLM | NextN | Eagle3, pieces: KeyMap) -> dict[ParamPath
 
 def _model_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> Parts:
     config = read_config(hf)
-    parts = parts_of(_sources(CausalLM(config, np.dtype(dtype)), key_map(config)))
+    parts = parts_of(_sources(CausalLM(config, np.dtype(dtype)), family_of(config).key_map(config)))
     # A model that was saved with transformers keeps the NextN layer in its config and loses the layer's weights.
-    if config.num_nextn_layers and any(name.startswith(nextn_prefix(config)) for name in reader.tensors):
+    if config.nextn_layers and any(name.startswith(nextn_prefix(config)) for name in reader.tensors):
         parts[MTP] = _sources(NextN(config, np.dtype(dtype)), nextn_key_map(config))
     return parts
 

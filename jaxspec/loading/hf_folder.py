@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ModelFormatError
-from jaxspec.models.config import eos_ids
+from jaxspec.models.hf_fields import eos_ids
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from convert.keymaps import KeyMap
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.safetensors_reader import TensorInfo, check_dtype
+from jaxspec.models.keymap import KeyMap
 
 
 def check(maps: Iterable[KeyMap], tensors: Mapping[str, TensorInfo], ignore: re.Pattern[str]) -> None:

@@ -7,7 +7,7 @@ of `jaxspec.models`, so that a loader holds one part at a time beside what it ha
 from collections.abc import Mapping
 from typing import Any
 
-from convert.keymaps import ParamPath
+from jaxspec.models.keymap import ParamPath
 
 WEIGHTS = "weights"
 EMBED, HEAD, MTP, DRAFT = "embed", "head", "mtp", "draft"

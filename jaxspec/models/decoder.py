@@ -1,7 +1,7 @@
 """Decoder-only language models: pre-norm blocks of attention and MLP around one residual stream.
 
-DeepSeek-V2/V3 and Llama/Qwen3 differ only in which attention and which MLP a block holds, so they share this file;
-`config.py` decides which. A model knows nothing of requests, scheduling or drafts.
+Families differ only in which attention and which MLP a layer's spec names, so they share this file. A model knows
+nothing of requests, scheduling or drafts.
 """
 
 from typing import Any, NamedTuple
@@ -10,16 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.config import MLAConfig, ModelConfig
-from jaxspec.models.gqa import GQA
-from jaxspec.models.layers import MLP, RMSNorm, linear, rope_tables
-from jaxspec.models.metadata import StepMetadata
-from jaxspec.models.mla import MLA
-from jaxspec.models.moe import MoE
+from jaxspec.models.attention import Attention
+from jaxspec.models.cache import CacheSpec, LayerCache
+from jaxspec.models.config import LayerSpec, ModelConfig, RopeConfig
+from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
+from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, linear, rope_tables
+from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 
-# Per layer: one array (MLA) or a pair (GQA).
-LayerCache = Any
 Cache = tuple[LayerCache, ...]
 
 
@@ -34,56 +32,39 @@ class ModelOutput(NamedTuple):
 class Block(nnx.Module):
     """x + attention(norm x), then x + mlp(norm x)."""
 
-    def __init__(self, config: ModelConfig, declare: Declare, *, moe: bool):
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, declare)
-        self.attention: MLA | GQA
-        if isinstance(config.attention, MLAConfig):
-            self.attention = MLA(config, config.attention, declare)
-        else:
-            self.attention = GQA(config, config.attention, declare)
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, declare)
-        self.is_moe = moe
-        self.mlp: MoE | MLP
-        if moe:
-            assert config.moe is not None
-            self.mlp = MoE(config.hidden_size, config.moe, declare)
-        else:
-            self.mlp = MLP(config.hidden_size, config.mlp_dim, declare)
+    def __init__(self, hidden: int, eps: float, spec: LayerSpec, declare: Declare):
+        self.spec = spec
+        self.input_norm = RMSNorm(hidden, eps, declare)
+        self.attention: Attention = spec.attention.build(hidden, declare)
+        self.post_norm = RMSNorm(hidden, eps, declare)
+        self.mlp: ResidualMLP = spec.mlp.build(hidden, declare)
 
     def __call__(
-        self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: tuple[jax.Array, jax.Array]
+        self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables | None
     ) -> tuple[jax.Array, LayerCache]:
         with jax.named_scope("attention"):
             out_TH, cache = self.attention(x_TH, cache, meta, rope, norm=self.input_norm)
         with jax.named_scope("mlp"):
-            return self._add_mlp(x_TH, out_TH, meta.live), cache
+            return self.mlp.add_to(x_TH, out_TH, self.post_norm, meta.live), cache
 
     def catch_up(
-        self,
-        x_TH: jax.Array,
-        live_R: jax.Array,
-        cache: LayerCache,
-        meta: StepMetadata,
-        rope: tuple[jax.Array, jax.Array],
-        tables_R: jax.Array,
-        bounds_R: jax.Array,
+        self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables | None
     ) -> tuple[jax.Array, LayerCache]:
-        """The block for R live tokens out of T: all T tokens' keys and values are written, the rest is live only.
+        """The block for R live tokens out of T, -> [R, H]: all T tokens' caches are written, the rest is live only."""
+        out_RH, cache = self.attention.catch_up(self.input_norm(x_TH), live, cache, meta, rope)
+        return self.mlp.add_to(x_TH[live.tokens], out_RH, self.post_norm, meta.live[live.tokens]), cache
 
-        Args:
-            live_R: int32 [R] token indices.
-            tables_R, bounds_R: page tables int32 [R, max_pages] and exclusive causal bounds int32 [R] of the live tokens.
-        """
-        out_RH, cache = self.attention.catch_up(self.input_norm(x_TH), live_R, cache, meta, rope, tables_R, bounds_R)
-        return self._add_mlp(x_TH[live_R], out_RH, meta.live[live_R]), cache
 
-    def _add_mlp(self, x_TH: jax.Array, attended_TH: jax.Array, live_T: jax.Array) -> jax.Array:
-        """The residual stream behind the block."""
-        if isinstance(self.mlp, MoE):
-            x_TH, normed_TH, (logits_TE,) = self.post_norm.add_into(x_TH, attended_TH, self.mlp.router[...])
-            return self.mlp(normed_TH, logits_TE, live_T, x_TH)
-        x_TH = x_TH + attended_TH
-        return x_TH + self.mlp(self.post_norm(x_TH))
+def block_key_map(spec: LayerSpec, hidden: int, prefix: str) -> KeyMap:
+    """A `Block` in checkpoints that store it under `prefix`."""
+    return nested(
+        {
+            "input_norm": norm_weight(f"{prefix}input_layernorm", hidden),
+            "attention": spec.attention.key_map(f"{prefix}self_attn.", hidden),
+            "post_norm": norm_weight(f"{prefix}post_attention_layernorm", hidden),
+            "mlp": spec.mlp.key_map(f"{prefix}mlp.", hidden),
+        }
+    )
 
 
 class Embedding(nnx.Module):
@@ -98,8 +79,9 @@ class CausalLM(nnx.Module):
         declare = Declare(dtype)
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, declare)
-        self.layers = nnx.List([Block(config, declare, moe=config.is_moe_layer(i)) for i in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, declare)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.layers = nnx.List([Block(hidden, eps, spec, declare) for spec in config.layers])
+        self.norm = RMSNorm(hidden, eps, declare)
         if not config.tie_embeddings:
             self.head = Embedding(config.vocab_size, config.hidden_size, declare)
 
@@ -114,14 +96,17 @@ class CausalLM(nnx.Module):
                 id `num_layers` the one leaving the last layer, before the final norm.
         """
         x_TH = self.embed_ids(ids_T)
-        rope = rope_tables(self.config.rope, meta.positions)
+        ropes: dict[RopeConfig, RopeTables] = {}
         written: list[LayerCache] = []
         captured = []
         for i, layer in enumerate(self.layers):
             if i in capture:
                 captured.append(x_TH)
+            rope = layer.spec.attention.rope
+            if rope is not None and rope not in ropes:
+                ropes[rope] = rope_tables(rope, meta.positions)
             with jax.named_scope(f"layer{i}"):
-                x_TH, layer_cache = layer(x_TH, cache[i], meta, rope)
+                x_TH, layer_cache = layer(x_TH, cache[i], meta, ropes[rope] if rope else None)
             written.append(layer_cache)
         if len(self.layers) in capture:
             captured.append(x_TH)
@@ -135,6 +120,21 @@ class CausalLM(nnx.Module):
         weight = self.embed.weight if self.config.tie_embeddings else self.head.weight
         return linear(hidden_RH, weight[...])
 
-    def cache_shapes(self, num_pages: int, page_size: int) -> tuple[Any, ...]:
-        """Shapes of the paged caches, layer by layer."""
-        return tuple(layer.attention.cache_shapes(num_pages, page_size) for layer in self.layers)
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """Of its layers, in order."""
+        return tuple(layer.attention.cache_spec for layer in self.layers)
+
+
+def decoder_key_map(config: ModelConfig) -> KeyMap:
+    """Paths of `CausalLM` -> pieces, under the names that nearly all checkpoints use."""
+    H, V = config.hidden_size, config.vocab_size
+    out: KeyMap = {
+        ("embed", "weight"): (Piece("model.embed_tokens.weight", (V, H)),),
+        ("norm", "weight"): (Piece("model.norm.weight", (H,)),),
+    }
+    if not config.tie_embeddings:
+        out["head", "weight"] = (Piece("lm_head.weight", (V, H)),)
+    for i, spec in enumerate(config.layers):
+        block = block_key_map(spec, H, f"model.layers.{i}.")
+        out |= {("layers", i, *path): pieces for path, pieces in block.items()}
+    return out

@@ -4,12 +4,13 @@ A draft reads, for each token of the target's step, the pair (embedding of the n
 hidden states at this one), and goes on from its own hidden state: token p + 1 pairs with hidden state p, at position p.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 
-from jaxspec.models.decoder import CausalLM, LayerCache
-from jaxspec.models.metadata import StepMetadata
+from jaxspec.models.cache import CacheSpec, LayerCache
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.metadata import LiveRows, StepMetadata
 
 
 class Draft(Protocol):
@@ -17,9 +18,13 @@ class Draft(Protocol):
 
     Attributes:
         capture: ascending ids of the target's residual streams that `features` reads; see `CausalLM.__call__`.
+        cache_spec: of its layer.
     """
 
     capture: tuple[int, ...]
+
+    @property
+    def cache_spec(self) -> CacheSpec: ...
 
     def features(self, hidden_TH: jax.Array, captured: tuple[jax.Array, ...]) -> jax.Array:
         """What the draft reads of the target: [T, H] from its final-normed hidden states and the captured streams."""
@@ -36,22 +41,11 @@ class Draft(Protocol):
         ...
 
     def catch_up(
-        self,
-        embedded_TH: jax.Array,
-        hidden_TH: jax.Array,
-        live_R: jax.Array,
-        cache: LayerCache,
-        meta: StepMetadata,
-        tables_R: jax.Array,
-        bounds_R: jax.Array,
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata
     ) -> tuple[jax.Array, LayerCache]:
         """As a call over all T tokens, but hidden states [R, H] of the live tokens alone; see `Block.catch_up`."""
         ...
 
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
         """[R, V] over the target's vocabulary; -inf for tokens that the draft cannot propose."""
-        ...
-
-    def cache_shapes(self, num_pages: int, page_size: int) -> Any:
-        """Shape, or shapes, of the paged cache."""
         ...

@@ -7,9 +7,9 @@ Formulas and names are those of the published heads, `LlamaForCausalLMEagle3` an
     z      = x + attention(a);  y = z + mlp(post_norm(z));  logits = head(norm(y))
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,19 +18,29 @@ import numpy as np
 from flax import nnx
 
 from jaxspec.errors import ConfigError, ModelFormatError
-from jaxspec.models.config import MLAConfig, ModelConfig, read_deepseek, read_llama
-from jaxspec.models.decoder import CausalLM, Embedding, LayerCache
-from jaxspec.models.gqa import GQA
-from jaxspec.models.layers import MLP, RMSNorm, linear, rope_tables
-from jaxspec.models.metadata import StepMetadata
-from jaxspec.models.mla import MLA
+from jaxspec.models import deepseek, llama
+from jaxspec.models.attention import Attention
+from jaxspec.models.cache import CacheSpec, LayerCache
+from jaxspec.models.config import AttentionSpec, LayerSpec, ModelConfig
+from jaxspec.models.decoder import CausalLM, Embedding
+from jaxspec.models.hf_fields import common_fields
+from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
+from jaxspec.models.layers import DenseSpec, ResidualMLP, RMSNorm, RopeTables, linear, rope_tables
+from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 
-READERS = {
-    "LlamaForCausalLMEagle3": read_llama,
-    "Eagle3LlamaForCausalLM": read_llama,
-    "Eagle3DeepseekV2ForCausalLM": read_deepseek,
-    "Eagle3DeepseekV3ForCausalLM": read_deepseek,
+
+def _read_mla(hf: Mapping[str, Any]) -> AttentionSpec:
+    # The heads' training code builds the latent norms with the model's eps, unlike the targets' model files.
+    return replace(deepseek.read_attention(hf), latent_norm_eps=float(hf["rms_norm_eps"]))
+
+
+# How the attention of each kind of head is read.
+READERS: dict[str, Callable[[Mapping[str, Any]], AttentionSpec]] = {
+    "LlamaForCausalLMEagle3": llama.read_attention,
+    "Eagle3LlamaForCausalLM": llama.read_attention,
+    "Eagle3DeepseekV2ForCausalLM": _read_mla,
+    "Eagle3DeepseekV3ForCausalLM": _read_mla,
 }
 # Options of other heads that would change the formulas above, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -53,6 +63,10 @@ class Eagle3Config:
     model: ModelConfig
     draft_vocab_size: int
     layer_ids: tuple[int, ...] | None
+
+    @property
+    def layer(self) -> LayerSpec:
+        return self.model.layers[0]
 
     @property
     def num_captured(self) -> int:
@@ -81,17 +95,15 @@ def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
             raise ModelFormatError(f"config.json has {key}={value!r}, which EAGLE3 drafts are not supported with")
     if hf.get("num_hidden_layers", 1) != 1:
         raise ModelFormatError(f"config.json has num_hidden_layers={hf['num_hidden_layers']}; EAGLE3 drafts have 1")
+    common = common_fields(hf, architecture)
     # Configurations derived from a mixture of experts may keep its keys; the layer is dense all the same.
-    model = dataclasses.replace(READERS[architecture](hf, architecture), moe=None, num_nextn_layers=0)
+    layer = LayerSpec(READERS[architecture](hf), DenseSpec(hf["intermediate_size"]))
+    model = ModelConfig(**common, layers=(layer,))
     if hf.get("target_hidden_size", model.hidden_size) != model.hidden_size:
         raise ModelFormatError(
             f"config.json has target_hidden_size={hf['target_hidden_size']} and hidden_size={model.hidden_size}; drafts "
             "of another width than their target's are not supported"
         )
-    if isinstance(model.attention, MLAConfig):
-        # The heads' training code builds the latent norms with the model's eps, unlike the targets' model files.
-        attention = dataclasses.replace(model.attention, latent_norm_eps=model.rms_norm_eps)
-        model = dataclasses.replace(model, attention=attention)
     key = "eagle_aux_hidden_state_layer_ids"
     ids = inner.get(key, hf.get(key))
     draft_vocab = hf.get("draft_vocab_size") or model.vocab_size
@@ -168,13 +180,10 @@ class Eagle3(nnx.Module):
         self.fc = declare((H, len(capture) * H), (None, None))
         self.input_norm = RMSNorm(H, eps, declare)
         self.hidden_norm = RMSNorm(H, eps, declare)
-        self.attention: MLA | GQA
-        if isinstance(model.attention, MLAConfig):
-            self.attention = MLA(model, model.attention, declare, input_dim=2 * H)
-        else:
-            self.attention = GQA(model, model.attention, declare, input_dim=2 * H)
+        self.spec = config.layer
+        self.attention: Attention = self.spec.attention.build(H, declare, input_dim=2 * H)
         self.post_norm = RMSNorm(H, eps, declare)
-        self.mlp = MLP(H, model.mlp_dim, declare)
+        self.mlp: ResidualMLP = self.spec.mlp.build(H, declare)
         self.norm = RMSNorm(H, eps, declare)
         if own_embedding:
             self.embed = Embedding(model.vocab_size, H, declare)
@@ -183,6 +192,10 @@ class Eagle3(nnx.Module):
         if config.reduced:
             # Offsets: draft token j is the target's token j + d2t[j].
             self.d2t = declare((config.draft_vocab_size,), (None,), "zeros", jnp.int32)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        return self.attention.cache_spec
 
     def features(self, hidden_TH: jax.Array, captured: tuple[jax.Array, ...]) -> jax.Array:  # noqa: ARG002
         return linear(jnp.concatenate(captured, axis=-1), self.fc[...])
@@ -196,21 +209,14 @@ class Eagle3(nnx.Module):
         """Hidden states before the final norm: later draft steps read them as they are."""
         pair_T2H, rope = self._join(embedded_TH, hidden_TH, meta)
         out_TH, cache = self.attention(pair_T2H, cache, meta, rope)
-        return self._finish(hidden_TH + out_TH), cache
+        return self.mlp.add_to(hidden_TH, out_TH, self.post_norm, meta.live), cache
 
     def catch_up(
-        self,
-        embedded_TH: jax.Array,
-        hidden_TH: jax.Array,
-        live_R: jax.Array,
-        cache: LayerCache,
-        meta: StepMetadata,
-        tables_R: jax.Array,
-        bounds_R: jax.Array,
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata
     ) -> tuple[jax.Array, LayerCache]:
         pair_T2H, rope = self._join(embedded_TH, hidden_TH, meta)
-        out_RH, cache = self.attention.catch_up(pair_T2H, live_R, cache, meta, rope, tables_R, bounds_R)
-        return self._finish(hidden_TH[live_R] + out_RH), cache
+        out_RH, cache = self.attention.catch_up(pair_T2H, live, cache, meta, rope)
+        return self.mlp.add_to(hidden_TH[live.tokens], out_RH, self.post_norm, meta.live[live.tokens]), cache
 
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
         normed_RH = self.norm(hidden_RH)
@@ -223,14 +229,35 @@ class Eagle3(nnx.Module):
         everything = jnp.full((logits.shape[0], self.config.model.vocab_size), -jnp.inf, logits.dtype)
         return everything.at[:, ids].set(logits)
 
-    def cache_shapes(self, num_pages: int, page_size: int) -> Any:
-        return self.attention.cache_shapes(num_pages, page_size)
-
     def _join(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, meta: StepMetadata
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[jax.Array, RopeTables | None]:
         pair_T2H = jnp.concatenate([self.input_norm(embedded_TH), self.hidden_norm(hidden_TH)], axis=-1)
-        return pair_T2H, rope_tables(self.config.model.rope, meta.positions)
+        rope = self.spec.attention.rope
+        return pair_T2H, rope_tables(rope, meta.positions) if rope else None
 
-    def _finish(self, x_RH: jax.Array) -> jax.Array:
-        return x_RH + self.mlp(self.post_norm(x_RH))
+
+def eagle3_key_map(config: Eagle3Config, *, prefix: str, own_embedding: bool, own_head: bool) -> KeyMap:
+    """Paths of `Eagle3` -> pieces. Its layer is stored under `prefix`, "midlayer." or "layers.0."."""
+    H, Vd = config.model.hidden_size, config.draft_vocab_size
+    out: KeyMap = {("fc",): (Piece("fc.weight", (H, config.num_captured * H)),)} | nested(
+        {
+            "input_norm": norm_weight(f"{prefix}input_layernorm", H),
+            "hidden_norm": norm_weight(f"{prefix}hidden_norm", H),
+            "attention": config.layer.attention.key_map(f"{prefix}self_attn.", H, input_dim=2 * H),
+            "post_norm": norm_weight(f"{prefix}post_attention_layernorm", H),
+            "mlp": config.layer.mlp.key_map(f"{prefix}mlp.", H),
+            "norm": norm_weight("norm", H),
+        }
+    )
+    if own_embedding:
+        out["embed", "weight"] = (Piece("embed_tokens.weight", (config.model.vocab_size, H)),)
+    if own_head:
+        out["head", "weight"] = (Piece("lm_head.weight", (Vd, H)),)
+    if config.reduced:
+        out["d2t",] = (Piece("d2t", (Vd,)),)
+    return out
+
+
+# The map back from the target's vocabulary, and the map of a draft that proposes all of it: zeros.
+EAGLE3_HARMLESS = re.compile(r"t2d|d2t|(midlayer|layers\.0)\.self_attn\.rotary_emb\.inv_freq")

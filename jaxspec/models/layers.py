@@ -1,16 +1,22 @@
 """Layers that every architecture shares: norms, linear maps, rotary embedding, the dense MLP."""
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.models.config import RopeConfig, yarn_mscale
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare
 from pallas_kernels.norm_linear.api import norm_linear, reads_apart
 from pallas_kernels.norm_linear.reference import rms_norm
+
+# cos and sin of rotary embeddings, float32 [T, dim / 2] each.
+RopeTables = tuple[jax.Array, jax.Array]
 
 # Up to this many tokens projections that share an input are one matmul, for which XLA reads the weights as if they were
 # one array; with more it would copy them together in every step.
@@ -48,6 +54,36 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.tensordot(x, weight, axes=(-1, -1))
 
 
+class ResidualMLP(Protocol):
+    """What every kind of MLP does at the end of a block. An nnx module."""
+
+    def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:
+        """The residual stream after the block, [T, H]: x + attended, and the MLP of its norm added.
+
+        `live_T`: false for padding tokens, whose rows are never read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """A SwiGLU MLP of `inner` columns."""
+
+    inner: int
+
+    def build(self, hidden: int, declare: Declare) -> "MLP":
+        return MLP(hidden, self.inner, declare)
+
+    def key_map(self, prefix: str, hidden: int) -> KeyMap:
+        return {
+            ("gate_up",): (
+                Piece(f"{prefix}gate_proj.weight", (self.inner, hidden), 0),
+                Piece(f"{prefix}up_proj.weight", (self.inner, hidden), 1),
+            ),
+            ("down",): (Piece(f"{prefix}down_proj.weight", (hidden, self.inner)),),
+        }
+
+
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x)."""
 
@@ -58,6 +94,10 @@ class MLP(nnx.Module):
     def __call__(self, x_TH: jax.Array) -> jax.Array:
         gate_up_T2I = linear(x_TH, self.gate_up[...])
         return linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...])
+
+    def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:  # noqa: ARG002
+        x_TH = x_TH + attended_TH
+        return x_TH + self(norm(x_TH))
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:
@@ -90,6 +130,11 @@ def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:
     return inv.astype(np.float32), 1.0
 
 
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's attention temperature, as in the DeepSeek model files."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def _yarn_attention_factor(config: RopeConfig) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
@@ -98,8 +143,8 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
     return yarn_mscale(config.factor, 1.0)
 
 
-def rope_tables(config: RopeConfig, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [T, dim / 2], of int32 positions [T]."""
+def rope_tables(config: RopeConfig, positions_T: jax.Array) -> RopeTables:
+    """Of int32 positions [T]."""
     inv, factor = rope_frequencies(config)
     angles = positions_T.astype(jnp.float32)[:, None] * inv
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

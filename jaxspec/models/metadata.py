@@ -18,6 +18,9 @@ class StepMetadata(NamedTuple):
         prefill_ends: int32 [E] tokens of each row with this chunk; 0 for padding.
         decode_tables: int32 [D, max_pages].
         decode_bounds: int32 [D, n] exclusive causal bounds, at least 1.
+        prefill_slots, decode_slots: int32 [E], [D] the slot of each row, for caches that keep a state a slot; 0 for
+            padding. A slot's state is whatever its former request left: chunks at `prefill_starts` 0 begin anew.
+        prefill_starts: int32 [E] position of each chunk's first token.
     """
 
     positions: jax.Array
@@ -29,10 +32,27 @@ class StepMetadata(NamedTuple):
     prefill_ends: jax.Array
     decode_tables: jax.Array
     decode_bounds: jax.Array
+    prefill_slots: jax.Array
+    prefill_starts: jax.Array
+    decode_slots: jax.Array
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.prefill_rows.shape[0]
+
+
+class LiveRows(NamedTuple):
+    """The R tokens out of T that a draft's catch-up attends for.
+
+    Attributes:
+        tokens: int32 [R] their indices.
+        tables: int32 [R, max_pages] their requests' page tables.
+        bounds: int32 [R] their exclusive causal bounds, at least 1.
+    """
+
+    tokens: jax.Array
+    tables: jax.Array
+    bounds: jax.Array
 
 
 def window_bounds(ends: jax.Array, n: int) -> jax.Array:

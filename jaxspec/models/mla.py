@@ -1,36 +1,103 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): decompressed for prompts, absorbed for decoding."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jaxspec.models.config import MLAConfig, ModelConfig
-from jaxspec.models.layers import RMSNorm, apply_rope, linear, worth_merging
-from jaxspec.models.metadata import StepMetadata
+from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.keymap import Index, KeyMap, Piece, Pieces, nested, norm_weight
+from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope, linear, worth_merging
+from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.mla_query.api import mla_query, write_and_query
 
-# A layer's cache: one array [num_pages, page_size, kv_lora_rank + rope_dim].
-LatentCache = jax.Array
+
+@dataclass(frozen=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1): sizes of the latent and the heads."""
+
+    num_heads: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    softmax_scale: float
+    rope: RopeConfig
+    # The reference implementations build the two latent norms with their class default, not with rms_norm_eps.
+    latent_norm_eps: float = 1e-6
+
+    @property
+    def cache_dim(self) -> int:
+        """Values cached for one token in one layer: the normed latent and the rotated shared key."""
+        return self.kv_lora_rank + self.rope_dim
+
+    def build(self, hidden: int, declare: Declare, *, input_dim: int | None = None) -> "MLA":
+        return MLA(hidden, self, declare, input_dim=input_dim)
+
+    def key_map(self, prefix: str, hidden: int, *, input_dim: int | None = None) -> KeyMap:
+        N, L, Q, inputs = self.num_heads, self.kv_lora_rank, self.q_lora_rank or 0, input_dim or hidden
+        R, D, V = self.rope_dim, self.nope_dim, self.v_dim
+        interleaved = self.rope.interleaved
+        q_rows: Index = (slice(None), _halves(D, R)) if interleaved else ...
+        kv_rows: Index = (_halves(L, R),) if interleaved else ...
+
+        def kv_a(at: Index) -> Piece:
+            return Piece(f"{prefix}kv_a_proj_with_mqa.weight", (L + R, inputs), at, take=kv_rows)
+
+        def q(name: str, width: int) -> Pieces:
+            return (Piece(f"{prefix}{name}.weight", (N * (D + R), width), view=(N, D + R, width), take=q_rows),)
+
+        def kv_b(rows: slice) -> Pieces:
+            return (Piece(f"{prefix}kv_b_proj.weight", (N * (D + V), L), view=(N, D + V, L), take=(slice(None), rows)),)
+
+        queries: KeyMap = {("q",): q("q_proj", inputs), ("kv_a",): (kv_a(...),)}
+        if Q:
+            q_a = Piece(f"{prefix}q_a_proj.weight", (Q, inputs), slice(0, Q))
+            queries = {("qkv_a",): (q_a, kv_a(slice(Q, None))), ("q_b",): q("q_b_proj", Q)}
+            queries |= nested({"q_norm": norm_weight(f"{prefix}q_a_layernorm", Q)})
+        return (
+            queries
+            | nested({"kv_norm": norm_weight(f"{prefix}kv_a_layernorm", L)})
+            | {
+                ("w_uk",): kv_b(slice(0, D)),
+                ("w_uv",): kv_b(slice(D, None)),
+                ("o",): (Piece(f"{prefix}o_proj.weight", (hidden, N * V), view=(hidden, N, V)),),
+            }
+        )
+
+
+def _halves(start: int, dim: int) -> np.ndarray:
+    """Row order that keeps `start` rows and turns `dim` rows of rotary pairs (0,1), (2,3), ... into two halves.
+
+    The model code rotates halves; for P = [0, 2, .., 1, 3, ..] both conventions give the same scores.
+    """
+    pairs = np.arange(start, start + dim)
+    return np.concatenate([np.arange(start), pairs[0::2], pairs[1::2]])
 
 
 class MLA(nnx.Module):
-    """Attention over one latent vector a token, shared by all heads.
+    """Attention over one latent vector a token, shared by all heads. Its cache: the latents, with the rotated key.
 
     The down-projections of queries and latents share one matmul where the model has both. `kv_b_proj` is kept split
     into W_UK (latent to keys) and W_UV (latent to values), the form that both paths use.
 
     Args:
-        input_dim: width of the input where it is not the hidden size (EAGLE3 drafts read two hiddens at once).
+        input_dim: width of the input where it is not the hidden size.
     """
 
-    def __init__(self, config: ModelConfig, mla: MLAConfig, declare: Declare, *, input_dim: int | None = None):
-        H, N, inputs = config.hidden_size, config.num_heads, input_dim or config.hidden_size
+    def __init__(self, hidden: int, mla: MLASpec, declare: Declare, *, input_dim: int | None = None):
+        H, N, inputs = hidden, mla.num_heads, input_dim or hidden
         L, R, Dq = mla.kv_lora_rank, mla.rope_dim, mla.nope_dim + mla.rope_dim
         self.mla = mla
+        self.cache_spec = CacheSpec((CacheArray("latents", "token", (mla.cache_dim,), declare.dtype, (None,)),))
         self.q_lora_rank = mla.q_lora_rank or 0
         if self.q_lora_rank:
             self.qkv_a = declare((self.q_lora_rank + L + R, inputs), (None, None))
@@ -47,57 +114,52 @@ class MLA(nnx.Module):
     def __call__(
         self,
         x_TH: jax.Array,
-        cache: LatentCache,
+        cache: LayerCache,
         meta: StepMetadata,
-        rope: tuple[jax.Array, jax.Array],
+        rope: RopeTables,
         norm: RMSNorm | None = None,
-    ) -> tuple[jax.Array, LatentCache]:
+    ) -> tuple[jax.Array, LayerCache]:
         """Writes the T new latents, then attends: [T, input_dim], `norm` of it if given, -> [T, H] and the new cache."""
+        (latents,) = cache
         q_TX, kv_a_TX = self.project(x_TH, norm)
         cos, sin = rope
         kv_norm, w_uk, places = self.kv_norm, self.w_uk[...], (meta.pages, meta.offsets)
         P = meta.num_prefill_tokens
         if P == 0:
-            cache, q_TNC = write_and_query(
-                cache, kv_a_TX, kv_norm.weight[...], q_TX, w_uk, cos, sin, *places, eps=kv_norm.eps
+            latents, q_TNC = write_and_query(
+                latents, kv_a_TX, kv_norm.weight[...], q_TX, w_uk, cos, sin, *places, eps=kv_norm.eps
             )
-            out_TNV = self.attend_decode(q_TNC, cache, meta.decode_tables, meta.decode_bounds)
+            out_TNV = self.attend_decode(q_TNC, latents, meta.decode_tables, meta.decode_bounds)
         else:
             kv_a_TC = kv_a_TX[:, kv_a_TX.shape[1] - self.mla.cache_dim :]
             N, D = w_uk.shape[0], self.mla.nope_dim + self.mla.rope_dim
             q_TND = q_TX[:, : N * D].reshape(-1, N, D)
-            cache = write_latent(cache, kv_a_TC, kv_norm.weight[...], cos, sin, *places, eps=kv_norm.eps)
-            out_TNV = self.attend_prefill(q_TND[:P], cos[:P], sin[:P], cache, meta)
+            latents = write_latent(latents, kv_a_TC, kv_norm.weight[...], cos, sin, *places, eps=kv_norm.eps)
+            out_TNV = self.attend_prefill(q_TND[:P], cos[:P], sin[:P], latents, meta)
             if q_TND.shape[0] > P:
                 q_TNC = mla_query(q_TND[P:], w_uk, cos[P:], sin[P:])
-                decoded_TNV = self.attend_decode(q_TNC, cache, meta.decode_tables, meta.decode_bounds)
+                decoded_TNV = self.attend_decode(q_TNC, latents, meta.decode_tables, meta.decode_bounds)
                 out_TNV = jnp.concatenate([out_TNV, decoded_TNV])
-        return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]), cache
+        return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]), (latents,)
 
     def catch_up(
-        self,
-        x_TH: jax.Array,
-        live_R: jax.Array,
-        cache: LatentCache,
-        meta: StepMetadata,
-        rope: tuple[jax.Array, jax.Array],
-        tables_R: jax.Array,
-        bounds_R: jax.Array,
-    ) -> tuple[jax.Array, LatentCache]:
-        """Writes all T latents but attends for the R live tokens only, each like a decode window of one: -> [R, H]."""
+        self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
+    ) -> tuple[jax.Array, LayerCache]:
+        """See `Attention`."""
+        (latents,) = cache
         cos, sin = rope
         if self.q_lora_rank:
-            q_a_RQ = linear(x_TH[live_R], self.qkv_a[: self.q_lora_rank])
+            q_a_RQ = linear(x_TH[live.tokens], self.qkv_a[: self.q_lora_rank])
             q_RND = linear(self.q_norm(q_a_RQ), self.q_b[...])
             kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :])
         else:
-            q_RND, kv_a_TC = linear(x_TH[live_R], self.q[...]), linear(x_TH, self.kv_a[...])
-        cache = write_latent(
-            cache, kv_a_TC, self.kv_norm.weight[...], cos, sin, meta.pages, meta.offsets, eps=self.kv_norm.eps
+            q_RND, kv_a_TC = linear(x_TH[live.tokens], self.q[...]), linear(x_TH, self.kv_a[...])
+        latents = write_latent(
+            latents, kv_a_TC, self.kv_norm.weight[...], cos, sin, meta.pages, meta.offsets, eps=self.kv_norm.eps
         )
-        q_RNC = mla_query(q_RND, self.w_uk[...], cos[live_R], sin[live_R])
-        out_RNV = self.attend_decode(q_RNC, cache, tables_R, bounds_R[:, None])
-        return jnp.einsum("tnv,hnv->th", out_RNV, self.o[...]), cache
+        q_RNC = mla_query(q_RND, self.w_uk[...], cos[live.tokens], sin[live.tokens])
+        out_RNV = self.attend_decode(q_RNC, latents, live.tables, live.bounds[:, None])
+        return jnp.einsum("tnv,hnv->th", out_RNV, self.o[...]), (latents,)
 
     def project(self, x_TH: jax.Array, norm: RMSNorm | None = None) -> tuple[jax.Array, jax.Array]:
         """Queries [T, X], not yet rotated, and the raw down-projection [T, X], as matmuls leave them.
@@ -116,7 +178,7 @@ class MLA(nnx.Module):
         return outs[0].reshape(T, -1), outs[-1]
 
     def attend_prefill(
-        self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, cache: LatentCache, meta: StepMetadata
+        self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, latents: jax.Array, meta: StepMetadata
     ) -> jax.Array:
         """Queries of all prompt tokens, [P, N, nope + rope] as projected -> [P, N, v_dim]."""
         q_nope_PND, q_rope_PNR = jnp.split(q_PND, [self.mla.nope_dim], axis=-1)
@@ -125,7 +187,7 @@ class MLA(nnx.Module):
             apply_rope(q_rope_PNR, cos, sin),
             self.w_uk[...],
             self.w_uv[...],
-            cache,
+            latents,
             meta.prefill_tables,
             meta.prefill_rows,
             meta.positions[: q_PND.shape[0]],
@@ -133,14 +195,11 @@ class MLA(nnx.Module):
             scale=self.mla.softmax_scale,
         )
 
-    def attend_decode(self, q_TNC: jax.Array, cache: LatentCache, tables: jax.Array, bounds_Dn: jax.Array) -> jax.Array:
+    def attend_decode(self, q_TNC: jax.Array, latents: jax.Array, tables: jax.Array, bounds_Dn: jax.Array) -> jax.Array:
         """Absorbed queries [D·n, N, latent + rope] of D windows -> [D·n, N, v_dim]."""
         T, N, C = q_TNC.shape
         q = q_TNC.reshape(*bounds_Dn.shape, N, C)
         out = mla_decode(
-            q, cache, tables, bounds_Dn, self.w_uv[...], scale=self.mla.softmax_scale, value_dim=self.mla.kv_lora_rank
+            q, latents, tables, bounds_Dn, self.w_uv[...], scale=self.mla.softmax_scale, value_dim=self.mla.kv_lora_rank
         )
         return out.reshape(T, N, self.mla.v_dim)
-
-    def cache_shapes(self, num_pages: int, page_size: int) -> tuple[int, ...]:
-        return (num_pages, page_size, self.mla.cache_dim)

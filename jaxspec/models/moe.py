@@ -1,36 +1,86 @@
 """The mixture-of-experts block: float32 router, routed experts, shared experts."""
 
+from dataclasses import dataclass
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models.config import MoEConfig
-from jaxspec.models.layers import MLP
+from jaxspec.models.keymap import KeyMap, Piece
+from jaxspec.models.layers import MLP, DenseSpec, RMSNorm
 from jaxspec.models.params import Declare
 from pallas_kernels.moe.api import routed_experts
 
 
-class MoE(nnx.Module):
-    """Routed sum plus the shared experts, which are one ungated MLP of their joint width."""
+@dataclass(frozen=True)
+class MoESpec:
+    """Routed experts (DeepSeek-V3, arXiv 2412.19437 section 2.1.2; V2, arXiv 2405.04434 section 2.2).
 
-    def __init__(self, hidden: int, config: MoEConfig, declare: Declare):
-        E, inner = config.num_experts, config.expert_dim
-        self.config = config
+    Attributes:
+        scoring: "sigmoid" selects with a learned bias and sums the best two scores of a group; "softmax" selects without
+            bias and takes a group's best score.
+        num_shared: shared experts, each as wide as a routed one; they are one ungated MLP of their joint width.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_dim: int
+    num_shared: int
+    scoring: Literal["sigmoid", "softmax"]
+    num_groups: int = 1
+    top_groups: int = 1
+    normalize: bool = False
+    scale: float = 1.0
+
+    @property
+    def shared(self) -> DenseSpec | None:
+        return DenseSpec(self.expert_dim * self.num_shared) if self.num_shared else None
+
+    def build(self, hidden: int, declare: Declare) -> "MoE":
+        return MoE(hidden, self, declare)
+
+    def key_map(self, prefix: str, hidden: int) -> KeyMap:
+        E, inner = self.num_experts, self.expert_dim
+        out: KeyMap = {
+            ("router",): (Piece(f"{prefix}gate.weight", (E, hidden)),),
+            ("gate_up",): tuple(
+                Piece(f"{prefix}experts.{e}.{half}_proj.weight", (inner, hidden), (e, i))
+                for e in range(E)
+                for i, half in enumerate(("gate", "up"))
+            ),
+            ("down",): tuple(Piece(f"{prefix}experts.{e}.down_proj.weight", (hidden, inner), e) for e in range(E)),
+        }
+        if self.scoring == "sigmoid":
+            out["router_bias",] = (Piece(f"{prefix}gate.e_score_correction_bias", (E,)),)
+        if self.shared:
+            shared = self.shared.key_map(f"{prefix}shared_experts.", hidden)
+            out |= {("shared", *path): pieces for path, pieces in shared.items()}
+        return out
+
+
+class MoE(nnx.Module):
+    """Routed sum plus the shared experts."""
+
+    def __init__(self, hidden: int, spec: MoESpec, declare: Declare):
+        E, inner = spec.num_experts, spec.expert_dim
+        self.spec = spec
         # bf16 logits flip the chosen experts of some tokens, so the router is float32 throughout.
         self.router = declare((E, hidden), (None, None), dtype=jnp.float32)
-        if config.scoring == "sigmoid":
+        if spec.scoring == "sigmoid":
             self.router_bias = declare((E,), (None,), "zeros", dtype=jnp.float32)
         self.gate_up = declare((E, 2, inner, hidden), ("experts", None, None, None))
         self.down = declare((E, hidden, inner), ("experts", None, None))
-        if config.num_shared:
-            self.shared = MLP(hidden, inner * config.num_shared, declare)
+        if spec.shared:
+            self.shared: MLP = spec.shared.build(hidden, declare)
 
-    def __call__(self, x_TH: jax.Array, logits_TE: jax.Array, live_T: jax.Array, residual_TH: jax.Array) -> jax.Array:
-        """[T, H], with float32 logits of the router for it, -> [T, H], added to the residual."""
-        c = self.config
-        bias_E = self.router_bias[...] if c.scoring == "sigmoid" else None
-        shared = (self.shared.gate_up[...], self.shared.down[...]) if c.num_shared else None
+    def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:
+        """See `ResidualMLP`. Padding tokens are routed to no expert."""
+        x_TH, normed_TH, (logits_TE,) = norm.add_into(x_TH, attended_TH, self.router[...])
+        spec = self.spec
+        bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
+        shared = (self.shared.gate_up[...], self.shared.down[...]) if spec.shared else None
         return routed_experts(
-            x_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, residual_TH, top_k=c.top_k,
-            num_groups=c.num_groups, top_groups=c.top_groups, normalize=c.normalize, scale=c.scale,
+            normed_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, x_TH, top_k=spec.top_k,
+            num_groups=spec.num_groups, top_groups=spec.top_groups, normalize=spec.normalize, scale=spec.scale,
         )  # fmt: skip

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import Block, CausalLM, LayerCache
-from jaxspec.models.layers import RMSNorm, linear, rope_tables
-from jaxspec.models.metadata import StepMetadata
+from jaxspec.models.decoder import Block, CausalLM, block_key_map
+from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
+from jaxspec.models.layers import RMSNorm, RopeTables, linear, rope_tables
+from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 
 
@@ -29,8 +31,12 @@ class NextN(nnx.Module):
         self.enorm = RMSNorm(H, eps, declare)
         self.hnorm = RMSNorm(H, eps, declare)
         self.eh_proj = declare((H, 2 * H), (None, None))
-        self.layer = Block(config, declare, moe=config.moe is not None)
+        self.layer = Block(H, eps, config.nextn_layers[0], declare)
         self.norm = RMSNorm(H, eps, declare)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        return self.layer.attention.cache_spec
 
     def features(self, hidden_TH: jax.Array, captured: tuple[jax.Array, ...]) -> jax.Array:  # noqa: ARG002
         return hidden_TH
@@ -53,26 +59,34 @@ class NextN(nnx.Module):
         return self.norm(x_TH), cache
 
     def catch_up(
-        self,
-        embedded_TH: jax.Array,
-        hidden_TH: jax.Array,
-        live_R: jax.Array,
-        cache: LayerCache,
-        meta: StepMetadata,
-        tables_R: jax.Array,
-        bounds_R: jax.Array,
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata
     ) -> tuple[jax.Array, LayerCache]:
         """As a call, but hidden states [R, H] of the live tokens only; see `Block.catch_up`."""
         x_TH, rope = self._join(embedded_TH, hidden_TH, meta)
-        x_RH, cache = self.layer.catch_up(x_TH, live_R, cache, meta, rope, tables_R, bounds_R)
+        x_RH, cache = self.layer.catch_up(x_TH, live, cache, meta, rope)
         return self.norm(x_RH), cache
-
-    def cache_shapes(self, num_pages: int, page_size: int) -> Any:
-        """Shape, or shapes, of the draft's own paged cache."""
-        return self.layer.attention.cache_shapes(num_pages, page_size)
 
     def _join(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, meta: StepMetadata
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[jax.Array, RopeTables | None]:
         pair_T2H = jnp.concatenate([self.enorm(embedded_TH), self.hnorm(hidden_TH)], axis=-1)
-        return linear(pair_T2H, self.eh_proj[...]), rope_tables(self.config.rope, meta.positions)
+        rope = self.layer.spec.attention.rope
+        return linear(pair_T2H, self.eh_proj[...]), rope_tables(rope, meta.positions) if rope else None
+
+
+def nextn_prefix(config: ModelConfig) -> str:
+    """Where checkpoints store the (first) NextN layer: after the last layer."""
+    return f"model.layers.{config.num_layers}."
+
+
+def nextn_key_map(config: ModelConfig) -> KeyMap:
+    """Paths of `NextN` -> pieces."""
+    H, prefix = config.hidden_size, nextn_prefix(config)
+    return {("eh_proj",): (Piece(f"{prefix}eh_proj.weight", (H, 2 * H)),)} | nested(
+        {
+            "enorm": norm_weight(f"{prefix}enorm", H),
+            "hnorm": norm_weight(f"{prefix}hnorm", H),
+            "layer": block_key_map(config.nextn_layers[0], H, prefix),
+            "norm": norm_weight(f"{prefix}shared_head.norm", H),
+        }
+    )

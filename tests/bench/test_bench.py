@@ -16,9 +16,9 @@ from bench.step.step import SHAPES
 from convert.convert import convert_checkpoint
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.parts import EMBED, HEAD, MTP
-from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import count_parameters
+from jaxspec.models.registry import read_config
 
 
 def test_help_lists_the_benchmarks(capsys):

@@ -11,9 +11,9 @@ from bench.step.cycle import split
 from bench.step.cycle_steps import DRAFTS, declare_draft
 from bench.step.floor import cycle_bytes, traffic
 from bench.step.step import SHAPES
-from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import count_parameters
+from jaxspec.models.registry import read_config
 
 H, V, BF16 = 2048, 163840, np.dtype("bfloat16")
 

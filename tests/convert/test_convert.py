@@ -22,6 +22,7 @@ from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint,
 from jaxspec.loading.hf_folder import eos_token_ids
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.safetensors_reader import read_header
+from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import declarations, nest
 from tests.convert.edits import edit_config, edit_tensors, tensors
 from tests.tiny_models import CONFIGS, VARIANTS, tiny_checkpoint
@@ -40,7 +41,7 @@ def test_tree_is_what_the_model_declares(variant: str, dtype: str, converted: Ge
     model, params = load_params(open_checkpoint(converted(variant)), mesh, dtype)
     expected = nest({path: v.get_value() for path, v in declarations(model).items()})
     assert shapes(params) == shapes(expected)
-    if model.config.moe:
+    if any(isinstance(layer.mlp, MoESpec) for layer in model.config.layers):
         assert params["layers"][1]["mlp"]["router"].dtype == jnp.float32
 
 

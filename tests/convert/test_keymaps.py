@@ -1,22 +1,30 @@
 """Key maps against the models' declarations: every parameter is filled once, completely, and by the right numbers."""
 
+import re
+
 import numpy as np
 import pytest
 
-from convert.keymaps import KeyMap, Piece, assemble, harmless, key_map, nextn_key_map
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.key_check import check
 from jaxspec.loading.safetensors_reader import TensorInfo
-from jaxspec.models.config import ModelConfig, read_config
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.mtp import NextN
+from jaxspec.models.keymap import KeyMap, Piece, assemble
+from jaxspec.models.mtp import NextN, nextn_key_map
 from jaxspec.models.params import declarations
+from jaxspec.models.registry import family_of, read_config
 from tests.tiny_models import CONFIGS, VARIANTS
 
 
+def harmless(variant: str) -> re.Pattern[str]:
+    config = read_config(CONFIGS[variant])
+    return family_of(config).harmless(config)
+
+
 def maps(config: ModelConfig) -> list[tuple[KeyMap, CausalLM | NextN]]:
-    out: list[tuple[KeyMap, CausalLM | NextN]] = [(key_map(config), CausalLM(config, np.float32))]
-    if config.num_nextn_layers:
+    out: list[tuple[KeyMap, CausalLM | NextN]] = [(family_of(config).key_map(config), CausalLM(config, np.float32))]
+    if config.nextn_layers:
         out.append((nextn_key_map(config), NextN(config, np.float32)))
     return out
 
@@ -63,7 +71,7 @@ def info(*shape: int) -> TensorInfo:
 
 def test_errors_name_tensors_and_shapes():
     keys: KeyMap = {("w",): (Piece("w", (2, 3)),), ("v",): (Piece("v", (4,)),)}
-    ignore = harmless(read_config(CONFIGS["llama"]))
+    ignore = harmless("llama")
     good = {"w": info(2, 3), "v": info(4)}
     check([keys], good, ignore)
     check([keys], good | {"model.layers.0.self_attn.rotary_emb.inv_freq": info(8)}, ignore)
@@ -79,8 +87,8 @@ def test_errors_name_tensors_and_shapes():
 
 
 def test_harmless_extras_depend_on_the_model():
-    plain, mtp = (harmless(read_config(CONFIGS[v])) for v in ("v3", "v3-mtp"))
-    tied = harmless(read_config(CONFIGS["qwen3-tied"]))
+    plain, mtp = (harmless(v) for v in ("v3", "v3-mtp"))
+    tied = harmless("qwen3-tied")
     copies = ["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"]
     assert all(mtp.fullmatch(n) and not plain.fullmatch(n) for n in copies)
     assert tied.fullmatch("lm_head.weight")

@@ -13,12 +13,12 @@ import numpy as np
 from jaxspec.config import Settings
 from jaxspec.engine.batch import RESET_INTS, RESET_STOPS, InputLayout, bucket_for
 from jaxspec.engine.buckets import bucket_table
+from jaxspec.engine.handoff import FLAG_DONE
 from jaxspec.engine.pages import PADDING_PAGE
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import StepOutput
 from jaxspec.engine.state import MAX_LEN, SEED_LOW
-from jaxspec.engine.step import FLAG_DONE
 
 JUNK = -2
 

@@ -20,11 +20,12 @@ from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner, StepOutput
 from jaxspec.engine.state import GREEDY_DRAFTS, TEMPERATURE, StepState
-from jaxspec.models.config import ModelConfig, read_config
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
 from jaxspec.models.params import TENSOR_AXIS, declarations, nest, with_shardings
+from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
 from tests.drafts import PatternDraft, pattern_params, recorded_params
 from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, cached, fill_cache, run

@@ -12,11 +12,11 @@ from jaxspec.compat import compiles
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import TENSOR_AXIS
+from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import numpy_params, warmed
 from tests.engine.tiny import HF_CONFIG, SETTINGS, VOCAB, run

@@ -61,9 +61,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.engine.drafting import kv_places
+from jaxspec.engine.forward import lay_out
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
-from jaxspec.engine.step import lay_out
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import engine_over, greedy_requests, one_step, plan_where, sampling, snapshot
 from tests.engine.tiny import SETTINGS, VOCAB, make_engine, run, tiny_runner

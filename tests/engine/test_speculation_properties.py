@@ -76,10 +76,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.engine import step as step_module
+from jaxspec.engine import choose as choose_module
+from jaxspec.engine.forward import lay_out
+from jaxspec.engine.handoff import FLAG_NAN
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.step import FLAG_NAN, lay_out
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.metadata import window_bounds
 from jaxspec.models.mtp import NextN
@@ -522,16 +523,16 @@ def test_acceptance_counters():
 @pytest.mark.slow
 def test_acceptance_needs_q(monkeypatch):
     """Two random models at temperature 1 overlap much; a sampled draft taken for a certain one is nearly always refused."""
-    verify = step_module.verify
+    settings, verify = tiny_runner(K).settings, choose_module.verify  # compiled before anything is patched
 
     def without_q(logits, drafts, log_q, one_hot, *rest, **options):
         return verify(logits, drafts, log_q, jnp.ones_like(one_hot), *rest, **options)
 
-    monkeypatch.setattr(step_module, "verify", without_q)
+    monkeypatch.setattr(choose_module, "verify", without_q)
     blind = warmed(
         Runner(
-            CausalLM(scripted.tiny_config("tiny"), jnp.float32), target_params("tiny"), tiny_runner(K).settings,
-            scripted.one_device(), draft=nextn(),
+            CausalLM(scripted.tiny_config("tiny"), jnp.float32), target_params("tiny"), settings, scripted.one_device(),
+            draft=nextn(),
         )
     )  # fmt: skip
     monkeypatch.undo()

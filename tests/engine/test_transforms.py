@@ -10,9 +10,9 @@ from jaxspec.compat import compiles
 from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.forward import apply_updates, lay_out
 from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.request import Request, RequestState
-from jaxspec.engine.step import apply_updates, lay_out
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.test_engine import assert_equal_runs

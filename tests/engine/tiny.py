@@ -13,10 +13,10 @@ from jaxspec.config import Settings
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import random_params
+from jaxspec.models.registry import read_config
 
 VOCAB, EOS = 160, 5
 HF_CONFIG = {

@@ -13,9 +13,9 @@ from jaxspec.compat import compiles
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.models.config import read_config
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import random_params
+from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.test_engine import assert_equal_runs, requests
 from tests.engine.test_schedules import options
@@ -96,12 +96,12 @@ def test_state_is_donated_and_keeps_its_addresses():
     """A moved cache would be a copied one, and would make the GPU re-record its graphs."""
     engine = make_engine()
     before = engine.runner.state
-    addresses = [array.unsafe_buffer_pointer() for array in before.kv]
+    addresses = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(before.kv)]
     engine.add(Request("r", [7, 8], SamplingParams(max_tokens=4)))
     while engine.has_work:
         engine.step()
-    assert all(array.is_deleted() for array in before.kv)
-    assert [array.unsafe_buffer_pointer() for array in engine.runner.state.kv] == addresses
+    assert all(array.is_deleted() for array in jax.tree.leaves(before.kv))
+    assert [array.unsafe_buffer_pointer() for array in jax.tree.leaves(engine.runner.state.kv)] == addresses
 
 
 def test_no_bucket_needs_more_memory_than_the_largest(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from convert.convert import convert_checkpoint
 from jaxspec.loading.checkpoint import load_eagle3, load_params, open_checkpoint
 from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.models.eagle3 import capture_layers, read_eagle3_config
+from tests.caches import empty_cache
 from tests.convert.edits import tensors
 from tests.eagle3_models import tiny_draft
 from tests.engine.scripted import one_device
@@ -195,10 +196,7 @@ def test_hidden_states_and_drafts_equal_pytorch(case, targets, tmp_path):
     features = model.features(jnp.full((T, 64), jnp.nan), tuple(map(jnp.asarray, captured)))
     np.testing.assert_allclose(features, x[:T], atol=2e-4)
     np.testing.assert_array_equal(model.embed_ids(target, jnp.asarray(ids[1:])), embedded[:T])
-    empty = lambda: jax.tree.map(  # noqa: E731
-        jnp.zeros, model.cache_shapes(4, PAGE), is_leaf=lambda s: isinstance(s, tuple) and isinstance(s[0], int)
-    )
-    prefilled, cache = run(embedded[:T], features, empty(), metadata(0, T, prefill=True))
+    prefilled, cache = run(embedded[:T], features, empty_cache(model.cache_spec, 4, PAGE), metadata(0, T, prefill=True))
     np.testing.assert_allclose(prefilled, want[:T], atol=2e-4)
     row = prefilled[-1:]
     for i in range(STEPS + 1):
@@ -210,7 +208,7 @@ def test_hidden_states_and_drafts_equal_pytorch(case, targets, tmp_path):
             row, cache = run(embedding, row, cache, metadata(T + i, 1, prefill=False))
             np.testing.assert_allclose(row[0], want[T + i], atol=2e-4)
 
-    cache = empty()
+    cache = empty_cache(model.cache_spec, 4, PAGE)
     for t in range(T + STEPS):
         row, cache = run(embedded[t : t + 1], x[t : t + 1], cache, metadata(t, 1, prefill=False))
         np.testing.assert_allclose(row[0], want[t], atol=2e-4)

@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from convert.convert import convert_checkpoint
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.safetensors_reader import SafetensorsReader
-from jaxspec.models.metadata import StepMetadata, window_bounds
+from jaxspec.models.metadata import StepMetadata
+from tests.caches import empty_cache, single_request
 from tests.tiny_models import tiny_checkpoint
 
 PAGE, T, STEPS = 8, 21, 3
@@ -87,21 +88,7 @@ def bound(model, params):
 
 
 def metadata(start: int, count: int, *, prefill: bool) -> StepMetadata:
-    """One request on pages 1, 2, 3: a prompt chunk, or one decode window of a token."""
-    positions = np.arange(start, start + count, dtype=np.int32)
-    table = np.array([[1, 2, 3]], np.int32)
-    none = np.zeros((0, 3), np.int32)
-    return StepMetadata(
-        positions=jnp.asarray(positions),
-        pages=jnp.asarray(table[0, positions // PAGE]),
-        offsets=jnp.asarray(positions % PAGE),
-        live=jnp.ones(count, bool),
-        prefill_tables=jnp.asarray(table if prefill else none),
-        prefill_rows=jnp.zeros(count if prefill else 0, jnp.int32),
-        prefill_ends=jnp.full(int(prefill), start + count, jnp.int32),
-        decode_tables=jnp.asarray(none if prefill else table),
-        decode_bounds=window_bounds(jnp.full(int(not prefill), start + count, jnp.int32), 1),
-    )
+    return single_request(start, count, pages=3, page_size=PAGE, prefill=prefill)
 
 
 @pytest.mark.torch
@@ -119,7 +106,7 @@ def test_hidden_states_and_drafts_equal_pytorch(tmp_path):
     run = jax.jit(model.__call__)
 
     prefilled, cache = run(
-        embedded[:T], hidden[:T], jnp.zeros(model.cache_shapes(4, PAGE)), metadata(0, T, prefill=True)
+        embedded[:T], hidden[:T], empty_cache(model.cache_spec, 4, PAGE), metadata(0, T, prefill=True)
     )
     np.testing.assert_allclose(prefilled, want[:T], atol=2e-4)
     row = prefilled[-1:]
@@ -132,7 +119,7 @@ def test_hidden_states_and_drafts_equal_pytorch(tmp_path):
             row, cache = run(embedding, row, cache, metadata(T + i, 1, prefill=False))
             np.testing.assert_allclose(row[0], want[T + i], atol=2e-4)
 
-    cache = jnp.zeros(model.cache_shapes(4, PAGE))
+    cache = empty_cache(model.cache_spec, 4, PAGE)
     for t in range(T + STEPS):
         row, cache = run(embedded[t : t + 1], hidden[t : t + 1], cache, metadata(t, 1, prefill=False))
         np.testing.assert_allclose(row[0], want[t], atol=2e-4)

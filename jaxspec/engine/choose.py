@@ -1,0 +1,220 @@
+"""The second part of a step: every row samples a token or has its window verified, and stops are found.
+
+Shapes: R = E + D rows, prompt rows first; a row of logits (of E + D * n) belongs to a prompt row or to one token of a
+decode window.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.engine.batch import StepInputs
+from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN, Chosen
+from jaxspec.engine.rules import adjusted_logits, count_chosen
+from jaxspec.engine.state import (
+    GREEDY_DRAFTS,
+    MAX_LEN,
+    MIN_P,
+    NUM_DRAFTS,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    StepState,
+)
+from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
+from jaxspec.sampling.params import MAX_LOGPROBS
+from jaxspec.sampling.rejection import verify
+from jaxspec.sampling.sampler import LogitsStats, SamplingRows, logits_stats, sample, temperatures
+
+
+class _Rows(NamedTuple):
+    """The rows that choose.
+
+    Attributes:
+        slots: int32 [R].
+        positions: int32 [R] absolute position of the first token that each row chooses.
+        params_i: int32 [R, PARAMS_I].
+        sampling: the sampling parameters [R].
+    """
+
+    slots: jax.Array
+    positions: jax.Array
+    params_i: jax.Array
+    sampling: SamplingRows
+
+
+def choose(
+    logits_RV: jax.Array,
+    state: StepState,
+    inputs: StepInputs,
+    *,
+    n: int,
+    full: bool,
+    synthetic_length: float | None = None,
+) -> Chosen:
+    """What each row gains: one sampled (or, for a request that resumes, forced) token, or a verified window.
+
+    Args:
+        logits_RV: [E + D * n, V].
+        n: tokens of a decode window.
+        full: apply every sampling parameter, and find the likeliest alternatives.
+        synthetic_length: see `verify`.
+    """
+    E, D = inputs.slots.shape[0], inputs.decode_slots.shape[0]
+    rows = _rows(state, inputs)
+    # The row R that each row of logits belongs to.
+    row_R = jnp.concatenate([jnp.arange(E), E + jnp.repeat(jnp.arange(D), n)])
+    stats = logits_stats(logits_RV, temperatures(rows.sampling)[row_R])
+    bad_rows = ~stats.finite
+    nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
+    adjusted_RV = logits_RV
+    if full:
+        logits_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV.astype(jnp.float32))
+        adjusted_RV = adjusted_logits(logits_RV, state, inputs, rows.positions, n)
+
+    ids_Rn, accepted_R = _sample_or_verify(
+        adjusted_RV, None if full else stats, rows, state, inputs, n=n, full=full, synthetic_length=synthetic_length
+    )
+    forced_E = inputs.forced
+    is_forced_R = jnp.concatenate([forced_E >= 0, jnp.zeros(D, bool)])
+    ids_Rn = ids_Rn.at[:E, 0].set(jnp.where(forced_E >= 0, forced_E, ids_Rn[:E, 0]))
+
+    live_R = (rows.slots > 0) & ~state.done[rows.slots]
+    produces_R = live_R & jnp.concatenate([inputs.final, jnp.ones(D, bool)])
+    nan_R &= live_R
+    count_R, stopped_R = _first_stop(ids_Rn, accepted_R, rows, state.stop_ids[rows.slots])
+    done_R = (produces_R & ~is_forced_R & stopped_R) | nan_R
+
+    logprobs_Rn, top = _logprobs(logits_RV, ids_Rn, stats.log_z, E, full=full)
+    return Chosen(
+        ids=ids_Rn,
+        logprobs=logprobs_Rn,
+        emitted=jnp.where(produces_R & ~is_forced_R & ~nan_R, count_R, 0),
+        accepted=accepted_R,
+        flags=(FLAG_DONE * done_R + FLAG_NAN * nan_R).astype(jnp.int32),
+        lengths=rows.positions + accepted_R,
+        last=jnp.take_along_axis(ids_Rn, accepted_R[:, None], axis=1)[:, 0],
+        rows=rows.sampling,
+        top=top,
+    )
+
+
+def advance(state: StepState, inputs: StepInputs, chosen: Chosen, *, full: bool) -> StepState:
+    """Lengths, newest tokens, counts and done flags after the step; rows of padding or done slots change nothing."""
+    S = state.seq_len.shape[0]
+    slots_R = jnp.concatenate([inputs.slots, inputs.decode_slots])
+    moved_R = (slots_R > 0) & ~state.done[slots_R]
+    target_R = jnp.where(moved_R, slots_R, S)
+    if full:
+        state = state._replace(counts=count_chosen(state.counts, inputs, chosen, target_R))
+    return state._replace(
+        seq_len=state.seq_len.at[target_R].set(chosen.lengths, mode="drop"),
+        last_token=state.last_token.at[target_R].set(chosen.last, mode="drop"),
+        done=state.done.at[target_R].max(chosen.flags > 0, mode="drop"),
+    )
+
+
+def _rows(state: StepState, inputs: StepInputs) -> _Rows:
+    slots_R = jnp.concatenate([inputs.slots, inputs.decode_slots])
+    ends_E = inputs.starts + inputs.lengths
+    # The first token to choose follows the prompt chunk, or the newest token.
+    positions_R = jnp.concatenate([ends_E, state.seq_len[inputs.decode_slots] + 1])
+    params_i = state.params_i[slots_R]
+    sampling = SamplingRows(
+        temperature=state.params_f[slots_R, TEMPERATURE],
+        top_p=state.params_f[slots_R, TOP_P],
+        min_p=state.params_f[slots_R, MIN_P],
+        top_k=params_i[:, TOP_K],
+        seeds=lax.bitcast_convert_type(params_i[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32),
+        greedy_drafts=params_i[:, GREEDY_DRAFTS] > 0,
+    )
+    return _Rows(slots_R, positions_R, params_i, sampling)
+
+
+def _sample_or_verify(
+    logits_RV: jax.Array,
+    stats: LogitsStats | None,
+    rows: _Rows,
+    state: StepState,
+    inputs: StepInputs,
+    *,
+    n: int,
+    full: bool,
+    synthetic_length: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Ids int32 [R, n] and accepted drafts int32 [R]: prompt rows, and windows of one token, are sampled.
+
+    Args:
+        logits_RV: [E + D * n, V] after the requests' rules.
+        stats: of the logits where no rule has changed them.
+    """
+    slots_D = inputs.decode_slots
+    E, D = inputs.slots.shape[0], slots_D.shape[0]
+
+    def part(tree, start: int, stop: int):
+        return jax.tree.map(lambda a: a[start:stop], tree)
+
+    accepted_R = jnp.zeros(E + D, jnp.int32)
+    ids_Rn = jnp.zeros((E + D, n), jnp.int32)
+    sampled = E + D if n == 1 else E
+    if sampled:
+        ids = sample(
+            logits_RV[:sampled], part(rows.sampling, 0, sampled), rows.positions[:sampled],
+            full=full, stats=part(stats, 0, sampled),
+        )  # fmt: skip
+        ids_Rn = ids_Rn.at[:sampled, 0].set(ids)
+    if D and n > 1:
+        window = part(rows.sampling, E, E + D)
+        verified = verify(
+            logits_RV[E:].reshape(D, n, logits_RV.shape[1]),
+            state.drafts[slots_D],
+            state.draft_log_q,
+            window.greedy_drafts,
+            rows.params_i[E:, NUM_DRAFTS],
+            window,
+            rows.positions[E:],
+            full=full,
+            synthetic_length=synthetic_length,
+            q_rows=slots_D,
+            stats=part(stats, E, E + D * n),
+        )
+        ids_Rn = ids_Rn.at[E:].set(verified.ids)
+        accepted_R = accepted_R.at[E:].set(verified.accepted)
+    return ids_Rn, accepted_R
+
+
+def _first_stop(
+    ids_Rn: jax.Array, accepted_R: jax.Array, rows: _Rows, stop_ids_R: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens up to and including the first stop, int32 [R], and whether there is one, bool [R].
+
+    A stop is one of the row's `stop_ids_R` [R, STOP_IDS], or the request's last position.
+    """
+    index_n = jnp.arange(ids_Rn.shape[1], dtype=jnp.int32)
+    stops_Rn = (stop_ids_R[:, None] == ids_Rn[..., None]).any(axis=2)
+    stops_Rn |= rows.positions[:, None] + index_n + 1 >= rows.params_i[:, MAX_LEN][:, None]
+    stops_Rn &= index_n <= accepted_R[:, None]
+    stopped_R = stops_Rn.any(axis=1)
+    return jnp.where(stopped_R, jnp.argmax(stops_Rn, axis=1).astype(jnp.int32), accepted_R) + 1, stopped_R
+
+
+def _logprobs(
+    logits_RV: jax.Array, ids_Rn: jax.Array, log_z: jax.Array, E: int, *, full: bool
+) -> tuple[jax.Array, TopLogprobs | None]:
+    """Raw log-probabilities [R, n] of the chosen ids, and with `full` the likeliest ids at their positions.
+
+    A prompt row has one row of logits for all n columns, of which only the first is ever read.
+    """
+    R, n = ids_Rn.shape
+    D = R - E
+    token_Rn = jnp.concatenate([jnp.repeat(jnp.arange(E)[:, None], n, axis=1), E + jnp.arange(D * n).reshape(D, n)])
+    top = None
+    if full:
+        of_token = top_logprobs(logits_RV, min(MAX_LOGPROBS, logits_RV.shape[1]))
+        top = TopLogprobs(*(values[token_Rn] for values in of_token))
+    of_logits = jnp.concatenate([ids_Rn[:E, :1], ids_Rn[E:].reshape(D * n, 1)])
+    return logprobs_of(logits_RV, of_logits, log_z)[token_Rn, 0], top

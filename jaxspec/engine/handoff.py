@@ -1,0 +1,52 @@
+"""What the three parts of a step hand on: `forward` gives `Forwarded`, `choose` gives `Chosen`, `propose` reads both."""
+
+from typing import NamedTuple
+
+import jax
+
+from jaxspec.models.metadata import StepMetadata
+from jaxspec.sampling.logprobs import TopLogprobs
+from jaxspec.sampling.sampler import SamplingRows
+
+# Bits of a row's flags: a stop that the device knows was met; the row's logits held a NaN.
+FLAG_DONE, FLAG_NAN = 1, 2
+
+
+class Forwarded(NamedTuple):
+    """The target's pass over a step's T = P + D * n tokens.
+
+    Attributes:
+        meta: where each token sits.
+        hidden: [T, H] after the final norm.
+        captured: the residual streams [T, H] that were asked for, by layer id.
+        logits: [E + D * n, V] of the rows that choose: the last token of each chunk, then all window tokens.
+    """
+
+    meta: StepMetadata
+    hidden: jax.Array
+    captured: dict[int, jax.Array]
+    logits: jax.Array
+
+
+class Chosen(NamedTuple):
+    """What a step chose for each row of R = E + D.
+
+    Attributes:
+        ids, logprobs: [R, n]; the first `emitted` count, those after `accepted` are stale but legal ids.
+        emitted: int32 [R] tokens that the request gains, cut at its first stop; 0 for middle chunks and dead rows.
+        accepted: int32 [R] drafts that the target agreed with, before any cut; 0 for prompt rows.
+        flags: int32 [R] of FLAG_DONE and FLAG_NAN.
+        lengths: int32 [R] tokens whose KV is right after the step; `last` int32 [R], the token that follows them.
+        rows: the sampling parameters [R].
+        top: [R, n, N] the likeliest ids at the position of each of `ids`; None in a "lean" bucket.
+    """
+
+    ids: jax.Array
+    logprobs: jax.Array
+    emitted: jax.Array
+    accepted: jax.Array
+    flags: jax.Array
+    lengths: jax.Array
+    last: jax.Array
+    rows: SamplingRows
+    top: TopLogprobs | None

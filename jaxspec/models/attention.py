@@ -1,0 +1,38 @@
+"""What every kind of attention does; the decoder and the drafts know this interface and no kind in particular."""
+
+from typing import Any, Protocol
+
+import jax
+
+from jaxspec.models.cache import CacheSpec, LayerCache
+from jaxspec.models.layers import RMSNorm
+from jaxspec.models.metadata import LiveRows, StepMetadata
+
+
+class Attention(Protocol):
+    """An nnx module with a cache of its own. `rope` are the tables of its spec's rotary embedding, None without one."""
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What it keeps between steps."""
+        ...
+
+    def __call__(
+        self,
+        x_TH: jax.Array,
+        cache: LayerCache,
+        meta: StepMetadata,
+        rope: Any,
+        norm: RMSNorm | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """Writes the cache of all T tokens, then attends: [T, input_dim], `norm` of it if given, -> [T, H]."""
+        ...
+
+    def catch_up(
+        self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: Any
+    ) -> tuple[jax.Array, LayerCache]:
+        """Writes the cache of all T tokens but attends for the R live ones only, each like a decode window of one.
+
+        [T, input_dim], normed -> [R, H].
+        """
+        ...

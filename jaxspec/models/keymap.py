@@ -1,0 +1,77 @@
+"""Which checkpoint tensors make up each parameter: the pieces that every family's key map is made of.
+
+A parameter is filled by pieces, each saying `parameter[at] = tensor.reshape(view)[take]`. Every conversion that the
+models need (splits, fusions, stacked experts, reordered rotary rows) is of that form, so a map is data: it can be
+checked against a checkpoint's headers before a single weight is read.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+ParamPath = tuple[str | int, ...]
+Index = int | slice | EllipsisType | tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """`parameter[at] = tensor.reshape(view)[take]`; the tensor must have exactly `shape`. `view` () keeps its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    at: Index = ...
+    view: tuple[int, ...] = ()
+    take: Index = ...
+
+
+Pieces = tuple[Piece, ...]
+KeyMap = dict[ParamPath, Pieces]
+
+# Matches rotary frequencies, which old checkpoints store and every model computes.
+ROTARY_TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+
+
+def assemble(
+    pieces: Pieces,
+    shape: tuple[int, ...],
+    dtype: Any,
+    read: Callable[[str], np.ndarray],
+    run: Callable[[Callable[[Piece], None], Pieces], Iterable[None]] = map,
+) -> np.ndarray:
+    """One parameter, cast to `dtype`.
+
+    Args:
+        read: the tensor of a name.
+        run: calls a function with every piece. `map` has one source tensor in memory at a time; that of a pool reads
+            several at once.
+    """
+    out = np.empty(shape, dtype)
+    bits = f"u{out.dtype.itemsize}"
+
+    def fill(piece: Piece) -> None:
+        tensor, target = read(piece.name), out
+        if tensor.dtype == out.dtype:  # as integers: NumPy holds Python's lock while it copies bfloat16
+            tensor, target = tensor.view(bits), out.view(bits)
+        target[piece.at] = tensor.reshape(piece.view or piece.shape)[piece.take]
+
+    for _ in run(fill, pieces):
+        pass
+    return out
+
+
+def nested(parts: dict[str, KeyMap]) -> KeyMap:
+    """The maps of a module's children, under their names."""
+    return {(part, *path): pieces for part, child in parts.items() for path, pieces in child.items()}
+
+
+def norm_weight(name: str, size: int) -> KeyMap:
+    """The map of an `RMSNorm` that checkpoints store as `name`.weight."""
+    return {("weight",): (Piece(f"{name}.weight", (size,)),)}
+
+
+def any_of(patterns: list[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{p})" for p in patterns))

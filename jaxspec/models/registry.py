@@ -1,0 +1,53 @@
+"""The families of models, by the names in `architectures` of config.json. Adding one touches its module and this list."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jaxspec.errors import ModelFormatError
+from jaxspec.models import deepseek, llama
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import decoder_key_map
+from jaxspec.models.keymap import KeyMap
+from jaxspec.models.mtp import nextn_key_map
+
+
+class Family(NamedTuple):
+    """How one family's checkpoints are read.
+
+    Attributes:
+        read_config: from config.json and the architecture found there.
+        harmless: matches tensors that its checkpoints are known to hold and no model needs.
+        key_map: of the target, paths of `CausalLM`.
+        nextn_key_map: of the first NextN layer, paths of `NextN`.
+    """
+
+    read_config: Callable[[Mapping[str, Any], str], ModelConfig]
+    harmless: Callable[[ModelConfig], re.Pattern[str]]
+    key_map: Callable[[ModelConfig], KeyMap] = decoder_key_map
+    nextn_key_map: Callable[[ModelConfig], KeyMap] = nextn_key_map
+
+
+FAMILIES: dict[str, Family] = {
+    name: Family(module.read_config, module.harmless) for module in (deepseek, llama) for name in module.ARCHITECTURES
+}
+
+
+def family_of(config: ModelConfig) -> Family:
+    return FAMILIES[config.architecture]
+
+
+def read_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of a Hugging Face `config.json`, already parsed as JSON.
+
+    Raises:
+        ModelFormatError: an architecture or option that is not supported; the text lists what is.
+    """
+    architectures = hf.get("architectures") or []
+    for architecture in architectures:
+        if architecture in FAMILIES:
+            return FAMILIES[architecture].read_config(hf, architecture)
+    raise ModelFormatError(
+        f"unsupported architecture {', '.join(map(str, architectures)) or '(none named in config.json)'}; "
+        f"supported: {', '.join(FAMILIES)}"
+    )
