@@ -1,16 +1,20 @@
-"""What PyTorch says: a float32 run of the Hugging Face class on the CPU, live or from a recorded file."""
+"""The reference: float32 runs of the Hugging Face class on the CPU, made now or read from a recorded file."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from convert.progress import Progress
 from jaxspec.errors import JaxspecError
 
 RECORD_VERSION = 1
+# Prompts that PyTorch continues as one batch.
+FIRST_GROUP_SIZE, GROUP_SIZE = 2, 8
 
 # Used where the folder has a tokenizer.
 PROMPTS = (
@@ -40,10 +44,10 @@ class ReferenceRun:
     Attributes:
         prompt_ids, new_ids: the prompt and its greedy continuation.
         logprobs: float32 [N] of the new ids.
-        residuals: float32 [layers + 1, T, H]: the embedding, then the residual stream behind each layer, over the
+        residuals: float32 [layers + 1, T, H]: the embedding, then the residual stream after each layer, over the
             T = prompt + N - 1 tokens that were fed; None in a record of tokens only.
         logits: float32 [T, V] or None.
-        gaps: float32 [N]: largest less second largest logit at each new token.
+        gaps: float32 [N]: the largest logit minus the second largest, at each new token.
     """
 
     prompt_ids: tuple[int, ...]
@@ -52,6 +56,12 @@ class ReferenceRun:
     gaps: np.ndarray
     residuals: np.ndarray | None = None
     logits: np.ndarray | None = None
+
+    @property
+    def greedy_ids(self) -> tuple[int, ...]:
+        """The likeliest id at each new token, from the logits."""
+        assert self.logits is not None
+        return tuple(self.logits[len(self.prompt_ids) - 1 :].argmax(axis=1).tolist())
 
 
 def choose_prompts(folder: Path, vocab_size: int, count: int, seed: int = 0) -> list[list[int]]:
@@ -91,43 +101,130 @@ class TorchModel:
         self._model = cls.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **options)
         self._model.eval()
         self.vocab_size = int(config.vocab_size)
-        self.max_position = int(config.max_position_embeddings)
 
     def run(self, prompt_ids: Sequence[int], new_tokens: int) -> ReferenceRun:
         """Continues a prompt greedily, then reads residual streams and logits of the whole sequence at once."""
+        return self.run_batch([prompt_ids], new_tokens)[0]
+
+    def run_batch(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, advance: Callable[[int], None] = lambda _tokens: None
+    ) -> list[ReferenceRun]:
+        """`run` for several prompts, which are continued as one batch.
+
+        Residual streams and logits are read of each sequence by itself, so padding has no part in them. The batch's
+        matmuls may round differently; where that changed a token, the prompt is continued again by itself.
+
+        Args:
+            advance: called with a number of tokens each time that so many have been generated or read.
+        """
+        runs = []
+        for prompt, new_ids in zip(prompts, self.generate(prompts, new_tokens, advance), strict=True):
+            run = self.read(prompt, new_ids)
+            if len(prompts) > 1 and run.greedy_ids != run.new_ids:
+                run = self.run(prompt, new_tokens)
+            advance(len(prompt) + new_tokens - 1)
+            runs.append(run)
+        return runs
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, advance: Callable[[int], None]
+    ) -> list[list[int]]:
+        """Greedy continuations of left-padded prompts."""
         torch = self._torch
+        width = max(map(len, prompts))
+        padding = torch.tensor([width - len(p) for p in prompts])[:, None]
+        step = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
+        positions = (torch.arange(width) - padding).clamp(min=0)
+        mask = torch.arange(width + new_tokens) >= padding
+        cache, new_ids = None, []
         with torch.no_grad():
-            ids, cache, step = list(prompt_ids), None, list(prompt_ids)
-            for _ in range(new_tokens):
-                out = self._model(torch.tensor([step]), past_key_values=cache, use_cache=True)
+            for i in range(new_tokens):
+                options = {}
+                if padding.any():
+                    options = {"attention_mask": mask[:, : width + i].long(), "position_ids": positions}
+                out = self._model(step, past_key_values=cache, use_cache=True, **options)
                 cache = out.past_key_values
-                step = [int(out.logits[0, -1].argmax())]
-                ids += step
-            fed = ids[:-1]
-            streams = []
-            layers = self._model.model.layers
-            hooks = [layers[0].register_forward_pre_hook(lambda _m, args: streams.append(args[0][0].clone()))]
-            for layer in layers:
-                hooks.append(
-                    layer.register_forward_hook(
-                        lambda _m, _a, out: streams.append((out[0] if isinstance(out, tuple) else out)[0].clone())
-                    )
+                step = out.logits[:, -1:].argmax(dim=-1)
+                positions = positions[:, -1:] + 1
+                new_ids.append(step)
+                advance(len(prompts))
+        return torch.cat(new_ids, dim=1).tolist()
+
+    def read(self, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> ReferenceRun:
+        """Residual streams and logits of a sequence, in one pass without a cache."""
+        torch = self._torch
+        streams: list[Any] = []
+        layers = self._model.model.layers
+        hooks = [layers[0].register_forward_pre_hook(lambda _m, args: streams.append(args[0][0].clone()))]
+        for layer in layers:
+            hooks.append(
+                layer.register_forward_hook(
+                    lambda _m, _a, out: streams.append((out[0] if isinstance(out, tuple) else out)[0].clone())
                 )
+            )
+        with torch.no_grad():
+            fed = [*prompt_ids, *new_ids[:-1]]
             logits = self._model(torch.tensor([fed]), use_cache=False).logits[0].float().numpy()
-            for hook in hooks:
-                hook.remove()
-        residuals = torch.stack(streams).float().numpy()
+        for hook in hooks:
+            hook.remove()
         answers = logits[len(prompt_ids) - 1 :]
-        new = np.array(ids[len(prompt_ids) :])
         top2 = np.partition(answers, -2, axis=1)[:, -2:]
         return ReferenceRun(
             tuple(prompt_ids),
-            tuple(int(t) for t in new),
-            log_softmax(answers)[np.arange(len(new)), new],
+            tuple(new_ids),
+            log_softmax(answers)[np.arange(len(new_ids)), new_ids],
             (top2[:, 1] - top2[:, 0]).astype(np.float32),
-            residuals,
+            torch.stack(streams).float().numpy(),
             logits,
         )
+
+
+class Reference:
+    """What is compared with: recorded runs, or those that PyTorch makes when they are asked for.
+
+    Attributes:
+        prompts: ids of each prompt.
+        longest: tokens of the longest prompt and its continuation.
+        positions: tokens that jaxspec runs: each sequence once as it is generated, and once more in prefill where the
+            runs have logits.
+    """
+
+    def __init__(self, path: Path, *, num_prompts: int, new_tokens: int):
+        """`path`: a recorded file, or a Hugging Face folder, to which the numbers apply.
+
+        Raises:
+            JaxspecError: it is neither of them, or a number is not positive.
+        """
+        self._recorded = read_record(path) if path.is_file() else None
+        if self._recorded is not None:
+            self.prompts: list[Sequence[int]] = [run.prompt_ids for run in self._recorded]
+            lengths = [len(run.prompt_ids) + len(run.new_ids) for run in self._recorded]
+        else:
+            if not (path / "config.json").is_file():
+                raise JaxspecError(
+                    f"{path} is neither a recorded run nor a Hugging Face folder (it has no config.json)"
+                )
+            if min(num_prompts, new_tokens) < 1:
+                raise JaxspecError("--num-prompts and --new-tokens must be at least 1")
+            self._model, self._new_tokens = TorchModel(path), new_tokens
+            self.prompts = list(choose_prompts(path, self._model.vocab_size, num_prompts))
+            lengths = [len(prompt) + new_tokens for prompt in self.prompts]
+        self.longest = max(lengths)
+        has_logits = self._recorded is None or self._recorded[0].logits is not None
+        self.positions = sum(length - 1 for length in lengths) * (2 if has_logits else 1)
+
+    def groups(self, progress: Progress) -> Iterator[list[ReferenceRun]]:
+        """All runs in order, a few at a time and the first very few, so that there is a result early."""
+        if self._recorded is None:
+            progress.start("PyTorch", sum(len(p) + 2 * self._new_tokens - 1 for p in self.prompts), "tokens")
+        begin, end = 0, FIRST_GROUP_SIZE
+        while begin < len(self.prompts):
+            if self._recorded is None:
+                advance = partial(progress.advance, f"prompts {begin + 1} to {min(end, len(self.prompts))}")
+                yield self._model.run_batch(self.prompts[begin:end], self._new_tokens, advance)
+            else:
+                yield self._recorded[begin:end]
+            begin, end = end, end + GROUP_SIZE
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
 
     compare = command("compare", _compare, "Compare a model with PyTorch: layers, logits, greedy text.")
     if argv[:1] == ["compare"]:  # its flags live where the comparison is, beside heavy imports
-        from convert.compare import add_arguments, add_record_arguments
+        from convert.compare_command import add_arguments, add_record_arguments
 
         (add_record_arguments if argv[1:2] == ["record"] else add_arguments)(compare)
 
@@ -199,7 +199,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from convert.compare import run, run_record
+    from convert.compare_command import run, run_record
 
     return run_record(arguments) if hasattr(arguments, "record") else run(arguments)
 

@@ -32,6 +32,7 @@ LAYERS = {
         "jaxspec.demo",
     ),
     # Compares through the public API.
+    "convert.compare_command": ("convert", "convert.compare", "jaxspec.llm"),
     "convert.compare": ("convert", "jaxspec.errors", "jaxspec.sampling", "jaxspec.llm"),
     "convert": (
         "jaxspec.errors", "jaxspec.models", "jaxspec.config", "jaxspec.text", "jaxspec.loading", "jaxspec.demo",
@@ -43,7 +44,7 @@ LAYERS = {
     "jaxspec.demo": (),
     "serve": (
         "jaxspec.errors", "jaxspec.config", "jaxspec.compat", "jaxspec.engine", "jaxspec.sampling", "jaxspec.text",
-        "jaxspec.llm", "jaxspec.loading", "convert", "convert.compare",
+        "jaxspec.llm", "jaxspec.loading", "convert", "convert.compare_command",
     ),
     "jaxspec": ("jaxspec.config", "jaxspec.sampling", "jaxspec.llm"),
 }  # fmt: skip
