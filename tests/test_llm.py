@@ -14,6 +14,7 @@ from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError, InvalidRequestError, ModelFormatError
 from jaxspec.llm import LLM
 from serve.demo import RECORD
+from tests.serve.mock_engine import taken
 
 PROMPT = "def fibonacci(n):"
 GREEDY = SamplingParams(max_tokens=24, temperature=0, logprobs=0)
@@ -164,6 +165,20 @@ def test_a_stop_string_cuts_text_ids_and_logprobs_alike(demo_llm):
     assert cut.ids == whole.ids[: len(cut.ids)]
     assert len(cut.ids) == len(cut.logprobs) == len(cut.top_logprobs) < 48
     assert stop in demo_llm.tokenizer.decode(cut.ids)
+
+
+def test_completions_are_made_of_outputs_alone(demo_llm, monkeypatch):
+    """Text and figures are those of before although a request that was handed over cannot be read any more."""
+    params = SamplingParams(max_tokens=24, temperature=0, logprobs=2, stop=("return",))
+    before = demo_llm.generate([PROMPT, PROMPT + "\n"], params)
+    add = demo_llm.engine.add
+    monkeypatch.setattr(demo_llm.engine, "add", lambda *requests: add(*map(taken, requests)))
+    again = demo_llm.generate([PROMPT, PROMPT + "\n"], params)
+    for one, other in zip(before, again, strict=True):
+        assert (one.ids, one.text, one.text_offsets, one.finish_reason) == (
+            other.ids, other.text, other.text_offsets, other.finish_reason,
+        )  # fmt: skip
+        assert len(one.text_offsets) == len(one.ids) == len(one.accepted)
 
 
 @pytest.mark.slow

@@ -30,6 +30,13 @@ class PageAllocator:
     def num_free(self) -> int:
         return len(self._free) + len(self._kept)
 
+    @property
+    def free_pages(self) -> list[int]:
+        return [*self._free, *self._kept]
+
+    def num_holders(self, page: int) -> int:
+        return self._holders[page]
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages for a single holder, or None if there are not that many."""
         if count > self.num_free:

@@ -13,12 +13,13 @@ import numpy as np
 from jaxspec.config import Settings
 from jaxspec.engine.batch import RESET_INTS, RESET_STOPS, InputLayout, bucket_for
 from jaxspec.engine.buckets import bucket_table
-from jaxspec.engine.handoff import FLAG_DONE
+from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN
 from jaxspec.engine.pages import PADDING_PAGE
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import StepOutput
 from jaxspec.engine.state import MAX_LEN, SEED_LOW
+from jaxspec.sampling.params import MAX_LOGPROBS
 
 JUNK = -2
 
@@ -35,6 +36,7 @@ class MockRunner:
         touched: of each slot, the last KV slot of its request that the latest step wrote.
         shared: whether a page's text is known to others, so that writing it is a fault.
         on_dispatch: called with each plan before it runs.
+        nan_in: id of a request whose rows are NaN.
     """
 
     def __init__(self, settings: Settings, vocab: int):
@@ -46,6 +48,7 @@ class MockRunner:
         self.touched: dict[int, int] = {}
         self.shared: Callable[[int], bool] = lambda _page: False
         self.on_dispatch: Callable[[StepPlan], None] = lambda _plan: None
+        self.nan_in: str | None = None
         self._queue: collections.deque[StepOutput] = collections.deque()
         S, page = settings.max_slots, settings.page_size
         self.memory = np.full((settings.num_pages, page), -1)
@@ -86,6 +89,7 @@ class MockRunner:
             rows.append((self._prefill(*fields[:2], chunk, *fields[3:]), 0))
         rows += [self._decode(slot) for slot in inputs.decode_slots[: len(plan.decode)]]
         slots = [r.slot for r in plan.requests]
+        nan = np.array([r.id == self.nan_in for r in plan.requests])
         ids = np.full((len(rows), self.window), JUNK)
         for row, (emitted, _) in enumerate(rows):
             ids[row, : len(emitted)] = emitted
@@ -94,9 +98,11 @@ class MockRunner:
                 plan,
                 np.array([len(emitted) for emitted, _ in rows]),
                 np.array([accepted for _, accepted in rows]),
-                np.where(self.done[slots], FLAG_DONE, 0),
+                np.where(self.done[slots], FLAG_DONE, 0) | np.where(nan, FLAG_NAN, 0),
                 ids,
-                np.zeros(ids.shape, np.float32),
+                -ids.astype(np.float32),
+                top_ids=np.repeat(ids[..., None], MAX_LOGPROBS, axis=2),
+                top_logprobs=np.repeat(-ids.astype(np.float32)[..., None], MAX_LOGPROBS, axis=2),
             )
         )
 
@@ -139,13 +145,13 @@ class MockRunner:
             if self._stops(slot, emitted[-1]):
                 self.done[slot] = True
                 break
-        # What lies behind a stop is never read: the device's own length goes on to the end of what was accepted.
+        # What comes after a stop is never read: the device's own length goes on to the end of what was accepted.
         self.seq_len[slot] = base + accepted + 1
         self._draft(slot)
         return emitted, accepted
 
     def _draft(self, slot) -> None:
-        """Draft steps behind the newest token: they write the draft's memory only."""
+        """Draft steps after the newest token: they write the draft's memory only."""
         for i in range(self.window - 2):
             self._place(slot, self.seq_len[slot] + i, self.draft_memory, JUNK)
 
@@ -158,7 +164,7 @@ class MockRunner:
             self._place(slot, position, self.draft_memory, after)
 
     def _place(self, slot, position, memory, value) -> None:
-        """Positions behind the request's last possible token may lie on the padding page, and so may the context's end."""
+        """Positions past the request's last possible token may lie on the padding page, and so may the context's end."""
         column = position // self.settings.page_size
         page = self.page_table[slot, column] if column < self.settings.max_pages else PADDING_PAGE
         if page == PADDING_PAGE:

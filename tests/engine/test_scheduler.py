@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxspec.config import EngineConfig, Settings, pages_for, resolve
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.output import FinishReason
-from jaxspec.engine.pages import PageAllocator
+from jaxspec.engine.pages import PADDING_PAGE, PageAllocator
 from jaxspec.engine.plan import pages_needed
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.scheduler import reserved_slots
@@ -127,9 +127,9 @@ class Watch:
         """Every page is free, or held by exactly the requests that list it; none is lost."""
         allocator = self.scheduler.pages
         held = collections.Counter(page for request in self.live for page in request.pages)
-        assert all(allocator._holders[page] == held[page] for page in range(1, allocator.num_pages))
-        assert allocator._holders[0] == 0
-        free = [*allocator._free, *allocator._kept]
+        assert all(allocator.num_holders(page) == held[page] for page in range(1, allocator.num_pages))
+        assert allocator.num_holders(PADDING_PAGE) == 0
+        free = allocator.free_pages
         assert len(set(free)) == len(free) == allocator.usable - len(held)
         assert not set(free) & set(held)
         assert self.engine.runner.in_flight <= self.engine.settings.readout_depth
