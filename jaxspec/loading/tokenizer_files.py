@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import ModelFormatError
-from jaxspec.loading.hf_folder import CONFIG, GENERATION_CONFIG, inside, read_json
+from jaxspec.loading.hf_folder import inside, read_json
 from jaxspec.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         return None
     with tempfile.TemporaryDirectory() as copied:
         copy_tokenizer(folder, Path(copied))
-        for name in (CONFIG, GENERATION_CONFIG):  # for the end-of-text ids
-            if (folder / name).exists():
-                shutil.copyfile(inside(folder, name), Path(copied) / name)
         try:
             return Tokenizer.from_folder(copied)
         except ModelFormatError as e:
