@@ -1,4 +1,4 @@
-"""`jaxspec convert`: a Hugging Face model or draft in, a converted folder out."""
+"""`jaxspec convert`: writes a Hugging Face model or draft as a converted folder."""
 
 from contextlib import closing
 from pathlib import Path
@@ -31,11 +31,11 @@ def convert_checkpoint(
         source: a local Hugging Face folder, or a hub id.
         out: the folder to make. An older conversion there is replaced, anything else is left alone and an error.
         revision: branch, tag or commit of a hub id; the manifest records the commit.
-        progress: `convert.progress.console()` for people; nothing is printed by default.
-        on_event: called at every point where a killed process must leave nothing behind that loads.
+        progress: `convert.progress.console()` for people; silent by default.
+        on_event: called at every point where a process may be killed without leaving a folder that loads.
 
     Returns:
-        `out`. Until it is complete there is nothing at that path, or what was there before.
+        `out`. Until it is complete, the path holds what it held before.
 
     Raises:
         ModelFormatError: the source cannot be converted, or `out` is in the way.

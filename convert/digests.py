@@ -1,4 +1,4 @@
-"""SHA-256 of the source shards, computed on a thread beside the conversion.
+"""SHA-256 of the source shards, computed on a thread during the conversion.
 
 Hashing reads every shard in order shortly before the conversion does, so that the bytes come from the disk once.
 """

@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all, and one writer at a time.
+"""Folders that appear only when they are complete.
 
 A folder is built under a temporary name beside its destination and renamed into place. While its writer lives it holds
 a lock (flock) on the temporary folder; the kernel drops the lock when a process dies however it dies, so the next
@@ -47,7 +47,7 @@ def _locked_folder(out: Path) -> tuple[Path, int]:
     while True:
         folder = out.parent / _name(out)
         folder.mkdir()
-        # Until it is locked, another run may take it for a leftover: before it is opened, or after.
+        # Until it is locked, another run may remove it as a leftover, before it is opened or after.
         with suppress(FileNotFoundError):
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -75,13 +75,13 @@ def _escape(name: str) -> str:
 
 def _swap_in(folder: Path, out: Path, on_event: OnEvent) -> None:
     """Renames `folder` to `out`. A non-empty `out` is moved aside first, and back if the rename fails."""
-    with _locked(out.parent):  # of two that finish together, the later one replaces the earlier one
+    with _locked(out.parent):  # if two finish together, the later one replaces the earlier one
         if not out.exists() or not any(out.iterdir()):
             on_event("rename into place")
             folder.rename(out)
         else:
             old = out.parent / _name(out)
-            with _locked(out):  # under its other name it would be another run's leftover
+            with _locked(out):  # else another run would remove it as a leftover under its new name
                 on_event("rename the old one away")
                 out.rename(old)
                 try:

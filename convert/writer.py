@@ -22,7 +22,7 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 def write_part(folder: Path, part: str, values: Mapping[ParamPath, np.ndarray]) -> None:
-    """Writes one part under `folder`. Takes memory for two more copies of it."""
+    """Writes one part under `folder`; needs memory for two more copies of it."""
     import orbax.checkpoint as ocp
 
     tree = nest(values)
@@ -39,7 +39,7 @@ def jaxspec_version() -> str:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes through to the disk: whoever renames the folder relies on it."""
+    """Flushes to the disk, so that the folder is renamed only after its manifest is safe."""
     with (folder / MANIFEST).open("w") as f:
         json.dump(asdict(manifest), f, indent=2)
         f.write("\n")

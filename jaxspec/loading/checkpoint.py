@@ -1,4 +1,4 @@
-"""Loading models, NextN layers and drafts from a folder, converted or as Hugging Face has it: the same bits from both."""
+"""Loads models, NextN layers and drafts from a Hugging Face folder or a converted one, with equal bits."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -49,15 +49,15 @@ class Checkpoint(Protocol):
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a folder is laid out as a converted one, complete or not."""
+    """Whether a folder has the layout of a converted one, complete or not."""
     return (folder / MANIFEST).exists() and (folder / WEIGHTS).is_dir()
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Reads what tells whether a folder can be loaded: configurations, manifest, headers.
+    """Reads a folder's configuration and its manifest or headers, and checks that it can be loaded.
 
     Raises:
-        ModelFormatError: it cannot.
+        ModelFormatError: it cannot be loaded.
     """
     folder = Path(folder)
     return ConvertedCheckpoint(folder) if is_converted(folder) else HFCheckpoint(folder)

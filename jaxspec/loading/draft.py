@@ -59,10 +59,8 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
     folder = resolve_model(config.speculative_model)
     hf = read_hf_config(folder)
     if not is_eagle3(hf):
-        raise ConfigError(
-            f"speculative_model {config.speculative_model} is {', '.join(hf.get('architectures') or ['nothing known'])}, "
-            "not an EAGLE3 draft"
-        )
+        architectures = ", ".join(hf.get("architectures") or ["of no named architecture"])
+        raise ConfigError(f"speculative_model {config.speculative_model} is {architectures}, not an EAGLE3 draft")
     draft = read_eagle3_config(hf)
     check_fit(draft, target_config)
     _check_tokenizers(folder, target.folder)

@@ -33,7 +33,7 @@ _CPU_KV_BYTES = 1 << 30
 def build_engine(
     folder: Path, config: EngineConfig, *, probe: bool = False, observer: Any = None
 ) -> tuple[Engine, dict[str, str | int]]:
-    """An engine with its weights loaded and nothing compiled, and a description for people: label -> value, in order.
+    """An engine with loaded weights, before warm-up, and a description for people: label -> value, in order.
 
     Args:
         folder: of the model, converted or as Hugging Face has it.
@@ -146,7 +146,7 @@ def _use_compile_cache(config: EngineConfig, on_gpu: bool) -> None:
         compile_cache.enable(config.compilation_cache_dir)
     elif config.compilation_cache_dir not in (None, compile_cache.OFF):
         # On a CPU, jaxlib has crashed while it wrote one executable and compiled another.
-        raise ConfigError("compilation_cache_dir is for GPUs: nothing is kept on a CPU, leave it out")
+        raise ConfigError("compilation_cache_dir is for GPUs: leave it out on a CPU")
 
 
 def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:

@@ -1,8 +1,7 @@
 """A Hugging Face folder as a checkpoint: each parameter is made from its tensors as the family's key map says.
 
-Opening one reads configurations and the shards' headers only, and refuses whatever they show to be wrong. Loading makes
-one parameter at a time, so that the host holds one parameter and a few of its source tensors beside what the devices
-hold.
+Opening it reads configurations and the shards' headers only, and raises every error that they show. Loading makes one
+parameter at a time: host memory holds that parameter and a few of its source tensors.
 """
 
 import math
@@ -102,7 +101,7 @@ def _place(value: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
     placed = jax.make_array_from_callback(
         target.shape, target.sharding, lambda index: value[index].astype(target.dtype, copy=False)
     )
-    # Copies to a device may lag behind, and each keeps its parameter in host memory.
+    # A copy that has not finished keeps its parameter in host memory.
     return jax.block_until_ready(placed)
 
 

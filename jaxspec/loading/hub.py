@@ -14,7 +14,7 @@ def download(model: str, revision: str | None) -> Path:
     """The snapshot folder of hub id `model` in the Hugging Face cache; its name is the commit that `revision` means.
 
     Raises:
-        ModelFormatError: no such model or revision, no permission, or no network and nothing cached.
+        ModelFormatError: no such model or revision, no permission, or no network and no cached copy.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -12,7 +12,7 @@ MANIFEST = "manifest.json"
 # Raised whenever a folder written by an older jaxspec can no longer be read.
 LAYOUT_VERSION = 1
 
-# In the names of unfinished folders, between a dot with the name to be and a random end.
+# An unfinished folder is named `.NAME.tmp-RANDOM`.
 STAGING_INFIX = ".tmp-"
 
 
@@ -41,7 +41,7 @@ class Manifest:
 
 
 def is_staging(folder: Path) -> bool:
-    """Whether a folder's name is that of an unfinished one."""
+    """Whether a folder has the name of an unfinished one."""
     name = folder.resolve().name
     return name.startswith(".") and STAGING_INFIX in name
 

@@ -2,7 +2,7 @@
 
 The format (https://huggingface.co/docs/safetensors, "Format"): eight bytes with the header's length, a JSON header of
 name -> dtype, shape, byte range, then the bytes. The safetensors library maps whole shards into memory; here every
-tensor is read with plain reads into its own buffer, so that a conversion holds what it is working on and nothing else.
+tensor is read with plain reads into its own buffer, so that only the tensors in use are in memory.
 """
 
 import json
@@ -158,7 +158,7 @@ def _tensor(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
 
 
 def _check_layout(file: Path, tensors: dict[str, TensorInfo], base: int, size: int) -> None:
-    """The byte ranges must tile the rest of the file, as the format demands: no overlap, no hole, nothing behind."""
+    """The byte ranges must tile the rest of the file, as the format demands: no overlaps, no holes, no bytes left over."""
     end = base
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if info.start != end:

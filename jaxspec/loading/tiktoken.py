@@ -1,9 +1,9 @@
 """Makes a tokenizer.json from the tiktoken rank file of Moonshot's models (Kimi-K2, Moonlight).
 
 Those folders hold `tiktoken.model` and Python code that would build the tokenizer. The code is never run; what it does
-is small: byte-level BPE over the ranks, a split pattern with runs of Han characters apart from other letters, and 256
-special ids behind the ranks, named by tokenizer_config.json or else `<|reserved_token_N|>`. (It also cuts runs of more
-than 25000 characters with or without white space before it splits them, to spare tiktoken; this is not repeated here.)
+is small: byte-level BPE over the ranks, a split pattern that separates runs of Han characters from other letters, and
+256 special ids after the ranks, named by tokenizer_config.json or else `<|reserved_token_N|>`. (To spare tiktoken, it
+also cuts runs of more than 25000 characters with or without white space before splitting; that is not repeated here.)
 """
 
 import base64
@@ -74,7 +74,7 @@ def build_tokenizer(file: Path, config: Mapping[str, Any]) -> Tokenizer:
 
     vocab = {spell(token): rank for token, rank in ranks.items()} | {t.content: i for i, t in special.items()}
     merges = [(spell(left), spell(right)) for left, right in _merges(ranks)]
-    # A piece that is a token as a whole is taken before any merging, as tiktoken does.
+    # Like tiktoken, a piece that is a whole token is not merged.
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -90,8 +90,8 @@ def build_tokenizer(file: Path, config: Mapping[str, Any]) -> Tokenizer:
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Every split of every token into two tokens, in the order of the merged token's rank.
 
-    tiktoken joins whichever neighbours make the token of lowest rank, however they came about; a list with one split
-    for each token could miss some.
+    tiktoken merges the neighbours that make the token of lowest rank, whatever merges made them; a list with one split
+    of each token could miss some.
     """
     out = []
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
@@ -116,7 +116,7 @@ def _special_tokens(first: int, named: Mapping[str, Mapping[str, Any]]) -> dict[
 def byte_letters() -> list[str]:
     """The printable character that byte-level BPE writes for each byte (GPT-2's table).
 
-    Printable Latin-1 stands for itself, the other 68 bytes are numbered from U+0100.
+    Printable Latin-1 characters are themselves; the other 68 bytes are numbered from U+0100.
     """
     out = []
     shifted = 0

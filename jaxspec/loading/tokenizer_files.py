@@ -1,4 +1,4 @@
-"""A model folder's tokenizer: its data files are used, code that comes with it is not."""
+"""The tokenizer of a model folder: its data files are used, its code never is."""
 
 import json
 import shutil
@@ -59,10 +59,10 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:
-    """Writes the tokenizer of `folder` into `out`; nothing where the model has none.
+    """Writes the tokenizer of `folder` into `out`, where the model has one.
 
-    `auto_map` names Python files that would run; without it the tokenizer loads from its data or not at all. A
-    folder that has only a tiktoken rank file gets a tokenizer.json made from it.
+    Without `auto_map`, which names Python files to run, the tokenizer loads from its data or not at all. For a folder
+    that has only a tiktoken rank file, tokenizer.json is made from it.
     """
     for name in COPIED:
         if (folder / name).exists():

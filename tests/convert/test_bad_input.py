@@ -1,4 +1,4 @@
-"""Folders that can be neither loaded nor converted: one clear line, and nothing left behind."""
+"""Folders that can be neither loaded nor converted: one clear line, and no output."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Nothing outside a model's folder is opened, and nothing pickled is."""
+"""Files outside a model's folder and pickled files are never opened."""
 
 import json
 import os

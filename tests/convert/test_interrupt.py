@@ -1,4 +1,4 @@
-"""Conversion killed at every point where it can leave something behind, and conversions side by side."""
+"""Conversions killed at every point where they could leave files, and conversions that run at the same time."""
 
 import json
 import multiprocessing

@@ -45,7 +45,7 @@ def test_every_parameter_is_filled_exactly_once(variant: str):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_number_of_a_tensor_is_used_exactly_once(variant: str):
-    """Splits lose nothing, and permutations are permutations."""
+    """Splits keep every value, and permutations are permutations."""
     used: dict[str, np.ndarray] = {}
     for key_map_, _ in maps(read_config(CONFIGS[variant])):
         for pieces in key_map_.values():

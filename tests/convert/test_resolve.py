@@ -142,7 +142,7 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.torch
-def test_remote_code_is_left_behind(source: Get, tmp_path: Path):
+def test_remote_code_is_not_copied(source: Get, tmp_path: Path):
     folder = shutil.copytree(source("llama"), tmp_path / "model")
     edit_config(folder, auto_map={"AutoConfig": "configuration_evil.EvilConfig"})
     (folder / "configuration_evil.py").write_text("raise SystemExit")

@@ -122,7 +122,7 @@ def test_every_assigned_character_is_split_alike(tmp_path: Path):
 
 
 def test_tokens_that_no_merge_of_two_tokens_makes(tmp_path: Path):
-    """tiktoken takes a piece that is a token as a whole, even one that merging cannot reach."""
+    """tiktoken uses a whole token for a piece even where merging cannot reach it."""
     ranks = {bytes([i]): i for i in range(256)} | {b"hello": 256, b" wor": 257, b"ld": 258}
     file = write_ranks(tmp_path / "tiktoken.model", ranks)
     ours = build_tokenizer(file, {})
