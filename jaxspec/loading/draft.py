@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, np_dtype
 from jaxspec.errors import ConfigError
 from jaxspec.loading.checkpoint import Checkpoint, declare_eagle3, load_eagle3, load_nextn, open_checkpoint
 from jaxspec.loading.hf_folder import read_hf_config
@@ -54,7 +54,7 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
                 f"num_speculative_tokens {config.num_speculative_tokens} needs a draft, and the model has no NextN (MTP) "
                 "layer; name an EAGLE3 draft with speculative_model, or use 0"
             )
-        return DraftPlan("MTP", NextN(target_config, dtype), lambda mesh: load_nextn(target, mesh, dtype))
+        return DraftPlan("MTP", NextN(target_config, np_dtype(dtype)), lambda mesh: load_nextn(target, mesh, dtype))
 
     folder = resolve_model(config.speculative_model)
     hf = read_hf_config(folder)

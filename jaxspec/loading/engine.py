@@ -117,7 +117,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     model_config = read_model_config(folder)
     checkpoint = open_checkpoint(folder)
     draft = plan_draft(config, checkpoint, model_config, dtype)
-    model = CausalLM(model_config, dtype)
+    model = CausalLM(model_config, np_dtype(dtype))
     return _Plan(
         config=config,
         mesh=mesh,
