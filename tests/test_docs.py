@@ -9,10 +9,14 @@ import subprocess
 from collections.abc import Iterable
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import bench.__main__
 from jaxspec import SamplingParams
+from jaxspec.engine.acceptance import Acceptance
+from jaxspec.engine.engine import EngineStats
 from serve.app import create_app
+from serve.metrics import EngineSnapshot, Metrics
 from serve.protocol import IGNORED, NEUTRAL, ChatBody, CompletionBody, StreamOptions, TokenizeBody
 from serve.service import ServerSettings, Service
 from tests.doc_checks import (
@@ -97,6 +101,16 @@ def test_every_endpoint_is_described():
     names = [f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods]
     assert len(names) >= 9
     assert not unnamed(names, "docs/sampling-and-api.md")
+
+
+def test_every_metric_is_described():
+    metrics = Metrics("model", "jaxspec")
+    stats = EngineStats(0, 0, 0.0, 0, 0, 0, acceptance=Acceptance((1, 0), 1))
+    metrics.snapshot = EngineSnapshot(stats, compiles=0, compiles_after_warmup=0, synthetic_acceptance_length=1.0)
+    families = [f for f in text_string_to_metric_families(metrics.render().decode()) if not f.name.endswith("_created")]
+    names = [f.name.removeprefix("jaxspec:") + ("_total" if f.type == "counter" else "") for f in families]
+    assert len(names) > 20
+    assert not unnamed(names, "docs/deploying.md", "docs/speculation.md")
 
 
 def test_every_benchmark_is_described():
