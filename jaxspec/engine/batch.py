@@ -174,7 +174,7 @@ class InputLayout:
 
 
 def reset_record(request: Request) -> np.ndarray:
-    """int32 [RESET_FIELDS]: what a slot must know of the request that it now serves."""
+    """int32 [RESET_FIELDS]: the parameters of the request that a slot now serves."""
     params = request.params
     floats = (
         params.temperature, params.top_p, params.min_p,

@@ -56,7 +56,7 @@ def choose(
     full: bool,
     synthetic_length: float | None = None,
 ) -> Chosen:
-    """What each row gains: one sampled (or, for a request that resumes, forced) token, or a verified window.
+    """Each row's new tokens: one sampled token (a forced one if the request resumes), or a verified window.
 
     Args:
         logits_RV: [E + D * n, V].

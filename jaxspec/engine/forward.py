@@ -121,7 +121,7 @@ def kv_places(
 ) -> tuple[jax.Array, jax.Array]:
     """Page and offset, int32 [X], of each token's KV: the token's row of `tables` [*, max_pages], and its position.
 
-    What is not live, and what lies past the longest context, goes to the padding page.
+    Tokens that are not live or lie past the context limit go to the padding page.
     """
     columns = positions // settings.page_size
     pages = tables[rows, jnp.minimum(columns, settings.max_pages - 1)]

@@ -1,4 +1,4 @@
-"""What the three parts of a step hand on: `forward` gives `Forwarded`, `choose` gives `Chosen`, `propose` reads both."""
+"""The values that pass between the parts of a step: `forward` -> Forwarded -> `choose` -> Chosen -> `propose`."""
 
 from typing import NamedTuple
 
@@ -29,14 +29,14 @@ class Forwarded(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a step chose for each row of R = E + D.
+    """The outcome of each row of R = E + D.
 
     Attributes:
         ids, logprobs: [R, n]; the first `emitted` count, those after `accepted` are stale but legal ids.
         emitted: int32 [R] tokens that the request gains, cut at its first stop; 0 for middle chunks and dead rows.
         accepted: int32 [R] drafts that the target agreed with, before any cut; 0 for prompt rows.
         flags: int32 [R] of FLAG_DONE and FLAG_NAN.
-        lengths: int32 [R] tokens whose KV is right after the step; `last` int32 [R], the token that follows them.
+        lengths: int32 [R] tokens whose KV is valid after the step; `last` int32 [R], the token that follows them.
         rows: the sampling parameters [R].
         top: [R, n, N] the likeliest ids at the position of each of `ids`; None in a "lean" bucket.
     """

@@ -1,4 +1,4 @@
-"""What KV pages may take of a device: what weights and the largest steps leave of it, measured by running those steps."""
+"""The memory left for KV pages beside the weights and the largest steps, measured by running those steps."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -39,10 +39,10 @@ def measure_free_bytes(
         make_runner: from settings and the buckets to compile. The weights are on the devices already.
         settings: of the engine to be; its number of pages does not matter.
         page_bytes: bytes of one KV page over all layers, on one device.
-        devices: those of the mesh.
+        devices: of the mesh.
 
     Raises:
-        ConfigError: such a step does not fit beside the weights, whatever the number of pages.
+        ConfigError: such a step does not fit beside the weights with any number of pages.
     """
     settings = replace(settings, num_pages=pages_for(settings.max_model_len) + 1)
     buckets = largest_buckets(bucket_table(settings))

@@ -57,7 +57,7 @@ class StepOutput:
     probe: Probe | None = None
 
     def alternatives(self, row: int, kept: int, count: int) -> tuple[Alternatives, ...]:
-        """The `count` likeliest ids at each of a row's first `kept` positions; nothing for a count of 0."""
+        """The `count` likeliest ids at each of a row's first `kept` positions; empty for a count of 0."""
         if not count:
             return ()
         assert self.top_ids is not None
@@ -85,7 +85,7 @@ def bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
 class Runner:
     """Holds the parameters, the donated state and the compiled steps.
 
-    After `warm_up` it only calls compiled executables and copies: nothing on the serving path may compile.
+    After `warm_up` it only calls compiled executables and copies arrays: the serving path never compiles.
 
     Attributes:
         kernels: what the compiled steps run, operation -> implementations; they may differ from bucket to bucket.
@@ -244,6 +244,6 @@ class Runner:
         return compiled
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
-        # NumPy as it is: the call copies it itself, in less of the host's time than a `device_put` before it takes.
+        # A NumPy array: the call itself copies it, with less host time than a separate `device_put`.
         self.state, arrays = self._steps[bucket](self._leaves, self.state, inputs)
         return arrays

@@ -1,4 +1,4 @@
-"""What lives on the device between steps. Donated to every step, never rebuilt on the host."""
+"""The state that stays on the device between steps. Donated to every step, never rebuilt on the host."""
 
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class StepState(NamedTuple):
         counts: int32 [S, V] how often each id was output, and whether the prompt holds it (see `LogitRules`); right for
             requests that run in "full" buckets from their start. Like the next two, "lean" buckets leave it alone.
         bias_ids: int32 [S, MAX_LOGIT_BIAS], of which the first NUM_BIAS count; bias_values float32 likewise.
-        draft_kv: the draft's cache, under the same page ids. Like the next two () where nothing drafts.
+        draft_kv: the draft's cache, under the same page ids. Like the next two () without speculation.
         drafts: int32 [S, k] tokens proposed to follow `last_token`.
         draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
             requests of temperature 0.

@@ -1,6 +1,6 @@
 """The jitted step: the target reads prompt chunks and decode windows, every row chooses, the draft proposes.
 
-Everything that one step tells the next stays on the device; the host only reads the packed output.
+All state passed from step to step stays on the device; the host only reads the packed output.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ ACCEPTED_SHIFT = 8
 
 
 class Probe(NamedTuple):
-    """What `compare` looks at: residual streams [layers + 1, T, H] and logits [T, V], float32, of every token."""
+    """For `compare`: residual streams [layers + 1, T, H] and logits [T, V], float32, of every token."""
 
     residuals: jax.Array
     logits: jax.Array
 
 
 class StepArrays(NamedTuple):
-    """What the host may read of a step. Rows are the bucket's, prompt rows first.
+    """The outputs of a step that the host may read. Rows are the bucket's, prompt rows first.
 
     Attributes:
         packed: int32 [rows, 2 + 2n]: tokens emitted, flags, ids, log-probabilities as bits.

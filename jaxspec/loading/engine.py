@@ -1,6 +1,6 @@
 """From a model's folder and options to an engine.
 
-Everything that can be refused is refused before the weights are read.
+All checks that need no weights run before the weights are read.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What every kind of attention does; the decoder and the drafts know this interface and no kind in particular."""
+"""The interface of an attention module. The decoder and the drafts depend on it, not on a kind of attention."""
 
 from typing import Any, Protocol
 
@@ -10,11 +10,11 @@ from jaxspec.models.metadata import LiveRows, StepMetadata
 
 
 class Attention(Protocol):
-    """An nnx module with a cache of its own. `rope` are the tables of its spec's rotary embedding, None without one."""
+    """An nnx module with its own cache. `rope` holds the tables of its spec's rotary embedding, or None."""
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What it keeps between steps."""
+        """The layer's cache."""
         ...
 
     def __call__(

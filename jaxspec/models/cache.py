@@ -1,4 +1,4 @@
-"""What a layer keeps between steps, declared once: state, memory, prefix cache and sharding follow from the spec."""
+"""A layer's cache, declared once: device state, memory, prefix caching and sharding all follow from its spec."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,10 +20,10 @@ class CacheArray:
 
     Attributes:
         name: what it holds, for people.
-        per: "token": on pages, [num_pages, page_size, *shape]; "slot": one state a request, which grows with no text,
+        per: "token": paged, [num_pages, page_size, *shape]; "slot": a state of fixed size for each request,
             [num_slots, versions, *shape].
-        shape: of one token's or one state's values; `axes` its logical axes, as of parameters.
-        versions: states that a slot keeps, the newest one and former ones to which a step may go back.
+        shape: of the values of one token or one state; `axes` are its logical axes, as for parameters.
+        versions: states kept for a slot: the newest one, and earlier ones that a step may return to.
     """
 
     name: str
@@ -51,7 +51,7 @@ class CacheSpec:
 
     @property
     def paged(self) -> bool:
-        """Pages hold all of it: what requests have in common can be shared, and rejected drafts leave nothing behind."""
+        """All of it is paged, so requests can share prefixes, and rejected drafts are simply overwritten."""
         return all(array.per == "token" for array in self.arrays)
 
     def shapes(self, *, num_pages: int, page_size: int, num_slots: int, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -71,7 +71,7 @@ def page_bytes(specs: Iterable[CacheSpec], page_size: int, mesh_sizes: Mapping[s
 
 
 def slot_bytes(specs: Iterable[CacheSpec], mesh_sizes: Mapping[str, int]) -> int:
-    """Bytes that one slot's states take over all layers, on each device; 0 where pages hold everything."""
+    """Bytes that one slot's states take over all layers, on each device; 0 if all caches are paged."""
     return _device_bytes(specs, "slot", mesh_sizes)
 
 

@@ -1,7 +1,7 @@
-"""What a model is, as frozen dataclasses: sizes, and one spec a layer. Families read them from a `config.json`.
+"""The configuration of a model: its sizes and one spec per layer. Each family reads it from `config.json`.
 
-A layer is an attention spec and an MLP spec. A spec builds its module and says how checkpoints store it, so that
-nothing else needs to know which kinds there are.
+A layer is an attention spec and an MLP spec. A spec builds its module and maps its parameters to checkpoint tensors, so
+no other code depends on the kinds that exist.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class AttentionSpec(Protocol):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """The rotary embedding of its queries and keys; layers with equal ones share its tables. None without."""
+        """The rotary embedding of queries and keys, or None. Layers with equal ones share its tables."""
         ...
 
     def build(self, hidden: int, declare: "Declare", *, input_dim: int | None = None) -> "Attention":
@@ -77,11 +77,11 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model: everything the model code needs, nothing it does not.
+    """A decoder-only language model.
 
     Attributes:
-        architecture: as in `architectures` of config.json; names the family (see `registry`).
-        nextn_layers: of the NextN (MTP) layers that its checkpoints bring along.
+        architecture: from `architectures` in config.json; it selects the family (see `registry`).
+        layers, nextn_layers: specs of the decoder's layers, and of the NextN (MTP) layers in its checkpoints.
     """
 
     architecture: str

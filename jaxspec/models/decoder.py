@@ -1,7 +1,7 @@
 """Decoder-only language models: pre-norm blocks of attention and MLP around one residual stream.
 
-Families differ only in which attention and which MLP a layer's spec names, so they share this file. A model knows
-nothing of requests, scheduling or drafts.
+Families differ only in the attention and the MLP that a layer's spec names, so they share this file. A model does not
+know about requests, scheduling or drafts.
 """
 
 from typing import Any, NamedTuple

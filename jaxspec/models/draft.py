@@ -1,4 +1,4 @@
-"""What a draft must be able to do. The step, the runner and the loader know this interface and no draft in particular.
+"""The interface of a draft. The step, the runner and the loader depend on it, not on a kind of draft.
 
 A draft reads, for each token of the target's step, the pair (embedding of the next token, something of the target's
 hidden states at this one), and goes on from its own hidden state: token p + 1 pairs with hidden state p, at position p.
@@ -27,7 +27,7 @@ class Draft(Protocol):
     def cache_spec(self) -> CacheSpec: ...
 
     def features(self, hidden_TH: jax.Array, captured: tuple[jax.Array, ...]) -> jax.Array:
-        """What the draft reads of the target: [T, H] from its final-normed hidden states and the captured streams."""
+        """The draft's input from the target, [T, H]: of its final-normed hidden states and the captured streams."""
         ...
 
     def embed_ids(self, target: CausalLM, ids_T: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class ResidualMLP(Protocol):
-    """What every kind of MLP does at the end of a block. An nnx module."""
+    """The interface of an MLP module at the end of a block."""
 
     def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:
         """The residual stream after the block, [T, H]: x + attended, and the MLP of its norm added.

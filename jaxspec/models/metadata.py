@@ -1,4 +1,4 @@
-"""Where the tokens of one step sit: what attention needs to know, and nothing about requests."""
+"""The positions, pages and rows of a step's tokens, as attention needs them."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class StepMetadata(NamedTuple):
         decode_tables: int32 [D, max_pages].
         decode_bounds: int32 [D, n] exclusive causal bounds, at least 1.
         prefill_slots, decode_slots: int32 [E], [D] the slot of each row, for caches that keep a state a slot; 0 for
-            padding. A slot's state is whatever its former request left: chunks at `prefill_starts` 0 begin anew.
+            padding. A slot still holds its previous request's state: a chunk with start 0 must ignore it.
         prefill_starts: int32 [E] position of each chunk's first token.
     """
 

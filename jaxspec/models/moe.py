@@ -18,8 +18,8 @@ class MoESpec:
     """Routed experts (DeepSeek-V3, arXiv 2412.19437 section 2.1.2; V2, arXiv 2405.04434 section 2.2).
 
     Attributes:
-        scoring: "sigmoid" selects with a learned bias and sums the best two scores of a group; "softmax" selects without
-            bias and takes a group's best score.
+        scoring: "sigmoid" selects with a learned bias and scores a group by its best two experts; "softmax" selects
+            without a bias and scores a group by its best expert.
         num_shared: shared experts, each as wide as a routed one; they are one ungated MLP of their joint width.
     """
 

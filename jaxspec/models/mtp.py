@@ -1,6 +1,6 @@
 """The NextN (MTP) layer of DeepSeek-V3 checkpoints (arXiv 2412.19437 section 2.2), stored as layer `num_hidden_layers`.
 
-Names and order are the checkpoint's: the concatenation is [embedding; hidden], whatever the paper's formula says.
+Names and order are the checkpoint's: the concatenation is [embedding; hidden], unlike in the paper's formula.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from jaxspec.models.params import Declare
 class NextN(nnx.Module):
     """One decoder block over pairs (token i+1, hidden i): a `Draft` with the target's embedding and head."""
 
-    # Reads nothing of the target but its last hidden state.
+    # It reads only the target's last hidden state.
     capture: tuple[int, ...] = ()
 
     def __init__(self, config: ModelConfig, dtype: Any):
