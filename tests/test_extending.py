@@ -73,6 +73,7 @@ def test_a_family_with_a_state_a_slot(toy):
     folder, tensors = toy
     # Of the pool's five pages every request takes one for its prompt and one for its output.
     llm = LLM(folder, max_num_seqs=4, max_num_batched_tokens=24, num_gpu_blocks_override=6)
+    assert llm.describe()["State bytes per request"] == 2 * H * 4
     state = llm.engine.runner.state
     llm.engine.runner.state = state._replace(kv=jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), state.kv))
     prompts = [np.random.default_rng(i).integers(0, V, 60 - 3 * i).tolist() for i in range(4)]

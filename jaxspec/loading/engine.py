@@ -21,7 +21,7 @@ from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError
 from jaxspec.loading.checkpoint import Checkpoint, load_params, open_checkpoint, read_model_config
 from jaxspec.loading.draft import DraftPlan, plan_draft
-from jaxspec.models.cache import CacheSpec, page_bytes
+from jaxspec.models.cache import CacheSpec, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import TENSOR_AXIS, count_parameters
@@ -164,6 +164,8 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
     if settings.synthetic_acceptance_length is not None:
         length = f"{settings.synthetic_acceptance_length:g}"
         out["Synthetic acceptance"] = f"{length} tokens a window; the text is worthless"
+    if state := slot_bytes(plan.caches, plan.mesh.shape):
+        out["State bytes per request"] = state
     return out | {
         "Context length": settings.max_model_len,
         "KV cache bytes per token": plan.page_bytes // PAGE_SIZE,

@@ -106,8 +106,8 @@ def test_state_is_donated_and_keeps_its_addresses():
 
 def test_no_bucket_needs_more_memory_than_the_largest(tmp_path, monkeypatch):
     """The pool was sized by running the largest one; then all were run."""
-    from jaxspec.engine import memory
     from jaxspec.llm import LLM
+    from jaxspec.loading import engine as loading_engine
 
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
     measured = []
@@ -117,8 +117,8 @@ def test_no_bucket_needs_more_memory_than_the_largest(tmp_path, monkeypatch):
         measured.append((free, page_bytes))
         return free
 
-    measure_free_bytes = memory.measure_free_bytes
-    monkeypatch.setattr(memory, "measure_free_bytes", measure)
+    measure_free_bytes = loading_engine.measure_free_bytes
+    monkeypatch.setattr(loading_engine, "measure_free_bytes", measure)
     llm = LLM("demo", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256)
     ((free, page_bytes),) = measured
     stats = jax.devices()[0].memory_stats()
