@@ -317,18 +317,19 @@ def compare(
         exact: drafts and log-probabilities in float32, of which each difference tells its gap too; null where these
             drafts had differed before, so that they follow other tokens.
     """
-    equal, differences = 0, []
+    equal, differences = 0, list[dict[str, Any]]()
     for step, (them, us, q) in enumerate(zip(theirs, ours, log_q, strict=True)):
         for i, (a, b) in enumerate(zip(them, us, strict=True)):
             if a == b:
                 equal += 1
                 continue
             gap = float(q[i, b] - q[i, a])
-            differences.append({"step": step, "draft": i, "vllm": int(a), "jaxspec": int(b), "gap": round(gap, 5)})
+            found: dict[str, Any] = {"step": step, "draft": i, "vllm": int(a), "jaxspec": int(b), "gap": round(gap, 5)}
+            differences.append(found)
             if exact is not None:
                 same = list(exact[0][step][:i]) == list(us[:i])
                 true = exact[1][step][i]
-                differences[-1]["float32_gap"] = round(float(true[b] - true[a]), 5) if same else None
+                found["float32_gap"] = round(float(true[b] - true[a]), 5) if same else None
             break
     real = [d for d in differences if not d["gap"] <= bound]
     return {

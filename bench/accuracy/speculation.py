@@ -70,7 +70,7 @@ class Generator:
         observer: with one, the steps return logits, and it sees them.
     """
 
-    def __init__(self, choice: Choice, dtype: str, observer: Any = None):
+    def __init__(self, choice: Choice, dtype: Any, observer: Any = None):
         from jaxspec.config import EngineConfig
         from jaxspec.loading.engine import build_engine
         from jaxspec.loading.resolve import resolve_model

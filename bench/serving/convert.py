@@ -93,7 +93,7 @@ def work(words: list[str]) -> int:
     """One measurement, in a process of its own: prints a JSON object."""
     import jax
 
-    from bench.step.step import mesh_of_one
+    from bench.harness.models import mesh_of_one
     from convert.convert import convert_checkpoint
     from jaxspec.loading.checkpoint import load_params, open_checkpoint
 

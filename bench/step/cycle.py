@@ -1,99 +1,127 @@
 """`bench cycle`: what one speculative cycle costs, by draft, with the catch-up's dead-position skip on and off.
 
-A cycle is one decode step of the engine's own step function with k drafted tokens: the target over a window of k + 1
-tokens a row, verification, the draft's catch-up over the window, k - 1 further draft steps. Weights are random and the
-caches are filled with random numbers, so nearly every draft is refused: the times are those of cycles, whatever a
-trained draft would have accepted. Every row has the same context; pages are given out beforehand. The drafts have the
-sizes that published ones have for such a target (bench/step/cycle_steps.py).
+A cycle is one decode step of the engine with k drafted tokens: the target over a window of k + 1 tokens a row,
+verification, the draft's catch-up over the window, k - 1 further draft steps. Weights are random and hardly any draft is
+accepted: the times are those of cycles, whatever a trained draft would gain. Requests are prefilled by engines of the
+production runner, one for plain steps and two for each draft (skip on and off), and all have the same context. The
+drafts have the sizes that published ones have for such a target (bench/step/cycle_drafts.py).
 
-- ahead: steps are dispatched one behind the other and waited for once: milliseconds a step, the device's or the host's
+- ahead: steps are dispatched one after the other and waited for once: milliseconds a step, the device's or the host's
   dispatch where that is longer. Median of repeats, between which the variants of a row count take turns; each starts
   from the same state.
-- read: every step's output is read before the next step, skip on. Median of all steps.
+- read: each step's output is read before the next step, skip on. Median of all steps.
 - floor: bytes of the weights that the cycle's passes touch, each pass reading its own again, and of the KV that they
   attend to, over the read bandwidth measured in the same run.
-- `--split`: the same cycle ended after its stages, each an executable of its own; a stage's time is the difference of
-  two medians. Where the host's dispatch sets the time these are times of dispatch.
+- `--split`: where a cycle's time goes: the shares of its stages in the device time of a trace, of the time ahead.
 
-Before anything is timed, both settings of the skip run one step from the same state: outputs must be finite, and the
-share of equal drafts is reported. The skip changes shapes and so rounding: in bfloat16, near-ties fall either way.
+Before anything is timed, sampling requests run one step from the same state with the skip on and off: outputs must be
+finite, and the share of equal drafts is reported. The skip changes shapes and so rounding: in bfloat16, near-ties fall
+either way.
 """
 
 import argparse
-import os
+import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.harness import record
-from bench.step.cycle_steps import (
-    DRAFTS,
-    Lane,
-    Stage,
-    Variant,
-    compile_all,
-    declare_draft,
-    draw_draft,
-    make_lane,
-    make_settings,
-)
-from bench.step.floor import cycle_bytes, traffic
-from bench.step.step import SHAPES, mesh_of_one, ms, read_bandwidth
+from bench.harness import models, record
+from bench.harness.arguments import names_among, numbers
+from bench.harness.ceilings import read_bandwidth
+from bench.harness.models import SHAPES, Weights, mesh_of_one
+from bench.harness.timing import ms
+from bench.step.cycle_drafts import DRAFTS, declare_draft, draw_draft
+from bench.step.engines import build_engine, warm_up
+from bench.step.floor import Floor
+from bench.step.load import Load
+from bench.step.sizes import Sizes, default_budget
+from bench.step.stages import cells, split, stage_shares
 from jaxspec.compat import compiles
-from jaxspec.config import EngineConfig, resolve_dtype
-from jaxspec.engine.runner import WARMUP_RUNS, bind
-from jaxspec.models.cache import page_bytes
-from jaxspec.models.decoder import CausalLM
-from jaxspec.models.params import TENSOR_AXIS, count_parameters, random_params
-from jaxspec.models.registry import read_config
+from jaxspec.config import EngineConfig, np_dtype, resolve_dtype
+from jaxspec.engine.engine import Engine
+from jaxspec.models.params import count_parameters
+from jaxspec.sampling.params import SamplingParams
 
-# Steps that are not counted at the start of each measurement.
-WARMUP_STEPS = 1
 READ_REPEATS = 2
-STAGES = (Stage.TARGET, Stage.VERIFY, Stage.CATCH_UP)
+PLAIN = "plain"
+# The steps of sampling requests write log q, and greedy drafts are compared more sharply than drawn ones.
+SAMPLING = SamplingParams(temperature=1, seed=0, greedy_drafts=True, max_tokens=None, ignore_eos=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def numbers(text: str) -> list[int]:
-        return sorted({int(part) for part in text.split(",")})
-
-    def names(text: str) -> list[str]:
-        chosen = text.split(",")
-        if unknown := [name for name in chosen if name not in DRAFTS]:
-            raise argparse.ArgumentTypeError(f"unknown draft {unknown[0]}; there are {', '.join(DRAFTS)}")
-        return chosen
-
     parser.add_argument("--model", choices=list(SHAPES), default="moonlight", help="target, with random weights")
-    parser.add_argument("--drafts", type=names, default=list(DRAFTS), metavar="NAME,...", help=", ".join(DRAFTS))
+    parser.add_argument(
+        "--drafts", type=names_among(DRAFTS, "draft"), default=list(DRAFTS), metavar="NAME,...", help=", ".join(DRAFTS)
+    )
     parser.add_argument("--rows", type=numbers, metavar="N,N,...", help="decode rows (default: 1,8,32,128; CPU: 1,2)")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="of every row (default: 1024; CPU: 128)")
     parser.add_argument("--tokens", type=int, default=3, metavar="K", help="drafted a cycle (default: 3)")
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps of each measurement (default: 6)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="measurements of each time (default: 5)")
     parser.add_argument("--layers", type=int, metavar="N", help="shrink the target to N layers")
-    parser.add_argument("--split", action="store_true", help="also time the stages of a cycle")
+    parser.add_argument("--split", action="store_true", help="also tell where a cycle's time goes")
     record.add_arguments(parser)
 
 
-def check(on: Variant, off: Variant) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Variant:
+    """Plain steps, or the cycles of a draft with the skip on or off."""
+
+    draft: str
+    skip_dead: bool = True
+
+    @property
+    def name(self) -> str:
+        how = "" if self.draft == PLAIN else ", skip on" if self.skip_dead else ", skip off"
+        return f"{self.draft}{how}"
+
+
+def draw_weights(arguments: argparse.Namespace, dtype: np.dtype) -> dict[str, Weights]:
+    """The target, drawn once, without a draft and with each."""
+    mesh = mesh_of_one()
+    hf = models.random_config(arguments.model, arguments.layers)
+    plain = dataclasses.replace(models.draw(hf, mesh, dtype), draft=None)
+    out = {PLAIN: plain}
+    for i, kind in enumerate(arguments.drafts):
+        draft = declare_draft(kind, hf, plain.model, dtype)
+        out[kind] = dataclasses.replace(plain, draft=(draft, draw_draft(draft, mesh, i + 1)))
+    jax.block_until_ready([(each.params, each.draft and each.draft[1]) for each in out.values()])
+    return out
+
+
+def build_engines(weights: Mapping[str, Weights], sizes: Sizes, dtype: str) -> dict[Variant, Engine]:
+    """Of plain steps, and of each draft with the skip on and off; nothing is compiled yet."""
+    mesh = mesh_of_one()
+    variants = [Variant(PLAIN), *(Variant(draft, on) for draft in weights if draft != PLAIN for on in (True, False))]
+    return {
+        v: build_engine(
+            weights[v.draft], sizes, 0 if v.draft == PLAIN else sizes.tokens, mesh, dtype=dtype, lean=True,
+            skip_dead=v.skip_dead,
+        )
+        for v in variants
+    }  # fmt: skip
+
+
+def check(on: Load, off: Load, rows: int) -> dict[str, Any]:
     """One step from the same state with the skip on and off: finite outputs, and how alike the drafts are.
 
     Returns:
         Shares of rows with the same emitted token, of equal first drafts and of all equal drafts; of the differing
         first drafts of rows with the same emitted token the largest gap in log q, and how far apart log q is.
     """
-    ids, drafts, log_q = zip(*(_one_step(variant) for variant in (on, off)), strict=True)
-    same_token = ids[0][:, 0] == ids[1][:, 0]
+    ids, drafts, log_q = zip(*(_one_step(load, rows) for load in (on, off)), strict=True)
+    same_token = ids[0] == ids[1]
     equal = drafts[0] == drafts[1]
     # -inf on both sides, where a reduced vocabulary has no token, is no difference.
     apart = jnp.where(jnp.isfinite(log_q[0]), jnp.abs(log_q[0] - log_q[1]), 0.0).max(axis=1)
-    rows = np.arange(len(equal))
-    gaps = np.asarray(log_q[0][rows, drafts[0][:, 0]] - log_q[0][rows, drafts[1][:, 0]])
+    each = np.arange(rows)
+    gaps = np.asarray(log_q[0][each, drafts[0][:, 0]] - log_q[0][each, drafts[1][:, 0]])
     return {
         "same_emitted": float(same_token.mean()),
         "same_first_draft": float(equal[:, 0].mean()),
@@ -103,221 +131,166 @@ def check(on: Variant, off: Variant) -> dict[str, Any]:
     }
 
 
-def _one_step(variant: Variant) -> tuple[np.ndarray, np.ndarray, jax.Array]:
-    """Emitted ids [rows, n], drafts [rows, k] and log q of the first draft [rows, V] of a step from the start.
-
-    Requests sample, as those of which a step writes log q, and draft greedily, as in all that is timed.
-    """
-    lane, rows = variant.lane, variant.rows
-    lane.rewind()
-    with lane.sampling():
-        packed = np.asarray(variant.dispatch())
-    n = lane.window
-    state = lane.carry[0]
-    log_q = state.draft_log_q[1 : rows + 1]
-    finite = np.isfinite(packed[:, 2 + n :].view(np.float32)).all() and bool(jnp.isfinite(log_q.max(axis=2)).all())
-    ended = (packed[:, 0] == 0).any() or packed[:, 1].astype(np.uint8).any()
-    if ended or not finite or bool(jnp.isnan(log_q).any()):
-        raise RuntimeError(f"{variant.name}: a row emits nothing, has ended or is not finite")
-    return packed[:, 2 : 2 + n], np.asarray(state.drafts)[1 : rows + 1], log_q[:, 0]
-
-
-def time_ahead(variant: Variant, steps: int) -> float:
-    """Seconds a step of `steps` steps that nobody reads."""
-    variant.lane.rewind()
-    for _ in range(WARMUP_STEPS):
-        variant.dispatch()
-    jax.block_until_ready(variant.lane.carry)
-    started = time.perf_counter()
-    for _ in range(steps):
-        variant.dispatch()
-    jax.block_until_ready(variant.lane.carry)
-    return (time.perf_counter() - started) / steps
+def _one_step(load: Load, rows: int) -> tuple[np.ndarray, np.ndarray, jax.Array]:
+    """First emitted ids [rows], drafts [rows, k] and log q of the first draft [rows, V] of a step from the start."""
+    load.rewind()
+    load.select(rows)
+    outputs = {out.request_id: out for out in load.step()}
+    told = [outputs[request.id] for request in load.requests[:rows]]
+    slots = jnp.array(load.slots[:rows])
+    log_q = load.runner.state.draft_log_q[slots]
+    finite = all(np.isfinite(out.new_logprobs).all() for out in told) and bool(jnp.isfinite(log_q.max(axis=2)).all())
+    if not finite or bool(jnp.isnan(log_q).any()):
+        raise RuntimeError("an output is not finite")
+    return (
+        np.array([out.new_ids[0] for out in told]),
+        np.asarray(load.runner.state.drafts)[load.slots[:rows]],
+        log_q[:, 0],
+    )
 
 
-def times_read(variant: Variant, steps: int) -> tuple[list[float], float]:
-    """Seconds of each of `steps` steps, read one by one, and accepted drafts a window."""
-    variant.lane.rewind()
-    times, accepted = [], []
-    for step in range(WARMUP_STEPS + steps):
-        started = time.perf_counter()
-        packed = np.asarray(variant.dispatch())
-        if step >= WARMUP_STEPS:
-            times.append(time.perf_counter() - started)
-            accepted.append(float((packed[:, 1] >> 8).mean()))
-    return times, statistics.mean(accepted)
+def check_all(engines: Mapping[Variant, Engine], sizes: Sizes) -> dict[tuple[str, int], dict[str, Any]]:
+    """The check of each draft and row count, with sampling requests, which are ended again."""
+    checks = {}
+    for draft in dict.fromkeys(v.draft for v in engines if v.draft != PLAIN):
+        on, off = (
+            Load(engines[Variant(draft, skip)], sizes.rows[-1], sizes.context, params=SAMPLING)
+            for skip in (True, False)
+        )
+        for rows in sizes.rows:
+            checks[draft, rows] = check(on, off, rows)
+        on.close()
+        off.close()
+    return checks
 
 
-def measure(variants: Sequence[Variant], steps: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each variant of one row count, by its name."""
-    ahead: dict[str, list[float]] = {v.name: [] for v in variants}
+def measure(loads: Mapping[Variant, Load], rows: int, steps: int, repeats: int) -> dict[Variant, dict[str, float]]:
+    """Milliseconds of each variant at one row count."""
+    ahead: dict[Variant, list[float]] = {variant: [] for variant in loads}
+    variants = list(loads)
+    for variant in variants:
+        loads[variant].time_ahead((rows,), 1)  # warm
     for repeat in range(repeats):
-        # Another order each time: nobody always follows the same neighbour.
+        # Another order each time, so that none always follows the same neighbour.
         shift = repeat * len(variants) // repeats
         for variant in [*variants[shift:], *variants[:shift]]:
-            ahead[variant.name].append(time_ahead(variant, steps))
-    out = {name: {"ahead_ms": ms(statistics.median(t)), "spread_ms": ms(max(t) - min(t))} for name, t in ahead.items()}
-    for name, times in out.items():
-        print(f"{name}: {times['ahead_ms']:.3f} ms ahead", flush=True)
-    for variant in variants:
-        if variant.stage is Stage.WHOLE and variant.skip_dead:
-            read = [times_read(variant, steps) for _ in range(READ_REPEATS)]
-            out[variant.name]["read_ms"] = ms(statistics.median(t for times, _ in read for t in times))
-            out[variant.name]["accepted"] = round(statistics.mean(a for _, a in read), 4)
+            ahead[variant].append(loads[variant].time_ahead((rows,), steps).step)
+    out = {v: {"ahead_ms": ms(statistics.median(t)), "spread_ms": ms(max(t) - min(t))} for v, t in ahead.items()}
+    for variant, times in out.items():
+        print(f"{variant.name}, {rows} rows: {times['ahead_ms']:.3f} ms ahead", flush=True)
+    for variant, load in loads.items():
+        if variant.skip_dead:
+            out[variant] |= read_times(load, rows, steps)
     return out
 
 
-def build_lanes(
-    arguments: argparse.Namespace, rows: int, context: int, dtype: str
-) -> tuple[CausalLM, list[Lane], dict[str, Any]]:
-    """The target, drawn once, and a lane without a draft and one for each draft."""
-    gpu = jax.devices()[0].platform == "gpu"
-    mesh = mesh_of_one()
-    hf = dict(SHAPES[arguments.model])
-    if arguments.layers:
-        hf["num_hidden_layers"] = arguments.layers
-    np_dtype = np.dtype(jnp.dtype(dtype))
-    model = CausalLM(read_config(hf), np_dtype)
-    target = (model, *bind(model, random_params(model, mesh)))
-    # Room for the case that every draft is accepted, so that no row meets its end.
-    longest = context + (arguments.steps + WARMUP_STEPS + WARMUP_RUNS + 2) * (arguments.tokens + 1)
-    common: dict[str, Any] = {"rows": rows, "context": context, "longest": longest, "dtype": dtype, "on_gpu": gpu}
-    lane: dict[str, Any] = {"context": context, "split": arguments.split}
-    lanes = [make_lane("plain", None, target, make_settings(k=0, **common), mesh, **lane)]
-    for i, kind in enumerate(arguments.drafts):
-        draft = declare_draft(kind, hf, model, np_dtype)
-        params = draw_draft(draft, mesh, i + 1)
-        lanes.append(
-            make_lane(kind, (draft, params), target, make_settings(k=arguments.tokens, **common), mesh, **lane)
-        )
-    jax.block_until_ready([(lane.params, lane.carry) for lane in lanes])
-    sizes = {lane.name: count_parameters(lane.draft) for lane in lanes if lane.draft is not None}
-    return model, lanes, {"parameters": count_parameters(model), "draft_parameters": sizes}
+def read_times(load: Load, rows: int, steps: int) -> dict[str, float]:
+    """Milliseconds of steps that are read one by one, and accepted drafts a window."""
+    before = load.engine.stats().acceptance
+    seconds = statistics.median(load.times_reading((rows,), steps)[rows] for _ in range(READ_REPEATS))
+    after = load.engine.stats().acceptance
+    accepted = 0.0
+    if before and after:
+        windows = after.num_steps - before.num_steps
+        accepted = (sum(after.accepted_per_position) - sum(before.accepted_per_position)) / windows
+    return {"read_ms": ms(seconds), "accepted": round(accepted, 4)}
 
 
-def variants_of(lanes: Sequence[Lane], rows: int, split: bool) -> list[Variant]:
-    """The plain step, whole cycles with the skip on and off, and cycles that end early.
-
-    Up to the end of verification all drafts do the same, so the first one's lane stands for all.
-    """
-    plain, *drafting = lanes
-    out = [Variant(plain, rows)]
-    if split:
-        out += [Variant(drafting[0], rows, stage=stage) for stage in (Stage.TARGET, Stage.VERIFY)]
-    for lane in drafting:
-        out += [Variant(lane, rows, skip_dead=skip) for skip in (True, False)]
-        if split:
-            out.append(Variant(lane, rows, stage=Stage.CATCH_UP))
-    return out
+def row_figures(
+    times: Mapping[Variant, dict[str, float]],
+    floors: Mapping[str, Floor],
+    checks: Mapping[str, Any],
+    sizes: Sizes,
+    n: int,
+) -> dict[str, Any]:
+    """All figures of one row count but those of a trace; times in milliseconds."""
+    plain, floor = times[Variant(PLAIN)], floors[PLAIN]
+    moved = floor.of_step(n, sizes.context).total
+    drafts = {}
+    for name, check_of_draft in checks.items():
+        on, off = times[Variant(name)], times[Variant(name, skip_dead=False)]
+        need = floors[name].of_cycle(n, sizes.tokens, sizes.context)
+        drafts[name] = {
+            "skip_on": on,
+            "skip_off": off,
+            "saved_ms": round(off["ahead_ms"] - on["ahead_ms"], 4),
+            "times_plain": round(on["ahead_ms"] / plain["ahead_ms"], 3),
+            "floor_ms": ms(floors[name].seconds(sum(need.values()))),
+            "target_bytes": need["target"],
+            "draft_bytes": need["draft"],
+            "check": check_of_draft,
+        }
+    return {"plain": plain | {"floor_ms": ms(floor.seconds(moved)), "bytes": moved}, "drafts": drafts}
 
 
 def run(arguments: argparse.Namespace) -> int:
     gpu = jax.devices()[0].platform == "gpu"
-    rows = arguments.rows or ([1, 8, 32, 128] if gpu else [1, 2])
-    context = arguments.context or (1024 if gpu else 128)
     dtype = resolve_dtype(EngineConfig(), on_gpu=gpu)
     began = time.perf_counter()
+
+    def told(what: str) -> None:
+        print(f"{what} after {time.perf_counter() - began:.1f} s", flush=True)
+
     bandwidth = read_bandwidth(gpu)
     print(f"{jax.devices()[0].device_kind}: reads {bandwidth / 1e12:.3f} TB/s (sum of a large array)", flush=True)
-    model, lanes, sizes = build_lanes(arguments, rows[-1], context, dtype)
-    print(f"weights and caches drawn after {time.perf_counter() - began:.1f} s", flush=True)
-    by_rows = {n: variants_of(lanes, n, arguments.split) for n in rows}
-    everything = [variant for group in by_rows.values() for variant in group]
-    compile_seconds = compile_all(everything, min(16, os.cpu_count() or 1))
-    for variant in everything:
-        variant.lane.rewind()
-        for _ in range(WARMUP_RUNS):
-            variant.dispatch()
-        jax.block_until_ready(variant.lane.carry)
-    print(f"compiled and warm after {time.perf_counter() - began:.1f} s", flush=True)
+    sizes = Sizes(
+        rows=tuple(arguments.rows or ([1, 8, 32, 128] if gpu else [1, 2])),
+        context=arguments.context or (1024 if gpu else 128),
+        steps=arguments.steps,
+        loops=(1, 1),
+        budget=default_budget(gpu),
+        tokens=arguments.tokens,
+    )
+    weights = draw_weights(arguments, np_dtype(dtype))
+    told("weights drawn")
+    engines = build_engines(weights, sizes, dtype)
+    compiling = time.perf_counter()
+    warm_up({variant.name: engine for variant, engine in engines.items()})
+    compile_seconds = time.perf_counter() - compiling
+    checks = check_all(engines, sizes)
+    loads = {variant: Load(engine, sizes.rows[-1], sizes.context) for variant, engine in engines.items()}
+    told("compiled, checked and prefilled")
 
-    page = lanes[0].settings.page_size
-    kv_token_bytes = page_bytes(model.cache_specs(), page, {TENSOR_AXIS: 1}) / page
-    figures = []
-    for n, group in by_rows.items():
-        figures.append(_row(model, lanes, group, n, context, kv_token_bytes, bandwidth, arguments))
-        print(f"{n} rows measured after {time.perf_counter() - began:.1f} s", flush=True)
+    floors = {name: Floor(each, bandwidth) for name, each in weights.items()}
+    rows = []
+    for n in sizes.rows:
+        compiles.mark_warm()
+        times = measure(loads, n, arguments.steps, arguments.repeats)
+        after = compiles.after_warmup
+        of_drafts = {name: checks[name, n] for name in arguments.drafts}
+        rows.append({"rows": n, "compiles_while_measuring": after} | row_figures(times, floors, of_drafts, sizes, n))
+        told(f"{n} rows measured")
+    if arguments.split:
+        add_splits(rows, loads)
     result = {
         "benchmark": "cycle",
         "model": arguments.model,
-        "layers": model.config.num_layers,
-        **sizes,
+        "layers": weights[PLAIN].model.config.num_layers,
+        "parameters": count_parameters(weights[PLAIN].model),
+        "draft_parameters": {name: count_parameters(each.draft[0]) for name, each in weights.items() if each.draft},
         "dtype": dtype,
-        "context": context,
-        "drafted_tokens": arguments.tokens,
+        "context": sizes.context,
+        "drafted_tokens": sizes.tokens,
         "steps": arguments.steps,
         "repeats": arguments.repeats,
-        "kv_bytes_per_token": kv_token_bytes,
+        "kv_bytes_per_token": floors[PLAIN].kv_token,
         "read_bandwidth_bytes_per_s": bandwidth,
-        "executables": len(everything),
+        "executables": sum(len(engine.runner.buckets) for engine in engines.values()),
         "compile_seconds": round(compile_seconds, 1),
         "seconds": round(time.perf_counter() - began, 1),
-        "rows": figures,
+        "rows": rows,
     }
     print_tables(result)
     record.write(f"cycle_{arguments.model}", result, arguments)
     return 0
 
 
-def _row(
-    model: CausalLM,
-    lanes: Sequence[Lane],
-    variants: Sequence[Variant],
-    n: int,
-    context: int,
-    kv_token_bytes: float,
-    bandwidth: float,
-    arguments: argparse.Namespace,
-) -> dict[str, Any]:
-    """All figures of one row count; times in milliseconds."""
-    find = {(v.lane.name, v.stage, v.skip_dead): v for v in variants}
-    checks = {
-        lane.name: check(find[lane.name, Stage.WHOLE, True], find[lane.name, Stage.WHOLE, False]) for lane in lanes[1:]
-    }
-    compiles.mark_warm()
-    times = measure(variants, arguments.steps, arguments.repeats)
-    after = compiles.after_warmup
-
-    def of(lane: Lane, stage: Stage = Stage.WHOLE, skip: bool = True) -> dict[str, float]:
-        return times[find[lane.name, stage, skip].name]
-
-    plain = of(lanes[0])
-    moved = traffic(model, n, context, kv_token_bytes).total
-    out: dict[str, Any] = {
-        "rows": n,
-        "compiles_while_measuring": after,
-        "plain": plain | {"floor_ms": ms(moved / bandwidth), "bytes": moved},
-        "drafts": {},
-    }
-    page = lanes[0].settings.page_size
-    for lane in lanes[1:]:
-        draft: Any = lane.draft
-        draft_token_bytes = page_bytes([draft.cache_spec], page, {TENSOR_AXIS: 1}) / page
-        need = cycle_bytes(model, draft, n, arguments.tokens, context, kv_token_bytes, draft_token_bytes)
-        on, off = of(lane), of(lane, skip=False)
-        figures: dict[str, Any] = {
-            "skip_on": on,
-            "skip_off": off,
-            "saved_ms": round(off["ahead_ms"] - on["ahead_ms"], 4),
-            "times_plain": round(on["ahead_ms"] / plain["ahead_ms"], 3),
-            "floor_ms": ms(sum(need.values()) / bandwidth),
-            "target_bytes": need["target"],
-            "draft_bytes": need["draft"],
-            "check": checks[lane.name],
-        }
-        if arguments.split:
-            ends = [of(lanes[1], Stage.TARGET), of(lanes[1], Stage.VERIFY), of(lane, Stage.CATCH_UP), on]
-            figures["split_ms"] = split([end["ahead_ms"] for end in ends])
-            figures["ends"] = dict(zip([s.value for s in STAGES], ends, strict=False))
-        out["drafts"][lane.name] = figures
-    return out
-
-
-def split(ends: Sequence[float]) -> dict[str, float]:
-    """Times of the stages from the times at their ends."""
-    names = ("target", "verify", "catch_up", "draft_steps")
-    starts = [0.0, *ends[:-1]]
-    return {name: round(end - start, 4) for name, start, end in zip(names, starts, ends, strict=True)}
+def add_splits(rows: Iterable[dict[str, Any]], loads: Mapping[Variant, Load]) -> None:
+    """Adds to each draft's figures the time of its stages, skip on. Traces: after all timing."""
+    for row in rows:
+        for name, figures in row["drafts"].items():
+            parts = stage_shares(loads[Variant(name)], row["rows"])
+            figures["split_ms"] = split(figures["skip_on"]["ahead_ms"], parts)
 
 
 def print_tables(result: dict[str, Any]) -> None:
@@ -327,36 +300,24 @@ def print_tables(result: dict[str, Any]) -> None:
         f"{result['compile_seconds']} s; ms a step"
     )
     header = ["rows", "draft", "ahead", "skip off", "saved", "x plain", "read", "floor", "of ahead", "same drafts"]
-    lines = []
+    lines: list[list[str]] = []
+    splits: list[list[str]] = []
     for row in result["rows"]:
-        plain = row["plain"]
-        lines.append([str(row["rows"]), "none", f"{plain['ahead_ms']:.2f}", "", "", "", *_tail(plain, plain), ""])
+        rows, plain = str(row["rows"]), row["plain"]
+        lines.append([rows, "none", f"{plain['ahead_ms']:.2f}", "", "", "", *_tail(plain, plain), ""])
         for name, f in row["drafts"].items():
-            lines.append(
-                [
-                    str(row["rows"]),
-                    name,
-                    f"{f['skip_on']['ahead_ms']:.2f}",
-                    f"{f['skip_off']['ahead_ms']:.2f}",
-                    f"{f['saved_ms']:.2f}",
-                    f"{f['times_plain']:.2f}",
-                    *_tail(f["skip_on"], f),
-                    f"{100 * f['check']['same_drafts']:.1f} %",
-                ]
-            )
-    print(record.table(header, lines))
-    split_lines = []
-    for row in result["rows"]:
-        for name, f in row["drafts"].items():
+            on, off = f["skip_on"], f["skip_off"]
+            times = [on["ahead_ms"], off["ahead_ms"], f["saved_ms"], f["times_plain"]]
+            same = f"{100 * f['check']['same_drafts']:.1f} %"
+            lines.append([rows, name, *(f"{value:.2f}" for value in times), *_tail(on, f), same])
             if "split_ms" in f:
-                total = sum(f["split_ms"].values())
-                cells = [f"{t:.2f} ({100 * t / total:.0f} %)" for t in f["split_ms"].values()]
-                split_lines.append([str(row["rows"]), name, *cells, f"{total:.2f}"])
-    if split_lines:
+                splits.append([rows, name, *cells(f["split_ms"])])
+    print(record.table(header, lines))
+    if splits:
         print("where a cycle goes, skip on (catch-up: with the first draft; draft steps: the others)")
-        print(record.table(["rows", "draft", "target", "verify", "catch-up", "draft steps", "cycle"], split_lines))
+        print(record.table(["rows", "draft", "target", "verify", "catch-up", "draft steps", "cycle"], splits))
 
 
-def _tail(times: dict[str, float], figures: dict[str, Any]) -> list[str]:
+def _tail(times: dict[str, float], figures: dict[str, Any]) -> Sequence[str]:
     floor = figures["floor_ms"]
     return [f"{times['read_ms']:.2f}", f"{floor:.3f}", f"{100 * floor / times['ahead_ms']:.0f} %"]

@@ -1,20 +1,24 @@
-"""Bytes that a decode step or a speculative cycle has to read at least: the floor under its time."""
+"""The least bytes that a decode step or a speculative cycle has to read: the floor of its time."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from flax import nnx
 
+from bench.harness.models import Weights
+from jaxspec.config import PAGE_SIZE
+from jaxspec.models.cache import page_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.moe import MoESpec
-from jaxspec.models.params import declarations
+from jaxspec.models.params import TENSOR_AXIS, declarations
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one decode step of `rows` rows has to read at least."""
+    """The least bytes that one decode step has to read."""
 
     weights: float
     kv: float
@@ -26,7 +30,7 @@ class Traffic:
 
 
 def traffic(model: CausalLM, rows: int, context: float, kv_token_bytes: float, *, tokens: int | None = None) -> Traffic:
-    """What a step of `rows` rows and, in windows, `tokens` tokens (default: one a row) reads."""
+    """Of a step of `rows` rows and, with windows, `tokens` tokens in all (default: one a row)."""
     tokens = tokens or rows
     weights = weight_bytes(model, model.config, tokens)
     moe = routed_experts(model.config)
@@ -47,7 +51,7 @@ def touched_share(moe: MoESpec, tokens: int) -> float:
 def weight_bytes(module: Any, config: ModelConfig, tokens: int) -> float:
     """Bytes of a module's weights that a pass over `tokens` tokens reads.
 
-    Counts each weight once, of the embedding the tokens' own lines, and of the routed experts those that are touched.
+    Each weight counts once; of the embedding only the tokens' rows count, of the routed experts those that are touched.
     """
     total = 0.0
     moe = routed_experts(config)
@@ -65,14 +69,15 @@ def weight_bytes(module: Any, config: ModelConfig, tokens: int) -> float:
 def cycle_bytes(
     target: CausalLM, draft: Draft, rows: int, k: int, context: float, kv_token_bytes: float, draft_token_bytes: float
 ) -> dict[str, float]:
-    """Bytes that one cycle has to read at least: the target's pass, and the draft's k passes (skip on).
+    """The least bytes that one cycle has to read: the target's pass, and the draft's k passes (skip on).
 
-    A pass needs what the last one made, so weights that do not fit in a cache are read k times; `fc` once.
+    Each pass needs the result of the last one, so weights that no cache holds are read k times; `fc` once.
     """
     verify = traffic(target, rows, context, kv_token_bytes, tokens=rows * (k + 1)).total
-    once = float(sum(_nbytes(v) for path, v in declarations(draft).items() if path[0] == "fc"))  # type: ignore[arg-type]
+    declared = declarations(cast(nnx.Module, draft))
+    once = float(sum(_nbytes(variable) for path, variable in declared.items() if path[0] == "fc"))
     each = weight_bytes(draft, target.config, rows) - once + rows * context * draft_token_bytes
-    if not any(path[0] == "head" for path in declarations(draft)):  # type: ignore[arg-type]
+    if not any(path[0] == "head" for path in declared):
         each += _nbytes(target.head.weight)
     return {"target": verify, "draft": once + k * each}
 
@@ -80,3 +85,30 @@ def cycle_bytes(
 def _nbytes(variable: Any) -> int:
     value = variable.get_value()
     return int(np.prod(value.shape)) * value.dtype.itemsize
+
+
+class Floor:
+    """The least bytes of a step and of a cycle of one target and draft, and the time of reading them.
+
+    Attributes:
+        kv_token, draft_token: bytes of a token's KV, of all the target's layers and of the draft's.
+    """
+
+    def __init__(self, weights: Weights, bandwidth: float):
+        self._weights, self._bandwidth = weights, bandwidth
+        one = {TENSOR_AXIS: 1}
+        self.kv_token = page_bytes(weights.model.cache_specs(), PAGE_SIZE, one) / PAGE_SIZE
+        draft = [weights.draft[0].cache_spec] if weights.draft else []
+        self.draft_token = page_bytes(draft, PAGE_SIZE, one) / PAGE_SIZE
+
+    def of_step(self, rows: int, context: float) -> Traffic:
+        return traffic(self._weights.model, rows, context, self.kv_token)
+
+    def of_cycle(self, rows: int, k: int, context: float) -> dict[str, float]:
+        assert self._weights.draft is not None
+        return cycle_bytes(
+            self._weights.model, self._weights.draft[0], rows, k, context, self.kv_token, self.draft_token
+        )
+
+    def seconds(self, size: float) -> float:
+        return size / self._bandwidth

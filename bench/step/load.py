@@ -1,4 +1,4 @@
-"""Requests that decode through the production engine, and what is measured of them, for `bench step`."""
+"""Requests that decode through the production engine, and the measurements that `bench step` and `bench cycle` make."""
 
 import contextlib
 import dataclasses
@@ -12,22 +12,24 @@ import jax
 import numpy as np
 
 from bench.harness.trace import compute_events, traced
-from jaxspec.engine.buckets import Bucket, choose_bucket
+from bench.step.engines import decode_bucket
+from bench.step.sizes import WARMUP_STEPS
+from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.output import RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.step_log import StepTimes
 from jaxspec.sampling.params import SamplingParams
 
-# Steps that are not counted at the start of each measurement.
-WARMUP_STEPS = 3
 TRACED_STEPS = 4
 REPEATS = 3
+GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
 @dataclass(frozen=True)
 class LoopTimes:
-    """Of the engine's own loop: seconds a step, of each run too, and tokens that a row got in a step."""
+    """Of the engine's own loop: median seconds a step, those of each run, and tokens a row got in a step."""
 
     seconds: float
     of_each_run: tuple[float, ...]
@@ -36,15 +38,32 @@ class LoopTimes:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Of one step: kernels, graph launches and single kernels that started them, seconds in which kernels ran."""
+    """Of one step: kernels, the launches (of graphs or single kernels) that started them, and their seconds."""
 
     count: float
     launches: float
     seconds: float
 
 
+@dataclass(frozen=True)
+class AheadTimes:
+    """Of steps dispatched ahead of reading: seconds a step, and of each `Runner.dispatch` and `Scheduler.plan`."""
+
+    step: float
+    dispatches: list[float]
+    plans: list[float]
+
+    @property
+    def dispatch(self) -> float:
+        return statistics.median(self.dispatches)
+
+    @property
+    def plan(self) -> float:
+        return statistics.median(self.plans)
+
+
 class TimesByRows:
-    """In a step log's place: of each step that was read its decode rows and its times."""
+    """In place of a step log: the decode rows and the times of each step that was read."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, StepTimes]] = []
@@ -53,7 +72,7 @@ class TimesByRows:
         self.steps.append((len(plan.decode), times))
 
     def seconds(self) -> dict[int, float]:
-        """Mean time, by row count, between the moment at which the step before was read and the one at which it was."""
+        """Mean time, by row count, from when the step before was read to when the step was."""
         spans: dict[int, list[float]] = {}
         for (_, before), (rows, times) in zip(self.steps, self.steps[1:], strict=False):
             spans.setdefault(rows, []).append(times.read - before.read)
@@ -61,7 +80,7 @@ class TimesByRows:
 
 
 def prefill_seconds(engine: Engine, rows: int, context: int, repeats: int = REPEATS) -> float:
-    """Median time in which as many new requests get their first token and end, all of them there from the start."""
+    """Median time until `rows` new requests, all there from the start, have their first token, which ends them."""
     rng = np.random.default_rng(rows)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     times = []
@@ -96,66 +115,78 @@ def _check(out: Any) -> None:
 class Load:
     """An engine whose requests have been prefilled and decode; any number of them can be made to run.
 
-    Measurements start from the same state: `rewind` takes back what the last one generated.
+    Each measurement starts from the same state: `rewind` takes back what the last one generated.
 
     Args:
         depth: readout depth of the engine's own loop.
+        params: of the requests (default: greedy).
     """
 
-    def __init__(self, engine: Engine, rows: int, context: int, *, depth: int = 1, seed: int = 0):
+    def __init__(
+        self, engine: Engine, rows: int, context: int, *, depth: int = 1, params: SamplingParams = GREEDY
+    ) -> None:
         self.engine, self.runner, self._depth = engine, engine.runner, depth
-        self.scheduler = engine.scheduler
-        rng = np.random.default_rng(seed)
-        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        rng = np.random.default_rng(0)
         self.requests = [
             Request(f"r{i}", rng.integers(0, engine.vocab_size, context).tolist(), params, arrival_time=float(i))
             for i in range(rows)
         ]
-        for request in self.requests:
-            engine.add(request)
+        engine.add(*self.requests)
         while any(r.state is not RequestState.DECODE for r in self.requests):
             self.step()
         state = self.runner.state
         slots = [r.slot for r in self.requests]
-        self._seq_len, self._last_token = np.zeros_like(state.seq_len), np.zeros_like(state.last_token)
-        self._seq_len[slots] = context
-        self._last_token[slots] = [r.tokens[context] for r in self.requests]
-        # Legal wherever a request stands; a copy, because the next step is given the array's buffer to write in.
-        self._drafts = np.array(state.drafts) if self.runner.window > 1 else None
+        seq_len, last_token = np.zeros_like(state.seq_len), np.zeros_like(state.last_token)
+        seq_len[slots] = context
+        last_token[slots] = [r.tokens[context] for r in self.requests]
+        self._start = {"seq_len": seq_len, "last_token": last_token}
+        if self.runner.window > 1:
+            # A copy: the next step is given the array's buffer to write into. These drafts are legal at any length.
+            self._start["drafts"] = np.array(state.drafts)
+
+    @property
+    def slots(self) -> list[int]:
+        """Of the requests, in their order."""
+        return [r.slot for r in self.requests]
 
     def rewind(self) -> None:
-        """Every request back to its prompt and first token. Pages stay: what they hold is written again."""
+        """Every request back to its prompt and first token. Pages stay: their contents are written again."""
         for request in self.requests:
             del request.tokens[request.prompt_len + 1 :]
             request.computed = request.prompt_len
         state = self.runner.state
-        sharding = state.seq_len.sharding
-        fields = {"seq_len": self._seq_len, "last_token": self._last_token}
-        if self._drafts is not None:
-            fields["drafts"] = self._drafts
-        # Copies: on a CPU an array on the device may be the host's own, and the next step writes in it.
-        self.runner.state = state._replace(
-            **{name: jax.device_put(value.copy(), sharding) for name, value in fields.items()}
-        )
+        # Copies: on a CPU an array on the device may be the host's own, and the next step writes into it.
+        fields = {name: jax.device_put(v.copy(), state.seq_len.sharding) for name, v in self._start.items()}
+        self.runner.state = state._replace(**fields)
 
     def select(self, rows: int) -> None:
-        """The first `rows` requests run, the others stand still with their pages."""
-        self.scheduler.running = self.requests[:rows]
+        """The first `rows` requests run, the others pause and keep their pages."""
+        self.engine.scheduler.running = self.requests[:rows]
 
-    def step(self) -> None:
+    def close(self) -> None:
+        """Ends the requests: the engine is free for another load."""
+        self.select(len(self.requests))
+        for request in self.requests:
+            self.engine.abort(request.id)
+        while self.engine.has_work:
+            self.engine.step()
+
+    def step(self) -> list[RequestOutput]:
         """One engine step, at the engine's readout depth: 0 but for `time_loop` and `times_alternating`."""
-        for out in self.engine.step():
+        outputs = self.engine.step()
+        for out in outputs:
             if out.finish_reason:
                 raise RuntimeError(f"request {out.request_id} ended in the middle of a measurement: {out}")
+        return outputs
 
     def bucket(self, rows: int) -> Bucket:
-        return choose_bucket(self.runner.buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=False)
+        return decode_bucket(self.runner.buckets, rows)
 
     def time_loop(self, rows: int, steps: int) -> LoopTimes:
         """The engine's own loop, each step read while later ones run."""
         times, tokens = [], []
         for _ in range(REPEATS):
-            with self._running_late(rows):
+            with self.running_late(rows):
                 before = self.engine.stats().generation_tokens
                 started = time.perf_counter()
                 for _ in range(steps):
@@ -165,13 +196,13 @@ class Load:
         return LoopTimes(statistics.median(times), tuple(times), statistics.mean(tokens))
 
     def times_alternating(self, order: Sequence[int], steps: int) -> dict[int, tuple[float, float]]:
-        """The same loop over row counts that take turns: of each, seconds a step, and of planning and dispatching one."""
+        """The same loop over row counts in turn: for each, seconds a step, and of planning and dispatching one."""
         spans: dict[int, list[float]] = {rows: [] for rows in order}
         hosts: dict[int, list[float]] = {rows: [] for rows in order}
         for _ in range(REPEATS):
             log = TimesByRows()
-            with self._running_late(order[-1]):
-                self.engine.step_log = log  # type: ignore[assignment]
+            with self.running_late(order[-1]):
+                self.engine.step_log = log
                 for i in range(steps):
                     self.select(order[i % len(order)])
                     self.step()
@@ -183,25 +214,29 @@ class Load:
         return {rows: (statistics.median(spans[rows]), statistics.median(hosts[rows])) for rows in order}
 
     @contextlib.contextmanager
-    def _running_late(self, rows: int) -> Iterator[None]:
-        """From the start, warm, with steps unread; at the end all are read."""
+    def running_late(self, rows: int) -> Iterator[None]:
+        """From the start, warm, at the load's readout depth, with steps unread; at the end all are read."""
         self.rewind()
         with _readout_depth(self.engine, self._depth):
             self.select(rows)
             for _ in range(WARMUP_STEPS):
                 self.step()
             yield
-            self.scheduler.running = []  # nothing is planned
+            self.select(0)  # plans no more steps
             while self.runner.in_flight:
                 self.step()
 
     def kernels(self, rows: int) -> Kernels:
-        """From a trace. A device that has been traced need not be as fast as before: after all else."""
+        """From a trace, so after all timing."""
+        return count_kernels(self.trace(rows), TRACED_STEPS)
+
+    def trace(self, rows: int) -> Any:
+        """Of `TRACED_STEPS` steps, each read before the next."""
         self.rewind()
         self.select(rows)
         for _ in range(WARMUP_STEPS):
             self.step()
-        return count_kernels(traced(self.step, TRACED_STEPS), TRACED_STEPS)
+        return traced(self.step, TRACED_STEPS)
 
     def times_reading(self, order: Sequence[int], rounds: int) -> dict[int, float]:
         """Median seconds of a step by row count, the row counts taking turns, each step read before the next."""
@@ -215,39 +250,50 @@ class Load:
                 times[rows].append(time.perf_counter() - started)
         return {rows: statistics.median(t[WARMUP_STEPS:]) for rows, t in times.items()}
 
-    def times_ahead(self, order: Sequence[int], steps: int) -> tuple[float, float, float]:
-        """Dispatches without reading: seconds a step, median seconds of `Runner.dispatch`, of `Scheduler.plan`."""
+    def times_ahead(self, order: Sequence[int], steps: int) -> AheadTimes:
+        """Steps that nobody reads before the last has been dispatched: medians of three runs."""
         self.rewind()
         self._dispatch(order, WARMUP_STEPS * len(order))
         self._drain()
-        totals, dispatches, plans = [], [], []
-        for _ in range(3):
-            self.rewind()
-            jax.block_until_ready(self.runner.state)
-            started = time.perf_counter()
-            planned, dispatched = self._dispatch(order, steps)
-            jax.block_until_ready(self.runner.state)
-            totals.append((time.perf_counter() - started) / steps)
-            self._drain()
-            plans += planned
-            dispatches += dispatched
-        return statistics.median(totals), statistics.median(dispatches), statistics.median(plans)
+        runs = [self.time_ahead(order, steps) for _ in range(REPEATS)]
+        return AheadTimes(
+            statistics.median(run.step for run in runs),
+            [each for run in runs for each in run.dispatches],
+            [each for run in runs for each in run.plans],
+        )
+
+    def time_ahead(self, order: Sequence[int], steps: int) -> AheadTimes:
+        """One run of them, without a warm-up."""
+        self.rewind()
+        jax.block_until_ready(self.runner.state)
+        started = time.perf_counter()
+        plans, dispatches = self._dispatch(order, steps)
+        jax.block_until_ready(self.runner.state)
+        seconds = (time.perf_counter() - started) / steps
+        self._drain()
+        return AheadTimes(seconds, dispatches, plans)
 
     def _dispatch(self, order: Sequence[int], steps: int) -> tuple[list[float], list[float]]:
+        """Seconds of planning and of dispatching each step."""
         plans, dispatches = [], []
         for i in range(steps):
             self.select(order[i % len(order)])
             started = time.perf_counter()
-            plan = self.scheduler.plan()
+            plan = self.plan()
             planned = time.perf_counter()
-            assert plan is not None
             self.runner.dispatch(plan)
             plans.append(planned - started)
             dispatches.append(time.perf_counter() - planned)
             for request in plan.decode:
-                # The device knows the tokens; the host only has to know how many more there may be.
+                # Stand-ins: the device knows the tokens, the host only has to know how many there may be.
                 request.tokens += [0] * self.runner.window
         return plans, dispatches
+
+    def plan(self) -> StepPlan:
+        """The next step of the requests that run."""
+        plan = self.engine.scheduler.plan()
+        assert plan is not None
+        return plan
 
     def _drain(self) -> None:
         while self.runner.in_flight:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness import record
+from bench.harness.arguments import numbers
 
 ROWS = (1, 4, 16, 32, 64, 128)
 CONTEXT = 1024
@@ -55,9 +56,6 @@ Generate = Callable[[Sequence[Sequence[int]], int], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def numbers(text: str) -> list[int]:
-        return sorted({int(part) for part in text.split(",")})
-
     parser.add_argument("stage", choices=["make", "vllm"])
     parser.add_argument("folder", type=Path, help="of the checkpoint")
     parser.add_argument("--model", choices=["moonlight", "tiny"], default="moonlight", help="for make: the shape")
@@ -76,13 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpoint_config(model: str, layers: int | None = None) -> dict[str, Any]:
-    """The config.json of one of `bench.step.step.SHAPES`."""
-    from bench.step.step import SHAPES
+    """The config.json of one of `bench.harness.models.SHAPES`."""
+    from bench.harness.models import random_config
 
-    hf = SHAPES[model] | HF_CONFIG
-    hf["num_key_value_heads"] = hf["num_attention_heads"]
-    hf["num_hidden_layers"] = layers or hf["num_hidden_layers"]
-    return hf
+    hf = random_config(model, layers) | HF_CONFIG
+    return hf | {"num_key_value_heads": hf["num_attention_heads"]}
 
 
 def make(folder: Path, hf: dict[str, Any], seed: int = 0) -> int:

@@ -22,6 +22,7 @@ def forward(
     n: int,
     full: bool,
     capture: tuple[int, ...],
+    experts: bool = False,
 ) -> tuple[StepState, Forwarded]:
     """Applies the step's updates and runs the target once over its T = P + D * n tokens.
 
@@ -29,15 +30,16 @@ def forward(
         n: tokens of a decode window.
         full: keep the counts that penalties need.
         capture: ascending ids of the residual streams to hand on.
+        experts: also hand on which experts were chosen.
     """
     state = apply_updates(state, inputs, full=full)
     ids_T, meta = lay_out(state, inputs, settings, n)
     if full:
         state = count_prefilled(state, inputs, meta)
-    output = target(ids_T, state.kv, meta, capture=capture)
+    output = target(ids_T, state.kv, meta, capture=capture, experts=experts)
     captured = dict(zip(capture, output.captured, strict=True))
     logits_RV = target.logits(output.hidden[logit_rows(inputs, n)])
-    return state._replace(kv=output.cache), Forwarded(meta, output.hidden, captured, logits_RV)
+    return state._replace(kv=output.cache), Forwarded(meta, output.hidden, captured, output.experts, logits_RV)
 
 
 def apply_updates(state: StepState, inputs: StepInputs, *, full: bool) -> StepState:

@@ -19,12 +19,14 @@ class Forwarded(NamedTuple):
         meta: where each token sits.
         hidden: [T, H] after the final norm.
         captured: the residual streams [T, H] that were asked for, by layer id.
+        experts: where asked for, the experts that each mixture layer chose, int32 [T, top_k].
         logits: [E + D * n, V] of the rows that choose: the last token of each chunk, then all window tokens.
     """
 
     meta: StepMetadata
     hidden: jax.Array
     captured: dict[int, jax.Array]
+    experts: tuple[jax.Array, ...]
     logits: jax.Array
 
 

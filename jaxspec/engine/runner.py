@@ -95,7 +95,7 @@ class Runner:
         draft: what proposes tokens, and its parameters, where the settings ask for speculation.
         buckets: those to compile (default: the table of the settings).
         skip_dead: see `make_step`.
-        probe: also return residual streams and logits of every token (for `compare`; slower).
+        probe: also return a `Probe` of every token (slower).
     """
 
     def __init__(
@@ -162,6 +162,10 @@ class Runner:
                     progress(done, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def executable(self, bucket: Bucket) -> jax.stages.Compiled:
+        """What `warm_up` has compiled for a bucket."""
+        return self._steps[bucket]
 
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order."""

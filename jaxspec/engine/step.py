@@ -24,10 +24,14 @@ ACCEPTED_SHIFT = 8
 
 
 class Probe(NamedTuple):
-    """For `compare`: residual streams [layers + 1, T, H] and logits [T, V], float32, of every token."""
+    """For `compare` and benchmarks: residual streams [layers + 1, T, H] and logits [T, V], float32, of every token.
+
+    `experts`: for each mixture layer, the experts that it chose, int32 [T, top_k].
+    """
 
     residuals: jax.Array
     logits: jax.Array
+    experts: tuple[jax.Array, ...]
 
 
 class StepArrays(NamedTuple):
@@ -72,7 +76,9 @@ def make_step(
         if probe:
             capture = tuple(range(len(target.layers) + 1))
         with jax.named_scope("target"):
-            state, forwarded = forward(target, state, inputs, settings, n=window, full=full, capture=capture)
+            state, forwarded = forward(
+                target, state, inputs, settings, n=window, full=full, capture=capture, experts=probe
+            )
         with jax.named_scope("verify"):
             chosen = choose(
                 forwarded.logits, state, inputs,
@@ -88,7 +94,7 @@ def make_step(
         seen = None
         if probe:
             residuals = jnp.stack([c.astype(jnp.float32) for c in forwarded.captured.values()])
-            seen = Probe(residuals, target.logits(forwarded.hidden).astype(jnp.float32))
+            seen = Probe(residuals, target.logits(forwarded.hidden).astype(jnp.float32), forwarded.experts)
         return state, StepArrays(pack_output(chosen), pack_top(chosen), seen)
 
     return step

@@ -22,11 +22,15 @@ Cache = tuple[LayerCache, ...]
 
 
 class ModelOutput(NamedTuple):
-    """hidden [T, H] after the final norm; the written caches; the residual streams asked for, in ascending order."""
+    """hidden [T, H] after the final norm; the written caches; the residual streams asked for, in ascending order.
+
+    `experts`: where asked for, those that each mixture layer sent the tokens to, int32 [T, top_k].
+    """
 
     hidden: jax.Array
     cache: Cache
     captured: tuple[jax.Array, ...]
+    experts: tuple[jax.Array, ...]
 
 
 class Block(nnx.Module):
@@ -40,10 +44,18 @@ class Block(nnx.Module):
         self.mlp: ResidualMLP = spec.mlp.build(hidden, declare)
 
     def __call__(
-        self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables | None
+        self,
+        x_TH: jax.Array,
+        cache: LayerCache,
+        meta: StepMetadata,
+        rope: RopeTables | None,
+        experts: list[jax.Array] | None = None,
     ) -> tuple[jax.Array, LayerCache]:
+        """With a list, the layer's chosen experts are added to it, if it has any."""
         with jax.named_scope("attention"):
             out_TH, cache = self.attention(x_TH, cache, meta, rope, norm=self.input_norm)
+        if experts is not None and (ids_TK := self.mlp.chosen_experts(x_TH, out_TH, self.post_norm)) is not None:
+            experts.append(ids_TK)
         with jax.named_scope("mlp"):
             return self.mlp.add_to(x_TH, out_TH, self.post_norm, meta.live), cache
 
@@ -86,7 +98,13 @@ class CausalLM(nnx.Module):
             self.head = Embedding(config.vocab_size, config.hidden_size, declare)
 
     def __call__(
-        self, ids_T: jax.Array, cache: Cache, meta: StepMetadata, *, capture: tuple[int, ...] = ()
+        self,
+        ids_T: jax.Array,
+        cache: Cache,
+        meta: StepMetadata,
+        *,
+        capture: tuple[int, ...] = (),
+        experts: bool = False,
     ) -> ModelOutput:
         """One forward pass over a step's tokens.
 
@@ -94,11 +112,13 @@ class CausalLM(nnx.Module):
             ids_T: int32 [T].
             capture: ascending layer ids; for id i the residual stream entering layer i is returned ([T, H]), for
                 id `num_layers` the one leaving the last layer, before the final norm.
+            experts: also return which experts were chosen, which routes the tokens twice.
         """
         x_TH = self.embed_ids(ids_T)
         ropes: dict[RopeConfig, RopeTables] = {}
         written: list[LayerCache] = []
         captured = []
+        chosen: list[jax.Array] | None = [] if experts else None
         for i, layer in enumerate(self.layers):
             if i in capture:
                 captured.append(x_TH)
@@ -106,11 +126,11 @@ class CausalLM(nnx.Module):
             if rope is not None and rope not in ropes:
                 ropes[rope] = rope_tables(rope, meta.positions)
             with jax.named_scope(f"layer{i}"):
-                x_TH, layer_cache = layer(x_TH, cache[i], meta, ropes[rope] if rope else None)
+                x_TH, layer_cache = layer(x_TH, cache[i], meta, ropes[rope] if rope else None, chosen)
             written.append(layer_cache)
         if len(self.layers) in capture:
             captured.append(x_TH)
-        return ModelOutput(self.norm(x_TH), tuple(written), tuple(captured))
+        return ModelOutput(self.norm(x_TH), tuple(written), tuple(captured), tuple(chosen or ()))
 
     def embed_ids(self, ids_T: jax.Array) -> jax.Array:
         return jnp.take(self.embed.weight[...], ids_T, axis=0)

@@ -64,6 +64,10 @@ class ResidualMLP(Protocol):
         """
         ...
 
+    def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array | None:
+        """The routed experts that `add_to` sends each token to, int32 [T, top_k]; None where there are none."""
+        ...
+
 
 @dataclass(frozen=True)
 class DenseSpec:
@@ -98,6 +102,9 @@ class MLP(nnx.Module):
     def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:  # noqa: ARG002
         x_TH = x_TH + attended_TH
         return x_TH + self(norm(x_TH))
+
+    def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> None:
+        """See `ResidualMLP`."""
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:

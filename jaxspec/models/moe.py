@@ -1,7 +1,7 @@
 """The mixture-of-experts block: float32 router, routed experts, shared experts."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from flax import nnx
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.layers import MLP, DenseSpec, RMSNorm
 from jaxspec.models.params import Declare
-from pallas_kernels.moe.api import routed_experts
+from pallas_kernels.moe.api import route_sigmoid, route_softmax, routed_experts
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,19 @@ class MoE(nnx.Module):
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
         shared = (self.shared.gate_up[...], self.shared.down[...]) if spec.shared else None
         return routed_experts(
-            normed_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, x_TH, top_k=spec.top_k,
-            num_groups=spec.num_groups, top_groups=spec.top_groups, normalize=spec.normalize, scale=spec.scale,
+            normed_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, x_TH, **self._routing()
         )  # fmt: skip
+
+    def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
+        """See `ResidualMLP`."""
+        _, _, (logits_TE,) = norm.add_into(x_TH, attended_TH, self.router[...])
+        if self.spec.scoring == "sigmoid":
+            return route_sigmoid(logits_TE, self.router_bias[...], **self._routing())[1]
+        return route_softmax(logits_TE, **self._routing())[1]
+
+    def _routing(self) -> dict[str, Any]:
+        spec = self.spec
+        return {
+            "top_k": spec.top_k, "num_groups": spec.num_groups, "top_groups": spec.top_groups,
+            "normalize": spec.normalize, "scale": spec.scale,
+        }  # fmt: skip

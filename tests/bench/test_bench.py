@@ -10,9 +10,9 @@ from bench.__main__ import main
 from bench.accuracy import draft_ids
 from bench.accuracy.parity import Predictions, choose_windows, compare, top_and_gap
 from bench.harness import record
+from bench.harness.models import SHAPES, mesh_of_one
 from bench.serving.convert import make_checkpoint
 from bench.step.floor import traffic
-from bench.step.step import SHAPES
 from convert.convert import convert_checkpoint
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.parts import EMBED, HEAD, MTP
@@ -64,7 +64,6 @@ def test_a_decode_step_is_measured(tmp_path, capsys, monkeypatch):
 
 
 def test_generated_checkpoints_convert(tmp_path):
-    from bench.step.step import mesh_of_one
     from jaxspec.loading.checkpoint import load_params, open_checkpoint
 
     size = make_checkpoint(tmp_path / "source", 2**23)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.__main__ import main
-from bench.step.readout import idle_part, idle_parts
+from bench.step.idle import idle_part, idle_parts
 
 
 def test_idle_part():

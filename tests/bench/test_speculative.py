@@ -1,16 +1,17 @@
 """The arithmetic of `bench cycle` and `bench speculation`, and one small run of the former."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bench.__main__ import main
 from bench.accuracy.speculation import Truth, differences, noise
-from bench.step.cycle import split
-from bench.step.cycle_steps import DRAFTS, declare_draft
+from bench.harness.models import SHAPES
+from bench.step.cycle_drafts import DRAFTS, declare_draft
 from bench.step.floor import cycle_bytes, traffic
-from bench.step.step import SHAPES
+from bench.step.stages import shares, split, stage_of_operations
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import count_parameters
 from jaxspec.models.registry import read_config
@@ -47,8 +48,33 @@ def test_byte_floor_of_a_cycle(moonlight):
     assert many - few == pytest.approx(3 * 2 * 3 * H * 1408 * 64 * ((58 / 64) - (58 / 64) ** 2))
 
 
-def test_stages_are_differences():
-    assert split([3.0, 5.0, 6.0, 10.0]) == {"target": 3, "verify": 2, "catch_up": 1, "draft_steps": 4}
+HLO = """
+  %fusion.1 = f32[4]{0} fusion(%p), kind=kLoop, calls=%f, metadata={op_name="jit(flat_step)/target/layer0/mlp/dot" stack=1}
+  %while.2 = (f32[4]) while(%t), condition=%c, body=%b, metadata={op_name="jit(flat_step)/verify/while"}
+  %sort.3 = f32[4]{0} sort(%fusion.1), dimensions={0}, metadata={op_name="jit(flat_step)/verify/sort"}
+  %custom-call.4 = f32[4]{0} custom-call(%x), custom_call_target="k", metadata={op_name="jit(flat_step)/catch_up/k"}
+  ROOT %add.5 = f32[4]{0} add(%a, %b), metadata={op_name="jit(flat_step)/draft/layer/target/add"}
+  %copy.6 = f32[4]{0} copy(%a), metadata={op_name="jit(flat_step)/pack"}
+"""
+
+
+def test_stages_of_operations_are_their_outermost_scopes():
+    assert stage_of_operations(HLO) == {
+        "fusion.1": "target", "sort.3": "verify", "custom-call.4": "catch_up", "add.5": "draft_steps",
+    }  # fmt: skip
+
+
+def test_stages_share_the_time_of_a_step():
+    def event(operation, duration):
+        return SimpleNamespace(duration_ns=duration, stats=[("hlo_op", operation)] if operation else [])
+
+    events = [event("a", 30), event("b", 10), event("c", 50), event("a", 20), event(None, 99), event("other", 7)]
+    trace = SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=events)])])
+    parts = shares(trace, {"a": "target", "b": "verify", "c": "draft_steps"})
+    assert parts == pytest.approx({"target": 5 / 11, "verify": 1 / 11, "catch_up": 0, "draft_steps": 5 / 11})
+    assert split(11.0, parts) == {"target": 5, "verify": 1, "catch_up": 0, "draft_steps": 5}
+    with pytest.raises(RuntimeError, match="no operation"):
+        shares(trace, {"d": "target"})
 
 
 def test_noise_and_gaps_end_at_the_first_difference():
@@ -90,5 +116,6 @@ def test_a_cycle_is_measured(tmp_path, capsys):
     assert figures["check"]["same_drafts"] == 1
     assert figures["check"]["largest_log_q_difference"] < 1e-3
     assert figures["skip_on"]["read_ms"] > 0
+    assert min(figures["split_ms"].values()) > 0
     assert sum(figures["split_ms"].values()) == pytest.approx(figures["skip_on"]["ahead_ms"], abs=1e-3)
     assert "where a cycle goes" in capsys.readouterr().out

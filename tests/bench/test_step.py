@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
+from bench.harness.models import draw, load, mesh_of_one
 from bench.harness.shards import Tensor, split_shards
 from bench.step import step_vllm
+from bench.step.engines import build_engine, measured_buckets
 from bench.step.gates import PeerError, add_peers, gates, read_peers
 from bench.step.load import Load, TimesByRows, count_kernels
-from bench.step.step import Sizes, build_engine, choose_sizes, loop_table, measured_buckets, mesh_of_one
-from bench.step.weights import draw, load
+from bench.step.report import loop_table
+from bench.step.sizes import Sizes, choose_sizes
 from convert.convert import convert_checkpoint
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.step_log import StepTimes
@@ -336,7 +338,7 @@ def test_cycles_start_again_from_the_same_state():
 
     first = text()
     assert all(len(tokens) >= sizes.context + 7 for tokens in first)
-    with load._running_late(2):
+    with load.running_late(2):
         assert engine.runner.in_flight == 2
     loop = load.time_loop(2, 6)
     assert 1 <= loop.tokens <= 4

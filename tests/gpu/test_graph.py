@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from bench.harness.models import draw
 from bench.harness.trace import compute_events
-from bench.step.weights import draw
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.runner import Runner

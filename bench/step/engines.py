@@ -1,0 +1,90 @@
+"""Engines with a pool for exactly one load, and their compilation."""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from bench.harness.models import Weights
+from bench.step.sizes import Sizes
+from jaxspec.compat import compiles
+from jaxspec.config import EngineConfig, pages_for, resolve
+from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.runner import Runner
+
+
+def build_engine(
+    weights: Weights, sizes: Sizes, k: int, mesh: Mesh, *, dtype: Any, lean: bool, skip_dead: bool = True
+) -> Engine:
+    """The engine as `LLM` makes it, with a pool for exactly this load; nothing is compiled yet.
+
+    Args:
+        k: drafted tokens a step; 0 for plain steps.
+        lean: only the buckets that are measured, see `measured_buckets`.
+        skip_dead: see `Runner`.
+    """
+    most_rows = sizes.rows[-1]
+    budget = max(sizes.budget, 2 * most_rows * (k + 1))
+    length = sizes.longest(k, budget)
+    settings = resolve(
+        EngineConfig(
+            dtype=dtype,
+            max_model_len=length,
+            max_num_seqs=most_rows,
+            max_num_batched_tokens=budget,
+            num_gpu_blocks_override=most_rows * pages_for(length) + 1,
+            num_speculative_tokens=k,
+            readout_depth=0,
+            enable_prefix_caching=False,  # measurements start again from the same tokens
+        ),
+        model_max_position=weights.model.config.max_position,
+        page_bytes=0,
+        free_bytes=0,
+        on_gpu=jax.devices()[0].platform == "gpu",
+    )
+    table = bucket_table(settings)
+    runner = Runner(
+        weights.model,
+        weights.params,
+        settings,
+        mesh,
+        draft=weights.draft if k else None,
+        buckets=measured_buckets(table, sizes.rows) if lean else table,
+        skip_dead=skip_dead,
+    )
+    return Engine(runner, vocab_size=weights.model.config.vocab_size)
+
+
+def decode_bucket(buckets: tuple[Bucket, ...], rows: int) -> Bucket:
+    """The bucket of a decode step of so many rows."""
+    return choose_bucket(buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=False)
+
+
+def measured_buckets(table: tuple[Bucket, ...], rows: Sequence[int]) -> tuple[Bucket, ...]:
+    """The bucket of each row count's decode steps, and the largest one for prompts."""
+    decode = {decode_bucket(table, n) for n in rows}
+    prompts = max((b for b in table if b.prefill_tokens), key=lambda b: (b.prefill_tokens, b.variant == "lean"))
+    return tuple(sorted({*decode, prompts}))
+
+
+def warm_up(engines: Mapping[str, Engine]) -> dict[str, float]:
+    """Compiles for all engines at once; seconds from the start until each bucket was ready."""
+    started = time.perf_counter()
+    seconds: dict[str, float] = {}
+
+    def warm(name: str) -> None:
+        def progress(done: int, total: int, what: str) -> None:
+            bucket = f"{name}, {what.rsplit(':', 1)[0]}"
+            seconds[bucket] = round(time.perf_counter() - started, 2)
+            print(f"compiled {done}/{total} {bucket}: {seconds[bucket]} s", flush=True)
+
+        engines[name].warm_up(progress)
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        list(pool.map(warm, engines))
+    compiles.mark_warm()
+    return seconds
