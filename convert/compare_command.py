@@ -36,12 +36,12 @@ def print_report(report: Report) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=16, help="prompts to compare (default: 16)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens a prompt (default: 64)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens per prompt (default: 64)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `jaxspec compare MODEL --reference ...`."""
-    parser.epilog = "`jaxspec compare record FOLDER FILE` saves PyTorch's side for machines without PyTorch."
+    parser.epilog = "`jaxspec compare record FOLDER FILE` saves PyTorch's runs for machines without PyTorch."
     parser.add_argument("model", help="what jaxspec runs: demo, a converted folder, a Hugging Face folder or a hub id")
     parser.add_argument(
         "--reference", type=Path, required=True, help="Hugging Face folder, or a file made by `compare record`"

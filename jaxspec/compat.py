@@ -1,4 +1,4 @@
-"""What jaxspec uses of jax beside its stable interface, which may differ between versions: its compilation events."""
+"""What jaxspec uses of jax that is not in its stable interface and may differ between versions: compilation events."""
 
 import threading
 
@@ -24,7 +24,7 @@ class CompileCounter:
                 self.seconds += duration_secs
 
     def mark_warm(self) -> None:
-        """From now on every compilation is one that warm-up has missed."""
+        """Every later compilation is one that warm-up missed."""
         self._warm_total = self.total
 
     @property

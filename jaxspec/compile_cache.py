@@ -1,4 +1,4 @@
-"""Steps compiled for a GPU, kept from one start to the next: compiling is most of what a start takes."""
+"""Keeps steps that were compiled for a GPU from one start to the next: compiling is most of a start."""
 
 import os
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 from jaxspec.errors import ConfigError
 
 OFF = "off"
-# Small executables compile as fast as they load.
+# Smaller executables compile as fast as they load.
 _MIN_COMPILE_SECONDS = 0.3
 
 
 def enable(folder: str | None) -> None:
-    """Makes jax keep compiled executables in a folder of this user.
+    """Makes jax keep compiled executables in a folder that belongs to this user alone.
 
     Args:
         folder: None for `xla` in $JAXSPEC_CACHE or ~/.cache/jaxspec; "off" for no cache.
 
     Raises:
-        ConfigError: others may write there. What is loaded from a cache is run.
+        ConfigError: others have access to it. What is loaded from a cache is executed.
     """
     if folder == OFF:
         return
@@ -29,8 +29,8 @@ def enable(folder: str | None) -> None:
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"the compilation cache {path} must be yours alone (chmod 700), because what it holds is run; or name another "
-            f"compilation_cache_dir, or {OFF!r}"
+            f"the compilation cache {path} must be yours alone (chmod 700), because its files are executed; or set "
+            f"compilation_cache_dir to another folder or to {OFF!r}"
         )
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)

@@ -1,4 +1,4 @@
-"""Engine options: what a user may set (`EngineConfig`) and what they come to on this model and device (`Settings`)."""
+"""Engine options as users give them (`EngineConfig`), and resolved for a model and a device (`Settings`)."""
 
 import difflib
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ import numpy as np
 from jaxspec.errors import ConfigError
 
 PAGE_SIZE = 64
-# Kernels see query windows of at most 8 tokens: the newest one and its drafts.
+# Kernels support query windows of at most 8 tokens: the newest one and its drafts.
 MAX_SPECULATIVE_TOKENS = 7
 # More never helps: one step ahead already hides the host.
 MAX_READOUT_DEPTH = 3
-# What speculation starts with where nobody says how many: the published heads are trained for about three steps.
+# Drafts a step where the user does not say: the published heads are trained for about three steps.
 DEFAULT_SPECULATIVE_TOKENS = 3
 
 
@@ -24,63 +24,63 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of an engine. None means: decided from the model and the device when the engine starts."""
+    """Options of an engine. None leaves the choice to the engine, which knows the model and the device."""
 
     max_model_len: int | None = _option(
-        None, "longest prompt plus output in tokens (default: the model's, at most 4096 on a CPU)"
+        None, "longest prompt plus output, in tokens (default: the model's limit, at most 4096 on a CPU)"
     )
-    max_num_seqs: int | None = _option(None, "most requests that run at once (default: 128 on a GPU, 8 on a CPU)")
+    max_num_seqs: int | None = _option(None, "most requests running at once (default: 128 on a GPU, 8 on a CPU)")
     max_num_batched_tokens: int | None = _option(
         None, "token budget of one step; longer prompts are prefilled in chunks (default: 2048 on a GPU, 256 on a CPU)"
     )
     enable_mixed_batch: bool = _option(
-        True, "prefill prompts in the steps that also decode; off: a step does one or the other, prompts first"
+        True, "let a step prefill and decode; without it a step does one or the other, prompts first"
     )
     readout_depth: int | None = _option(
         None,
-        "steps that run on the device while the output of the one before them is read, 0 to 3 "
+        "steps that may be queued on the device before the output of an earlier one is read, 0 to 3 "
         "(default: 1 on a GPU, 0 on a CPU)",
     )
     enable_prefix_caching: bool | None = _option(
-        None, "share the KV pages of prompts that begin alike (default: on where pages hold all that the model keeps)"
+        None, "share the KV pages of prompts that begin alike (default: on if the model keeps all its state in pages)"
     )
     log_steps: str | None = _option(None, "file to which every step is written as a line of JSON, for `bench timeline`")
     num_gpu_blocks_override: int | None = _option(
-        None, f"number of KV pages of {PAGE_SIZE} tokens, the padding page included, instead of sizing by memory"
+        None, f"number of KV pages of {PAGE_SIZE} tokens, including the padding page (default: as many as fit)"
     )
-    gpu_memory_utilization: float = _option(0.9, "part of the GPU's memory that weights and KV pages may take together")
+    gpu_memory_utilization: float = _option(0.9, "fraction of the GPU's memory for weights and KV pages together")
     dtype: Literal["auto", "bfloat16", "float32"] = _option(
-        "auto", "type of weights, activations and KV (auto: bfloat16 on a GPU, float32 on a CPU)"
+        "auto", "type of weights, activations and KV pages (auto: bfloat16 on a GPU, float32 on a CPU)"
     )
     num_speculative_tokens: int | None = _option(
-        None, "tokens drafted a step, 0 to 7; 0 decodes without speculation (default: 3 with a draft or demo, else 0)"
+        None, "tokens drafted per step, 0 to 7; 0 turns speculation off (default: 3 with a draft or demo, else 0)"
     )
     speculative_model: str | None = _option(
         None,
         "an EAGLE3 draft: a folder, a hub id, demo/eagle3-llama or demo/eagle3-mla (default: the model's NextN layer)",
     )
     speculative_capture_layers: tuple[int, ...] | None = _option(
-        None, "target layers that the EAGLE3 draft reads, as in draft configurations (default: as its own says)"
+        None, "target layers that the EAGLE3 draft reads, numbered as in its config.json (default: those named there)"
     )
     synthetic_acceptance_length: float | None = _option(
         None,
-        "for benchmarks only, the text is worthless: accept a random number of drafts, whatever the model says, so that a "
-        "window yields this many tokens on average (1 to 1 + num_speculative_tokens)",
+        "for benchmarks only, the text is worthless: accept drafts at random, so that a step yields this many tokens on "
+        "average (1 to 1 + num_speculative_tokens)",
     )
     attention_backend: Literal["auto", "mosaic", "triton", "reference"] = _option(
         "auto",
-        "attention kernels: mosaic (Hopper, bfloat16), triton (Ampere or newer; decoding with MLA, while prompts take the "
-        "best other one), reference (plain XLA), or auto, the fastest that can run",
+        "attention kernels: mosaic (Hopper, bfloat16), triton (Ampere or newer; for decoding, the rest runs as with auto), "
+        "reference (plain XLA), or auto, the fastest that the device and the model support",
     )
     moe_backend: Literal["auto", "mosaic", "reference"] = _option(
-        "auto", "kernels of routed experts: mosaic, reference, or auto, likewise"
+        "auto", "kernels of routed experts: mosaic (Hopper, bfloat16), reference (plain XLA), or auto"
     )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     compilation_cache_dir: str | None = _option(
         None,
-        "folder that keeps steps compiled for a GPU (default: xla in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: none)",
+        "folder for compiled steps, on a GPU (default: xla in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: keep none)",
     )
-    seed: int = _option(0, "from which requests that bring no seed of their own get one")
+    seed: int = _option(0, "seed that requests without one draw theirs from")
 
     def __post_init__(self):
         def positive(name: str) -> None:
@@ -112,7 +112,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be {known} or reference, got {getattr(self, name)!r}")
 
 
-# Keys of a speculative config, their types, and the fields of `EngineConfig` that they stand for.
+# Keys of a speculative config, their types, and the fields of `EngineConfig` that they set.
 _SPECULATIVE_KEYS: dict[str, tuple[type, str | None]] = {
     "method": (str, None),
     "model": (str, "speculative_model"),
@@ -121,11 +121,12 @@ _SPECULATIVE_KEYS: dict[str, tuple[type, str | None]] = {
 
 
 def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:
-    """The options with speculation as vLLM's speculative config has it: method "mtp" or "eagle3", model, and
-    num_speculative_tokens, by default 3. Without a method a model means eagle3, and none mtp.
+    """The options with speculation given as vLLM gives it: method "mtp" or "eagle3", model, num_speculative_tokens.
+
+    The number is 3 by default. Without a method, a model means eagle3 and no model means mtp.
 
     Raises:
-        ConfigError: unknown keys, wrong types, what contradicts itself, and what `config` says already.
+        ConfigError: an unknown key, a wrong type, a contradiction, or an option that `config` sets too.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"speculative_config must be an object such as {_SPECULATIVE_EXAMPLE}, got {given!r}")
@@ -135,7 +136,7 @@ def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> E
             hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(_SPECULATIVE_KEYS)
             raise ConfigError(f"unknown key {key!r} in speculative_config ({hint})")
         kind, option = _SPECULATIVE_KEYS[key]
-        if type(value) is not kind:  # a bool is an int, but no number of tokens
+        if type(value) is not kind:  # bool is a subclass of int
             wanted = {str: "a text", int: "a whole number"}[kind]
             raise ConfigError(f"{key} in speculative_config must be {wanted}, got {value!r}")
         if option and getattr(config, option) is not None:
@@ -145,7 +146,7 @@ def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> E
         raise ConfigError(f"method in speculative_config must be mtp or eagle3, got {method!r}")
     if method == "mtp" and (model or config.speculative_model):
         raise ConfigError(
-            "method mtp takes the model's own NextN layer: leave the draft model out, or use method eagle3"
+            "method mtp uses the model's own NextN layer: leave the draft model out, or use method eagle3"
         )
     if method == "eagle3" and not model:
         raise ConfigError(
@@ -172,7 +173,7 @@ class Settings:
         window: tokens of a decode row: the newest one and its drafts.
         max_pages: pages that the longest request can hold: columns of the page table.
         mixed: prompt chunks and decode rows may share a step.
-        readout_depth: steps that may be dispatched and unread while another one is dispatched.
+        readout_depth: most steps that may be unread when the next one is dispatched.
     """
 
     max_model_len: int
@@ -237,8 +238,29 @@ def resolve(
         raise ConfigError(f"max_model_len {max_model_len} is over the model's own limit of {model_max_position} tokens")
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
-    num_speculative_tokens = config.num_speculative_tokens or 0
-    window = num_speculative_tokens + 1
+    _check_speculation(config, max_num_seqs, max_num_batched_tokens)
+    if not paged:
+        _check_unpaged(config)
+    num_pages = _num_pages(config, max_num_seqs, max_model_len, page_bytes, free_bytes)
+    return Settings(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_pages=num_pages,
+        dtype=resolve_dtype(config, on_gpu=on_gpu),
+        num_speculative_tokens=config.num_speculative_tokens or 0,
+        synthetic_acceptance_length=config.synthetic_acceptance_length,
+        mixed=config.enable_mixed_batch,
+        readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
+        prefix_caching=paged if config.enable_prefix_caching is None else config.enable_prefix_caching,
+        on_gpu=on_gpu,
+        attention_backend=config.attention_backend,
+        moe_backend=config.moe_backend,
+    )
+
+
+def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    window = (config.num_speculative_tokens or 0) + 1
     if max_num_batched_tokens < max_num_seqs * window:
         raise ConfigError(
             f"max_num_batched_tokens {max_num_batched_tokens} is under max_num_seqs {max_num_seqs} times {window}: "
@@ -253,16 +275,24 @@ def resolve(
             if window > 1
             else "synthetic_acceptance_length needs speculation: num_speculative_tokens of at least 1"
         )
-    if not paged and config.enable_prefix_caching:
+
+
+def _check_unpaged(config: EngineConfig) -> None:
+    """Of a model that keeps state outside pages."""
+    if config.enable_prefix_caching:
         raise ConfigError(
             "enable_prefix_caching: this model keeps a state for each request that no page holds, so prompts cannot share "
             "their beginnings; leave the option out"
         )
-    if not paged and num_speculative_tokens:
+    if config.num_speculative_tokens:
         raise ConfigError(
-            f"num_speculative_tokens {num_speculative_tokens}: this model keeps a state for each request that cannot go back "
-            "after a rejected draft; use 0"
+            f"num_speculative_tokens {config.num_speculative_tokens}: this model keeps a state for each request that cannot "
+            "go back after a rejected draft; use 0"
         )
+
+
+def _num_pages(config: EngineConfig, max_num_seqs: int, max_model_len: int, page_bytes: int, free_bytes: int) -> int:
+    """Pages of the pool: those that were asked for, else as many as fit, but no more than all requests can use."""
     longest = pages_for(max_model_len)
     if config.num_gpu_blocks_override is not None:
         num_pages = config.num_gpu_blocks_override
@@ -272,8 +302,7 @@ def resolve(
             "with tensor_parallel_size"
         )
     else:
-        wanted = max_num_seqs * longest + 1
-        num_pages = int(min(wanted, free_bytes // max(page_bytes, 1)))
+        num_pages = int(min(max_num_seqs * longest + 1, free_bytes // max(page_bytes, 1)))
     if num_pages < longest + 1:
         fits = max((num_pages - 1) * PAGE_SIZE, 0)
         raise ConfigError(
@@ -281,21 +310,7 @@ def resolve(
             f"max_model_len {max_model_len}; lower max_model_len to at most {fits}, or raise "
             "num_gpu_blocks_override or gpu_memory_utilization"
         )
-    return Settings(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        num_pages=num_pages,
-        dtype=resolve_dtype(config, on_gpu=on_gpu),
-        num_speculative_tokens=num_speculative_tokens,
-        synthetic_acceptance_length=synthetic,
-        mixed=config.enable_mixed_batch,
-        readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
-        prefix_caching=paged if config.enable_prefix_caching is None else config.enable_prefix_caching,
-        on_gpu=on_gpu,
-        attention_backend=config.attention_backend,
-        moe_backend=config.moe_backend,
-    )
+    return num_pages
 
 
 def np_dtype(name: str) -> np.dtype:

@@ -1,12 +1,12 @@
-"""Errors that a user can cause, each one clear line in the user's terms.
+"""Errors that a user can cause, each a single line in the user's terms.
 
-Everything else that is raised is a bug in jaxspec. The CLI prints these without a traceback; the server turns
-`InvalidRequestError` into a 4xx response.
+Any other exception is a bug in jaxspec. The CLI prints these without a traceback; the server answers an
+`InvalidRequestError` with status 400.
 """
 
 
 class JaxspecError(Exception):
-    """Base of all errors that are the user's to mend. Its text is one line that says what is wrong and what would do."""
+    """Base of all errors that the user can fix. Its text is one line: what is wrong, and what would help."""
 
 
 class ModelFormatError(JaxspecError):
@@ -20,8 +20,8 @@ class ConfigError(JaxspecError):
 class InvalidRequestError(JaxspecError, ValueError):
     """A generation request that cannot be served.
 
-    `param` names the offending request field where there is one; `code` is the OpenAI error code
-    (for example `context_length_exceeded`).
+    `param` names the request's field that is wrong, if there is one; `code` is OpenAI's error code, such as
+    `context_length_exceeded`.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):

@@ -1,4 +1,4 @@
-"""The FastAPI application: which path does what."""
+"""The FastAPI application: its routes."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,7 +31,7 @@ def create_app(service: Service) -> FastAPI:
         yield
         await service.close()
 
-    # No /docs: its page loads scripts from another site. /openapi.json is there, behind the key.
+    # No /docs: its page loads scripts from another site. /openapi.json is served, and needs the key.
     app = FastAPI(title="jaxspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     errors.install(app)
     app.include_router(_openai_routes(service))
@@ -81,14 +81,14 @@ def _operations_routes(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """Alive: a process that answers otherwise should be restarted."""
+        """Liveness: 503 means that the process should be restarted."""
         if service.engine_thread.healthy:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "the engine has failed or is stuck"}, 503)
 
     @router.get("/ready")
     async def ready() -> Response:
-        """May be sent requests: warm-up is done, and the server is not about to end."""
+        """Readiness: warm-up is done and the server is not shutting down."""
         engine = service.engine_thread
         if service.draining:
             return JSONResponse({"status": "draining"}, 503)

@@ -33,9 +33,9 @@ class _JsonRequest(Request):
         return bytes(data)
 
     async def json(self) -> Any:
-        """Unlike the standard library's parser, this one refuses lone surrogates and bounds nesting and numbers.
+        """pydantic's parser: unlike the standard library's it rejects lone surrogates and bounds nesting and numbers.
 
-        NaN and Infinity pass on to the models, which refuse them and can name the field.
+        It accepts NaN and Infinity; the body's model rejects them and can name the field.
         """
         try:
             return from_json(await self.body())
@@ -48,7 +48,7 @@ def _too_large() -> ApiError:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read as above."""
+    """A route that checks its body's type, size and JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handle = super().get_route_handler()

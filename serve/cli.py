@@ -1,4 +1,4 @@
-"""The command `jaxspec`. Imports nothing heavy before it knows what to do, so that --help answers at once."""
+"""The command `jaxspec`. Heavy imports wait until a command runs, so that --help answers at once."""
 
 import argparse
 import importlib
@@ -69,7 +69,7 @@ def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
     convert.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
 
     compare = command("compare", _compare, "Compare a model with PyTorch: layers, logits, greedy text.")
-    if argv[:1] == ["compare"]:  # its flags live where the comparison is, beside heavy imports
+    if argv[:1] == ["compare"]:  # the module of its flags imports NumPy
         from convert.compare_command import add_arguments, add_record_arguments
 
         (add_record_arguments if argv[1:2] == ["record"] else add_arguments)(compare)
@@ -89,19 +89,19 @@ def _add_serve_flags(parser: Parser) -> None:
     server = parser.add_argument_group("server")
     flag(server, "--host", "ADDRESS", "address to listen on (default: 127.0.0.1)", default="127.0.0.1")
     flag(server, "--port", "N", f"port (default: {DEFAULT_PORT}; 0: any free)", type=int, default=DEFAULT_PORT)
-    names = "names that clients use (default: the last part of MODEL)"
+    names = "names of the model for clients (default: the last part of MODEL)"
     flag(server, "--served-model-name", "NAME", names, nargs="+", default=[])
-    key = f"key that clients must send; may be repeated. The process list shows it: prefer a file or ${_KEY_VARIABLE}"
+    key = f"key that clients must send; may be repeated. Process lists show it: prefer a file or ${_KEY_VARIABLE}"
     flag(server, "--api-key", "KEY", key, action="append", default=[])
-    flag(server, "--api-key-file", "FILE", "file with one key a line", type=Path)
-    prefix = "prefix of the names at /metrics (default: jaxspec; with vllm, vLLM's dashboards work)"
+    flag(server, "--api-key-file", "FILE", "file with one key per line", type=Path)
+    prefix = "prefix of the names at /metrics (default: jaxspec; vllm for vLLM's dashboards)"
     flag(server, "--metrics-prefix", "TEXT", prefix, default="jaxspec")
     queued = (
-        "most outputs that may wait for their first step, 1 or more; a request counts once for each prompt and choice. "
-        f"Requests beyond that get 429 with Retry-After (default: {DEFAULT_MAX_NUM_QUEUED_REQUESTS})"
+        "most outputs that may wait for their first step; a request counts once for each prompt and choice. "
+        f"Further requests get 429 with Retry-After (default: {DEFAULT_MAX_NUM_QUEUED_REQUESTS})"
     )
     flag(server, "--max-num-queued-requests", "N", queued, type=int, default=DEFAULT_MAX_NUM_QUEUED_REQUESTS)
-    timeout = "how long SIGTERM waits for the requests in flight (default: 60)"
+    timeout = "how long SIGTERM waits for requests in flight (default: 60)"
     flag(server, "--shutdown-timeout", "SECONDS", timeout, type=float, default=60.0)
     level = "debug, info (the default), warning or error; prompts and outputs are never logged"
     flag(server, "--log-level", "LEVEL", level, choices=["debug", "info", "warning", "error"], default="info")
@@ -114,9 +114,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not arguments.metrics_prefix.isidentifier():
         raise ConfigError(f"--metrics-prefix must be a plain name, got {arguments.metrics_prefix!r}")
     if arguments.max_num_queued_requests < 1:
-        # Every request waits for its first step, if only for a moment: with 0 none could come in.
+        # Every request waits for its first step, if only for a moment: 0 would refuse all.
         raise ConfigError(f"--max-num-queued-requests must be at least 1, got {arguments.max_num_queued_requests}")
-    keys = _api_keys(arguments)
+    keys = api_keys(arguments)
     from serve import startup
     from serve.model import ServedModel, load_model
     from serve.server import bind, run_server
@@ -160,7 +160,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     )
 
 
-def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The keys that the flags, the environment and the key file give.
+
+    Raises:
+        ConfigError: a key is empty, or the file cannot be read or has none.
+    """
     keys = [*arguments.api_key]
     if _KEY_VARIABLE in os.environ:
         keys.append(os.environ[_KEY_VARIABLE])
@@ -173,7 +178,7 @@ def _api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
             raise ConfigError(f"--api-key-file {arguments.api_key_file} holds no key")
         keys += lines
     if not all(key.strip() for key in keys):
-        # A variable that was meant to hold a key and is empty must not open the server.
+        # A variable that should hold a key but is empty must not leave the server open.
         raise ConfigError(f"an API key is empty (--api-key or {_KEY_VARIABLE})")
     return tuple(keys)
 

@@ -1,6 +1,6 @@
-"""`jaxspec demo`: the embedded model, decoded plainly and with each of its three drafts, and held against PyTorch.
+"""`jaxspec demo`: the embedded model, decoded plainly and with each of its three drafts, and compared with PyTorch.
 
-Speculation must not change a text, so every decoder has to write what PyTorch wrote; what it changes is the steps taken.
+Speculation must not change the text, so every decoder has to write what PyTorch wrote, in however few steps.
 """
 
 import argparse
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 RECORD = Path(jaxspec.__file__).parent / "demo" / "reference.npz"
 SHOWN = 2
 RULE = "-" * 80
-# One request at a time, as one reader sees it; and few rows mean few and small buckets to compile. float32, because
-# parity is checked token by token.
+# One request at a time: that is what a single user sees, and few rows need few and small buckets. float32, because
+# texts are compared token by token.
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 1, "max_num_batched_tokens": 64}
 DECODERS: dict[str, dict[str, Any]] = {
     "plain decoding": {"num_speculative_tokens": 0},
@@ -43,8 +43,11 @@ class Result:
     """What one decoder did with all prompts.
 
     Attributes:
-        steps: decode steps, over all prompts; acceptance: None without speculation.
-        seconds: of generating; equal: continuations that are PyTorch's; error: largest log-probability difference.
+        steps: decode steps, over all prompts.
+        acceptance: None without speculation.
+        seconds: time to generate.
+        equal: continuations that are the same as PyTorch's.
+        error: largest difference of a log-probability.
     """
 
     name: str
@@ -61,14 +64,14 @@ class Result:
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Prints texts, a table of the decoders and their parity; 1 where one of them differs from PyTorch."""
+    """Prints texts, a table of the decoders and their parity; returns 1 if one of them differs from PyTorch."""
     from convert.reference import read_record
     from jaxspec.llm import LLM
 
     started = time.monotonic()
     reference = read_record(RECORD)
     print(
-        "Converting and compiling the embedded demo model, for four decoders (a minute and a half on two CPU cores):",
+        "Loading and compiling the embedded demo model, for four decoders (a minute and a half on two CPU cores):",
         flush=True,
     )
     results = []
@@ -78,21 +81,11 @@ def run(_arguments: argparse.Namespace) -> int:
         print(f"  {name}: ready after {time.monotonic() - began:.1f} s, ", end="", flush=True)
         results.append(decode(name, llm, reference))
         print(f"{results[-1].tokens} tokens in {results[-1].seconds:.1f} s", flush=True)
-    assert llm.tokenizer is not None
     print()
     for label in ("Architecture", "Dtype", "Device", "Kernels"):
         print(f"{label}: {llm.describe()[label]}")
-    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print("\nThe same prompts by each decoder" + (f"; {GREEN}accepted drafts{PLAIN} are green." if color else "."))
-    for prompt in range(SHOWN):
-        print(RULE)
-        shown = None
-        for result in results:
-            completion = result.completions[prompt]
-            text = show(completion, llm.tokenizer, color=color)
-            same = "; the same text" if text == shown else ""
-            print(f"[{result.name}: {_figures(completion)}{same}]" + ("" if same else f"\n{text}"))
-            shown = text
+    assert llm.tokenizer is not None
+    _print_texts(results, llm.tokenizer)
     print(f"{RULE}\n{table(results)}\n")
     for result in results:
         print(
@@ -126,8 +119,23 @@ def decode(name: str, llm: "LLM", reference: "Sequence[ReferenceRun]") -> Result
     )
 
 
+def _print_texts(results: Sequence[Result], tokenizer: "Tokenizer") -> None:
+    """The first prompts as each decoder continued them; a text that repeats is named, not printed again."""
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print("\nThe same prompts with each decoder" + (f"; {GREEN}accepted drafts{PLAIN} are green." if color else "."))
+    for prompt in range(SHOWN):
+        print(RULE)
+        shown = None
+        for result in results:
+            completion = result.completions[prompt]
+            text = show(completion, tokenizer, color=color)
+            same = "; the same text" if text == shown else ""
+            print(f"[{result.name}: {_figures(completion)}{same}]" + ("" if same else f"\n{text}"))
+            shown = text
+
+
 def _steps(completion: "Completion") -> int:
-    """Decode steps; the first token comes from the prompt's own step."""
+    """Decode steps of one completion; prefill yields its first token."""
     return completion.acceptance.num_steps if completion.acceptance else len(completion.ids) - 1
 
 
@@ -153,7 +161,7 @@ def show(completion: "Completion", tokenizer: "Tokenizer", *, color: bool) -> st
 
 
 def table(results: Sequence[Result]) -> str:
-    """One line a decoder, plain decoding first."""
+    """One line per decoder; plain decoding is the first of `results`."""
     plain = results[0]
     lines = [("decoder", "acceptance length", "drafts accepted", "decode steps", "of plain", "tokens/s", "as PyTorch")]
     for result in results:

@@ -1,4 +1,4 @@
-"""Errors over HTTP: one shape, one place. Whatever fails, a client reads `{"error": {message, type, param, code}}`."""
+"""Errors over HTTP: every one has the body `{"error": {message, type, param, code}}`, as OpenAI's do."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 from jaxspec.errors import InvalidRequestError
 
 RETRY_AFTER_SECONDS = 5
-_MESSAGES = {404: "no such path", 405: "this path does not take that method"}
+_MESSAGES = {404: "no such path", 405: "this path does not support that method"}
 
 
 class ApiError(HTTPException):
-    """An answer other than success. An `HTTPException`, so that FastAPI lets it pass wherever it is raised."""
+    """An error response. An `HTTPException`, so that it can be raised anywhere in a FastAPI handler."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ApiError(HTTPException):
 
 
 def unavailable(why: str) -> ApiError:
-    """Not now, but later: the official clients wait for `Retry-After` and try again."""
+    """503; the official clients wait for `Retry-After` and try again."""
     return ApiError(
         503,
         why,
@@ -51,7 +51,7 @@ def unavailable(why: str) -> ApiError:
 
 
 def rate_limited(why: str) -> ApiError:
-    """More than the server takes on at a time: like `unavailable`, to be tried again."""
+    """429: the server has as many requests as it accepts. Clients try again, as with `unavailable`."""
     return ApiError(
         429,
         why,
@@ -66,7 +66,7 @@ def server_error(message: str = "internal server error") -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client may know of an exception: of a bug, only that there was one (a repr can hold addresses)."""
+    """What a client is told of an exception; of a bug, only that there was one (a repr may show internals)."""
     match error:
         case ApiError():
             return error
@@ -83,20 +83,20 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
-    """Names the first field that is wrong. Never quotes the input: it may be long, secret, or NaN."""
+    """Names the first field that is wrong. Does not quote the input, which may be long, secret, or NaN."""
     errors = error.errors()
     first = errors[0]
     field = first["loc"][1:2]
     if param := (first.get("ctx") or {}).get("param"):
         return ApiError(400, first["msg"], param=param)
-    # Where a field may have several types, each of them reports why it is not that one.
+    # A field with several possible types reports one error for each of them.
     reasons = dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in errors if e["loc"][1:2] == field)
     param = str(field[0]) if field else None
     return ApiError(400, f"{param or 'the body'}: {' or '.join(list(reasons)[:3])}", param=param)
 
 
 def install(app: FastAPI) -> None:
-    """Handles everything but bugs, which `serve.middleware.RequestContext` catches."""
+    """Registers handlers for all errors except bugs, which `serve.middleware.RequestContext` catches."""
 
     async def handle(_request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()

@@ -1,4 +1,4 @@
-"""Command-line conventions over argparse: errors of one line, `_` for `-` in flags, did-you-mean, engine flags."""
+"""Command-line conventions on top of argparse: one-line errors, `_` for `-` in flags, suggestions, engine flags."""
 
 import argparse
 import difflib
@@ -16,11 +16,11 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class UsageError(Exception):
-    """A command line that cannot be understood: exit code 2."""
+    """A command line that makes no sense: exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` instead of printing the usage and leaving."""
+    """Raises `UsageError` instead of printing the usage and exiting."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, **options)
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str]) -> argparse.Namespace:
-    """Parses, and suggests the flag that an unknown one may have meant."""
+    """Parses; for an unknown flag the error suggests a similar one."""
     arguments, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
     if unknown:
         used = commands.get(arguments.command or "", parser)
@@ -51,7 +51,7 @@ def _with_dashes(word: str) -> str:
 
 
 def add_engine_flags(parser: Parser) -> None:
-    """One flag for each field of `EngineConfig`, and vLLM's JSON; what is not given leaves the field's default alone."""
+    """One flag for each field of `EngineConfig`, and vLLM's --speculative-config. Flags have no defaults of their own."""
     group = parser.add_argument_group("engine")
     for field, hint in zip(fields(EngineConfig), typing.get_type_hints(EngineConfig).values(), strict=True):
         text = field.metadata["help"]
@@ -74,7 +74,7 @@ def add_engine_flags(parser: Parser) -> None:
         "--speculative-config",
         metavar="JSON",
         default=argparse.SUPPRESS,
-        help='speculation as vLLM\'s flag has it: {"method": "mtp" or "eagle3", "model": the draft, '
+        help='speculation as vLLM\'s flag gives it: {"method": "mtp" or "eagle3", "model": the draft, '
         '"num_speculative_tokens": N (default: 3)}',
     )
 
@@ -87,7 +87,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def engine_config(arguments: argparse.Namespace) -> tuple[EngineConfig, dict[str, Any]]:
-    """The configuration, and the options that were given."""
+    """The configuration, and those options that the command line gives."""
     given = {f.name: getattr(arguments, f.name) for f in fields(EngineConfig) if hasattr(arguments, f.name)}
     config = EngineConfig(**given)
     if hasattr(arguments, "speculative_config"):

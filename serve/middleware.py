@@ -1,4 +1,4 @@
-"""Around every request: its id, its line in the log, the API key, the count of requests in flight."""
+"""What is done for every request: its id, its line in the log, the API key, the count of requests in flight."""
 
 import hashlib
 import logging
@@ -15,16 +15,16 @@ from serve.service import Service
 
 logger = logging.getLogger("jaxspec.access")
 
-# Load balancers poll these, and have no key.
+# Load balancers poll these without a key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestContext:
-    """Outermost: gives the request an id (the client's own where it is harmless), counts it and logs its end.
+    """Outermost: gives the request an id (the client's own if it is safe to log), counts it and logs its end.
 
-    Also the last resort for bugs, so that their answer has the usual shape, and an id to find them by in the log.
+    Also the last resort for bugs: the client gets the usual error body, with an id to find the traceback in the log.
     """
 
     def __init__(self, app: ASGIApp, service: Service):
@@ -53,7 +53,7 @@ class RequestContext:
         except Exception:
             logger.exception("bug in a request handler, id=%s", request_id)
             if status:
-                raise  # the answer has begun: uvicorn breaks the connection off
+                raise  # the response has begun: uvicorn closes the connection
             await server_error().response()(scope, receive, send_with_id)
         finally:
             self._service.in_flight -= not quiet
@@ -63,7 +63,7 @@ class RequestContext:
 
 
 class ApiKeyAuth:
-    """Denies by default: without a key nothing but the open paths answers, unknown paths included."""
+    """Without a key every path except the open ones answers 401, unknown paths too."""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]):
         self._app = app

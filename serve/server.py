@@ -22,12 +22,12 @@ from serve.service import ServerSettings, Service
 logger = logging.getLogger("jaxspec.serve")
 
 _DRAIN_POLL_SECONDS = 0.05
-# Connections that still hang once every answer is written or aborted.
+# For connections that are still open once every response is written or aborted.
 _CLOSE_SECONDS = 5
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Bound before the weights load, so that a port in use is known at once.
+    """A listening socket. Bound before the weights load, so that a port in use is an error at once.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -35,7 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
-        # A server that restarts may take over its port from its own closed connections.
+        # A restarted server can bind while old connections are in TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(2048)  # without this another listener could still bind it on Linux
@@ -47,7 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
 def http_config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service),
-        http="h11",  # the only one of uvicorn's parsers that bounds headers
+        http="h11",  # of uvicorn's parsers the one that limits the size of headers
         ws="none",
         access_log=False,  # `serve.middleware` logs, with request ids
         log_config=None,
@@ -87,19 +87,19 @@ def run_server(
         raise failure
     code = 1 if failure else server.exit_code
     if service.engine_thread.alive:
-        # The engine thread sits in a compilation or a stuck step; an orderly exit would wait for it or crash under it.
+        # The engine thread is in a compilation or a stuck step: an orderly exit would wait for it, or crash.
         sys.stdout.flush()
         logging.shutdown()
         os._exit(code)
     return code
 
 
-# In-flight requests have been told already; this is the time to write it to their sockets.
+# Requests in flight have failed already; this is the time to write that to their sockets.
 _DRAIN_AFTER_DEATH_SECONDS = 1.0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that the first signal drains: the port stays open and answers 503 until all answers are out."""
+    """uvicorn, except that the first signal drains: the port stays open and answers 503 until every request is done."""
 
     def __init__(self, config: uvicorn.Config, service: Service, shutdown_timeout: float):
         super().__init__(config)
@@ -110,7 +110,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # On the event loop, unlike uvicorn's own, which also raises the signal again at the end: no clean exit code.
+        # uvicorn's own handlers raise the signal again at the end, which would change the exit code.
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM)
         for number in signals:
@@ -132,7 +132,7 @@ class _Server(uvicorn.Server):
             self.should_exit = True
 
     def drain(self, timeout: float) -> None:
-        """Lets nobody in any more, waits for the requests in flight, then ends the server."""
+        """Refuses new requests, waits for those in flight, then ends the server."""
         if self._drain_task is None:
             self._service.draining = True
             self._drain_task = asyncio.get_running_loop().create_task(self._drain(timeout))

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from serve.model import Progress, ServedModel
 
-# Loading may report every tensor; a log wants a line now and then.
+# Progress may come many times a second; a log gets at most one line in this time.
 _PROGRESS_SECONDS = 1.0
 
 
@@ -32,7 +32,7 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """Shows how many parts are done, and which one was last."""
+    """Shows how many parts are done, and which one was the last."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -48,7 +48,7 @@ class ProgressBar:
 
 
 def console_progress(stream: TextIO | None = None) -> Progress:
-    """The right one for a stream (default: standard output)."""
+    """A bar on a terminal, lines elsewhere (default: as standard output is)."""
     stream = stream or sys.stdout
     return ProgressBar(stream) if stream.isatty() else ProgressLines()
 

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Ids that share one maximum, which is all that is looked at before a block is known to hold a winner.
+# Ids in a block. Only a block's maximum is read until the block is known to hold a winner.
 _BLOCK = 512
 
 
 class TopLogprobs(NamedTuple):
-    """The N likeliest ids, likeliest first, the lowest of equals before: ids int32 [..., N], values float32 [..., N]."""
+    """The N likeliest ids, likeliest first, of equal ones the lowest first: ids int32 and values float32 [..., N]."""
 
     ids: jax.Array
     values: jax.Array
@@ -25,14 +25,14 @@ def top_logprobs(logits_RV: jax.Array, count: int) -> TopLogprobs:
     """The `count` likeliest ids of each row of finite logits [R, V], and their log-probabilities; count <= V.
 
     Unrolled selection without a sort, which would keep a decode step from being one CUDA graph. The logits are read
-    once for the maxima of blocks; each round then looks at these and at the one block that holds the winner. What was
-    taken of a block is known by its last winner: it precedes the rest by (value falling, column rising).
+    once for the maxima of blocks; each round then reads these and the one block that holds the winner. A block's ids
+    are taken in the order (value falling, column rising), so its last winner tells which are left.
     """
     R, V = logits_RV.shape
     num_blocks = -(-V // _BLOCK)
     padded = jnp.pad(logits_RV, ((0, 0), (0, num_blocks * _BLOCK - V)), constant_values=-jnp.inf)
     blocks = padded.reshape(R, num_blocks, _BLOCK)
-    best = blocks.max(axis=2)  # of what is not taken yet
+    best = blocks.max(axis=2)  # of the ids that are left
     last_value = jnp.full((R, num_blocks), jnp.inf)
     last_column = jnp.full((R, num_blocks), -1, jnp.int32)
     block_ids, columns = jnp.arange(num_blocks), jnp.arange(_BLOCK)

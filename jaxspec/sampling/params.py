@@ -1,4 +1,4 @@
-"""What a user may ask of the sampler for one request."""
+"""The sampling parameters of a request, as users give them."""
 
 import math
 from collections.abc import Mapping
@@ -8,44 +8,45 @@ from jaxspec.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
-# Stop ids are compared on the device, in a row of fixed width that also holds the model's own end-of-text ids.
+# Stop ids are compared on the device, in a row of fixed width that also holds the model's end-of-text ids.
 MAX_STOP_TOKEN_IDS = 12
-# Width of a request's row of biases on the device.
+# Biases of a request on the device.
 MAX_LOGIT_BIAS = 300
-# Alternatives that a step reports of each position.
+# Alternatives that a step reports for each position.
 MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request; they never change after it was admitted.
+    """Sampling parameters of one request; they do not change once it is admitted.
 
     Attributes:
         max_tokens: most tokens to generate, at least 1; None means up to the model's context limit.
         temperature: 0 is greedy; otherwise logits are divided by it before sampling. Finite, >= 0.
-        top_k: keep the k most likely tokens (ties at the border are kept); 0 or -1 means all.
-        top_p: keep the smallest set of most likely tokens whose probability reaches top_p (after temperature and
+        top_k: keep the k likeliest tokens, and those equal to the last of them; 0 or -1 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p (after temperature and
             top_k); in (0, 1].
         min_p: drop tokens less likely than min_p times the likeliest (after temperature, before top_k); in [0, 1].
-        presence_penalty: taken from the logit of every token that the output holds; in [-2, 2].
-        frequency_penalty: taken from a token's logit for each time that the output holds it; in [-2, 2].
-        repetition_penalty: of every token that prompt or output hold, divides a positive logit and multiplies a
+        presence_penalty: subtracted from the logit of every token that occurs in the output; in [-2, 2].
+        frequency_penalty: subtracted from a token's logit once for each time it occurs in the output; in [-2, 2].
+        repetition_penalty: for every token that occurs in prompt or output, divides a positive logit and multiplies a
             negative one; in (0, 10].
-        logit_bias: id -> value in [-100, 100], added to its logit before the penalties; at most 300 ids.
-        min_tokens: end-of-text ids, stop_token_ids and stop texts end nothing before so many tokens came before them.
-        seed: 64-bit seed; the same prompt, parameters and seed give the same text whatever shares the batch.
+        logit_bias: id -> value in [-100, 100], added to the id's logit before the penalties; at most 300 ids.
+        min_tokens: end-of-text ids, stop_token_ids and stop strings do not end the output before it has this many
+            tokens.
+        seed: 64-bit seed; the same prompt, parameters and seed give the same text, whichever requests share the batch.
             None draws a fresh one.
-        stop: texts that end the generation; removed from the text unless `include_stop_str_in_output`.
+        stop: strings that end the generation; removed from the text unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the generation, besides the model's end-of-text ids.
         ignore_eos: go on past the model's end-of-text ids.
-        logprobs: None for none; 0 for the log-probability of each chosen token; N up to 20 for those of the N likeliest
-            tokens at each position too. All are of the model's raw distribution, before any of the above changes it.
+        logprobs: None for none; 0 for the log-probability of each chosen token; N up to 20 also for those of the N
+            likeliest tokens at each position. All are of the model's raw distribution, before the above changes it.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the matched stop string at the end of the text.
-        num_speculative_tokens: at most so many drafts of each window count, 0 switches speculation off; None means as
-            many as the engine drafts. Changes the speed and not the distribution.
-        greedy_drafts: propose the draft's likeliest tokens although the request samples. Lossless too: a draft is then
-            accepted with the target's probability of it.
+        num_speculative_tokens: most drafts that are verified in a step; 0 decodes without speculation, None verifies
+            all that the engine drafts. Changes the speed, not the distribution.
+        greedy_drafts: draft the likeliest tokens although the request samples. Lossless too: such a draft is accepted
+            with the target's probability of it.
     """
 
     max_tokens: int | None = 16

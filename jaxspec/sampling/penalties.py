@@ -1,9 +1,9 @@
-"""Changes to a request's logits that depend on its own text: bias, penalties, and stops that come too early.
+"""A request's rules for its logits: bias, penalties, and no stop before min_tokens.
 
-They act on greedy and random rows alike, before the temperature, in the order of vLLM's sampler: bias; repetition
+They apply to greedy and random rows alike, before the temperature, in the order of vLLM's sampler: bias; repetition
 penalty (Keskar et al., arXiv 1909.05858, section 4.1, extended to negative logits); frequency and presence penalty
-(OpenAI's API reference); the least number of tokens. A position of a speculative window counts the drafts before it as
-output: it only matters where all of them are accepted.
+(OpenAI's API reference); min_tokens. A position of a speculative window counts the drafts before it as output; its
+logits are used only if all of these are accepted.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# One array holds both what was output and what was asked: this bit of a count marks the prompt's ids.
+# `counts` holds how often the output has an id; this bit marks the ids that the prompt has.
 PROMPT_BIT = 1 << 30
 
 
 class LogitRules(NamedTuple):
-    """What W requests ask for, and what their text holds before the window.
+    """The rules of W requests, and the ids that their texts hold before the window.
 
     Attributes:
-        counts: int32 [W, V] how often each id was output, plus PROMPT_BIT where the prompt holds it.
+        counts: int32 [W, V] how often the output has each id, plus PROMPT_BIT where the prompt has it.
         repetition, frequency, presence: float32 [W] penalties; neutral at 1, 0, 0.
-        bias_ids: int32 [W, B] of which the first `num_bias`, int32 [W], count; bias_values float32 [W, B].
+        num_bias: int32 [W] how many of a row's biases are set. bias_ids: int32 [W, B]; bias_values: float32 [W, B].
         stop_ids: int32 [W, M] ids that must not come before absolute position `min_total`, int32 [W]; -1 for none.
     """
 
@@ -40,7 +40,7 @@ def adjust(logits_WnV: jax.Array, drafts_Wk: jax.Array, rules: LogitRules, posit
     """Logits float32 [W, n, V] after the rules; where these are neutral, exactly the raw ones.
 
     Args:
-        logits_WnV: float32, raw and finite; row i of a window chooses behind its first i drafts.
+        logits_WnV: float32, raw and finite; row i of a window follows its first i drafts.
         drafts_Wk: int32 [W, n - 1].
         positions_W: int32 [W] absolute position of the first token to choose.
     """

@@ -1,9 +1,9 @@
-"""Speculative verification: what a window of drafted tokens becomes, without changing the target's distribution.
+"""Speculative verification: which drafts of a window are accepted and what follows them, as the target is distributed.
 
 Greedy rows take the target's argmax until it differs from the draft. Random rows follow Leviathan et al. (arXiv
 2211.17192, algorithm 1) and Chen et al. (arXiv 2302.01318): draft x ~ q is accepted with probability min(1, p(x)/q(x));
 at the first rejection the token is drawn from max(0, p - q), renormalised; after k acceptances a bonus token is drawn
-from p. p carries every transform of the request at its own position; q is exactly what the draft was drawn from.
+from p. p is after all of the request's transforms at that position; q is exactly what the draft was drawn from.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from pallas_kernels.sampling.api import LogitsStats, Residual, gumbel_argmax, lo
 
 
 class Verified(NamedTuple):
-    """ids int32 [D, k + 1], of which the first accepted + 1 are emitted and the rest stale; accepted int32 [D]."""
+    """ids int32 [D, k + 1], of which the first accepted + 1 are emitted, the rest ignored; accepted int32 [D]."""
 
     ids: jax.Array
     accepted: jax.Array
@@ -25,8 +25,8 @@ class Verified(NamedTuple):
 def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draft ids int32 [R] and log q float32 [R, V] from a draft's logits [R, V], at the request's temperature.
 
-    Greedy rows, and those with `greedy_drafts`, draft their argmax: their log q is not to be looked at. All transforms
-    but the temperature are the target's alone: any q is lossless as long as it is the true one.
+    Greedy rows, and those with `greedy_drafts`, draft the argmax; their log q must not be used. Of the request's
+    transforms a draft has only the temperature: any q is lossless as long as it is the true one.
 
     Args:
         positions: int32 [R] absolute position of the drafted token.
@@ -57,24 +57,24 @@ def verify(
     """Verifies D windows of k drafts each.
 
     Args:
-        logits: [D, k + 1, V] of the target, after the request's rules; row i decides about draft i, the last one
-            is for the bonus.
+        logits: [D, k + 1, V] of the target, after the request's rules; row i verifies draft i, the last one is for
+            the bonus.
         drafts: int32 [D, k].
         log_q: float32 [X, k, V] of the distributions that the drafts were drawn from.
-        one_hot: bool [D]: the drafts are a point mass (drafted greedily, or given); log_q is not looked at.
-        num_drafts: int32 [D], 0 to k: drafts from there on do not count.
+        one_hot: bool [D]: the drafts are a point mass (drafted greedily, or given); log_q is not read.
+        num_drafts: int32 [D], 0 to k: how many of a window's drafts may be accepted.
         rows: the requests' parameters, [D].
         positions: int32 [D] absolute position of the first token to choose.
         full: also apply min_p, top_k and top_p (static).
-        synthetic_length: see `accept_synthetically` (static); the token behind the drafts is the target's own.
-        q_rows: int32 [D] which of the X is a window's (default: the first one of the first window, and so on).
-        stats: of the logits, [D * (k + 1)], at `temperatures` of their requests, where they are known.
+        synthetic_length: see `accept_synthetically` (static); the token after the drafts is the target's own.
+        q_rows: int32 [D] each window's row of log_q (default: window i has row i).
+        stats: of the logits, [D * (k + 1)], at the `temperatures` of their requests, if they are known already.
     """
     D, n, V = logits.shape
     k = n - 1
     q_rows = jnp.arange(D) if q_rows is None else q_rows
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
-    # Masks leave the largest logits alone: greedy rows may look at what is masked.
+    # Masks never remove the largest logit, so greedy rows may use masked logits.
     transformed, temperature_W = tempered(logits.reshape(D * n, V), window_rows, full=full)
     if full or stats is None:
         stats = logits_stats(transformed, temperature_W)
@@ -89,7 +89,7 @@ def verify(
     u = uniform(
         jnp.repeat(rows.seeds, k, axis=0), (positions[:, None] + index_k).reshape(D * k), Stream.ACCEPT
     ).reshape(D, k)
-    # Strictly below, and never where q or p is zero: u may be exactly 0, whose log is -inf like theirs.
+    # Never where p or q is 0, not even for u = 0: each of the three logarithms may be -inf.
     random_ok = (jnp.log(u) + log_q_x < log_p_x) & (log_q_x > -jnp.inf)
     greedy_ok = drafts == best_Dn[:, :k]
     ok = jnp.where(greedy_D[:, None], greedy_ok, random_ok) & (index_k < num_drafts[:, None])
@@ -122,11 +122,11 @@ def verify(
 def accept_synthetically(
     num_drafts: jax.Array, rows: SamplingRows, positions: jax.Array, mean_length: float
 ) -> jax.Array:
-    """How many drafts each window accepts, int32 [D], whatever the target says: for benchmarks. Arguments as in `verify`.
+    """How many drafts each window accepts, int32 [D], drawn at random instead of verified; for benchmarks.
 
-    Of m = mean_length - 1 drafts on average, the first floor(m) are accepted in every window and the next one in a part
-    m - floor(m) of the windows, drawn from the row's own randomness. Unconditional acceptance by position is therefore
-    1, ..., 1, m - floor(m), 0, ..., 0.
+    On average m = mean_length - 1: the first floor(m) drafts are accepted in every window, the next one in a fraction
+    m - floor(m) of them, drawn from the row's own randomness. Unconditional acceptance by position is therefore
+    1, ..., 1, m - floor(m), 0, ..., 0. Arguments as in `verify`.
     """
     certain, part = divmod(mean_length - 1, 1)
     one_more_D = uniform(rows.seeds, positions, Stream.ACCEPT) < part

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: pure functions on arrays, one row a position.
+"""Choosing the next token from logits: pure functions on arrays with one row per position.
 
 Randomness is a pure function of (seed, absolute position, stream), so a row's choice does not depend on which rows
 share its batch, nor on how many steps led there.
@@ -17,8 +17,8 @@ from pallas_kernels.sampling.api import LogitsStats, gumbel_argmax, logits_stats
 class Stream(enum.IntEnum):
     """Independent streams of randomness at one position.
 
-    Noise that a draft has used must not decide about its acceptance, nor about what replaces it: shared noise biases
-    the output. Plain sampling is the case of no drafts, so it uses the bonus stream.
+    The noise that drew a draft must not decide about its acceptance or its replacement too: that would bias the output.
+    Plain sampling is a window without drafts, so it uses the bonus stream.
     """
 
     BONUS = 0
@@ -78,7 +78,7 @@ def _largest_threshold(keys: jax.Array, enough) -> jax.Array:
 
 
 def mask_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
-    """logits [R, V] with -inf below each row's k-th largest; ties at the border stay; k < 1 keeps all."""
+    """logits [R, V] with -inf below each row's k-th largest; those equal to it stay; k < 1 keeps all."""
     V = logits.shape[1]
     k = jnp.where((top_k < 1) | (top_k > V), V, top_k)
     keys = _ordered(logits)
@@ -87,7 +87,7 @@ def mask_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
 
 
 def mask_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """logits [R, V] with -inf outside the smallest set of likeliest tokens that holds top_p; ties at the border stay."""
+    """logits [R, V] with -inf outside the smallest set of likeliest tokens that reaches top_p; its equals stay too."""
     probabilities = jax.nn.softmax(logits, axis=1)
     keys = _ordered(probabilities)
     threshold = _largest_threshold(keys, lambda mask: jnp.where(mask, probabilities, 0.0).sum(axis=1) >= top_p)
@@ -96,7 +96,7 @@ def mask_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def mask_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
-    """logits [R, V] with -inf where a probability is under min_p [R] times the largest; 0 keeps all."""
+    """logits [R, V] with -inf where a probability is below min_p [R] times the largest; 0 keeps all."""
     border = logits.max(axis=1) + jnp.log(min_p)
     return jnp.where(logits < border[:, None], -jnp.inf, logits)
 
@@ -108,7 +108,7 @@ def transform(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def temperatures(rows: SamplingRows) -> jax.Array:
-    """What logits are divided by, float32 [R]: of greedy rows, as if their temperature were 1."""
+    """What logits are divided by, float32 [R]: the temperature, or 1 in greedy rows."""
     return jnp.where(rows.temperature == 0, 1.0, rows.temperature)
 
 
@@ -116,7 +116,7 @@ def tempered(logits: jax.Array, rows: SamplingRows, *, full: bool) -> tuple[jax.
     """Logits [R, V] and temperatures float32 [R]: a row samples from softmax(logits / temperature).
 
     Args:
-        full: apply min_p, top_k and top_p (static). Else these are the logits that came in, as they are in memory.
+        full: apply min_p, top_k and top_p (static). Without it the logits are returned as they are: no copy.
     """
     if not full:
         return logits, temperatures(rows)
@@ -131,7 +131,7 @@ def sample(
     Args:
         positions: int32 [R] absolute position of the token to choose.
         full: also apply min_p, top_k and top_p (static).
-        stats: of the logits, at `temperatures(rows)`, where they are known.
+        stats: of the logits, at `temperatures(rows)`, if they are known already.
     """
     R = logits.shape[0]
     stats = stats or logits_stats(logits, temperatures(rows))

@@ -98,22 +98,22 @@ def test_keys_come_from_flags_file_and_variable(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXSPEC_API_KEY", "four")
     parser, commands = cli.parsers([])
     arguments = parse(parser, commands, ["serve", "--api-key", "one", "--api-key-file", str(tmp_path / "keys")])
-    assert cli._api_keys(arguments) == ("one", "four", "two", "three")
+    assert cli.api_keys(arguments) == ("one", "four", "two", "three")
 
 
 def test_jaxspec_errors_have_no_traceback(capsys, monkeypatch):
-    def broken(_arguments):
+    def broken(*_arguments, **_options):
         raise ModelFormatError("no config.json\n  in there")
 
-    monkeypatch.setattr(cli, "_convert", broken)
+    monkeypatch.setattr("convert.convert.convert_checkpoint", broken)
     assert run(capsys, "convert", "a", "b") == (1, "", "error: no config.json in there\n")
 
 
 def test_control_c(capsys, monkeypatch):
-    def interrupted(_arguments):
+    def interrupted(*_arguments, **_options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_convert", interrupted)
+    monkeypatch.setattr("convert.convert.convert_checkpoint", interrupted)
     assert run(capsys, "convert", "a", "b") == (130, "", "error: interrupted\n")
 
 
