@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.mla_decode import shapes
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.moe.api import experts, route_sigmoid
 
 pytestmark = pytest.mark.gpu
 
-L, R, D, V, H = 512, 64, 128, 128, 16
+L, R, D, V, H = shapes.LATENT, shapes.ROPE, shapes.NOPE, shapes.VALUE, shapes.HEADS["moonlight"]
 PAGE, PAGES, MAX_PAGES = 64, 80, 20
-SCALE = (D + R) ** -0.5
 
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 
@@ -71,12 +71,12 @@ def test_mla_decode(dtype, n):
     contexts, pool, tables = paged(rng, lengths, dtype)
     (q,) = rounded(dtype, rng.normal(size=(len(lengths), n, H, L + R)))
     bounds = (np.array(lengths)[:, None] - (n - 1) + np.arange(n)).astype(np.int32)
-    got = call(mla_decode, dtype, [q, pool], tables, bounds, scale=SCALE, value_dim=L)
+    got = call(mla_decode, dtype, [q, pool], tables, bounds, scale=shapes.SCALE, value_dim=L)
     want = np.zeros((len(lengths), n, H, L))
     for b, context in enumerate(contexts):
         for r in range(n):
             keys = context[: bounds[b, r]]
-            want[b, r] = softmax(SCALE * q[b, r] @ keys.T) @ keys[:, :L]
+            want[b, r] = softmax(shapes.SCALE * q[b, r] @ keys.T) @ keys[:, :L]
     assert_close(got, want, dtype)
 
 
@@ -105,7 +105,7 @@ def test_mla_prefill(dtype):
         rows,
         positions,
         ends.astype(np.int32),
-        scale=SCALE,
+        scale=shapes.SCALE,
     )
     np.testing.assert_array_equal(np.asarray(got[P:], np.float32), 0)
     want = np.zeros((P, H, V))
@@ -115,7 +115,7 @@ def test_mla_prefill(dtype):
         scores = np.einsum("phd,hdl,sl->phs", q_nope[mine], w_uk, latent, optimize=True)
         scores += np.einsum("phr,sr->phs", q_rope[mine], k_rope)
         visible = np.arange(len(context)) <= positions[mine, None]
-        weights = softmax(np.where(visible[:, None], SCALE * scores, -np.inf))
+        weights = softmax(np.where(visible[:, None], shapes.SCALE * scores, -np.inf))
         want[mine] = np.einsum("phs,sl,hvl->phv", weights, latent, w_uv, optimize=True)
     assert_close(got[:P], want, dtype)
 

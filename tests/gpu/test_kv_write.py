@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.kv_write import reference
 from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT
 from tests.kernels.paged_cases import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -24,8 +25,8 @@ def tokens(T: int) -> list[jax.Array]:
     angles = rng.uniform(0, 6, (T, 32))
     places = 64 + rng.permutation((PAGES - 1) * 64)[:T]
     return [
-        jnp.asarray(3 * rng.standard_normal((T, 576)), jnp.bfloat16),
-        jnp.asarray(rng.uniform(0.5, 1.5, 512), jnp.bfloat16),
+        jnp.asarray(3 * rng.standard_normal((T, CACHED)), jnp.bfloat16),
+        jnp.asarray(rng.uniform(0.5, 1.5, LATENT), jnp.bfloat16),
         *(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)),
         *(jnp.asarray(a, jnp.int32) for a in (places // 64, places % 64)),
     ]
@@ -49,7 +50,7 @@ def test_rows(T):
     padding = jnp.arange(T) % 5 == 4
     pages, offsets = (jnp.where(padding, 0, a) for a in (pages, offsets))
     run = donating()
-    cache = jnp.full((PAGES, 64, 576), jnp.nan, jnp.bfloat16)
+    cache = jnp.full((PAGES, 64, CACHED), jnp.nan, jnp.bfloat16)
     for _ in range(3):  # the third run is a recorded graph's
         cache = run(cache, kv_a, weight, cos, sin, pages, offsets)
     exact = jnp.full(cache.shape, jnp.nan, jnp.float32)
@@ -65,7 +66,7 @@ def test_rows(T):
 
 
 def test_rounds_as_the_reference():
-    args, cache = tokens(128), jnp.zeros((PAGES, 64, 576), jnp.bfloat16)
+    args, cache = tokens(128), jnp.zeros((PAGES, 64, CACHED), jnp.bfloat16)
     want = np.asarray(
         reference.write_latent(cache, *args, eps=EPS), np.float32
     )  # op by op, so that no roundings are fused away
@@ -75,8 +76,8 @@ def test_rounds_as_the_reference():
 
 
 def test_the_cache_is_not_copied():
-    cache = jnp.zeros((20_000, 64, 576), jnp.bfloat16)  # 1.5 GB
+    cache = jnp.zeros((20_000, 64, CACHED), jnp.bfloat16)  # 1.5 GB
     compiled = donating().lower(cache, *tokens(8)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1e6
-    copies = [line for line in compiled.as_text().splitlines() if "copy" in line and "bf16[20000,64,576]" in line]
+    copies = [line for line in compiled.as_text().splitlines() if "copy" in line and "bf16[20000,64,CACHED]" in line]
     assert not copies

@@ -10,11 +10,11 @@ import pytest
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.mla_decode import reference
 from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE, VALUE
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 
 pytestmark = pytest.mark.gpu
 
-SCALE = 192**-0.5
 RAGGED = (1, 63, 64, 65, 128, 130, 700, 1024, 4096, 5000)
 
 
@@ -25,17 +25,17 @@ def backend(request) -> str:
 
 def check(backend: str, lengths, n: int, heads: int, dtype=jnp.bfloat16) -> None:
     rng = np.random.default_rng(n * heads + len(lengths))
-    pool, tables = paged_pool(rng, lengths, 576)
+    pool, tables = paged_pool(rng, lengths, CACHED)
     # Large scores, so that a wrong mask shows.
-    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, heads, 576), np.float32), dtype)
+    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, heads, CACHED), np.float32), dtype)
     latent, bounds = jnp.asarray(pool, dtype), window_bounds(lengths, n)
 
     @jax.jit
     def run(*arrays):
         with use(Backends(attention=backend)):
-            return mla_decode(*arrays, scale=SCALE, value_dim=512)
+            return mla_decode(*arrays, scale=SCALE, value_dim=LATENT)
 
-    exact = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=512))
+    exact = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=LATENT))
     with jax.default_matmul_precision("highest"):
         want = exact(q.astype(jnp.float32), latent.astype(jnp.float32), tables, bounds)
     for _ in range(3):  # the third run is a recorded graph's
@@ -70,17 +70,17 @@ def test_float16():
 def test_values_of_a_few_tokens(backend, lengths, n):
     """With the up-projection of values, which is part of the merging kernel."""
     rng = np.random.default_rng(n)
-    pool, tables = paged_pool(rng, lengths, 576)
-    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, 16, 576), np.float32), jnp.bfloat16)
-    w_uv = jnp.asarray(rng.standard_normal((16, 128, 512)) / 512**0.5, jnp.bfloat16)
+    pool, tables = paged_pool(rng, lengths, CACHED)
+    q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, 16, CACHED), np.float32), jnp.bfloat16)
+    w_uv = jnp.asarray(rng.standard_normal((16, VALUE, LATENT)) / LATENT**0.5, jnp.bfloat16)
     latent, bounds = jnp.asarray(pool, jnp.bfloat16), window_bounds(lengths, n)
 
     @jax.jit
     def run(*arrays):
         with use(Backends(attention=backend)):
-            return mla_decode(*arrays, scale=SCALE, value_dim=512)
+            return mla_decode(*arrays, scale=SCALE, value_dim=LATENT)
 
-    exact = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=512))
+    exact = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=LATENT))
     with jax.default_matmul_precision("highest"):
         want = exact(q.astype(jnp.float32), latent.astype(jnp.float32), tables, bounds)
         want = jax.jit(reference.values)(want, w_uv.astype(jnp.float32))

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backend
+from pallas_kernels.mla_decode.shapes import LATENT, NOPE, ROPE, SCALE, VALUE
 from pallas_kernels.mla_prefill import decompress, mosaic, reference
 from pallas_kernels.mla_prefill.api import mla_prefill
 
 pytestmark = pytest.mark.gpu
 
-L, R, D, V, PAGE = mosaic.LATENT, mosaic.ROPE, mosaic.NOPE, mosaic.VALUE, mosaic.PAGE
-SCALE = (D + R) ** -0.5
+L, R, D, V, PAGE = LATENT, ROPE, NOPE, VALUE, mosaic.PAGE
 E = 8
 
 RAGGED = {

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.kv_write import reference as kv_write
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, NOPE, ROPE
 from pallas_kernels.mla_query import reference
 from pallas_kernels.mla_query.api import mla_query, write_and_query
 from tests.kernels.paged_cases import arranged, relative_error
@@ -20,8 +21,8 @@ def inputs(T: int, H: int) -> list[jax.Array]:
     rng = np.random.default_rng(T * H)
     angles = rng.uniform(0, 6, (T, 32))
     return [
-        jnp.asarray(rng.standard_normal((T, H, 192), np.float32), jnp.bfloat16),
-        jnp.asarray(rng.standard_normal((H, 128, 512), np.float32) / 128**0.5, jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((T, H, NOPE + ROPE), np.float32), jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((H, NOPE, LATENT), np.float32) / NOPE**0.5, jnp.bfloat16),
         *(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)),
     ]
 
@@ -40,7 +41,7 @@ def check(T: int, H: int) -> None:
         got = np.asarray(run(*args), np.float32)
     assert got.shape == want.shape
     # Row by row, so that a wrong one cannot hide among many.
-    for part in (slice(512), slice(512, None)):
+    for part in (slice(LATENT), slice(LATENT, None)):
         errors = np.linalg.norm((got - want)[..., part], axis=-1) / np.linalg.norm(want[..., part], axis=-1)
         assert errors.max() < 1e-2, f"relative error {errors.max():.2e} at {np.argwhere(~(errors < 1e-2))[:5]}"
     assert relative_error(got, want) < 4e-3
@@ -86,11 +87,11 @@ def test_with_the_latents_in_one_launch(T, H, merged):
     """The cache is donated, and only the rows of tokens change."""
     q, w_uk, cos, sin = inputs(T, H)
     rng = np.random.default_rng(T)
-    kv_a = jnp.asarray(3 * rng.standard_normal((T, 576)), jnp.bfloat16)
-    norm = jnp.asarray(rng.uniform(0.5, 1.5, 512), jnp.bfloat16)
+    kv_a = jnp.asarray(3 * rng.standard_normal((T, CACHED)), jnp.bfloat16)
+    norm = jnp.asarray(rng.uniform(0.5, 1.5, LATENT), jnp.bfloat16)
     places = jnp.asarray(rng.permutation(40 * 64)[:T], jnp.int32)
     pages, offsets = places // 64, places % 64
-    cache = jnp.full((40, 64, 576), jnp.nan, jnp.bfloat16)
+    cache = jnp.full((40, 64, CACHED), jnp.nan, jnp.bfloat16)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(cache):

@@ -17,13 +17,14 @@ from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.gather import gather_slots
 from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.routing import route
+from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 
 pytestmark = pytest.mark.gpu
 
 # Hidden, experts, top-k, inner.
-SHAPES = {"moonlight": (2048, 64, 6, 1408), "odd": (320, 8, 2, 448)}
+SHAPES = {"moonlight": LAYERS["moonlight"][:4], "odd": (320, 8, 2, 448)}
 
 
 @functools.cache
@@ -128,7 +129,8 @@ def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k):
     rng = np.random.default_rng(T)
     ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
     live = np.arange(T) % 5 != 4
-    config = configure(T, E, k, 2048, 1408)
+    H, _, _, inner, _ = LAYERS["moonlight"]
+    config = configure(T, E, k, H, inner)
     run = jax.jit(lambda *a: dispatch(*a, E, config.rows, config.slots, all_tokens=config.all_tokens))
     got = run(ids, live)
     want = jax.jit(lambda *a: slot_tables(*a, E, config.rows, all_tokens=config.all_tokens))(ids, live)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.norm_linear import mosaic, reference
+from pallas_kernels.norm_linear.shapes import READERS
 from tests.kernels.paged_cases import relative_error
 from tests.kernels.test_norm_linear import inputs
 
@@ -15,9 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("T", [1, 2, 5])
-@pytest.mark.parametrize(
-    ("H", "outs", "experts"), [(2048, [(16, 192), (576,)], 0), (2048, [], 64), (7168, [(2112,)], 256), (256, [(8,)], 4)]
-)
+@pytest.mark.parametrize(("H", "outs", "experts"), [*READERS.values(), (256, ((8,),), 4)])
 def test_sizes(T, H, outs, experts):
     x, gain, weights, delta = inputs(T, H, outs, experts)
     delta = delta if experts else None

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.sampling import api, mosaic, reference
+from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
 
 pytestmark = pytest.mark.gpu
 
-SIZES = (1024, 129280, 151936, 163840)
+SIZES = (1024, *VOCABULARIES.values())
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

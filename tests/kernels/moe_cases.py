@@ -7,14 +7,13 @@ import numpy as np
 
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.selection import Routing
+from pallas_kernels.moe.shapes import LAYERS
 
+# Published routings: groups, how many of them stay, whether weights are normalised, and their scale.
+PUBLISHED = {"moonlight": (1, 1, True, 2.446), "deepseek-v3": (8, 4, True, 2.5), "deepseek-v2": (8, 3, False, 16.0)}
 # Number of experts, and how they are chosen.
-ROUTINGS = {
-    "moonlight": (64, Routing(6, 1, 1, True, 2.446)),
-    "deepseek-v3": (256, Routing(8, 8, 4, True, 2.5)),
-    "deepseek-v2": (160, Routing(6, 8, 3, False, 16.0)),
-    "odd": (8, Routing(2, 2, 1, True, 1.0)),
-}
+ROUTINGS = {name: (LAYERS[name].experts, Routing(LAYERS[name].top_k, *options)) for name, options in PUBLISHED.items()}
+ROUTINGS["odd"] = (8, Routing(2, 2, 1, True, 1.0))
 
 
 def routers(shape: str, T: int, *, sigmoid: bool) -> tuple[np.ndarray, np.ndarray | None]:

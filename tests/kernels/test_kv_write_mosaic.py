@@ -10,12 +10,14 @@ import pytest
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.kv_write import mosaic, reference
 from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.kv_write.shapes import TOKENS
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
 EPS = 1e-5
 
 
-def tokens(T: int, width: int = 576, latent: int = 512) -> list[jax.Array]:
+def tokens(T: int, width: int = CACHED, latent: int = LATENT) -> list[jax.Array]:
     """kv_a, the norm's weight, cos and sin of T tokens."""
     rng = np.random.default_rng(T)
     angles = rng.uniform(0, 6, (T, (width - latent) // 2))
@@ -32,7 +34,7 @@ def test_interpreted_without_races(T):
     """The rows written are the reference's, and no other is touched."""
     places = np.random.default_rng(0).permutation(3 * 64)[:T]
     pages, offsets = (jnp.asarray(a, jnp.int32) for a in (places // 64, places % 64))
-    cache = jnp.full((3, 64, 576), jnp.nan, jnp.bfloat16)
+    cache = jnp.full((3, 64, CACHED), jnp.nan, jnp.bfloat16)
     args = (*tokens(T), pages, offsets)
     got = np.asarray(mosaic.write_latent(cache, *args, eps=EPS, interpret=detect_races()), np.float32)
     want = np.asarray(reference.write_latent(cache, *args, eps=EPS), np.float32)
@@ -42,11 +44,11 @@ def test_interpreted_without_races(T):
     assert_no_races(got)
 
 
-@pytest.mark.parametrize("T", [1, 32, 2048])
+@pytest.mark.parametrize("T", TOKENS)
 def test_lowers_for_cuda(T):
     f = jax.jit(functools.partial(mosaic.write_latent, eps=EPS), donate_argnums=0)
     places = [jax.ShapeDtypeStruct((T,), jnp.int32)] * 2
-    shapes = (jax.ShapeDtypeStruct((1000, 64, 576), jnp.bfloat16), *tokens(T), *places)
+    shapes = (jax.ShapeDtypeStruct((1000, 64, CACHED), jnp.bfloat16), *tokens(T), *places)
     text = f.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 1
     assert "output_operand_alias" in text  # in place

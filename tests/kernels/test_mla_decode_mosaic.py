@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import mosaic, reference
 from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE, VALUE
 from pallas_kernels.mla_decode.values import supports
 from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
-
-SCALE = 192**-0.5
 
 
 @interpreted
@@ -33,14 +32,14 @@ SCALE = 192**-0.5
 )
 def test_interpreted_without_races(lengths, n, heads, sms):
     rng = np.random.default_rng(0)
-    pool, tables = paged_pool(rng, lengths, 576)
-    q = jnp.asarray(rng.standard_normal((len(lengths), n, heads, 576)), jnp.bfloat16)
+    pool, tables = paged_pool(rng, lengths, CACHED)
+    q = jnp.asarray(rng.standard_normal((len(lengths), n, heads, CACHED)), jnp.bfloat16)
     latent = jnp.asarray(pool, jnp.bfloat16)
     bounds = window_bounds(lengths, n)
     got = mosaic.mla_decode(q, latent, tables, bounds, scale=SCALE, sms=sms, interpret=detect_races())
 
     exact = [a.astype(jnp.float32) for a in (q, latent)]
-    want = reference.mla_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), scale=SCALE, value_dim=512)
+    want = reference.mla_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), scale=SCALE, value_dim=LATENT)
     assert relative_error(got, want) < 1e-2
     assert_no_races(got)
 
@@ -58,9 +57,9 @@ def test_values_of_a_few_tokens(lengths, n, sms):
     """As merging and then the up-projection, without races."""
     rng = np.random.default_rng(1)
     H, V = 2, 64
-    pool, tables = paged_pool(rng, lengths, 576)
-    q = jnp.asarray(rng.standard_normal((len(lengths), n, H, 576)), jnp.bfloat16)
-    w_uv = jnp.asarray(rng.standard_normal((H, V, 512)) / 512**0.5, jnp.bfloat16)
+    pool, tables = paged_pool(rng, lengths, CACHED)
+    q = jnp.asarray(rng.standard_normal((len(lengths), n, H, CACHED)), jnp.bfloat16)
+    w_uv = jnp.asarray(rng.standard_normal((H, V, LATENT)) / LATENT**0.5, jnp.bfloat16)
     args = (q, jnp.asarray(pool, jnp.bfloat16), tables, window_bounds(lengths, n))
     run = functools.partial(mosaic.mla_decode, scale=SCALE, sms=sms, interpret=detect_races())
     got, out = run(*args, w_uv), run(*args)
@@ -73,8 +72,8 @@ def test_values_of_a_few_tokens(lengths, n, sms):
 @pytest.mark.parametrize(("batch", "n"), [(1, 4), (8, 1)])
 def test_lowers_for_cuda_with_values(batch, n):
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
-    shapes = ((batch, n, 16, 576), jnp.bfloat16), ((99, 64, 576), jnp.bfloat16), ((batch, 9), jnp.int32)
-    shapes += ((batch, n), jnp.int32), ((16, 128, 512), jnp.bfloat16)
+    shapes = ((batch, n, 16, CACHED), jnp.bfloat16), ((99, 64, CACHED), jnp.bfloat16), ((batch, 9), jnp.int32)
+    shapes += ((batch, n), jnp.int32), ((16, VALUE, LATENT), jnp.bfloat16)
     args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 2
@@ -85,8 +84,8 @@ def test_lowers_for_cuda_with_values(batch, n):
 def test_lowers_for_cuda(batch, n, heads):
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
     shapes = (
-        jax.ShapeDtypeStruct((batch, n, heads, 576), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1000, 64, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((batch, n, heads, CACHED), jnp.bfloat16),
+        jax.ShapeDtypeStruct((1000, 64, CACHED), jnp.bfloat16),
         jax.ShapeDtypeStruct((batch, 64), jnp.int32),
         jax.ShapeDtypeStruct((batch, n), jnp.int32),
     )
@@ -136,14 +135,14 @@ def test_items_cover_every_page_once(shape, data):
 
 
 def test_a_backend_that_cannot_run_says_why():
-    q, latent = jnp.zeros((1, 1, 4, 576), jnp.bfloat16), jnp.zeros((2, 64, 576), jnp.bfloat16)
+    q, latent = jnp.zeros((1, 1, 4, CACHED), jnp.bfloat16), jnp.zeros((2, 64, CACHED), jnp.bfloat16)
     tables, bounds = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
     with use(Backends(attention="mosaic")), pytest.raises(UnsupportedError, match=r"needs an NVIDIA GPU.*'reference'"):
-        mla_decode(q, latent, tables, bounds, scale=1.0, value_dim=512)
+        mla_decode(q, latent, tables, bounds, scale=1.0, value_dim=LATENT)
     with use(Backends(attention="auto")):
-        assert mla_decode(q, latent, tables, bounds, scale=1.0, value_dim=512).shape == (1, 1, 4, 512)
+        assert mla_decode(q, latent, tables, bounds, scale=1.0, value_dim=LATENT).shape == (1, 1, 4, LATENT)
     assert mosaic.unsupported_reason(q[..., :72], latent, 64) == "it supports latents of 512 + 64, not 64 + 8"
-    assert mosaic.unsupported_reason(q, latent[:, :16], 512) == "it supports pages of 64 tokens, not 16"
+    assert mosaic.unsupported_reason(q, latent[:, :16], LATENT) == "it supports pages of 64 tokens, not 16"
 
 
 def test_auto_is_the_first_that_supports_the_call():

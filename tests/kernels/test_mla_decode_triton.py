@@ -12,11 +12,10 @@ from pallas_kernels import triton_call
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import triton
 from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, ROPE, SCALE
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.split_kv import num_items
 from tests.kernels.triton_cases import CASES, check_fit, errors_of
-
-SCALE = 192**-0.5
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +31,8 @@ def test_interpreted(interpreted_errors, name):
 def lowered(batch, n, heads, capability, sms=132, dtype=jnp.bfloat16):
     call = functools.partial(triton.mla_decode, scale=SCALE, sms=sms, capability=capability)
     shapes = (
-        jax.ShapeDtypeStruct((batch, n, heads, 576), dtype),
-        jax.ShapeDtypeStruct((1000, 64, 576), dtype),
+        jax.ShapeDtypeStruct((batch, n, heads, CACHED), dtype),
+        jax.ShapeDtypeStruct((1000, 64, CACHED), dtype),
         jax.ShapeDtypeStruct((batch, 64), jnp.int32),
         jax.ShapeDtypeStruct((batch, n), jnp.int32),
     )
@@ -80,8 +79,8 @@ def test_float16(jax_triton):
 
 
 ARRAYS = (
-    jnp.zeros((1, 1, 4, 576), jnp.bfloat16),
-    jnp.zeros((2, 64, 576), jnp.bfloat16),
+    jnp.zeros((1, 1, 4, CACHED), jnp.bfloat16),
+    jnp.zeros((2, 64, CACHED), jnp.bfloat16),
     jnp.zeros((1, 1), jnp.int32),
     jnp.ones((1, 1), jnp.int32),
 )
@@ -89,28 +88,30 @@ ARRAYS = (
 
 def test_a_backend_that_cannot_run_says_why():
     with use(Backends(attention="triton")), pytest.raises(UnsupportedError, match=r"needs an NVIDIA GPU.*'reference'"):
-        mla_decode(*ARRAYS, scale=1.0, value_dim=512)
+        mla_decode(*ARRAYS, scale=1.0, value_dim=LATENT)
     q, latent, *_ = ARRAYS
     assert triton.unsupported_reason(q[..., :72], latent, 64) == "it supports latents of 512 + 64, not 64 + 8"
-    assert triton.unsupported_reason(q, latent[:, :16], 512) == "it supports pages of 64 tokens, not 16"
+    assert triton.unsupported_reason(q, latent[:, :16], LATENT) == "it supports pages of 64 tokens, not 16"
 
 
 def test_unsupported_reasons_on_a_gpu(ampere, monkeypatch):
     q, latent, *_ = ARRAYS
     monkeypatch.setattr(triton_call, "unsupported_reason", lambda: None)
-    assert triton.unsupported_reason(q, latent, 512) is None
-    assert triton.unsupported_reason(q.astype(jnp.float16), latent.astype(jnp.float16), 512) is None
+    assert triton.unsupported_reason(q, latent, LATENT) is None
+    assert triton.unsupported_reason(q.astype(jnp.float16), latent.astype(jnp.float16), LATENT) is None
     assert (
-        triton.unsupported_reason(q, latent.astype(jnp.float16), 512) == "it needs one type, not bfloat16 and float16"
+        triton.unsupported_reason(q, latent.astype(jnp.float16), LATENT)
+        == "it needs one type, not bfloat16 and float16"
     )
     exact = [a.astype(jnp.float32) for a in (q, latent)]
-    assert triton.unsupported_reason(*exact, 512) == "it computes in bfloat16 or float16, not in float32"
+    assert triton.unsupported_reason(*exact, LATENT) == "it computes in bfloat16 or float16, not in float32"
     with use(Backends(devices=2)):
-        assert triton.unsupported_reason(q, latent, 512) == "it runs on one device only"
+        assert triton.unsupported_reason(q, latent, LATENT) == "it runs on one device only"
     for capability in ("7.5", "gfx90a"):
         ampere.compute_capability = capability
         assert (
-            triton.unsupported_reason(q, latent, 512) == "it needs compute capability 8.0 or more, and A100 has another"
+            triton.unsupported_reason(q, latent, LATENT)
+            == "it needs compute capability 8.0 or more, and A100 has another"
         )
 
 
@@ -145,8 +146,8 @@ def test_the_smallest_tile_that_holds_the_rows():
 
 def test_operations_without_a_triton_kernel(caplog):
     """Where the option has a Triton kernel for another operation they run on the fastest; else they raise."""
-    rows, width = jnp.zeros((3,), jnp.int32), 576
-    arrays = [jnp.zeros(s) for s in ((3, 2, 8), (3, 2, 64), (2, 8, 512), (2, 8, 512), (2, 64, width))]
+    rows = jnp.zeros((3,), jnp.int32)
+    arrays = [jnp.zeros(s) for s in ((3, 2, 8), (3, 2, ROPE), (2, 8, LATENT), (2, 8, LATENT), (2, 64, CACHED))]
     with use(Backends(attention="triton")) as chosen:
         mla_prefill(*arrays, jnp.zeros((1, 1), jnp.int32), rows, rows, jnp.array([3]), scale=1.0)
     assert chosen == {"mla_prefill": {"reference"}}
@@ -164,4 +165,4 @@ def test_auto_prefers_triton_to_the_reference(ampere, monkeypatch, least):
     ampere.compute_capability = least
     monkeypatch.setattr(triton_call, "unsupported_reason", lambda: None)
     monkeypatch.setattr(triton, "mla_decode", lambda *_, **__: np.float32(7))
-    assert mla_decode(*ARRAYS, scale=1.0, value_dim=512) == 7
+    assert mla_decode(*ARRAYS, scale=1.0, value_dim=LATENT) == 7

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import backend, query_tiles
+from pallas_kernels.mla_decode.shapes import LATENT, NOPE, ROPE, SCALE, VALUE
 from pallas_kernels.mla_prefill import api, decompress, mosaic, reference
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import flat_chunks
 
-L, R, D, V, PAGE = mosaic.LATENT, mosaic.ROPE, mosaic.NOPE, mosaic.VALUE, mosaic.PAGE
-SCALE = (D + R) ** -0.5
+L, R, D, V, PAGE = LATENT, ROPE, NOPE, VALUE, mosaic.PAGE
 
 
 def problem(rng, starts, chunks, padding, heads, max_pages):

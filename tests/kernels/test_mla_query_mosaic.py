@@ -9,13 +9,14 @@ import pytest
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.kv_write import reference as kv_write
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, NOPE, ROPE
 from pallas_kernels.mla_query import mosaic, reference
 from pallas_kernels.mla_query.api import mla_query
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import arranged, relative_error
 
 
-def inputs(T: int, H: int, D: int = 128, R: int = 64, L: int = 512) -> list[jax.Array]:
+def inputs(T: int, H: int, D: int = NOPE, R: int = ROPE, L: int = LATENT) -> list[jax.Array]:
     rng = np.random.default_rng(T)
     angles = rng.uniform(0, 6, (T, R // 2))
     return [
@@ -37,7 +38,7 @@ def test_interpreted_without_races(T, monkeypatch):
     args[0] = args[0].at[T // 2, 0, 0].set(jnp.nan if T > 1 else 1)
     got = mosaic.mla_query(*args, interpret=detect_races())
     want = reference.mla_query(*(a.astype(jnp.float32) for a in args))
-    assert got.shape == (T, 2, 576)
+    assert got.shape == (T, 2, CACHED)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
     assert relative_error(jnp.nan_to_num(got), jnp.nan_to_num(want)) < 4e-3
     assert_no_races(got)
@@ -49,11 +50,11 @@ def test_with_the_latents_in_one_launch(T, H, merged):
     """As two kernels; with more tokens than heads and fewer; inputs in one array, with columns between, and in two."""
     q, w_uk, cos, sin = inputs(T, H)
     rng = np.random.default_rng(T)
-    kv_a = jnp.asarray(rng.standard_normal((T, 576)), jnp.bfloat16)
-    norm = jnp.asarray(rng.uniform(0.5, 1.5, 512), jnp.bfloat16)
+    kv_a = jnp.asarray(rng.standard_normal((T, CACHED)), jnp.bfloat16)
+    norm = jnp.asarray(rng.uniform(0.5, 1.5, LATENT), jnp.bfloat16)
     places = jnp.asarray(rng.permutation(3 * 64)[:T], jnp.int32)
     pages, offsets = places // 64, places % 64
-    cache = jnp.full((3, 64, 576), jnp.nan, jnp.bfloat16)
+    cache = jnp.full((3, 64, CACHED), jnp.nan, jnp.bfloat16)
     parts = arranged(q, kv_a, norm, merged=merged)
     run = functools.partial(mosaic.write_and_query, eps=1e-5, interpret=detect_races())
     got_cache, got = run(cache, *parts, w_uk, cos, sin, pages, offsets)
@@ -67,7 +68,7 @@ def test_with_the_latents_in_one_launch(T, H, merged):
 @pytest.mark.parametrize(("T", "H"), [(1, 16), (12, 16), (32, 16), (128, 128)])
 def test_lowers_for_cuda_with_the_latents(T, H, merged):
     q, w_uk, cos, sin = jax.eval_shape(lambda: inputs(T, H))
-    shapes = [((1000, 64, 576), jnp.bfloat16), ((T, 576), jnp.bfloat16), ((512,), jnp.bfloat16)]
+    shapes = [((1000, 64, CACHED), jnp.bfloat16), ((T, CACHED), jnp.bfloat16), ((LATENT,), jnp.bfloat16)]
     cache, kv_a, norm = (jax.ShapeDtypeStruct(*each) for each in shapes)
     places = [jax.ShapeDtypeStruct((T,), jnp.int32)] * 2
     f = jax.jit(functools.partial(mosaic.write_and_query, eps=1e-5), donate_argnums=0)

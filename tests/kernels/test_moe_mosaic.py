@@ -15,6 +15,7 @@ from pallas_kernels.moe import api, dispatch, gather, mosaic, reference
 from pallas_kernels.moe.config import ALL_TOKENS_ROWS, Config, Tiles, configure
 from pallas_kernels.moe.dispatch_tiles import BLOCK
 from pallas_kernels.moe.reference import slot_tables
+from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -150,9 +151,6 @@ def test_no_token_is_live():
     np.testing.assert_array_equal(mosaic.combine(y, weights, tables, jnp.zeros(20, bool)), 0)
 
 
-SHAPES = {"moonlight": (2048, 64, 6, 1408), "deepseek-v3": (7168, 256, 8, 2048), "demo": (192, 8, 2, 64)}
-
-
 @pytest.mark.parametrize(
     ("model", "T", "num_shared"),
     [
@@ -161,7 +159,7 @@ SHAPES = {"moonlight": (2048, 64, 6, 1408), "deepseek-v3": (7168, 256, 8, 2048),
     ],
 )  # fmt: skip
 def test_lowers_for_the_gpu(model, T, num_shared):
-    H, E, k, inner = SHAPES[model]
+    H, E, k, inner, _ = LAYERS[model]
     S = num_shared * inner
     args = [
         jax.ShapeDtypeStruct(shape, dtype)
@@ -218,7 +216,7 @@ def test_tables(seed, T, E, k, rows, share_live):
 
 def test_tiles_fit_and_divide():
     for T, num_shared in itertools.product((1, 8, 9, 64, 128, 256, 500, 2048, 4096), (0, 2)):
-        for H, E, k, inner in (*SHAPES.values(), (320, 8, 2, 448), (5120, 160, 6, 1536)):
+        for H, E, k, inner, _ in (*LAYERS.values(), (320, 8, 2, 448, 0)):
             config = configure(T, E, k, H, inner, num_shared * inner)
             rows = max(config.rows, config.piece_rows)
             for t, out_rows, columns, gated in ((config.up, inner, H, True), (config.down, H, inner, False)):

@@ -15,6 +15,7 @@ from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, one_token, reference
 from pallas_kernels.moe.routing import route_padded
 from pallas_kernels.moe.selection import Routing
+from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -93,12 +94,7 @@ def test_routing_and_experts_give_what_the_reference_does(sigmoid, live):
     assert relative_error(got, want) < 8e-3
 
 
-SHAPES = {
-    "moonlight": (2048, 64, 6, 1408, 2816),
-    "deepseek-v2": (5120, 160, 6, 1536, 3072),
-    "demo": (192, 8, 2, 64, 0),
-    "deepseek-v3": (7168, 256, 8, 2048, 2048),
-}
+SHAPES = LAYERS | {"no shared experts": LAYERS["demo"]._replace(shared=0)}
 
 
 @pytest.mark.parametrize("model", SHAPES)

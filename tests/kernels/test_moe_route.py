@@ -13,6 +13,7 @@ from pallas_kernels.moe.config import configure
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.routing import route, unsupported_reason
+from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -117,7 +118,7 @@ def test_lowers_for_the_gpu(shape, sigmoid, T):
 def test_a_layer_lowers_for_the_gpu(T, kernels):
     """From logits to the experts' matmuls: one kernel for few tokens, three with the gather for more, four for a prefill."""
     E, routing = ROUTINGS["moonlight"]
-    H, inner = 2048, 1408
+    H, _, _, inner, _ = LAYERS["moonlight"]
     args = abstract(
         ((T, H), jnp.bfloat16), ((E, 2, inner, H), jnp.bfloat16), ((E, H, inner), jnp.bfloat16), ((T, E), jnp.float32),
         ((E,), jnp.float32), ((T,), jnp.bool_),

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.norm_linear import mosaic, reference
 from pallas_kernels.norm_linear.api import norm_linear
+from pallas_kernels.norm_linear.shapes import READERS
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import relative_error
 
@@ -50,10 +51,10 @@ def test_interpreted_without_races(T, H, outs, experts, adds):
 @pytest.mark.parametrize(
     ("T", "H", "outs", "experts", "adds"),
     [
-        (1, 2048, [(16, 192), (576,)], 0, False),
-        (4, 2048, [], 64, True),
-        (1, 7168, [(2112,)], 256, True),
-        pytest.param(8, 7168, [(2112,)], 256, True, marks=pytest.mark.slow),
+        (1, *READERS["moonlight, attention"], False),
+        (4, *READERS["moonlight, router"], True),
+        (1, *READERS["deepseek-v3, both"], True),
+        pytest.param(8, *READERS["deepseek-v3, both"], True, marks=pytest.mark.slow),
     ],
 )
 def test_lowers_for_cuda(T, H, outs, experts, adds):

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, reference
+from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
 
@@ -54,7 +55,12 @@ def test_noise_is_that_of_jax():
 
 @pytest.mark.parametrize(
     ("R", "size", "dtype"),
-    [(1, 163840, jnp.bfloat16), (512, 163840, jnp.bfloat16), (8, 129280, jnp.float32), (3, 1024, jnp.bfloat16)],
+    [
+        (1, VOCABULARIES["moonlight"], jnp.bfloat16),
+        (512, VOCABULARIES["moonlight"], jnp.bfloat16),
+        (8, VOCABULARIES["deepseek-v3"], jnp.float32),
+        (3, 1024, jnp.bfloat16),
+    ],
 )
 def test_lowers_for_the_gpu(R, size, dtype):
     def shape(dims, dtype):

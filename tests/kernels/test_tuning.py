@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.moe import config as moe
+from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.norm_linear import api as norm_linear
 from pallas_kernels.split_kv import make_schedule
 from pallas_kernels.tuning import Tuning
@@ -31,7 +32,8 @@ def test_json_gives_back_what_was_put_in():
 
 
 def test_slots_and_pieces():
-    shape = (64, 6, 2048, 1408, 2816)
+    H, E, k, inner, shared = LAYERS["moonlight"]
+    shape = (E, k, H, inner, shared)
     for T, rows in ((8, moe.ALL_TOKENS_ROWS), (128, 16), (320, 32), (682, 64), (683, moe.WIDEST_ROWS)):
         assert moe.configure(T, *shape).rows == rows
     with tuning.use(dataclasses.replace(Tuning(), slot_rows=((1e9, 64),), most_piece_rows=100)):

@@ -19,6 +19,7 @@ from pallas_kernels.gqa_decode import reference as gqa_reference
 from pallas_kernels.gqa_decode import triton as gqa_triton
 from pallas_kernels.mla_decode import reference as mla_reference
 from pallas_kernels.mla_decode import triton as mla_triton
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE
 from pallas_kernels.split_kv import make_schedule
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 from tests.kernels.triton_cases import CASES, GQA_CASES, Case, GqaCase
@@ -61,14 +62,14 @@ def error(got, want, dtype: str) -> float:
 
 def mla_error(case: Case) -> float:
     rng = np.random.default_rng(0)
-    pool, tables = paged_pool(rng, case.lengths, 576)
+    pool, tables = paged_pool(rng, case.lengths, CACHED)
     # Large scores, so that a wrong mask shows.
-    q = 3 * rng.standard_normal((len(case.lengths), case.n, case.heads, 576), np.float32)
+    q = 3 * rng.standard_normal((len(case.lengths), case.n, case.heads, CACHED), np.float32)
     q, latent = jnp.asarray(q, case.dtype), jnp.asarray(pool, case.dtype)
     where = jnp.asarray(tables), jnp.asarray(window_bounds(case.lengths, case.n))
-    got = run(mla_triton, q, latent, *where, scale=192**-0.5, sms=case.sms, capability=case.capability)
+    got = run(mla_triton, q, latent, *where, scale=SCALE, sms=case.sms, capability=case.capability)
     exact = [a.astype(jnp.float32) for a in (q, latent)]
-    reference = jax.jit(functools.partial(mla_reference.mla_decode, scale=192**-0.5, value_dim=512))
+    reference = jax.jit(functools.partial(mla_reference.mla_decode, scale=SCALE, value_dim=LATENT))
     return error(got, reference(*exact, *where), case.dtype)
 
 
