@@ -12,7 +12,7 @@ from flax import nnx
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare
-from pallas_kernels.norm_linear.api import norm_linear, reads_apart
+from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear
 from pallas_kernels.norm_linear.reference import rms_norm
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
@@ -25,7 +25,7 @@ MOST_MERGED_TOKENS = 128
 
 def worth_merging(T: int) -> bool:
     """Whether the weights that T tokens go through are better put together."""
-    return T <= MOST_MERGED_TOKENS and not reads_apart(T)
+    return T <= MOST_MERGED_TOKENS and not needs_separate_weights(T)
 
 
 class RMSNorm(nnx.Module):

@@ -7,7 +7,7 @@ from pallas_kernels.backend import choose, current
 from pallas_kernels.norm_linear import mosaic, reference
 
 
-def reads_apart(T: int) -> bool:
+def needs_separate_weights(T: int) -> bool:
     """Whether the weights that read the norm of T tokens should stay separate arrays instead of one concatenated matmul.
 
     They do for the kernel, and on several devices, where sharded weights cannot be concatenated.
