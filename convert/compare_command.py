@@ -3,6 +3,7 @@
 import argparse
 import json
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from convert.compare import Collector, Comparison, Report
@@ -92,7 +93,7 @@ def _compare(args: argparse.Namespace, reference: Reference) -> Report:
     from jaxspec.llm import LLM
 
     theirs, ours = console(), console()
-    collector = Collector(lambda positions: ours.advance("", positions))
+    collector = Collector()
     with closing(console()) as compiling:
         llm = LLM(
             args.model,
@@ -111,10 +112,12 @@ def _compare(args: argparse.Namespace, reference: Reference) -> Report:
         for i, runs in enumerate(reference.groups(theirs)):
             if not i:
                 ours.start("jaxspec", reference.positions, "tokens")
+            before = comparison.report.prompts
+            collector.on_positions = partial(ours.advance, f"prompts {before + 1} to {before + len(runs)}")
             comparison.add(runs)
-            count = comparison.report.prompts
-            if count < len(reference.prompts):
-                ours.note(f"{count} of {len(reference.prompts)} prompts: {comparison.report.summary()}")
+            done, total = comparison.report.prompts, len(reference.prompts)
+            if done < total:
+                ours.note(f"{done} of {total} prompts: {comparison.report.summary()}")
     return comparison.report
 
 

@@ -1,21 +1,20 @@
 """What runs here: the versions and the commit."""
 
+import json
 import os
 import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
-# In the installed package's metadata; setup.py writes it there.
-COMMIT_FILE = "commit.txt"
+import jaxspec
+
 _ROOT = Path(__file__).resolve().parents[1]
 _GIT_SECONDS = 10
 
 
 def version() -> dict[str, str]:
     """jaxspec with its commit, and what it runs on, without importing any of it. May run git."""
-    import jaxspec  # not at the top: setup.py imports this module where no dependency is installed
-
     packages = ("jax", "jaxlib", "flax", "transformers", "fastapi")
     return {
         "jaxspec": jaxspec.__version__,
@@ -28,7 +27,7 @@ def version() -> dict[str, str]:
 def commit() -> str | None:
     """The commit of this code: from $JAXSPEC_COMMIT, from git in a checkout, or from the installed package's metadata.
 
-    None where none of them knows.
+    pip records it there (PEP 610) when it installs from a git URL. None where nothing tells.
     """
     return os.environ.get("JAXSPEC_COMMIT") or git_commit(_ROOT) or _recorded_commit()
 
@@ -63,7 +62,8 @@ def _recorded_commit() -> str | None:
     # The code that runs need not be the package that is installed.
     if Path(str(distribution.locate_file("serve"))).resolve() != _ROOT / "serve":
         return None
-    return (distribution.read_text(COMMIT_FILE) or "").strip() or None
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    return origin.get("vcs_info", {}).get("commit_id")
 
 
 def _package_version(name: str) -> str:

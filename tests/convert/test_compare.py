@@ -80,7 +80,7 @@ def test_the_command_shows_progress_and_a_result_early(folder, tmp_path, capsys)
     assert "max logit error " in lines[early]
     assert lines[early].endswith("top-1 agreement 100.00 %")
     assert any(line.startswith("Compiling: ") for line in lines[:early])
-    assert any(line.startswith("jaxspec: ") and ", 100 %, " in line for line in lines[early:])
+    assert any(line.startswith("jaxspec: prompts 3 to 3, 100 %, ") for line in lines[early:])
     assert shown.out.splitlines()[-1] == "PASS"
     report = json.loads(figures.read_text())
     lengths = [len(run.prompt_ids) + len(run.new_ids) - 1 for run in read_record(record)]

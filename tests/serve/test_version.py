@@ -1,5 +1,6 @@
 """Where the commit comes from: the environment, git in a checkout, an installed package's metadata."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -23,8 +24,7 @@ def git(folder: Path, *arguments: str) -> str:
 def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     folder.mkdir()
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
+    shutil.copy(ROOT / "README.md", folder)
     (folder / "serve").mkdir()
     for name in ("__init__.py", "version.py"):
         shutil.copy(ROOT / "serve" / name, folder / "serve")
@@ -38,6 +38,7 @@ def commit_of(folder: Path) -> str:
     """What the code in a folder says of itself."""
     code = "from serve.version import commit; print(commit())"
     environment = {name: value for name, value in os.environ.items() if name != "JAXSPEC_COMMIT"}
+    environment["PYTHONPATH"] = str(ROOT)  # for what the folder lacks
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=True
     )
@@ -79,17 +80,19 @@ def test_nobody_knows(tmp_path):
     assert commit_of(tmp_path) == "None"
 
 
-def test_a_package_carries_its_commit(checkout, tmp_path):
-    """`setup.py` puts it among the files that a wheel takes into its metadata."""
-    pytest.importorskip("setuptools")
-    subprocess.run([sys.executable, "setup.py", "-q", "egg_info"], cwd=checkout, check=True, capture_output=True)
-    recorded = (checkout / "jaxspec.egg-info" / "commit.txt").read_text()
-    assert recorded.strip() == git(checkout, "rev-parse", "HEAD")
-
-    installed = tmp_path / "site-packages"
-    shutil.copytree(checkout / "serve", installed / "serve")
-    metadata = installed / "jaxspec-0.1.0.dist-info"
+@pytest.mark.parametrize(
+    ("origin", "commit"),
+    [
+        ({"url": "https://example.com/x.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}}, "abc"),
+        ({"url": "file:///x", "dir_info": {}}, "None"),
+        (None, "None"),
+    ],
+)
+def test_an_installed_package(tmp_path, origin, commit):
+    shutil.copytree(ROOT / "serve", tmp_path / "serve", ignore=shutil.ignore_patterns("__pycache__"))
+    metadata = tmp_path / "jaxspec-0.1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jaxspec\nVersion: 0.1.0\n")
-    (metadata / "commit.txt").write_text(recorded)
-    assert commit_of(installed) == recorded.strip()
+    if origin:
+        (metadata / "direct_url.json").write_text(json.dumps(origin))
+    assert commit_of(tmp_path) == commit
