@@ -88,19 +88,43 @@ def upward_imports(tree: Tree) -> list[str]:
 
 
 def private_uses(tree: Tree) -> list[str]:
-    """Private names of one of our modules or classes that another module imports or uses."""
+    """Private names of one of our modules or classes that another module imports or uses.
+
+    An attribute of an object counts where another file defines such a name and this one does not.
+    """
     defined = {module: _private_definitions(parsed) for module, parsed in tree.parsed.items()}
     everywhere = set().union(*defined.values())
-    return [
-        f"{module}:{line} uses {name}"
-        for module, parsed in tree.parsed.items()
-        for line, name in _private_mentions(parsed)
-        if name in everywhere - defined[module]
-    ]
+    found = []
+    for module, parsed in tree.parsed.items():
+        bound = _bound_modules(tree, parsed)
+        for node in ast.walk(parsed):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in FOLDERS:
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
+                names = str(node.value).split(".")
+            elif isinstance(node, ast.Attribute):
+                head, _, rest = ast.unparse(node.value).partition(".")
+                of_module = ".".join(filter(None, (bound.get(head), rest))) in tree.files
+                names = [node.attr] if of_module or node.attr in everywhere - defined[module] else []
+            found += [f"{module}:{node.lineno} uses {name}" for name in names if _is_private(name)]
+    return found
 
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def _bound_modules(tree: Tree, parsed: ast.Module) -> dict[str, str]:
+    """Name -> our module or package that an import binds it to."""
+    bound = {}
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            bound |= {name: name for alias in node.names for name in [alias.name.split(".")[0]] if not alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {name: module for name, module in bound.items() if module in tree.files or module in tree.packages}
 
 
 def _private_definitions(parsed: ast.Module) -> set[str]:
@@ -113,21 +137,6 @@ def _private_definitions(parsed: ast.Module) -> set[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             names.add(node.attr)
     return {name for name in names if _is_private(name)}
-
-
-def _private_mentions(parsed: ast.Module) -> Iterator[tuple[int, str]]:
-    """Private names that are imported, looked up as attributes, or named as "jaxspec.module._name"."""
-    for node in ast.walk(parsed):
-        names: list[str] = []
-        if isinstance(node, ast.ImportFrom):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            names = [node.attr]
-        elif isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
-            names = str(node.value).split(".")
-        for name in names:
-            if _is_private(name):
-                yield node.lineno, name
 
 
 def long_files(tree: Tree) -> list[str]:
@@ -175,6 +184,9 @@ PLANTED = [
     (upward_imports, "bench/step/load.py", "import tests.test_x\n", "imports tests.test_x"),
     (private_uses, "pallas_kernels/moe/mosaic.py", "from pallas_kernels.moe.api import _TILE\n", "uses _TILE"),
     (private_uses, "jaxspec/models/mla.py", "from pallas_kernels.moe import api\n\napi._TILE\n", "uses _TILE"),
+    (private_uses, "jaxspec/models/mla.py", "import pallas_kernels.moe.api as a\n\n_TILE = a._TILE\n", "uses _TILE"),
+    (private_uses, "jaxspec/models/mla.py", "import pallas_kernels.moe.api\n\npallas_kernels.moe.api._x\n", "uses _x"),
+    (private_uses, "jaxspec/models/mla.py", "from pallas_kernels.moe.api import _TILE\n\n_TILE = 8\n", "uses _TILE"),
     (private_uses, "bench/step/load.py", "def f(moe):\n    return moe._x\n", "uses _x"),
     (private_uses, "tests/test_y.py", 'def f(patch):\n    patch("pallas_kernels.moe.api._TILE")\n', "uses _TILE"),
     (long_files, "bench/step/load.py", "pass\n" * 501, "has 501 lines"),

@@ -132,7 +132,8 @@ def _model_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) ->
 
 
 def _draft_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> Parts:
-    """
+    """The parts of an EAGLE3 draft.
+
     Raises:
         ModelFormatError: a reduced vocabulary without its map or with a wrong one.
     """
