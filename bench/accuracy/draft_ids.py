@@ -2,21 +2,21 @@
 
 Two random checkpoints, one of each kind of draft: "mtp", a DeepSeek-V3 model with one NextN layer, and "eagle3", a
 Llama model with an EAGLE3 head that proposes half of its vocabulary. Three stages over one folder, since the two
-engines need not live in one environment:
+engines may need different environments:
 
     python -m bench draft_ids make FOLDER       writes the checkpoints
     python -m bench draft_ids vllm FOLDER       runs vLLM over them and writes what it drafted
     python -m bench draft_ids compare FOLDER    drafts the same with jaxspec, and compares
 
 The comparison is teacher-forced: for every step that vLLM made, jaxspec is given the tokens that vLLM knew then, and
-drafts from there. So one greedy token that falls the other way does not end the comparison of a whole text. Of one
-step's drafts those behind the first difference are left out: they follow different tokens.
+drafts from there, so that one differing greedy token does not end the comparison of a whole text. A step's drafts after
+its first difference are left out: they follow different tokens.
 
-Where bfloat16 cannot tell two tokens apart the engines may differ: a difference counts only if jaxspec's draft prefers
-its own token to vLLM's by more than rounding can move the two. That is measured: jaxspec drafts once more in float32,
-and a near-tie is at most four times the largest change of a first choice's log-probability, because each engine's
-rounding may move both tokens. Each difference is listed with both gaps, ours in bfloat16 and in float32: a negative one
-in float32 says that there jaxspec prefers vLLM's token.
+The engines may differ where bfloat16 cannot tell two tokens apart: a difference counts only if jaxspec's draft prefers
+its own token to vLLM's by more than rounding can move the two. That bound is measured: jaxspec drafts once more in
+float32, and a near-tie is at most four times the largest change of a first choice's log-probability, because each
+engine's rounding may move both tokens. Each difference is listed with its gaps in bfloat16 and in float32: negative in
+float32 means that there jaxspec prefers vLLM's token.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def _random_tensors(rng: np.random.Generator, shapes: dict[str, tuple[int, ...]]
             value[BLANK] = 0
         else:
             value /= math.sqrt(shape[-1])
-        # Which of two equally good experts is fourth is a near-tie too: no single one may decide a token.
+        # Which of two equally good experts comes fourth is a near-tie too: no single one may decide a token.
         if "mlp.experts" in name and "down_proj" in name:
             value *= 0.5
         out[name] = value
@@ -260,7 +260,7 @@ def _run_prompt(engine: Any, recorder: Recorder, prompt: Sequence[int], tokens: 
 def run_jaxspec(
     folder: Path, name: str, texts: Sequence[Sequence[int]], dtype: str
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """For each text, in the order in which they end: its index, the drafts int [k] behind it and log q [k, V]."""
+    """For each text, in the order in which they end: its index, the drafts int [k] after it and log q [k, V]."""
     from jaxspec.engine.request import RequestState
     from jaxspec.llm import LLM
     from jaxspec.sampling.params import SamplingParams
@@ -279,7 +279,7 @@ def run_jaxspec(
         enable_prefix_caching=False,  # each text is one of vLLM's cut short: every one is computed whole
     )
     engine = llm.engine
-    # The likeliest drafts, as of a greedy request, of which a step would not write log q.
+    # Drafts the likeliest tokens, as for a greedy request, for which a step would not write log q.
     params = SamplingParams(temperature=1, greedy_drafts=True, ignore_eos=True)
     waiting = {}
     for i, text in enumerate(texts):
@@ -314,7 +314,7 @@ def compare(
         theirs, ours: for each step, the drafts.
         log_q: for each step, float [k, V]: our draft's log-probabilities.
         bound: largest gap of a near-tie, in nats.
-        exact: drafts and log-probabilities in float32, of which each difference tells its gap too; null where these
+        exact: drafts and log-probabilities in float32, used to report each difference's gap there too; null where these
             drafts had differed before, so that they follow other tokens.
     """
     equal, differences = 0, list[dict[str, Any]]()
@@ -366,7 +366,7 @@ def rounding_noise(
 
 
 def _draft(folder: Path, name: str, texts: Sequence[Sequence[int]], dtype: str) -> tuple[list[Any], list[Any]]:
-    """Drafts [k] and log q [k, V] behind each text."""
+    """Drafts [k] and log q [k, V] after each text."""
     ids: list[Any] = [None] * len(texts)
     log_q: list[Any] = [None] * len(texts)
     for i, drafts, q in run_jaxspec(folder, name, texts, dtype):
@@ -383,7 +383,7 @@ def _compare_model(folder: Path, name: str, theirs: dict[str, Any]) -> dict[str,
         exact = _draft(folder, name, texts, "float32")
         bound = 4 * rounding_noise(ours, log_q, *exact)
     result = compare([step["drafts"] for _, step in steps], ours, log_q, bound, exact)
-    # What a step of vLLM added to the text: the drafts it accepted, and one token more.
+    # What a step of vLLM added to the text: the accepted drafts, and one more token.
     added = [b["known"] - a["known"] for run in theirs["runs"] for a, b in pairwise(run["steps"])]
     return {"prompts": len(theirs["runs"]), "mean_accepted": round(float(np.mean(added)) - 1, 3)} | result
 

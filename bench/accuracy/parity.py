@@ -1,16 +1,16 @@
 """`bench parity`: is bfloat16 in jaxspec as close to float32 as PyTorch's bfloat16 is?
 
-Held-out text is fed token by token (teacher forcing) to three models with the same weights: PyTorch in float32, which is
-the truth; PyTorch in bfloat16 as Hugging Face loads it; and jaxspec in bfloat16 through its real paged engine. Counted
-is how often each bfloat16 model's most likely next token is the float32 model's. The gate: jaxspec agrees at least as
-often as PyTorch in bfloat16, minus 0.3 points, in prefill and in decode.
+Held-out text is fed token by token (teacher forcing) to three models with the same weights: PyTorch in float32, which
+counts as exact; PyTorch in bfloat16 as Hugging Face loads it; and jaxspec in bfloat16 through its real paged engine. The
+figure is how often a bfloat16 model's most likely next token is the float32 model's. The gate: jaxspec agrees at least
+as often as PyTorch in bfloat16, minus 0.3 points, in prefill and in decode.
 
-jaxspec runs twice: "prefill" takes every position from chunked prefill (attention decompressed); "decode" prefills the
-first half of each window and takes the second half from decode steps (attention absorbed). PyTorch always runs the
-whole window at once.
+jaxspec runs twice: in "prefill" every position comes from chunked prefill (attention decompressed); in "decode" the
+first half of each window is prefilled and the second half comes from decode steps (attention absorbed). PyTorch always
+runs the whole window at once.
 
-Held-out files are Python files installed on this machine that the demo model's training left out, by the same hash rule
-(bench/demo_training/corpus.py), so any machine has some.
+Held-out files are installed Python files that the demo model's training left out by a hash rule
+(bench/demo_training/corpus.py), so every machine has some.
 """
 
 import argparse
@@ -35,7 +35,12 @@ LLM_ROWS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, default=64, metavar="N", help="held-out texts (default: 64)")
     parser.add_argument("--length", type=int, default=1024, metavar="TOKENS", help="of each window (default: 1024)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the models on trial")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of the compared models",
+    )
     for what in ("attention", "moe"):
         parser.add_argument(f"--{what}-backend", default="auto", help="of jaxspec, as for serve (default: auto)")
     record.add_arguments(parser)
@@ -61,7 +66,7 @@ def held_out_files() -> list[str]:
 
     found = {}
     for package, path in sorted(set(find_files(stdlib_only=False)[0])):
-        # The rule of `Source.held_out` first: parsing every file takes long.
+        # The rule of `Source.held_out` first: parsing every file would be slow.
         try:
             text = Path(path).read_text(encoding="utf-8").replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError):
@@ -87,7 +92,7 @@ def choose_windows(texts: Sequence[str], encode: Any, count: int, length: int) -
 
 
 def run_torch(folder: Path, windows: Sequence[Sequence[int]], dtype: str) -> Predictions:
-    """PyTorch's plainest path (eager attention and experts), one window at a time, without TF32."""
+    """PyTorch's simplest path (eager attention and experts), one window at a time, without TF32."""
     import torch
     import transformers
 
@@ -113,7 +118,7 @@ def run_torch(folder: Path, windows: Sequence[Sequence[int]], dtype: str) -> Pre
 
 
 class TeacherForced:
-    """jaxspec's engine over given texts: whatever it samples, the next token it is fed is the text's."""
+    """jaxspec's engine over given texts: the next token that it is fed is the text's, not the sampled one."""
 
     def __init__(self, dtype: str, length: int, attention_backend: str, moe_backend: str):
         from jaxspec.llm import LLM
@@ -175,7 +180,7 @@ class TeacherForced:
         return requests
 
     def _force(self, requests: Sequence[Any], texts: dict[str, Sequence[int]]) -> None:
-        """Replaces each newest sampled token by the text's, on the host and on the device."""
+        """Replaces each newest sampled token with the text's, on the host and on the device."""
         import jax
 
         runner = self.llm.engine.runner

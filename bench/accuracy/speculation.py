@@ -1,18 +1,18 @@
-"""`bench speculation`: is greedy text with speculation the plain greedy text, and what does each draft gain?
+"""`bench speculation`: does speculation leave greedy text unchanged, and what does each draft gain?
 
 The embedded demo model continues the recorded prompts, and beginnings of held-out files where this machine has any
 (as in bench/accuracy/parity.py), greedily: without speculation, with its NextN layer at several k, and with both EAGLE3 heads.
 
-The truth is plain decoding of each prompt alone, with the logits of every position. Where a text differs from it, the
-gap says by how much: the truth's logit of its own token less that of the other one, under the same prefix. In float32
-no text may differ. In bfloat16 a batch's shape changes rounding, and near-ties fall either way; how much is measured
-without speculation: the same prompts decode plainly in batches of 4 and of 8 (which also mixes prompts into decode
-steps), and the noise is the largest change of a logit of the truth's two best tokens over all positions with equal
-prefixes. Two logits can each move by the noise, so a gap of up to twice the noise is a near-tie and a larger one a
-fault: then the exit code is 1.
+The reference is plain decoding of each prompt alone, with the logits of every position. Where a text differs from it,
+the gap is the reference's logit of its own token less that of the other one, after the same prefix. In float32 no text
+may differ. In bfloat16 a batch's shape changes rounding, and near-ties fall either way. By how much is measured without
+speculation: the same prompts decode plainly in batches of 4 and of 8 (which also mixes prompts into decode steps), and
+the noise is the largest change of a logit of the reference's two best tokens over all positions with equal prefixes. Two
+logits can each move by the noise, so a gap of up to twice the noise is a near-tie and a larger one a fault, which sets
+exit code 1.
 
-Also reported, of texts from which the same tokens are asked: accepted drafts by position, tokens a cycle (the bonus
-token counted), and tokens/s of whole runs, prefill included, at 1 and 8 rows, with each step's output read at once.
+Also reported: accepted drafts by position, tokens a cycle (the bonus token included), and tokens/s of whole runs, prefill
+included, at 1 and 8 rows, with each step's output read at once.
 """
 
 import argparse

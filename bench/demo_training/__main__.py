@@ -8,7 +8,7 @@ DIR receives `target/` (config, bf16 weights, tokenizer, chat template, model ca
 measurements). An interrupted run continues from the checkpoint in --work when it is started again.
 
 The model is Hugging Face's DeepseekV3ForCausalLM. Weights are trained as bf16 with a float32 master copy in the
-optimizer, so what is measured and written is what was trained; nothing is rounded at the end. Training replaces the
+optimizer, so what is measured and written is what was trained, without rounding at the end. Training replaces the
 library's mixture layer by an equal one that compiles well (`training.dense_moe_forward`); the evaluation runs the
 library's own forward on the written folder.
 """
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from bench.demo_training.model import (
     CONFIG,
     DRAFT_STEPS,
     NextN,
+    Target,
     hub_tensors,
     mixture_layers,
     rope_at,
@@ -90,7 +92,7 @@ def language_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor,
 def draft_loss(hidden: Tensor, head: Tensor, target_logits: Tensor, labels: Tensor, step: int) -> Tensor:
     """Divergence from the target's distribution for the same token, plus a little cross entropy with the text.
 
-    Draft step j at position i predicts the token whose target distribution stands at position i + j.
+    Draft step j at position i predicts the token whose target distribution is at position i + j.
     """
     draft = functional.log_softmax(functional.linear(hidden[:, :-step], head).float(), -1)
     target = functional.log_softmax(target_logits[:, step:].float(), -1)
@@ -103,8 +105,9 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, folder: Path, corpus: Corpus, device: torch.device) -> None:
         torch.manual_seed(args.seed)
         config = DeepseekV3Config.from_pretrained(folder)
-        self.model = to_bfloat16(DeepseekV3ForCausalLM(config)).to(device).train()
-        self.nextn = to_bfloat16(NextN(config)).to(device).train()
+        model: Target = to_bfloat16(DeepseekV3ForCausalLM(config))
+        self.model = model.to(device).train()
+        self.nextn: Any = to_bfloat16(NextN(config)).to(device).train()
         compiled = device.type == "cuda"
         prepare_for_training(self.model, [self.nextn], compiled)
         self.language_loss: Callable = torch.compile(language_loss, dynamic=False) if compiled else language_loss
@@ -115,7 +118,15 @@ class Trainer:
         self.windows = Windows(corpus, device, args.seed)
         self.phases = SMOKE_PHASES if args.smoke else PHASES
         self.checkpoint = Path(args.work) / f"checkpoint-{'smoke' if args.smoke else 'full'}-{args.seed}.pt"
-        self.done = {"phase": 0, "phase_seconds": 0.0, "seconds": 0.0, "steps": 0, "tokens": 0, "log": [], "phases": {}}
+        self.done: dict[str, Any] = {
+            "phase": 0,
+            "phase_seconds": 0.0,
+            "seconds": 0.0,
+            "steps": 0,
+            "tokens": 0,
+            "log": [],
+            "phases": {},
+        }
 
     def save(self) -> None:
         state = {
@@ -146,7 +157,8 @@ class Trainer:
         with torch.set_grad_enabled(phase.trains_target):
             hidden = model.model(input_ids=window[:, :length], use_cache=False).last_hidden_state
             language, logits = self.language_loss(hidden, head, window[:, 1 : length + 1])
-        drafted, chain, target_logits = [], [], logits.detach()
+        drafted, target_logits = list[Tensor](), logits.detach()
+        chain: list[tuple[Tensor, Tensor]] = []
         # In the joint phases the draft's gradient reaches the target's hidden states, embedding and head: it teaches
         # them to say something of the token after next. Later the target is final and only the draft layer learns.
         for step in range(1, phase.draft_steps + 1):
@@ -211,7 +223,7 @@ class Trainer:
             self.done["tokens"] += phase.rows * phase.length
             if steps % 20 == 0 or steps <= 3:
                 # Reading a loss waits for the GPU, so the clock below cannot run ahead of the work.
-                entry = {"phase": phase.name, "step": self.done["steps"], "loss": round(language.item(), 4),
+                entry: dict[str, Any] = {"phase": phase.name, "step": self.done["steps"], "loss": round(language.item(), 4),
                          "draft_loss": round(draft.item(), 4)}  # fmt: skip
                 if not math.isfinite(entry["loss"] + entry["draft_loss"]):
                     raise FloatingPointError(f"training diverged: {entry}")
@@ -244,7 +256,8 @@ class Trainer:
 def forward_agreement(trainer: Trainer, folder: Path) -> dict:
     """The training forward against the library's own on the written folder, on one held-out window."""
     tokens = torch.from_numpy(trainer.corpus.held_out[None, : trainer.phases[0].length]).to(trainer.device).long()
-    reloaded = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa").to(trainer.device).eval()
+    reloaded: Target = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+    reloaded = reloaded.to(trainer.device).eval()
     trainer.model.eval()
     with torch.inference_mode():
         ours, theirs = (m(input_ids=tokens, use_cache=False).logits.float() for m in (trainer.model, reloaded))
@@ -265,7 +278,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument("--draft-weight", type=float, default=0.3, help="weight of the draft loss in the joint phases")
     parser.add_argument("--smoke", action="store_true", help="a few tiny steps of everything, on the CPU")
-    parser.add_argument("--drafts", action="store_true", help="train the EAGLE3 heads for --target, nothing else")
+    parser.add_argument("--drafts", action="store_true", help="only train the EAGLE3 heads for --target")
     parser.add_argument("--target", type=Path, default=DELIVERED_TARGET, help="with --drafts: the target's folder")
     args = parser.parse_args()
     args.minutes = args.minutes or (4.5 if args.drafts else 7.6)
@@ -289,7 +302,7 @@ def main() -> None:
     write_config_and_tokenizer(folder, tokenizer)
     trainer = Trainer(args, folder, corpus, device)
     trainer.resume()
-    # The cuDNN kernel takes keys and values of different width; on Hopper it is several times faster than the default.
+    # The cuDNN kernel supports keys and values of different widths; on Hopper it is several times faster than the default.
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION] if device.type == "cuda" else [SDPBackend.MATH]):
         trainer.run()
     tensors = hub_tensors(trainer.model, trainer.nextn)
@@ -299,7 +312,7 @@ def main() -> None:
     sizes = {"target": sum(p.numel() for p in trainer.model.parameters()),
              "nextn": sum(p.numel() for p in trainer.nextn.parameters())}  # fmt: skip
     options = {"minutes": args.minutes, "seed": args.seed, "rate": args.rate, "draft-weight": args.draft_weight}
-    results = {
+    results: dict[str, Any] = {
         "command": "python -m bench.demo_training --out DIR" + (" --smoke" if args.smoke else "")
         + "".join(f" --{name} {value:g}" for name, value in options.items()),
         "environment": describe_environment(device),

@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -61,7 +62,7 @@ PERMISSIVE_NAMES = {
     "apache license, version 2.0", "bsd", "bsd 3-clause", "bsd license", "bsd-3-clause license", "isc license",
     "mit license", "modified bsd", "new bsd", "psf",
 }  # fmt: skip
-# A package may carry other people's code under other licences in such folders; its own licence says nothing of them.
+# A package may carry other people's code under other licences in such folders; its own licence does not cover them.
 VENDORED = {
     "_vendor", "_vendored", "vendor", "vendored", "third_party", "thirdparty", "extern", "externals", "site-packages",
 }  # fmt: skip
@@ -112,8 +113,9 @@ class Corpus:
 
 def permissive_licence(dist: metadata.Distribution) -> str | None:
     """The licence a package declares, if every part of it is permissive; else None."""
-    expression = dist.metadata.get("License-Expression")
-    short_name = (dist.metadata.get("License") or "").strip()
+    declared: Any = dist.metadata  # a message, which has `get` in all versions of Python
+    expression = declared.get("License-Expression")
+    short_name = (declared.get("License") or "").strip()
     if not expression and re.fullmatch(r"[\w.+-]+( (AND|OR|WITH) [\w.+-]+)*", short_name):
         expression = short_name
     if expression:
@@ -361,7 +363,7 @@ def build_corpus(cache: Path, seed: int, smoke: bool, tokenizer: Tokenizer | Non
         prompts = acceptance_prompts(held_out_documents, tokenizer, 4 if smoke else 128, 32 if smoke else 192)
         np.savez(arrays_file, train=train_tokens, train_starts=train_starts, held_out=held_out_tokens,
                  held_out_starts=held_out_starts)  # fmt: skip
-        bytes_by_package = Counter()
+        bytes_by_package: Counter[str] = Counter()
         files_by_package = Counter(source.package for source in sources)
         for source in sources:
             bytes_by_package[source.package] += len(source.text.encode())

@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
     DeepseekV3MLP,
@@ -25,14 +26,14 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from bench.demo_training.corpus import BEGIN, END, PAD
-from bench.demo_training.model import CONFIG, to_bfloat16, write_json
+from bench.demo_training.model import CONFIG, Target, to_bfloat16, write_json
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MLA_KEYS = [
     "kv_lora_rank", "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "rope_scaling", "rope_theta", "v_head_dim",
 ]  # fmt: skip
-COMMON = {
+COMMON: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "bos_token_id": BEGIN,
@@ -51,7 +52,7 @@ COMMON = {
 }
 # Both heads capture the residual stream entering the target's layers 2, 4 and 6, and each says so in one of the two
 # conventions that published configurations use: the ids of the layers that put it out, or of those that take it in.
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "eagle3-llama": COMMON
     | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -83,9 +84,9 @@ def captured_layers(config: dict) -> list[int]:
     return [i + 1 for i in ids] if ids[0] == 1 else list(ids)
 
 
-def library_config(config: dict) -> PreTrainedConfig:
+def library_config(config: dict) -> Any:
     # Transformers has no entry for kimi_k2, which is DeepSeek-V3 under another name.
-    kind = LlamaConfig if config["model_type"] == "llama" else DeepseekV3Config
+    kind: Any = LlamaConfig if config["model_type"] == "llama" else DeepseekV3Config
     # A copy: the library adds its own keys to the rope settings that it is given.
     result = kind(**{key: value for key, value in copy.deepcopy(config).items() if key != "model_type"})
     result._attn_implementation = "draft_chain"
@@ -97,8 +98,13 @@ def widen(linear: nn.Linear) -> nn.Linear:
 
 
 class MidLayer(nn.Module):
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
+        wide: tuple[str, ...]
+        self.self_attn: Any
+        self.input_layernorm: Any
+        self.hidden_norm: Any
+        self.post_attention_layernorm: Any
         if isinstance(config, LlamaConfig):
             self.self_attn, wide = LlamaAttention(config, 0), ("q_proj", "k_proj", "v_proj")
         else:
@@ -130,9 +136,11 @@ class Eagle3Head(nn.Module):
         self.midlayer = MidLayer(library)
         self.norm = DeepseekV3RMSNorm(size, library.rms_norm_eps)
         self.lm_head = nn.Linear(size, config["draft_vocab_size"], bias=False)
-        rotary = LlamaRotaryEmbedding if isinstance(library, LlamaConfig) else DeepseekV3RotaryEmbedding
-        self.rotary = rotary(library)
+        rotary: Any = LlamaRotaryEmbedding if isinstance(library, LlamaConfig) else DeepseekV3RotaryEmbedding
+        self.rotary: Any = rotary(library)
         self.reduced = config["draft_vocab_size"] < self.vocabulary
+        self.d2t: Tensor
+        self.t2d: Tensor
         if self.reduced:
             self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.int64))
             self.register_buffer("t2d", torch.zeros(self.vocabulary, dtype=torch.bool))
@@ -142,7 +150,7 @@ class Eagle3Head(nn.Module):
                     parameter.normal_(0.0, library.initializer_range)
 
     @torch.no_grad()
-    def start_from(self, target: DeepseekV3ForCausalLM, frequencies: Tensor) -> None:
+    def start_from(self, target: Target, frequencies: Tensor) -> None:
         """Take the target's output head and norm, and the most frequent tokens, END among them in any case."""
         frequencies = frequencies.clone()
         frequencies[END] = frequencies.max() + 1
@@ -157,7 +165,7 @@ class Eagle3Head(nn.Module):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def rope(self, hidden: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """The pair of token i + 1 and hidden state i stands at position i."""
+        """The pair of token i + 1 and hidden state i has position i."""
         positions = torch.arange(offset, offset + hidden.shape[1], device=hidden.device)[None]
         return self.rotary(hidden, position_ids=positions)
 
@@ -168,14 +176,14 @@ class Eagle3Head(nn.Module):
         hidden = self.midlayer(embedding, hidden, rope, chain)
         return hidden, self.norm(hidden)
 
-    def begin(self, model: DeepseekV3ForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def begin(self, model: Target, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The target's final hidden states, and the state from which the first draft step starts."""
         output = model.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         captured = [output.hidden_states[layer] for layer in self.captured]  # index i is the input of layer i
         return output.last_hidden_state, self.fc(torch.cat(captured, -1))
 
     def advance(
-        self, model: DeepseekV3ForCausalLM, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
+        self, model: Target, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """One draft step for the chains of all positions: the next state, and logits over the target's vocabulary."""
         state, normed = self(model.model.embed_tokens(fed), state, self.rope(state, step - 1), chain)

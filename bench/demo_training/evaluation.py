@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.demo_training.corpus import BEGIN, END, PAD, Corpus
-from bench.demo_training.model import CONFIG, DRAFT_STEPS, hub_tensors, load_nextn
+from bench.demo_training.model import CONFIG, DRAFT_STEPS, Target, hub_tensors, load_nextn
 
 SAMPLE_PROMPTS = ["def fibonacci(n):\n", "class Stack:\n", "import numpy as np\n\n\ndef softmax(x, axis=-1):\n"]
 SAMPLE_CHAT = [{"role": "user", "content": "Write a Python function `is_prime`: Return True if n is a prime number."}]
@@ -25,9 +25,10 @@ SAMPLE_CHAT = [{"role": "user", "content": "Write a Python function `is_prime`: 
 
 def verify_folder(folder: Path, tensors: dict[str, Tensor]) -> dict:
     """Load the folder as a user would, and compare it with the trained weights."""
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
     )
+    model, info = loaded
     unexpected = [name for name in info["unexpected_keys"] if f"layers.{CONFIG['num_hidden_layers']}." not in name]
     if info["missing_keys"] or unexpected or info["mismatched_keys"]:
         raise ValueError(f"the folder does not load cleanly: {info}")
@@ -42,7 +43,7 @@ def verify_folder(folder: Path, tensors: dict[str, Tensor]) -> dict:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if tokenizer.decode(ids) != text or tokenizer.encode(text) != [BEGIN, *ids]:
             raise ValueError(f"the tokenizer does not round-trip {text!r}")
-    rendered = tokenizer.apply_chat_template(SAMPLE_CHAT, tokenize=False, add_generation_prompt=True)
+    rendered: Any = tokenizer.apply_chat_template(SAMPLE_CHAT, tokenize=False, add_generation_prompt=True)
     if not (rendered.startswith("<|begin|><|user|>Write") and rendered.endswith("number.<|assistant|>")):
         raise ValueError(f"unexpected chat rendering {rendered!r}")
     return {"loads_without_missing_keys": True, "weights_equal_trained_weights": True, "tokenizer_round_trips": True}
@@ -51,10 +52,10 @@ def verify_folder(folder: Path, tensors: dict[str, Tensor]) -> dict:
 class Draft(Protocol):
     """What the measurements need of a draft: NextN and the EAGLE3 heads have it."""
 
-    def begin(self, model: DeepseekV3ForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]: ...
+    def begin(self, model: Target, tokens: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def advance(
-        self, model: DeepseekV3ForCausalLM, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
+        self, model: Target, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -68,7 +69,7 @@ def held_out_windows(corpus: Corpus, length: int, rows: int, device: torch.devic
 
 
 @torch.inference_mode()
-def held_out_metrics(model: DeepseekV3ForCausalLM, draft: Draft, corpus: Corpus, length: int, rows: int) -> dict:
+def held_out_metrics(model: Target, draft: Draft, corpus: Corpus, length: int, rows: int) -> dict:
     """Language-model figures, and how often the draft layer's choice is the target's, on the held-out text.
 
     In draft step j the draft layer is fed the text's own tokens, so the steps are judged one by one here.
@@ -105,9 +106,7 @@ def held_out_metrics(model: DeepseekV3ForCausalLM, draft: Draft, corpus: Corpus,
 
 
 @torch.inference_mode()
-def continuations(
-    model: DeepseekV3ForCausalLM, prompts: list[list[int]], new_tokens: int, temperature: float
-) -> list[list[int]]:
+def continuations(model: Target, prompts: list[list[int]], new_tokens: int, temperature: float) -> list[list[int]]:
     """The target's answer to each prompt, up to and with its end token; greedy at temperature 0."""
     width = max(map(len, prompts))
     padded = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts], device=model.device)
@@ -131,7 +130,7 @@ def distinct_share(answers: list[list[int]], size: int = 4) -> float:
 
 @torch.inference_mode()
 def chain_acceptance(
-    model: DeepseekV3ForCausalLM, draft: Draft, prompts: list[list[int]], answers: list[list[int]], settings: dict
+    model: Target, draft: Draft, prompts: list[list[int]], answers: list[list[int]], settings: dict
 ) -> dict:
     """Speculative decoding with k = 3: the draft proposes its first choices, the target keeps those it decodes itself.
 
@@ -144,7 +143,8 @@ def chain_acceptance(
     length = max(map(len, sequences))
     # Padding on the right: causal attention never sees it.
     text = torch.tensor([s + [PAD] * (length - len(s)) for s in sequences], device=model.device)
-    fed, chain, right = torch.roll(text, -1, 1), [], []
+    fed, right = torch.roll(text, -1, 1), list[Tensor]()
+    chain: list[tuple[Tensor, Tensor]] = []
     _, state = draft.begin(model, text)
     for step in range(1, DRAFT_STEPS + 1):
         state, logits = draft.advance(model, fed, state, step, chain)
@@ -179,7 +179,7 @@ def chain_acceptance(
 
 
 @torch.inference_mode()
-def samples(model: DeepseekV3ForCausalLM, folder: Path, new_tokens: int) -> list[dict]:
+def samples(model: Target, folder: Path, new_tokens: int) -> list[dict]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer.bos_token + prompt for prompt in SAMPLE_PROMPTS]
     prompts.append(tokenizer.apply_chat_template(SAMPLE_CHAT, tokenize=False, add_generation_prompt=True))
@@ -192,19 +192,23 @@ def samples(model: DeepseekV3ForCausalLM, folder: Path, new_tokens: int) -> list
     return results
 
 
-def load_target(folder: Path, device: torch.device) -> tuple[DeepseekV3ForCausalLM, str, str]:
+def load_target(folder: Path, device: torch.device) -> tuple[Target, str, str]:
     """The target with the library's own forward, its kind of mixture layer, and a description of the arithmetic."""
     on_gpu = device.type == "cuda"
     experts = "grouped_mm" if on_gpu else "eager"
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", experts_implementation=experts)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="sdpa", experts_implementation=experts
+    )
     where = "the GPU" if on_gpu else "the CPU"
     return model.to(device).eval(), experts, f"bf16 on {where}, sdpa attention, {experts} experts"
 
 
-def evaluate_drafts(model: DeepseekV3ForCausalLM, drafts: dict[str, Draft], corpus: Corpus, smoke: bool) -> dict:
+def evaluate_drafts(model: Target, drafts: Mapping[str, Draft], corpus: Corpus, smoke: bool) -> dict:
     """Each draft's figures; all of them draft for the same answers of the target."""
     windows = [(64, 64)] if smoke else [(1024, 16), (4096, 4)]
-    runs = [{"new_tokens": 24 if smoke else 256, "temperature": temperature} for temperature in (0.0, 0.8)]
+    runs: list[dict[str, Any]] = [
+        {"new_tokens": 24 if smoke else 256, "temperature": temperature} for temperature in (0.0, 0.8)
+    ]
     answers = [continuations(model, corpus.prompts, **settings) for settings in runs]
     return {
         name: {

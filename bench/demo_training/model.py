@@ -9,6 +9,7 @@ import copy
 import json
 import math
 from pathlib import Path
+from typing import Any, TypeVar
 
 import safetensors
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AttentionInterface, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3DecoderLayer,
     DeepseekV3MoE,
@@ -25,7 +26,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from bench.demo_training.corpus import BEGIN, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS, VOCAB_SIZE
 
-CONFIG = {
+# Transformers' DeepseekV3ForCausalLM. Its submodules have no types that a checker could use.
+Target = Any
+Module = TypeVar("Module", bound=nn.Module)
+
+CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -89,12 +94,12 @@ def chain_attention(
     attention_mask: Tensor | None,  # noqa: ARG001
     scaling: float,
     chain: list[tuple[Tensor, Tensor]] | None = None,
-    **_: object,
+    **_options: object,
 ) -> tuple[Tensor, None]:
     """Attention of one draft step, for the chains that start at every position of a sequence at once.
 
     `chain` holds the keys and values of the steps so far. The first step is plain causal attention. In step j, chain i
-    stands at position i + j - 1 and sees what a draft layer sees while it drafts: the first step's entries of the
+    is at position i + j - 1 and sees what a draft layer sees while it drafts: the first step's entries of the
     positions up to i (made from target hidden states), and its own entries of the steps 2..j.
     """
     if key.shape[1] < query.shape[1]:  # grouped queries: each key head serves several query heads
@@ -130,7 +135,7 @@ class NextN(nn.Module):
         self.enorm = DeepseekV3RMSNorm(size, config.rms_norm_eps)
         self.hnorm = DeepseekV3RMSNorm(size, config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.block = DeepseekV3DecoderLayer(config, config.num_hidden_layers)
+        self.block: Any = DeepseekV3DecoderLayer(config, config.num_hidden_layers)
         self.norm = DeepseekV3RMSNorm(size, config.rms_norm_eps)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -144,36 +149,37 @@ class NextN(nn.Module):
         merged = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], -1))
         return self.norm(self.block(merged, position_embeddings=rope, chain=chain))
 
-    def begin(self, model: DeepseekV3ForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def begin(self, model: Target, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The target's final hidden states, and the state from which the first draft step starts: the same."""
         hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden, hidden
 
     def advance(
-        self, model: DeepseekV3ForCausalLM, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
+        self, model: Target, fed: Tensor, state: Tensor, step: int, chain: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """One draft step for the chains of all positions: the next state, and logits over the target's vocabulary."""
         hidden = self(model.model.embed_tokens(fed), state, rope_at(model, state, step - 1), chain)
         return hidden, model.lm_head(hidden)
 
 
-def rope_at(model: DeepseekV3ForCausalLM, hidden: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+def rope_at(model: Target, hidden: Tensor, offset: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(offset, offset + hidden.shape[1], device=hidden.device)[None]
     return model.model.rotary_emb(hidden, position_ids=positions)
 
 
-def to_bfloat16(module: nn.Module) -> nn.Module:
+def to_bfloat16(module: Module) -> Module:
     """Cast the parameters only: the rotary frequencies and the router biases are buffers and stay float32."""
     for parameter in module.parameters():
         parameter.data = parameter.data.bfloat16()
     return module
 
 
-def mixture_layers(*modules: nn.Module) -> list[DeepseekV3MoE]:
+def mixture_layers(*modules: nn.Module) -> list[Any]:
+    """All `DeepseekV3MoE` in the modules."""
     return [m for module in modules for m in module.modules() if isinstance(m, DeepseekV3MoE)]
 
 
-def hub_tensors(model: DeepseekV3ForCausalLM, nextn: NextN) -> dict[str, Tensor]:
+def hub_tensors(model: Target, nextn: NextN) -> dict[str, Tensor]:
     """All weights under the names and shapes of the hub's DeepSeek-V3, experts one by one."""
     state = dict(model.state_dict())
     for name, tensor in nextn.state_dict().items():
@@ -204,7 +210,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor]) -> None:
             sizes.append(0)
         shards[-1][name] = tensor
         sizes[-1] += tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})

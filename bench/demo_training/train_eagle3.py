@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -30,7 +31,7 @@ from transformers import DeepseekV3ForCausalLM
 from bench.demo_training.corpus import Corpus, build_corpus
 from bench.demo_training.eagle3 import CONFIGS, LAYER_IDS, Eagle3Head, load_head, write_head
 from bench.demo_training.evaluation import evaluate_drafts, fill, load_target
-from bench.demo_training.model import DRAFT_STEPS, rope_at, to_bfloat16, write_json
+from bench.demo_training.model import DRAFT_STEPS, Target, rope_at, to_bfloat16, write_json
 from bench.demo_training.training import MuonAdam, Windows, describe_environment, prepare_for_training
 
 WARM_UP_STEPS = 100
@@ -51,7 +52,7 @@ SMOKE_PHASES = [Phase("short", 0.7, 96, 2, max_steps=3), Phase("long", 0.3, 160,
 
 
 @torch.no_grad()
-def target_states(model: DeepseekV3ForCausalLM, tokens: Tensor, captured: list[int]) -> tuple[Tensor, Tensor]:
+def target_states(model: Target, tokens: Tensor, captured: list[int]) -> tuple[Tensor, Tensor]:
     """The captured residual streams side by side, and the target's logits.
 
     The layers are called one by one: collecting hidden states by the library's hooks would break up compiled layers.
@@ -68,7 +69,7 @@ def target_states(model: DeepseekV3ForCausalLM, tokens: Tensor, captured: list[i
 def divergence(normed: Tensor, head: Tensor, target_logits: Tensor, step: int) -> Tensor:
     """KL divergence from the target's distribution, renormalised to the draft's vocabulary.
 
-    Draft step j at position i predicts the token whose target distribution stands at position i + j.
+    Draft step j at position i predicts the token whose target distribution is at position i + j.
     """
     draft = functional.log_softmax(functional.linear(normed[:, :-step], head).float(), -1)
     target = functional.log_softmax(target_logits[:, step:].float(), -1)
@@ -79,7 +80,8 @@ class DraftTrainer:
     def __init__(self, args: argparse.Namespace, corpus: Corpus, device: torch.device) -> None:
         torch.manual_seed(args.seed)
         self.args, self.device = args, device
-        self.model = DeepseekV3ForCausalLM.from_pretrained(args.target).to(device).eval().requires_grad_(False)
+        model: Target = DeepseekV3ForCausalLM.from_pretrained(args.target)
+        self.model = model.to(device).eval().requires_grad_(False)
         counts = torch.bincount(torch.from_numpy(corpus.train).long(), minlength=self.model.config.vocab_size)
         self.heads: dict[str, Eagle3Head] = {}
         for name, config in CONFIGS.items():
@@ -100,7 +102,8 @@ class DraftTrainer:
 
     def loss(self, head: Eagle3Head, window: Tensor, streams: Tensor, target_logits: Tensor) -> list[Tensor]:
         """The divergence of each draft step."""
-        length, chain, losses = streams.shape[1], [], []
+        length, losses = streams.shape[1], list[Tensor]()
+        chain: list[tuple[Tensor, Tensor]] = []
         state = head.fc(streams)
         if head.reduced:
             target_logits = target_logits[..., head.target_ids()]
@@ -134,7 +137,7 @@ class DraftTrainer:
             self.tokens += phase.rows * phase.length
             if steps % 20 == 0 or steps <= 3:
                 # Reading a loss waits for the GPU, so the clock below cannot run ahead of the work.
-                entry = {"phase": phase.name, "step": self.steps}
+                entry: dict[str, Any] = {"phase": phase.name, "step": self.steps}
                 entry |= {name: [round(loss.item(), 4) for loss in each] for name, each in losses.items()}
                 if not all(math.isfinite(sum(entry[name])) for name in losses):
                     raise FloatingPointError(f"training diverged: {entry}")
@@ -150,9 +153,7 @@ class DraftTrainer:
 
 
 @torch.inference_mode()
-def verify(
-    trainer: DraftTrainer, model: DeepseekV3ForCausalLM, exported: dict[str, Eagle3Head], tokens: Tensor
-) -> dict:
+def verify(trainer: DraftTrainer, model: Target, exported: dict[str, Eagle3Head], tokens: Tensor) -> dict:
     """The exported weights are the trained ones, and the training forward is that of the library's target."""
     report = {}
     for name, head in exported.items():
@@ -252,7 +253,7 @@ def train_drafts(args: argparse.Namespace, device: torch.device) -> None:
     tokens = torch.from_numpy(corpus.held_out[None, : 96 if args.smoke else 1024]).to(device).long()
     verification = verify(trainer, model, exported, tokens)
     evaluation = evaluate_drafts(model, exported, corpus, args.smoke)
-    results = {
+    results: dict[str, Any] = {
         "command": "python -m bench.demo_training --out DIR --drafts" + (" --smoke" if args.smoke else "")
         + f" --minutes {args.minutes:g} --seed {args.seed} --rate {args.rate:g}",
         "environment": describe_environment(device),

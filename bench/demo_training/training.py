@@ -10,17 +10,16 @@ import platform
 import subprocess
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DeepseekV3ForCausalLM
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from bench.demo_training.corpus import Corpus
-from bench.demo_training.model import mixture_layers
+from bench.demo_training.model import Target, mixture_layers
 
 
 def rank_below(scores: Tensor) -> Tensor:
@@ -28,7 +27,7 @@ def rank_below(scores: Tensor) -> Tensor:
     return (scores[..., None, :] > scores[..., :, None]).sum(-1)
 
 
-def routing_weights(gate: nn.Module, flat: Tensor) -> tuple[Tensor, Tensor]:
+def routing_weights(gate: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
     """The noaux_tc router as dense [tokens, experts] weights, and which experts were chosen."""
     scores = functional.linear(flat.float(), gate.weight.float()).sigmoid()
     biased = (scores.detach() + gate.e_score_correction_bias).unflatten(-1, (gate.num_group, -1))
@@ -42,7 +41,7 @@ def routing_weights(gate: nn.Module, flat: Tensor) -> tuple[Tensor, Tensor]:
     return weights * gate.routed_scaling_factor, chosen
 
 
-def dense_moe_forward(moe: DeepseekV3MoE, hidden: Tensor) -> Tensor:
+def dense_moe_forward(moe: Any, hidden: Tensor) -> Tensor:
     """The mixture layer with every expert run on every token.
 
     With 8 small experts, two wide matrix products beat sorting tokens by expert: no gathers, and it all fuses.
@@ -58,19 +57,19 @@ def dense_moe_forward(moe: DeepseekV3MoE, hidden: Tensor) -> Tensor:
     return routed.view_as(hidden) + moe.shared_experts(hidden)
 
 
-def prepare_for_training(model: DeepseekV3ForCausalLM, drafts: list[nn.Module], compiled: bool) -> None:
+def prepare_for_training(model: Target, drafts: list[nn.Module], compiled: bool) -> None:
     model.set_attn_implementation("draft_chain")
     for moe in mixture_layers(model, *drafts):
         moe.register_buffer("load", torch.zeros(moe.experts.num_experts, device=model.device), persistent=False)
         moe.forward = types.MethodType(dense_moe_forward, moe)
     if compiled:
-        # Layer by layer: the layers share their compiled code, so this takes seconds instead of minutes.
+        # Layer by layer: the layers share their compiled code, so it needs seconds instead of minutes.
         torch._dynamo.config.recompile_limit = 64
         for module in (*model.model.layers, *drafts):
             module.compile(dynamic=False)
 
 
-def update_router_biases(modules: list[DeepseekV3MoE], step: float) -> None:
+def update_router_biases(modules: list[Any], step: float) -> None:
     """Balance without an auxiliary loss: raise the bias of experts below the mean load, lower the others'."""
     for moe in modules:
         moe.gate.e_score_correction_bias.add_((moe.load.mean() - moe.load).sign(), alpha=step)
@@ -103,7 +102,7 @@ class MuonAdam:
             # Each expert's gate and up projections lie in one tensor; Muon works on them one by one.
             shape = (rows // 2 if name.endswith("gate_up_proj") else rows, columns)
             by_shape.setdefault(shape, []).append((parameter, shape))
-        self.groups = []
+        self.groups: list[dict[str, Any]] = []
         for shape, members in by_shape.items():
             parameters = [parameter for parameter, _ in members]
             master = torch.cat([p.detach().float().view(-1, *shape) for p in parameters])
@@ -123,6 +122,7 @@ class MuonAdam:
             pieces = group["master"].split([p.numel() // math.prod(shape) for p in parameters])
             torch._foreach_copy_([p.data.view(-1, *shape) for p in parameters], list(pieces))
         for master, parameter in zip(self.adam_masters, self.adam_parameters, strict=True):
+            assert parameter.grad is not None
             master.grad = parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(self.adam_masters, 1.0)
         for settings in self.adam.param_groups:
@@ -168,7 +168,7 @@ class Windows:
 
 
 def describe_environment(device: torch.device) -> dict:
-    environment = {
+    environment: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
         "python": platform.python_version(),
         "torch": torch.__version__,

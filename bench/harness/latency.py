@@ -1,9 +1,9 @@
 """Token latencies, the same way for `bench serve` (arrival at a client) and `bench timeline` (end of a step).
 
-Tokens come in chunks: a speculative cycle yields several, and a client may find the output of several steps in one
-read. Each token counts. A chunk of m tokens that comes dt after the one before it is m gaps of dt / m; the m - 1 further
-tokens of a request's first chunk came with the first one, gaps of 0. So n tokens have n - 1 gaps, their sum is the time
-from first to last token, and a request's mean gap is its time per output token.
+Tokens arrive in chunks: a speculative cycle yields several, and one read of a client may hold the output of several
+steps. Each token counts. A chunk of m tokens that arrives dt after the one before it is m gaps of dt / m; the other m - 1
+tokens of a request's first chunk arrive with its first token: gaps of 0. So n tokens have n - 1 gaps, whose sum is the
+time from first to last token, and a request's mean gap is its time per output token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ def token_gaps(times: Sequence[float], counts: Sequence[int]) -> np.ndarray:
     """Seconds between neighbouring tokens of one request, float64 [tokens - 1].
 
     Args:
-        times: when each chunk came, in seconds, ascending.
+        times: when each chunk arrived, in seconds, ascending.
         counts: tokens of each chunk, at least 1.
     """
     if not times:
@@ -31,7 +31,7 @@ def time_per_output_token(times: Sequence[float], counts: Sequence[int]) -> floa
 
 
 def summary(seconds: Iterable[float]) -> dict[str, float] | None:
-    """Mean, median and 99th percentile (between two values by linear interpolation) in ms; None of nothing."""
+    """Mean, median and 99th percentile (between two values by linear interpolation) in ms; None without values."""
     values = 1000 * np.asarray(list(seconds), np.float64)
     if not len(values):
         return None

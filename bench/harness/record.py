@@ -1,4 +1,4 @@
-"""What a result must say to be worth anything later: device, driver, versions, commit and command."""
+"""Records: results with the device, driver, versions, commit and command that they need to be worth anything later."""
 
 import argparse
 import json
@@ -52,8 +52,8 @@ def write(
     """Writes `result` and the environment as JSON to --out, or to `<name>.json` among the results.
 
     Args:
-        with_device: False where what was measured did not run on this process's device.
-        announced: print where it went. False for the first writes of a record that is written more than once.
+        with_device: False if this process's device was not measured.
+        announced: print the path. False for early writes of a record that is written several times.
     """
     path: Path = arguments.out or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,14 +77,14 @@ def dumps(value: Any) -> str:
 
 
 def command_line() -> str:
-    """The command as somebody would type it in a checkout, without where its result went and whose code it was.
+    """The command as typed in a checkout, without --out and --commit.
 
-    Absolute paths are of one machine: of these only the last part stays.
+    Of absolute paths, which belong to one machine, only the last part stays.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    argv = parser.parse_known_args(sys.argv[1:cut])[1] + sys.argv[cut:]  # what is behind -- is not for argparse
+    argv = parser.parse_known_args(sys.argv[1:cut])[1] + sys.argv[cut:]  # argparse must not see what follows --
     if argv[:1] == ["bench"]:  # through the script `jaxspec`
         argv = argv[1:]
     argv = [re.sub(r"(^|=)/(?:[^/]*/)*([^/]+)/*$", r"\1\2", argument) for argument in argv]

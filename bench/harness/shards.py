@@ -1,4 +1,4 @@
-"""Writing a sharded safetensors checkpoint without holding it: tensors are made while their shard is written.
+"""Writes a sharded safetensors checkpoint that need not fit in memory: tensors are made while their shard is written.
 
 The format (https://huggingface.co/docs/safetensors, "Format") is in `jaxspec.loading.safetensors_reader`.
 """
@@ -40,7 +40,7 @@ def write_checkpoint(
     """Writes shards of about `shard_bytes` and their index, and returns the bytes of all tensors.
 
     Args:
-        make: the tensor of a name, with the bytes of its dtype; called once for each, from any of the threads.
+        make: gives the tensor of a name, with the bytes of its dtype; called once for each name, from any thread.
         threads: shards written at once.
     """
     shards = split_shards(tensors, shard_bytes)
@@ -80,5 +80,5 @@ def _write_shard(path: Path, tensors: Mapping[str, Tensor], make: Callable[[str]
         for name, tensor in tensors.items():
             data = np.ascontiguousarray(make(name)).reshape(-1).view(np.uint8).data
             assert len(data) == tensor.nbytes, name
-            while data:  # one write takes at most 2 GiB
+            while data:  # one write is at most 2 GiB
                 data = data[f.write(data) :]

@@ -1,7 +1,7 @@
-"""A client that measures: sends completions to a server, reads their streams and notes when each chunk came.
+"""A client that measures: sends completions to a server, reads their streams and notes when each chunk arrives.
 
-One event loop reads all streams. A chunk's time is that of the read that completed it, taken before anything is parsed;
-how late the loop sent a request is noted too (`Outcome.lag`), for a client that is itself too slow measures nothing.
+One event loop reads all streams. A chunk's time is that of the read that completed it, taken before anything is parsed.
+How late the loop sent a request is recorded too (`Outcome.lag`): a client that is too slow measures itself.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _MESSAGE_LENGTH = 300
 
 
 class StreamReader:
-    """Reads the server-sent events of one completion; `feed` takes the bytes as they come.
+    """Reads the server-sent events of one completion; `feed` is given the bytes as they arrive.
 
     A chunk's tokens are counted by its `token_ids`, else by its running `usage`; a server that sends neither counts as
     one token a chunk with text, and `exact` is False.
@@ -106,7 +106,7 @@ class Outcome:
     """One request. Times are in seconds on the clock of `time.perf_counter`.
 
     Attributes:
-        sent, ended: when its sending began, and when its answer had ended in whatever way.
+        sent, ended: when its sending began, and when its answer ended, complete or not.
         lag: how much later than planned it was sent.
         failure: None for a complete answer, else its HTTP status, `BROKEN`, `NO_CONNECTION` or `TIMEOUT`.
         message: what was wrong.
@@ -121,7 +121,7 @@ class Outcome:
 
 
 async def complete(client: httpx.AsyncClient, body: Mapping[str, Any], timeout: float, lag: float = 0.0) -> Outcome:
-    """Sends one completion and reads its stream to the end. Never raises for what a server or a network does.
+    """Sends one completion and reads its stream to the end. Failures of the server or the network are outcomes, not exceptions.
 
     Args:
         timeout: seconds for the whole request.
@@ -172,12 +172,12 @@ async def run_load(
     """Sends all requests, either each at its time or as many at once as `concurrency` says.
 
     Args:
-        arrivals: seconds after the start at which each request is sent, whatever became of the earlier ones.
+        arrivals: seconds after the start at which each request is sent, whether earlier ones have ended or not.
         timeout: seconds for each request.
         trust_env: whether the proxies of the environment are used.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    # Compressed chunks would come when the compressor pleases.
+    # A compressor would hold chunks back.
     headers = {"accept-encoding": "identity", **headers}
     async with httpx.AsyncClient(
         base_url=url,

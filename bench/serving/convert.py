@@ -1,9 +1,8 @@
-"""`bench convert`: how fast a checkpoint is converted and loaded, and how much host memory that takes.
+"""`bench convert`: how fast a checkpoint is converted and loaded, and how much host memory that needs.
 
-A checkpoint of random bf16 weights in Hugging Face layout is written first, with sharded files as the hub has them.
-Conversion and loading then run in a process of their own each, whose peak memory (ru_maxrss) counts; what the imports
-and jax's start alone take is given beside it. Every file is in the page cache, so this is the speed of the code, not
-of a disk.
+First a checkpoint of random bf16 weights is written in Hugging Face layout, in shards as on the hub. Conversion and
+loading then run in separate processes, whose peak memory (ru_maxrss) counts; the part that imports and jax's start need
+is given beside it. All files are in the page cache, so this is the speed of the code, not of a disk.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_checkpoint(folder: Path, at_least_bytes: int) -> int:
-    """Writes the checkpoint and returns its bytes: as many layers as it takes to reach `at_least_bytes`."""
+    """Writes the checkpoint, with as many layers as reach `at_least_bytes`, and returns its bytes."""
     base = LARGE if at_least_bytes >= 1024 * MIB else SMALL
     layers = 2
     while _bytes(shapes := _tensors(base | {"num_hidden_layers": layers})) < at_least_bytes:
@@ -132,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.worker:
         return work(arguments.worker)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-        # The device is asked for only after the workers: on a GPU, jax would take most of its memory from them.
+        # This process must not start jax before the workers: on a GPU it would take most of the memory.
         gpu = arguments.mib is None and _has_gpu()
         source, out = Path(scratch) / "source", Path(scratch) / "out"
         size = make_checkpoint(source, (arguments.mib or (2048 if gpu else 64)) * MIB)
@@ -172,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _parameter_bytes(source: Path) -> dict[str, int]:
-    """Bytes of each parameter that the conversion makes of several tensors or one."""
+    """Bytes of each parameter, which conversion makes from one tensor or several."""
     pieces = decoder_key_map(read_config(json.loads((source / "config.json").read_text())))
     return {".".join(map(str, path)): _bytes({p.name: p.shape for p in parts}) for path, parts in pieces.items()}
 

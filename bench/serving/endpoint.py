@@ -1,4 +1,4 @@
-"""The server that is measured: where it is, what it says about itself, and one of our own for the time of a run."""
+"""The server that is measured: its address, what it reports about itself, and a local one for the time of a run."""
 
 import os
 import re
@@ -34,7 +34,7 @@ class Counters:
     """Prometheus counters of speculation, under vLLM's names after any prefix, summed over engines.
 
     Attributes:
-        synthetic_length: the acceptance length that the server was told to pretend, if it was.
+        synthetic_length: the acceptance length that the server was told to simulate, if any.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -64,10 +64,10 @@ def read_counters(text: str) -> Counters | None:
 
 
 def acceptance(before: Counters | None, after: Counters | None) -> dict[str, Any] | None:
-    """What was verified between two readings; None without speculation.
+    """Acceptance between two readings; None without speculation.
 
-    `mean_length` is what a verified window yields, the target's own token counted (1 + accepted / windows), and `rate`
-    the part of the drafted tokens that was accepted; both are None where nothing was verified.
+    `mean_length` is the tokens of a verified window, the target's own included (1 + accepted / windows), and `rate` the
+    accepted part of the drafted tokens; both are None without a verified window.
     """
     if before is None or after is None:
         return None
@@ -107,7 +107,7 @@ class Endpoint:
     def first_model(self) -> str:
         """
         Raises:
-            ConfigError: nothing answers there, or not with a list of models.
+            ConfigError: no server answers, or not with a list of models.
         """
         try:
             response = self._get("/v1/models")
@@ -178,7 +178,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 class _Output:
-    """Reads all that a server prints, for a full pipe would stop it."""
+    """Reads everything that a server prints: a full pipe would block it."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._process = process
@@ -205,7 +205,7 @@ class _Output:
         while True:
             if self._process.poll() is not None:
                 self._thread.join()
-                last = self.tail.rpartition("\n")[2] or "it printed nothing"
+                last = self.tail.rpartition("\n")[2] or "it printed no line"
                 raise ConfigError(f"the server ended with code {self._process.returncode} before it was ready: {last}")
             if self._url is not None:
                 with suppress(httpx.HTTPError):  # /ready needs no key

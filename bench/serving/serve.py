@@ -1,25 +1,25 @@
-"""`bench serve`: load on an OpenAI-compatible server, measured where the users are: at the client.
+"""`bench serve`: load on an OpenAI-compatible server, measured at the client, where the users are.
 
-The server is the one at --url, or a `jaxspec serve` of this checkout that runs for as long as the benchmark and takes
-the flags after `--`. Prompts are random token ids (texts with --tokenizer), and each length is a number or MIN:MAX, drawn
-evenly; the same seed sends the same requests at the same times. Requests come at random with a mean rate
-(--request-rate, Poisson arrivals, whatever became of the earlier ones) or a number of them is kept running
+The server is the one at --url, or a `jaxspec serve` of this checkout that runs as long as the benchmark and is given the
+flags after `--`. Prompts are random token ids (texts with --tokenizer). Each length is a number or drawn evenly from
+MIN:MAX; the same seed sends the same requests at the same times. Requests arrive at random with a mean rate
+(--request-rate, Poisson arrivals, whether earlier ones have ended or not), or a number of them is kept running
 (--concurrency).
 
-Of complete answers are reported, each with mean, median and 99th percentile:
+Reported of complete answers, each with mean, median and 99th percentile:
 
 - time to first token: from the sending of the request to its first chunk with tokens;
 - inter-token latency: each token counts, a chunk of m tokens is m gaps (see bench/harness/latency.py);
-- inter-chunk latency: the time between two chunks, however many tokens they hold: what a reader sees;
+- inter-chunk latency: the time between two chunks, however many tokens they hold, which is what a reader sees;
 - time per output token: of each request, from first to last token over the tokens after the first;
 - end-to-end latency: from the sending to the end of the stream.
 
-Acceptance is read from the server's counters at /metrics before and after, so it is that of all its clients. Random
-prompts say nothing about a draft's quality, and neither does what is generated past an end-of-text token (--ignore-eos):
-for speed at a given acceptance there is `-- --synthetic-acceptance-length L`.
+Acceptance is read from the server's counters at /metrics before and after, so it covers all its clients. It does not
+tell a draft's quality for random prompts or for text past an end-of-text token (--ignore-eos): to measure speed at a
+given acceptance, use `-- --synthetic-acceptance-length L`.
 
-The exit code is 1 if a request failed otherwise than by a 429, or if a stream was not complete: no [DONE], no
-finish_reason, or another number of tokens than asked with --ignore-eos.
+The exit code is 1 if a request failed with anything but a 429, or if a stream was not complete: no [DONE], no
+finish_reason, or not as many tokens as asked for with --ignore-eos.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def _lengths(text: str) -> tuple[int, int]:
 
 
 def make_requests(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
-    """Bodies of /v1/completions; prompts and lengths depend on the seed and on nothing else."""
+    """Bodies of /v1/completions; prompts and lengths depend only on the options and the seed."""
     count, seed = arguments.num_requests, arguments.seed
     inputs, outputs, ids = (np.random.default_rng([seed, stream]) for stream in range(3))
     (shortest, longest), (fewest, most) = arguments.input_len, arguments.output_len
@@ -231,7 +231,7 @@ def run(arguments: argparse.Namespace) -> int:
     if any(
         flag.partition("=")[0].replace("_", "-") in ("--api-key", "--api-key-file") for flag in arguments.engine_flags
     ):
-        # The record holds the command, and the client could not read the key out of a file that may hold several.
+        # The record shows the command, and the client could not choose a key from a file with several.
         raise ConfigError(f"give the key of a server that the benchmark starts in ${_KEY_VARIABLE}, not as a flag")
     key = _key(arguments)
     if arguments.url:
@@ -244,10 +244,10 @@ def run(arguments: argparse.Namespace) -> int:
         with server.local_server(server.server_command(model, arguments.engine_flags)) as url:
             endpoint = server.Endpoint(url, key, trust_env=False)
             result = measure(endpoint, arguments, endpoint.first_model())
-        # The record asks this process for the device, which then need not be free for more than that.
+        # Only to name the device in the record: this process needs hardly any of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     print_table(result)
-    # What a server elsewhere runs on, this process cannot know.
+    # The device of a server elsewhere is unknown to this process.
     record.write(f"serve_{Path(result['model']).name}", result, arguments, with_device=not arguments.url)
     return 1 if result["failed"] else 0
 
@@ -276,7 +276,7 @@ def print_table(result: dict[str, Any]) -> None:
     if r["largest_send_lag_ms"] > _LAG_MS:
         print(f"requests were sent up to {r['largest_send_lag_ms']:.0f} ms late: this client is too slow for the load")
     if not r["token_counts_exact"]:
-        print("the server does not say how many tokens a chunk holds: each chunk counts as one in latencies")
+        print("the server does not report the tokens of a chunk: each chunk counts as one in latencies")
     rows = [
         [name, *(f"{figures[column]:.2f}" for column in ("mean", "p50", "p99"))]
         for key, name in LATENCIES.items()

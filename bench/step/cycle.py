@@ -2,7 +2,7 @@
 
 A cycle is one decode step of the engine with k drafted tokens: the target over a window of k + 1 tokens a row,
 verification, the draft's catch-up over the window, k - 1 further draft steps. Weights are random and hardly any draft is
-accepted: the times are those of cycles, whatever a trained draft would gain. Requests are prefilled by engines of the
+accepted: the times are those of cycles and do not depend on acceptance. Requests are prefilled by engines of the
 production runner, one for plain steps and two for each draft (skip on and off), and all have the same context. The
 drafts have the sizes that published ones have for such a target (bench/step/cycle_drafts.py).
 

@@ -1,4 +1,4 @@
-"""`bench step` beside vLLM's figures (`bench step_vllm`), and which of the engine's gates the two meet."""
+"""`bench step` beside vLLM's figures (`bench step_vllm`), and whether the engine's gates are met."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,17 +12,17 @@ MOST_MS_OF_ONE_ROW = 2.2
 
 
 class PeerError(JaxspecError):
-    """A file that holds no figures to compare with."""
+    """A file without figures to compare with."""
 
 
 def read_peers(files: Iterable[Path], *, tokens: int, context: int) -> dict[str, dict[str, Any]]:
-    """The results in `files`, by what they stand beside: "plain" steps or "cycle".
+    """The results in `files`, by what they are compared with: "plain" steps or "cycle".
 
     Args:
         tokens, context: this run's drafted tokens and prompt length, which must be theirs.
 
     Raises:
-        PeerError: a file is no such result, or of other sizes.
+        PeerError: a file is not such a result, or has other sizes.
     """
     peers: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -64,9 +64,9 @@ def add_peers(rows: Sequence[dict[str, Any]], peers: Mapping[str, Mapping[str, A
 
 
 def gates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each gate that there are figures for: its worst figure, of how many rows that is, and whether it is met.
+    """Each gate with figures: the worst one, its row count, and whether the gate is met.
 
-    All are gates of the shape that the peer was timed on, so without a peer there are none.
+    The bounds are for the shape that the peer was timed on, so without a peer there are no gates.
     """
     out = []
 

@@ -115,7 +115,7 @@ def _check(out: Any) -> None:
 class Load:
     """An engine whose requests have been prefilled and decode; any number of them can be made to run.
 
-    Each measurement starts from the same state: `rewind` takes back what the last one generated.
+    Each measurement starts from the same state: `rewind` drops what the last one generated.
 
     Args:
         depth: readout depth of the engine's own loop.
@@ -251,7 +251,7 @@ class Load:
         return {rows: statistics.median(t[WARMUP_STEPS:]) for rows, t in times.items()}
 
     def times_ahead(self, order: Sequence[int], steps: int) -> AheadTimes:
-        """Steps that nobody reads before the last has been dispatched: medians of three runs."""
+        """Steps that are read only after the last has been dispatched: medians of three runs."""
         self.rewind()
         self._dispatch(order, WARMUP_STEPS * len(order))
         self._drain()

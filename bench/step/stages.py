@@ -16,7 +16,7 @@ _CONTAINERS = ("while", "conditional", "call")
 
 
 def stage_shares(load: Load, rows: int) -> dict[str, float]:
-    """The part of a step's device time that each of its stages takes, from a trace, so after all timing.
+    """The part of a step's device time that each of its stages needs, from a trace, so after all timing.
 
     Operations are traced one by one: graphs must not be kept (`bench.harness.trace.keep_graphs`).
     """

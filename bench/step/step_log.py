@@ -4,8 +4,8 @@
      "device_ms": 13.9, "prefill": [{"request": "r1", "start": 64, "tokens": 50, "final": false, "emitted": 0}],
      "decode": [{"request": "r0", "emitted": 3, "accepted": 2}], "waiting": 4}
 
-`start` and `end` are seconds since the engine started, at which the step was dispatched and its output had been read.
-Keys that are not known are passed over.
+`start` and `end` are seconds since the engine started: when the step was dispatched, and when its output had been read.
+Unknown keys are ignored.
 """
 
 import json
@@ -19,7 +19,7 @@ from jaxspec.errors import JaxspecError
 
 
 class StepLogError(JaxspecError):
-    """A line that is no step, or an order of lines that no engine writes. Its text names the line."""
+    """A line that is not a step, or lines in an order that no engine writes. The message names the line."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _step(value: Any, previous: float) -> Step:
     rows = [Row(_get(r, "request", str), _count(r, "tokens"), _count(r, "emitted"), 0) for r in prefill]
     for row in decode:
         emitted = _count(row, "emitted")
-        # A stop inside the window cuts off what was accepted behind it.
+        # A stop inside the window cuts off what was accepted after it.
         rows.append(Row(_get(row, "request", str), 0, emitted, min(_count(row, "accepted"), emitted)))
     return Step(
         _count(line, "step"),

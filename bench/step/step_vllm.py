@@ -1,20 +1,20 @@
-"""`bench step_vllm`: vLLM's step, cycle and prompt rates on a random checkpoint, for `bench step --peer` to stand beside.
+"""`bench step_vllm`: vLLM's step, cycle and prompt rates on a random checkpoint, to compare with in `bench step --peer`.
 
     python -m bench step_vllm make FOLDER       writes the checkpoint
     python -m bench step_vllm vllm FOLDER       times vLLM over it: vllm_plain.json and vllm_mtp.json
     python -m bench step --model FOLDER --peer FOLDER/vllm_plain.json FOLDER/vllm_mtp.json
 
-The stages need not share an environment. The checkpoint has Hugging Face layout and a NextN (MTP) layer, with that
-layer's copies of embedding and head. Projections and experts are N(0, 0.02), embeddings N(0, 1), norms 1, router biases
-0: routing spreads over all experts, where weights of zeros or of one constant would send every token to the same ones.
+The stages may run in different environments. The checkpoint has Hugging Face layout and a NextN (MTP) layer with its
+copies of embedding and head. Projections and experts are N(0, 0.02), embeddings N(0, 1), norms 1, router biases 0: so
+routing spreads over all experts, where constant weights would send every token to the same ones.
 
-A row count's figures come from greedy requests with new random prompts each time: the time for one token each, and the
-time for N + 1 tokens each. Their difference over N is the time per output token; the tokens of all prompts over the
-first one the prompts' rate. Medians of the repeats. Prompts are not shared between requests, CUDA graphs are on, and
-everything else is as vLLM decides.
+The figures of a row count come from greedy requests with new random prompts each time: the time for one token each, and
+the time for N + 1 tokens each. Their difference over N is the time per output token; the prompts' tokens over the first
+time are the prompt rate. Medians of the repeats. Prefix caching is off, CUDA graphs are on, and everything else is
+vLLM's default.
 
 With MTP a cycle yields one token and the drafts that were accepted, so that the time per token is at most the time of a
-cycle: here random weights draft for random weights, and next to nothing is accepted (`bench step` says how much).
+cycle: with random weights hardly any draft is accepted (`bench step` says how many).
 """
 
 import argparse
@@ -36,22 +36,22 @@ from bench.harness.arguments import numbers
 
 ROWS = (1, 4, 16, 32, 64, 128)
 CONTEXT = 1024
-# Drafted tokens of each method, and the output tokens behind the first one whose time is taken: `bench step` times the
-# same number of steps, so that contexts grow alike.
+# Drafted tokens of each method, and the output tokens after the first one that are timed: `bench step` times the same
+# number of steps, so that contexts grow alike.
 DRAFTED = {"plain": 0, "mtp": 3}
 OUTPUT_TOKENS = {"plain": 128, "mtp": 64}
 WARM_UP_TOKENS = 8
 SHARD_BYTES = 4 * 2**30
 STD = 0.02
 
-# What vLLM and transformers ask of a config.json beside the sizes.
+# What vLLM and transformers need in a config.json besides the sizes.
 HF_CONFIG: dict[str, Any] = {
     "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "moe_layer_freq": 1,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
-# Generates exactly that many tokens behind each of the prompts.
+# Generates exactly so many tokens for each prompt.
 Generate = Callable[[Sequence[Sequence[int]], int], None]
 
 
@@ -143,7 +143,7 @@ def measure(
     vocab_size: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Figures of `rows` requests of `context` tokens, and `steps` output tokens behind the first one.
+    """Figures of `rows` requests of `context` tokens, and `steps` output tokens after the first one.
 
     Returns:
         Seconds of the first token and of all of them, medians; "step_ms", the median of the runs' time per output token,
@@ -237,7 +237,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     words = sys.argv[2:] if sys.argv[1:2] == ["bench"] else sys.argv[1:]  # through the script `jaxspec`, or not
     for method in DRAFTED:
-        # A process each: nothing else gives a device's memory back for certain.
+        # A process each: only its end frees the device's memory for certain.
         code = subprocess.run([sys.executable, "-m", "bench", *words, "--only", method], check=False).returncode
         if code:
             return code
@@ -248,4 +248,4 @@ def _time_vllm(arguments: argparse.Namespace, method: str) -> None:
     result = run_vllm(arguments, method)
     out = (arguments.results or arguments.folder) / f"vllm_{method}.json"
     where = argparse.Namespace(out=out, commit=arguments.commit)
-    record.write(out.stem, result, where, with_device=False)  # jax takes no part
+    record.write(out.stem, result, where, with_device=False)  # jax does not run here

@@ -1,12 +1,12 @@
-"""`bench timeline`: a step log as a picture, and what it comes to.
+"""`bench timeline`: a step log as a picture, and a summary of it.
 
 Time runs to the right, each request has a lane, and a lane on top shows the steps with their buckets. A step is drawn
 from its start, or from the end of the step before where that is later (with late readout steps overlap), to its end.
 
-The summary counts the steps that lie at least in part between --from and --to. The idle part is the share of that time,
-from the first of these steps to the last, in which none of them was on. A token's time is the end of its step, and
-between-token latency counts each token (see bench/harness/latency.py); it is given for each group of requests (--group), and
-apart for tokens of steps that also prefill, which is what a long prompt costs the others.
+The summary counts the steps that are at least partly between --from and --to. The idle part is the share of the time
+from the first of these steps to the last in which none of them ran. A token's time is the end of its step, and
+inter-token latency counts each token (see bench/harness/latency.py); it is given for each group of requests (--group),
+and separately for tokens of steps that also prefill, which shows what a long prompt costs the others.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cut(steps: Sequence[Step], begin: float | None, end: float | None) -> list[Step]:
-    """The steps of which something is drawn between the two times (s)."""
+    """The steps that are at least partly between the two times (s)."""
     return [s for s in steps if (begin is None or s.end > begin) and (end is None or s.begin < end)]
 
 

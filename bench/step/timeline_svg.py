@@ -34,7 +34,7 @@ class _Lane:
     def add(self, colour: str, top: float, height: float, x: float, width: float) -> None:
         run = self.pieces[colour, top, height]
         if run and width < 1 and x - sum(run[-1]) < 0.05:
-            run[-1][1] = x + width - run[-1][0]  # nobody can tell such pieces apart, and they would fill the file
+            run[-1][1] = x + width - run[-1][0]  # too small to tell apart, and many: one piece keeps the file small
         else:
             # A hair's breadth between steps that are wide enough to be seen.
             run.append([x, width - 0.5 if width > 3 else width])
@@ -48,7 +48,7 @@ def draw(steps: Sequence[Step], begin: float, end: float, width: int = 1600) -> 
     drafts that were accepted with it: the greener, the more tokens a step.
 
     Args:
-        steps: those of which something lies in that time, at least one.
+        steps: those that are at least partly in that time, at least one.
         width: of the whole picture in pixels.
     """
     plot = width - _LABELS - _RIGHT
