@@ -1,4 +1,4 @@
-"""Warnings of other packages that a user of jaxspec can do nothing about: all that is hidden, and why.
+"""Hides warnings of other packages that a user of jaxspec can do nothing about: the whole list, with reasons.
 
 Errors are never hidden, and an environment variable that the user has set stays as it is.
 """
@@ -8,7 +8,7 @@ import os
 
 # Read by the packages when they are imported.
 ENVIRONMENT = {
-    # The C++ log of XLA has levels but no filters; 2 leaves out warnings. One comes up on every GPU while XLA times
+    # XLA's C++ log has levels but no filters; 2 leaves out warnings. The usual one comes on a GPU while XLA times
     # kernels ("Delay kernel timed out: measured time has sub-optimal accuracy"), others now and then while it compiles.
     # jax's own default, 1, would show them.
     "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
 
-# Name of a Python logger -> how the messages that it drops are told.
+# Name of a Python logger -> a text that the messages it drops contain.
 MESSAGES = {
     # For Mistral's tokenizers, but given for every large vocabulary whose config.json names no model_type. No
     # architecture that jaxspec supports uses them.
@@ -25,7 +25,7 @@ MESSAGES = {
 
 
 def install() -> None:
-    """Hides them in this process. `import jaxspec` does so, before anything of jaxspec imports jax."""
+    """Hides them in this process. `import jaxspec` calls this before any of its modules imports jax."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name, text in MESSAGES.items():
