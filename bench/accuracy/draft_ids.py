@@ -21,8 +21,6 @@ float32 means that there jaxspec prefers vLLM's token.
 
 import argparse
 import json
-import math
-import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -30,41 +28,13 @@ from typing import Any
 
 import numpy as np
 
+from bench.accuracy.draft_ids_checkpoints import COMMON, DRAFTS, make, make_prompts
+from bench.accuracy.draft_ids_vllm import NUM_DRAFTS, run_vllm
 from bench.harness import record
 
-NUM_DRAFTS = 3
 DTYPES = ("bfloat16", "float32")
 # In nats, of the draft's log-probabilities in float32, where both engines are nearly exact.
 EXACT = 1e-3
-
-_COMMON: dict[str, Any] = {
-    "torch_dtype": "bfloat16", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024,
-    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048, "hidden_act": "silu",
-    "attention_bias": False, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2,
-}  # fmt: skip
-# Sizes of attention as published: kernels are built for them.
-MTP: dict[str, Any] = _COMMON | {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 3,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 256, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 16,
-    "num_experts_per_tok": 4, "moe_intermediate_size": 256, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1,
-}  # fmt: skip
-# Eight layers: the default choice of captured layers, (2, L // 2, L - 3), must be three different ones.
-TARGET: dict[str, Any] = _COMMON | {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "mlp_bias": False,
-}  # fmt: skip
-EAGLE3: dict[str, Any] = TARGET | {
-    "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2048,
-}  # fmt: skip
-
-# vLLM's NextN layer reads a zero embedding with the first hidden state of a text; jaxspec, like the other engines, the
-# second token's. Every prompt has this token there, whose embedding is zero, so that both read the same.
-BLANK = 1
-
-DRAFTS = {"mtp": None, "eagle3": "eagle3-head"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,185 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=16, metavar="N", help="for vllm (default: 16)")
     parser.add_argument("--tokens", type=int, default=32, metavar="N", help="for vllm: of each output (default: 32)")
     record.add_arguments(parser)
-
-
-def make(folder: Path, seed: int = 0) -> None:
-    """Writes the folders mtp, eagle3 and eagle3-head: Hugging Face layout, bfloat16, the same bits for one seed."""
-    from jaxspec.models.decoder import decoder_key_map
-    from jaxspec.models.eagle3 import eagle3_key_map, read_eagle3_config
-    from jaxspec.models.mtp import nextn_key_map
-    from jaxspec.models.registry import read_config
-
-    rng = np.random.default_rng(seed)
-    config = read_config(MTP)
-    tensors = _random_tensors(rng, _shapes(decoder_key_map(config)) | _shapes(nextn_key_map(config)))
-    nextn = f"model.layers.{config.num_layers}."
-    tensors[f"{nextn}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    tensors[f"{nextn}shared_head.head.weight"] = tensors["lm_head.weight"]
-    _write(folder / "mtp", MTP, tensors)
-
-    _write(folder / "eagle3", TARGET, _random_tensors(rng, _shapes(decoder_key_map(read_config(TARGET)))))
-
-    head = read_eagle3_config(EAGLE3)
-    pieces = eagle3_key_map(head, prefix="midlayer.", own_embedding=False, own_head=True)
-    tensors = _random_tensors(rng, _shapes(pieces))
-    V, Vd = head.model.vocab_size, head.draft_vocab_size
-    chosen = np.sort(rng.permutation(V)[:Vd])
-    tensors["d2t"] = chosen - np.arange(Vd)
-    tensors["t2d"] = np.isin(np.arange(V), chosen)
-    _write(folder / "eagle3-head", EAGLE3, tensors)
-
-
-def _shapes(pieces: Any) -> dict[str, tuple[int, ...]]:
-    return {piece.name: piece.shape for group in pieces.values() for piece in group}
-
-
-def _random_tensors(rng: np.random.Generator, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """float32. Weights N(0, 1 / fan_in), embeddings N(0, 1), norms U(0.5, 1.5), router biases N(0, 0.1)."""
-    out = {}
-    for name, shape in shapes.items():
-        if "norm" in name:
-            out[name] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
-            continue
-        value = rng.standard_normal(shape, np.float32)
-        if "bias" in name:
-            value *= 0.1
-        elif "embed" in name:
-            value[BLANK] = 0
-        else:
-            value /= math.sqrt(shape[-1])
-        # Which of two equally good experts comes fourth is a near-tie too: no single one may decide a token.
-        if "mlp.experts" in name and "down_proj" in name:
-            value *= 0.5
-        out[name] = value
-    return out
-
-
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    import ml_dtypes
-    from safetensors.numpy import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    half = {
-        name: value if value.dtype != np.float32 or "bias" in name else value.astype(ml_dtypes.bfloat16)
-        for name, value in tensors.items()
-    }
-    save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def make_prompts(count: int, vocab_size: int) -> list[list[int]]:
-    """Random ids, from 3 tokens to some pages of them; see BLANK."""
-    rng = np.random.default_rng(1)
-    lengths = np.geomspace(3, 300, count).round().astype(int)
-    prompts = [rng.integers(3, vocab_size, n).tolist() for n in lengths]
-    return [[prompt[0], BLANK, *prompt[2:]] for prompt in prompts]
-
-
-class Recorder:
-    """Keeps what vLLM's proposer returns, one request at a time.
-
-    Attributes:
-        steps: of the current request: "known", how many of its tokens were known, the newest one included; "newest",
-            that token; "drafts"; and "gaps", by how much each leads the second choice, in nats.
-    """
-
-    def __init__(self, proposer: Any):
-        self.steps: list[dict[str, Any]] = []
-        self._gaps: list[float] = []
-        inner = proposer.propose
-        recorder = self
-
-        def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
-            bound = _bind(inner, self, args, kwargs)
-            positions, last = bound["target_positions"], bound["token_indices_to_sample"]
-            position = int(positions[-1] if last is None else positions[last[0]])
-            newest = int(bound["next_token_ids"][0])  # read now: the proposer may reuse the buffers
-            recorder._gaps = []
-            drafts = inner(self, *args, **kwargs)
-            recorder.steps.append(
-                {
-                    "known": position + 2,
-                    "newest": newest,
-                    "drafts": drafts[0].tolist(),
-                    "gaps": recorder._gaps,
-                }
-            )
-            return drafts
-
-        def greedy_sample(self: Any, hidden_states: Any) -> Any:
-            logits = self.model.compute_logits(hidden_states)
-            two = logits[0].float().topk(2).values
-            recorder._gaps.append(float(two[0] - two[1]))
-            return logits.argmax(dim=-1)
-
-        proposer.propose = propose
-        proposer._greedy_sample = greedy_sample
-
-
-def _bind(function: Any, *call: Any) -> dict[str, Any]:
-    import inspect
-
-    owner, args, kwargs = call
-    bound = inspect.signature(function).bind(owner, *args, **kwargs)
-    return dict(bound.arguments)
-
-
-def run_vllm(folder: Path, prompts: Sequence[Sequence[int]], tokens: int, dtype: str) -> dict[str, dict[str, Any]]:
-    """vLLM's outputs and drafts, by name of the checkpoint; one prompt at a time, greedy."""
-    # In this process, and with the runner whose proposer is patched.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    import vllm
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-    recorder = Recorder(SpecDecodeBaseProposer)
-    out = {}
-    for name in DRAFTS:
-        engine = _vllm_engine(folder, name, dtype)
-        runs = [_run_prompt(engine, recorder, prompt, tokens) for prompt in prompts]
-        out[name] = {"vllm": vllm.__version__, "dtype": dtype, "runs": runs}
-        del engine
-        cleanup_dist_env_and_memory()
-    return out
-
-
-def _vllm_engine(folder: Path, name: str, dtype: str) -> Any:
-    import vllm
-
-    head = DRAFTS[name]
-    speculation: dict[str, Any] = {"num_speculative_tokens": NUM_DRAFTS, "method": "mtp"}
-    if head is not None:
-        speculation |= {"method": "eagle3", "model": str(folder / head)}
-    return vllm.LLM(
-        model=str(folder / name),
-        skip_tokenizer_init=True,
-        dtype=dtype,
-        speculative_config=speculation,
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=4,
-        max_num_batched_tokens=1024,
-        gpu_memory_utilization=0.3,
-        enable_prefix_caching=False,
-        async_scheduling=False,
-    )
-
-
-def _run_prompt(engine: Any, recorder: Recorder, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    import vllm
-
-    params = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    recorder.steps = []
-    [result] = engine.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
-    output = [int(t) for t in result.outputs[0].token_ids]
-    text = [*prompt, *output]
-    # The last step may have gone past the end of the output.
-    steps = [step for step in recorder.steps if step["known"] <= len(text)]
-    if wrong := [step for step in steps if text[step["known"] - 1] != step["newest"]]:
-        raise RuntimeError(f"the proposer's newest token is not the text's: {wrong[0]}")
-    return {"prompt": list(prompt), "output": output, "steps": steps}
 
 
 def run_jaxspec(
@@ -394,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
         make(folder)
         return 0
     if arguments.stage == "vllm":
-        prompts = make_prompts(arguments.prompts, _COMMON["vocab_size"])
+        prompts = make_prompts(arguments.prompts, COMMON["vocab_size"])
         for name, drafted in run_vllm(folder, prompts, arguments.tokens, arguments.dtype).items():
             (folder / f"{name}.json").write_text(record.dumps(drafted))
         return 0

@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DeepseekV3ForCausalLM
 
+from bench.demo_training.cards import write_draft_card
 from bench.demo_training.corpus import Corpus, build_corpus
-from bench.demo_training.eagle3 import CONFIGS, LAYER_IDS, Eagle3Head, load_head, write_head
-from bench.demo_training.evaluation import evaluate_drafts, fill, load_target
+from bench.demo_training.eagle3 import CONFIGS, Eagle3Head, load_head, write_head
+from bench.demo_training.evaluation import evaluate_drafts, load_target
 from bench.demo_training.model import DRAFT_STEPS, Target, rope_at, to_bfloat16, write_json
 from bench.demo_training.training import MuonAdam, Windows, describe_environment, prepare_for_training
 
@@ -172,66 +172,6 @@ def verify(trainer: DraftTrainer, model: Target, exported: dict[str, Eagle3Head]
             "relative_logit_difference_of_training_and_library_forward": round(difference.item(), 6),
         }
     return report
-
-
-def write_draft_card(folder: Path, name: str, results: dict) -> None:
-    """The card of one head; every figure in it comes from `results`."""
-    head, training, environment = results["heads"][name], results["training"], results["environment"]
-    config, evaluation = CONFIGS[name], head["evaluation"]
-    ids = config["eagle_config"][LAYER_IDS]
-    kind = "ids of the layers that put them out" if ids[0] == 1 else "ids of the layers that take them in"
-    if config["model_type"] == "llama":
-        layer = (f"one Llama layer ({config['num_attention_heads']} query and {config['num_key_value_heads']} key heads "
-                 f"of {config['head_dim']}, half rope without scaling)")  # fmt: skip
-        vocabulary = (f"It drafts the {config['draft_vocab_size']} most frequent of the {config['vocab_size']} tokens "
-                      f"({head['vocabulary_coverage']:.1%} of the training text): `target_id = j + d2t[j]`.")  # fmt: skip
-    else:
-        layer = (f"one MLA layer ({config['num_attention_heads']} heads, latent {config['kv_lora_rank']} + "
-                 f"{config['qk_rope_head_dim']}, interleaved rope, YaRN and softmax scale as in the target)")  # fmt: skip
-        vocabulary = "It drafts in the full vocabulary."
-    held_out = [
-        f"| {m['window']} | {' / '.join(f'{a:.1%}' for a in m['draft_agreement_by_step'])} | "
-        f"{' / '.join(f'{a:.1%}' for a in m['draft_overlap_at_temperature_1_by_step'])} |"
-        for m in evaluation["held_out"]
-    ]
-    decoding = [
-        f"| {d['temperature']} | {d['mean_acceptance_length']:.2f} | "
-        f"{' / '.join(f'{a:.1%}' for a in d['acceptance_by_position'])} | {d['verify_steps']} |"
-        for d in evaluation["speculative_decoding"]
-    ]
-    first = evaluation["speculative_decoding"][0]
-    sections = [
-        f"---\nlicense: apache-2.0\ntags: [eagle3, speculative-decoding, demo]\n---\n\n# jaxspec demo {name}",
-        fill(
-            f"An EAGLE3 draft head (`{config['architectures'][0]}`, bf16, {head['parameters']:,} parameters) for the",
-            f"demo model in `../target`: {layer} and a dense MLP of {config['intermediate_size']}. {vocabulary} The",
-            "embedding is the target's and not stored; the output head is the draft's own. Like the target it is for",
-            "demonstrations and tests only. Licence: Apache-2.0.",
-        ),
-        fill(
-            f"It captures the residual stream entering the target's layers {head['captured_layer_inputs']} (counted from",
-            f"0), written in the configuration as {ids}: {kind}. A list that begins with 1 is of the first kind.",
-        ),
-        fill(
-            f"Trained with the target frozen, {training['steps']} steps over {training['tokens'] / 1e6:.0f} M tokens in",
-            f"{training['seconds'] / 60:.1f} minutes on one {environment['device']}, both heads in the same run: KL",
-            f"divergence from the target's distribution over {DRAFT_STEPS} draft steps, in which the head reads its own",
-            "hidden states. The text is the target's own training corpus, described in `../target/README.md`. Measured",
-            f"on its held-out part with this folder's weights ({results['arithmetic']}):",
-        ),
-        "| window | draft's first choice is the target's, draft step 1 / 2 / 3 | overlap of the distributions |\n"
-        "| --- | --- | --- |\n" + "\n".join(held_out),
-        "In this table each draft step is fed the text's own tokens.",
-        fill(
-            f"Speculative decoding of {first['new_tokens_per_prompt']} tokens after {first['prompts']} held-out prompts",
-            f"with k = {first['k']}; the draft proposes its first choices and the target keeps those it decodes itself.",
-        ),
-        "| temperature | tokens per verification | draft positions 1 / 2 / 3 accepted | verifications |\n"
-        "| --- | --- | --- | --- |\n" + "\n".join(decoding),
-        "Every figure: the repository's `bench/results/train_eagle3.json`. To train both heads again:",
-        "    python -m bench.demo_training --out DIR --drafts",
-    ]  # fmt: skip
-    (folder / "README.md").write_text("\n\n".join(sections) + "\n")
 
 
 def train_drafts(args: argparse.Namespace, device: torch.device) -> None:

@@ -23,7 +23,7 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,12 @@ from bench.harness.ceilings import read_bandwidth
 from bench.harness.models import SHAPES, Weights, mesh_of_one
 from bench.harness.timing import ms
 from bench.step.cycle_drafts import DRAFTS, declare_draft, draw_draft
+from bench.step.cycle_report import print_tables
 from bench.step.engines import build_engine, warm_up
 from bench.step.floor import Floor
 from bench.step.load import Load
 from bench.step.sizes import Sizes, default_budget
-from bench.step.stages import cells, split, stage_shares
+from bench.step.stages import split, stage_shares
 from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, np_dtype, resolve_dtype
 from jaxspec.engine.engine import Engine
@@ -291,33 +292,3 @@ def add_splits(rows: Iterable[dict[str, Any]], loads: Mapping[Variant, Load]) ->
         for name, figures in row["drafts"].items():
             parts = stage_shares(loads[Variant(name)], row["rows"])
             figures["split_ms"] = split(figures["skip_on"]["ahead_ms"], parts)
-
-
-def print_tables(result: dict[str, Any]) -> None:
-    print(
-        f"{result['model']}, {result['layers']} layers, {result['dtype']}, {result['context']} tokens of context, "
-        f"{result['drafted_tokens']} drafts a cycle; {result['executables']} executables in "
-        f"{result['compile_seconds']} s; ms a step"
-    )
-    header = ["rows", "draft", "ahead", "skip off", "saved", "x plain", "read", "floor", "of ahead", "same drafts"]
-    lines: list[list[str]] = []
-    splits: list[list[str]] = []
-    for row in result["rows"]:
-        rows, plain = str(row["rows"]), row["plain"]
-        lines.append([rows, "none", f"{plain['ahead_ms']:.2f}", "", "", "", *_tail(plain, plain), ""])
-        for name, f in row["drafts"].items():
-            on, off = f["skip_on"], f["skip_off"]
-            times = [on["ahead_ms"], off["ahead_ms"], f["saved_ms"], f["times_plain"]]
-            same = f"{100 * f['check']['same_drafts']:.1f} %"
-            lines.append([rows, name, *(f"{value:.2f}" for value in times), *_tail(on, f), same])
-            if "split_ms" in f:
-                splits.append([rows, name, *cells(f["split_ms"])])
-    print(record.table(header, lines))
-    if splits:
-        print("where a cycle goes, skip on (catch-up: with the first draft; draft steps: the others)")
-        print(record.table(["rows", "draft", "target", "verify", "catch-up", "draft steps", "cycle"], splits))
-
-
-def _tail(times: dict[str, float], figures: dict[str, Any]) -> Sequence[str]:
-    floor = figures["floor_ms"]
-    return [f"{times['read_ms']:.2f}", f"{floor:.3f}", f"{100 * floor / times['ahead_ms']:.0f} %"]

@@ -1,7 +1,7 @@
 """Where the time of a cycle goes: device time by the scopes that the step names in its operations."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from bench.step.load import Load
@@ -53,9 +53,3 @@ def shares(trace: Any, stages: Mapping[str, str]) -> dict[str, float]:
 def split(step_ms: float, parts: Mapping[str, float]) -> dict[str, float]:
     """Milliseconds of each stage, which sum to the step's."""
     return {name: round(step_ms * part, 4) for name, part in parts.items()}
-
-
-def cells(split_ms: Mapping[str, float]) -> Sequence[str]:
-    """Of a table: each stage with its share, and the whole."""
-    total = sum(split_ms.values())
-    return [*(f"{t:.2f} ({100 * t / total:.0f} %)" for t in split_ms.values()), f"{total:.2f}"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.accuracy import draft_ids
+from bench.accuracy import draft_ids, draft_ids_checkpoints
 from bench.accuracy.parity import Predictions, choose_windows, compare, top_and_gap
 from bench.harness import record
 from bench.harness.models import SHAPES, mesh_of_one
@@ -81,9 +81,9 @@ def test_draft_ids_checkpoints_convert(tmp_path, monkeypatch):
         "num_key_value_heads": 2, "kv_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 8, "head_dim": 16,
     }  # fmt: skip
     for name in ("MTP", "TARGET", "EAGLE3"):
-        monkeypatch.setattr(draft_ids, name, getattr(draft_ids, name) | small)
-    monkeypatch.setattr(draft_ids, "EAGLE3", draft_ids.EAGLE3 | {"draft_vocab_size": 32})
-    draft_ids.make(tmp_path)
+        monkeypatch.setattr(draft_ids_checkpoints, name, getattr(draft_ids_checkpoints, name) | small)
+    monkeypatch.setattr(draft_ids_checkpoints, "EAGLE3", draft_ids_checkpoints.EAGLE3 | {"draft_vocab_size": 32})
+    draft_ids_checkpoints.make(tmp_path)
     parts = {name: read_manifest(convert_checkpoint(tmp_path / name, tmp_path / f"{name}-out")).parts
              for name in ("mtp", "eagle3", "eagle3-head")}  # fmt: skip
     assert MTP in parts["mtp"]
@@ -93,8 +93,8 @@ def test_draft_ids_checkpoints_convert(tmp_path, monkeypatch):
 
 
 def test_draft_ids_prompts_hide_the_first_position():
-    prompts = draft_ids.make_prompts(16, 4096)
-    assert {prompt[1] for prompt in prompts} == {draft_ids.BLANK}
+    prompts = draft_ids_checkpoints.make_prompts(16, 4096)
+    assert {prompt[1] for prompt in prompts} == {draft_ids_checkpoints.BLANK}
     assert (len(prompts[0]), len(prompts[-1])) == (3, 300)
 
 
