@@ -157,14 +157,16 @@ def local_server(command: Sequence[str]) -> Iterator[str]:
         env={**os.environ, "PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C is for the client, which then stops the server
     )
-    output = _Output(process)
+    output: _Output | None = None
     try:
+        output = _Output(process)
         yield output.wait_until_ready()
         if process.poll() is not None:
             print(f"the server ended by itself with code {process.returncode}:\n{output.tail}", file=sys.stderr)
     finally:
         _stop(process)
-        output.close()
+        if output is not None:
+            output.close()
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -276,7 +276,10 @@ def test_a_server_of_its_own(tmp_path, monkeypatch, capsys):
 def test_sigterm_stops_its_server(tmp_path):
     """Which is not ready yet, as while it compiles."""
     started = tmp_path / "started"
-    server = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
+    # By then the benchmark knows of its server, also on a busy machine.
+    server = (
+        f"import os, time; time.sleep(1); open({str(started)!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(600)"
+    )
     script = (
         "import sys; from bench.serving import endpoint; from bench.__main__ import main\n"
         f"endpoint.server_command = lambda model, flags: [sys.executable, '-c', {server!r}]\n"
