@@ -261,9 +261,7 @@ def run(arguments: argparse.Namespace) -> int:
         of_drafts = {name: checks[name, n] for name in arguments.drafts}
         rows.append({"rows": n, "compiles_while_measuring": after} | row_figures(times, floors, of_drafts, sizes, n))
         told(f"{n} rows measured")
-    if arguments.split:
-        add_splits(rows, loads)
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "cycle",
         "model": arguments.model,
         "layers": weights[PLAIN].model.config.num_layers,
@@ -278,11 +276,18 @@ def run(arguments: argparse.Namespace) -> int:
         "read_bandwidth_bytes_per_s": bandwidth,
         "executables": sum(len(engine.runner.buckets) for engine in engines.values()),
         "compile_seconds": round(compile_seconds, 1),
-        "seconds": round(time.perf_counter() - began, 1),
         "rows": rows,
     }
+
+    def save() -> None:
+        result["seconds"] = round(time.perf_counter() - began, 1)
+        record.write(f"cycle_{arguments.model}", result, arguments)
+
+    if arguments.split:
+        save()  # before tracing, which may crash the process
+        add_splits(rows, loads)
+    save()
     print_tables(result)
-    record.write(f"cycle_{arguments.model}", result, arguments)
     return 0
 
 
