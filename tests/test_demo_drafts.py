@@ -98,7 +98,7 @@ def test_acceptance_has_a_floor(draft, k, llm_with, reference):
 def test_a_broken_draft_changes_the_floor_and_no_text(demo_llm, reference):
     """Embedding and hidden state in the wrong order, as in the paper's formula and not as in the checkpoint."""
     runner = demo_llm.engine.runner
-    eh_proj = np.asarray(runner._params[1]["eh_proj"].get_value())
+    eh_proj = np.asarray(runner.params[1]["eh_proj"].get_value())
     swapped = np.concatenate(np.split(eh_proj, 2, axis=1)[::-1], axis=1)
     with exchanged(runner, draft={"eh_proj": swapped}):
         assert acceptance_length(demo_llm, reference[:8]) < FLOOR - 1

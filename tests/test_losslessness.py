@@ -27,7 +27,7 @@ def log_p_of_texts(runner, length):
     """Jitted: ids [length] -> the target's logits [length, V], in one pass over a cache of its own."""
     size = runner.settings.page_size
     pages = length // size
-    model = nnx.merge(runner._graphdefs[0], runner._params[0])
+    model = nnx.merge(runner.graphdefs[0], runner.params[0])
     meta = single_request(0, length, pages=pages, page_size=size, prefill=True)
 
     @jax.jit
@@ -46,7 +46,7 @@ def logged_windows(engine, batch):
         for request, accepted in zip(step.plan.decode, step.accepted[len(step.plan.prefill) :], strict=True):
             windows.append((request, len(request.tokens), int(accepted), log_q[request.slot].copy()))
 
-    former, engine._observer = engine._observer, look
+    former, engine.observer = engine.observer, look
     try:
         for request in batch:
             engine.add(request)
@@ -54,7 +54,7 @@ def logged_windows(engine, batch):
             log_q = np.asarray(engine.runner.state.draft_log_q)  # what the coming step's drafts were drawn from
             engine.step()
     finally:
-        engine._observer = former
+        engine.observer = former
     return windows
 
 
@@ -105,7 +105,7 @@ SEEDS = 1200
 def peaked(runner):
     """Parameters of a target that mostly looks at its last token, and of a draft that sees that one less clearly."""
     H, rng = 32, np.random.default_rng(7)
-    target, draft = (None if s is None else jax.tree.map(np.asarray, nnx.to_pure_dict(s)) for s in runner._params)
+    target, draft = (None if s is None else jax.tree.map(np.asarray, nnx.to_pure_dict(s)) for s in runner.params)
     head = rng.standard_normal(target["head"]["weight"].shape) * 3 / H**0.5
     out = {"target": {"head": {"weight": head}, "layers": {i: quiet(layer) for i, layer in target["layers"].items()}}}
     if draft is not None:

@@ -44,7 +44,7 @@ class Engine:
     Args:
         eos_token_ids: ids that end every output unless its request ignores them. Nobody else needs to know them.
         seed: of the generator that seeds requests without a seed of their own.
-        observer: sees every step's output before its tokens are accepted.
+        observer: sees every step's output before its tokens are accepted; may be exchanged between steps.
         step_log: sees every step with its times.
 
     Attributes:
@@ -63,7 +63,7 @@ class Engine:
     ):
         self.runner = runner
         self.step_log = step_log
-        self._observer = observer
+        self.observer = observer
         self.settings: Settings = runner.settings
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
@@ -222,8 +222,8 @@ class Engine:
         step = self.runner.read()
         read = time.monotonic()
         self.scheduler.read(step.plan)
-        if self._observer:
-            self._observer(step)
+        if self.observer:
+            self.observer(step)
         rows = zip(step.emitted.tolist(), step.accepted.tolist(), step.flags.tolist(), step.plan.requests, strict=True)
         outputs = []
         for row, (emitted, accepted, flags, request) in enumerate(rows):

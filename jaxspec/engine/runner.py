@@ -88,6 +88,8 @@ class Runner:
     After `warm_up` it only calls compiled executables and copies arrays: the serving path never compiles.
 
     Attributes:
+        graphdefs, params: of the target and of the draft, as `bind` made them; `use_params` exchanges the latter.
+        layouts: of each bucket's packed input.
         kernels: what the compiled steps run, operation -> implementations; they may differ from bucket to bucket.
 
     Args:
@@ -119,7 +121,7 @@ class Runner:
         self._skip_dead = skip_dead
         target_def, target = bind(model, params)
         draft_def, drafter = bind(*draft) if draft else (None, None)
-        self._graphdefs = (target_def, draft_def)
+        self.graphdefs = (target_def, draft_def)
         self.use_params((target, drafter))
         self._mesh = mesh
         self._probe = probe
@@ -127,7 +129,7 @@ class Runner:
             model, settings, mesh, draft=draft[0] if draft else None, num_speculative_tokens=self.window - 1
         )
         self.state: StepState = zero_state(self._shapes)
-        self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
+        self.layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.kernels: dict[str, set[str]] = {}
@@ -135,7 +137,7 @@ class Runner:
 
     def use_params(self, params: tuple[nnx.State, nnx.State | None]) -> None:
         """Steps run with these from now on: those of the target and of the draft, as `bind` made them."""
-        self._params = params
+        self.params = params
         # Flattened once: modules' state is flattened in Python, which takes a fifth of a small decode step.
         self._leaves = tuple(jax.tree.leaves(params))
 
@@ -152,16 +154,20 @@ class Runner:
         started = time.monotonic()
         pool = concurrent.futures.ThreadPoolExecutor(max_workers=min(len(self.buckets), os.cpu_count() or 1))
         try:
-            compiling = {pool.submit(self._compile, bucket): bucket for bucket in self.buckets}
+            compiling = {pool.submit(self.compile, bucket): bucket for bucket in self.buckets}
             for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
                 bucket = compiling[future]
                 self._steps[bucket] = future.result()
                 for _ in range(WARMUP_RUNS):
-                    self._run(bucket, np.zeros(self._layouts[bucket].size, np.int32)).packed.block_until_ready()
+                    self.run_padding(bucket).packed.block_until_ready()
                 if progress:
                     progress(done, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def run_padding(self, bucket: Bucket) -> StepArrays:
+        """A step without requests, which touches page 0 and slot 0 only."""
+        return self._run(bucket, np.zeros(self.layouts[bucket].size, np.int32))
 
     def executable(self, bucket: Bucket) -> jax.stages.Compiled:
         """What `warm_up` has compiled for a bucket."""
@@ -170,7 +176,7 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order."""
         bucket = bucket_for(self.buckets, plan)
-        step = _Dispatched(plan, bucket, self._run(bucket, self._layouts[bucket].pack(plan)))
+        step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
         step.arrays.packed.copy_to_host_async()
         if step.top is not None:
             step.top.copy_to_host_async()
@@ -209,10 +215,11 @@ class Runner:
         decode = bucket.prefill_tokens + self.window * np.arange(len(plan.decode))
         return np.cumsum(lengths) - lengths, decode
 
-    def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
+    def compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The step of a bucket."""
         step = make_step(
-            self._graphdefs,
-            self._layouts[bucket],
+            self.graphdefs,
+            self.layouts[bucket],
             self.settings,
             window=self.window,
             probe=self._probe,
@@ -220,8 +227,8 @@ class Runner:
         )
         shardings = jax.tree.map(lambda s: s.sharding, self._shapes)
         out_shardings = (shardings, self._replicated)
-        inputs = jax.ShapeDtypeStruct((self._layouts[bucket].size,), jnp.int32, sharding=self._replicated)
-        structure = jax.tree.structure(self._params)
+        inputs = jax.ShapeDtypeStruct((self.layouts[bucket].size,), jnp.int32, sharding=self._replicated)
+        structure = jax.tree.structure(self.params)
 
         def flat_step(leaves: tuple[jax.Array, ...], state: StepState, flat_inputs: jax.Array):
             return step(jax.tree.unflatten(structure, leaves), state, flat_inputs)

@@ -130,14 +130,14 @@ def exchanged(runner: Runner, *, target: dict | None = None, draft: dict | None 
                 variables[key].set_value(jax.device_put(np.asarray(value, old.dtype), old.sharding))
 
     try:
-        for variables, values in zip(runner._params, (target, draft), strict=True):
+        for variables, values in zip(runner.params, (target, draft), strict=True):
             put(variables, values or {})
-        runner.use_params(runner._params)
+        runner.use_params(runner.params)
         yield
     finally:
         for variable, old in reversed(before):
             variable.set_value(old)
-        runner.use_params(runner._params)
+        runner.use_params(runner.params)
 
 
 def engine_over(runner: Runner, *, poison: float = 0.0, eos: Sequence[int] = (EOS,), **options: Any) -> Engine:
@@ -147,7 +147,7 @@ def engine_over(runner: Runner, *, poison: float = 0.0, eos: Sequence[int] = (EO
 
 
 def tiny_vocab(runner: Runner) -> int:
-    return runner._params[0]["embed"]["weight"].get_value().shape[0]
+    return runner.params[0]["embed"]["weight"].get_value().shape[0]
 
 
 def sampling(state):
@@ -223,7 +223,7 @@ def snapshot(runner: Runner) -> StepState:
 
 
 def restore(runner: Runner, state: StepState) -> None:
-    runner.state = jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), state, runner._shapes)
+    runner.state = jax.tree.map(lambda a, now: jax.device_put(a, now.sharding), state, runner.state)
 
 
 def one_step(runner: Runner, state: StepState, plan: StepPlan) -> tuple[StepOutput, StepState]:

@@ -95,12 +95,12 @@ def test_a_nan_row_ends_its_own_request_only(solo):
     """A token whose embedding is NaN poisons its request; its neighbours and later users of its pages see nothing."""
     engine = make_engine()
     runner = engine.runner
-    embed = runner._params[0]["embed"]["weight"]
+    embed = runner.params[0]["embed"]["weight"]
     clean = embed.get_value()
     used = {t for r in requests() for t in r.prompt_ids} | {t for ids in solo[0].values() for t in ids}
     unused = next(t for t in range(VOCAB) if t not in used)
     embed.set_value(clean.at[unused].set(np.nan))
-    runner.use_params(runner._params)
+    runner.use_params(runner.params)
     try:
         bad = Request("bad", [9, unused, 9], SamplingParams(max_tokens=8))
         ids, logprobs, ends = run(engine, [bad, *requests()])
@@ -111,7 +111,7 @@ def test_a_nan_row_ends_its_own_request_only(solo):
         assert_equal_runs((ids, logprobs), solo)
     finally:
         embed.set_value(clean)
-        runner.use_params(runner._params)
+        runner.use_params(runner.params)
 
 
 def test_nothing_compiles_after_warm_up(solo):  # noqa: ARG001 - the fixture warms helpers up

@@ -125,7 +125,7 @@ def markov_target(runner):
     successor[cycle] = np.roll(cycle, -1)
     head = np.empty_like(embed)
     head[successor] = embed
-    silent = {i: silent_block(runner._params[0]["layers"][i]) for i in range(2)}
+    silent = {i: silent_block(runner.params[0]["layers"][i]) for i in range(2)}
     ones = {"weight": np.ones(H)}
     params = {"embed": {"weight": embed}, "head": {"weight": head}, "norm": ones, "layers": silent}
     return params, successor
@@ -160,7 +160,7 @@ def test_an_exact_nextn_layer_is_accepted_at_every_position(k):
     ones = {"weight": np.ones(H)}
     draft = {
         "enorm": ones, "hnorm": ones, "norm": ones, "eh_proj": np.eye(H, 2 * H),
-        "layer": silent_block(runner._params[1]["layer"]),
+        "layer": silent_block(runner.params[1]["layer"]),
     }  # fmt: skip
     requests = greedy_requests(scripted.tiny_vocab(runner))
     with exchanged(runner, target=target, draft=draft):
@@ -185,7 +185,7 @@ def test_an_exact_eagle3_head_is_accepted_at_every_position():
     draft = {
         "fc": np.concatenate([eye, nothing, nothing], axis=1), "input_norm": ones, "hidden_norm": ones, "norm": ones,
         "post_norm": ones, "attention": {"qkv": qkv, "o": o},
-        "mlp": {"down": np.zeros(runner._params[1]["mlp"]["down"].get_value().shape)},
+        "mlp": {"down": np.zeros(runner.params[1]["mlp"]["down"].get_value().shape)},
     }  # fmt: skip
     requests = greedy_requests(scripted.tiny_vocab(runner))
     with exchanged(runner, target=target, draft=draft):

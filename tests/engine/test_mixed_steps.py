@@ -92,7 +92,7 @@ def mixed():
 
 def laid_out(runner, state, plan):
     bucket = runner.buckets[-1]
-    layout = runner._layouts[bucket]
+    layout = runner.layouts[bucket]
     # Pages that the plan's own deltas bring are in place already, as after `apply_updates`.
     tables = np.array(state.page_table)
     for slot, column, page in plan.page_deltas:

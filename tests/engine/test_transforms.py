@@ -85,7 +85,7 @@ def plant(engine, requests, draft_of) -> None:
 
 
 def run_planted(engine, requests, draft_of):
-    """As `run`, with planted drafts; also the number of tokens of each step by request id."""
+    """As `run`, with planted drafts; also the number of tokens of each step that gave any, by request id."""
     ids, logprobs, counts = ({r.id: [] for r in requests} for _ in range(3))
     for request in requests:
         engine.add(request)
@@ -93,7 +93,8 @@ def run_planted(engine, requests, draft_of):
         for out in engine.step():
             ids[out.request_id] += out.new_ids
             logprobs[out.request_id] += out.new_logprobs
-            counts[out.request_id].append(len(out.new_ids))
+            if out.new_ids:  # not where it reports only that its prompt has begun
+                counts[out.request_id].append(len(out.new_ids))
         plant(engine, requests, draft_of)
     return ids, logprobs, counts
 
@@ -105,7 +106,7 @@ def raw_logits(tokens):
     request.slot = 1
     plan = StepPlan((PrefillRow(request, 0, len(tokens), True),), (), ((1, 0, 1),))
     flat = InputLayout(Bucket(64, 1, 1, "full"), runner.settings.page_size, runner.settings.max_pages).pack(plan)
-    return np.asarray(_forward(runner._params[0], runner.state, flat))[len(tokens) - 1]
+    return np.asarray(_forward(runner.params[0], runner.state, flat))[len(tokens) - 1]
 
 
 @jax.jit
@@ -114,7 +115,7 @@ def _forward(params, state, flat):
     inputs = InputLayout(Bucket(64, 1, 1, "full"), runner.settings.page_size, runner.settings.max_pages).split(flat)
     state = apply_updates(state, inputs, full=True)
     ids, meta = lay_out(state, inputs, runner.settings, 1)
-    target = nnx.merge(runner._graphdefs[0], params)
+    target = nnx.merge(runner.graphdefs[0], params)
     return target.logits(target(ids, state.kv, meta, capture=()).hidden)
 
 
@@ -221,10 +222,10 @@ def test_alternatives_with_speculation():
         while engine.has_work:
             for out in engine.step():
                 wanted = len(out.new_ids) if out.request_id != "t0" else 0
-                assert len(out.new_top_logprobs) == wanted
+                assert len(out.new_alternatives) == wanted
                 pairs = zip(out.new_ids, out.new_logprobs, strict=True)
                 ids.setdefault(out.request_id, []).extend(pairs)
-                tops.setdefault(out.request_id, []).extend(out.new_top_logprobs)
+                tops.setdefault(out.request_id, []).extend(out.new_alternatives)
             if planted:
                 plant(engine, batch, lambda r, i: planted[r.id][i][0] if i < 30 else EOS)
         return tops, ids

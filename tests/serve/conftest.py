@@ -37,7 +37,9 @@ class RunningServer:
 StartServer = Callable[..., RunningServer]
 
 
-def _start(load: Callable[[Any], ServedModel], stops: list[Callable[[], None]], **options: Any) -> RunningServer:
+def serve_in_thread(
+    load: Callable[[Any], ServedModel], stops: list[Callable[[], None]], **options: Any
+) -> RunningServer:
     service_options = {name: options.pop(name) for name in ("stall_seconds", "log_seconds") if name in options}
     wait_ready = options.pop("wait_ready", True)
     service = Service(ServerSettings(**{"model": "mock", **options}), load, **service_options)
@@ -69,7 +71,7 @@ def start_server() -> Iterator[StartServer]:
 
     def start(model: ServedModel | Callable[[Any], ServedModel], **options: Any) -> RunningServer:
         load = (lambda _progress: model) if isinstance(model, ServedModel) else model
-        return _start(load, stops, **options)
+        return serve_in_thread(load, stops, **options)
 
     yield start
     for stop in stops:
@@ -80,6 +82,6 @@ def start_server() -> Iterator[StartServer]:
 def mock_server() -> Iterator[RunningServer]:
     """A server that tests share as long as they leave it as it was."""
     stops: list[Callable[[], None]] = []
-    yield _start(lambda _progress: served(MockEngine(), byte_tokenizer()), stops)
+    yield serve_in_thread(lambda _progress: served(MockEngine(), byte_tokenizer()), stops)
     for stop in stops:
         stop()

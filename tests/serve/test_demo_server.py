@@ -6,7 +6,7 @@ from jaxspec.compat import compiles
 from serve.model import ServedModel
 from tests.serve import client_checks
 from tests.serve.client_checks import PROMPTS
-from tests.serve.conftest import _start
+from tests.serve.conftest import serve_in_thread
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def demo_server(demo_llm):
     stops = []
     counts = lambda: (compiles.total, compiles.after_warmup)  # noqa: E731
     model = ServedModel(demo_llm.engine, demo_llm.tokenizer, demo_llm.describe(), counts)
-    yield _start(lambda _progress: model, stops, model="demo")
+    yield serve_in_thread(lambda _progress: model, stops, model="demo")
     for stop in stops:
         stop()
 
