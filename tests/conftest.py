@@ -60,7 +60,7 @@ def optimise_steps(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def demo_llm(tmp_path_factory: pytest.TempPathFactory):
-    """The embedded demo model in float32, converted, loaded and compiled once for all tests."""
+    """The embedded demo model in float32, loaded and compiled once for all tests."""
     from jaxspec import LLM
 
     with pytest.MonkeyPatch.context() as patch:
