@@ -19,7 +19,7 @@ _YARN = {
     "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
     "mscale": 0.8, "mscale_all_dim": 0.8,
 }  # fmt: skip
-# Head size and hidden size are unrelated; keys of a mixture of experts stay behind in derived configurations.
+# Head size and hidden size are unrelated; derived configurations keep keys of a mixture of experts.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _COMMON
     | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_key_value_heads": 2, "head_dim": 24},

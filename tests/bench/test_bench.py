@@ -102,7 +102,7 @@ def test_draft_ids_are_equal_but_for_near_ties():
     log_q = np.log([[[0.5, 0.3, 0.2]] * 3] * 3)
     theirs = [[0, 0, 0], [0, 1, 1], [2, 0, 0]]
     result = draft_ids.compare(theirs, [[0, 0, 0]] * 3, log_q, 0.6)
-    assert (result["steps"], result["positions"], result["equal"]) == (3, 6, 4)  # none behind a step's first difference
+    assert (result["steps"], result["positions"], result["equal"]) == (3, 6, 4)  # none after a step's first difference
     assert (result["near_ties"], result["different"]) == (1, 1)
     assert result["largest_near_tie"] == pytest.approx(np.log(5 / 3), abs=1e-5)
     assert result["differences"][1] == {"step": 2, "draft": 0, "vllm": 2, "jaxspec": 0, "gap": 0.91629}

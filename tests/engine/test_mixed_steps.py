@@ -1,50 +1,50 @@
-"""What is known to go wrong where prompts prefill beside decodes and output is read late, and which test shows it does not.
+"""Known faults of engines that mix prefill and decoding and read output late, and the tests that show their absence.
 
-Numbers as in test_speculation_properties.py, which has the rest. Tests without a file are in this one.
+test_speculation_properties.py has the rest. Tests without a file are in this one; files are under tests/.
 
-  1   lengths after a mixed step: each row advances by its own count
+  - lengths after a mixed step: each row advances by its own count
           engine/test_speculation_properties.py::test_each_row_advances_by_its_own_count
-  2   tokens credited to each request in mixed steps are those of its solo run
+  - tokens credited to each request in mixed steps are those of its solo run
           engine/test_schedules.py::test_every_request_is_as_if_alone
-  4   decode windows of a mixed step hold the newest token and all its drafts
+  - decode windows of a mixed step hold the newest token and all its drafts
           test_decode_rows_are_laid_out_the_same_beside_a_prompt
-  5   metadata of decode rows is that of a step without prompts
+  - metadata of decode rows is that of a step without prompts
           test_decode_rows_are_laid_out_the_same_beside_a_prompt
-  6   drafts after a mixed step are those after two separate ones
+  - drafts after a mixed step are those after two separate ones
           test_a_mixed_step_equals_two_separate_ones
-  10  every running request decodes in every step while a prompt of 100 chunks prefills
+  - every running request decodes in every step while a prompt of 100 chunks prefills
           engine/test_scheduler.py::test_decodes_are_in_every_step_while_a_long_prompt_prefills
           engine/test_scheduler.py::test_random_schedules
-  11  mixed steps are the default; without them decodes wait for the prompt
+  - mixed steps are the default; without them decodes wait for the prompt
           engine/test_scheduler.py::test_decodes_wait_for_prompts_where_steps_are_not_mixed
-  13  warm-up touches the padding page only, so it fits any pool
+  - warm-up touches the padding page only, so it fits any pool
           engine/test_speculation_properties.py::test_warm_up_touches_the_padding_page_only
-  20  near the end of the context nothing is written outside the request's pages
+  - near the end of the context nothing is written outside the request's pages
           engine/test_scheduler.py::test_random_schedules
           engine/test_engine.py::test_max_tokens_and_context_limit
-  24  places from the page table are those of one contiguous cache, for every page size
+  - places from the page table are those of one contiguous cache, for every page size
           test_places_are_those_of_a_contiguous_cache
-  26  output read late changes no token, under stress
+  - output read late changes no token, under stress
           engine/test_schedules.py::test_every_request_is_as_if_alone
           test_llm.py::test_steps_read_late_change_no_text
-  29  a preempted request's output is that of one that was not
+  - a preempted request's output is that of one that was not
           engine/test_engine.py::test_preemption_changes_nothing
           engine/test_scheduler.py::test_preemption_at_every_step
-  30  a mixed step's reserve counts what each of its rows can add
+  - a mixed step's reserve counts what each of its rows can add
           engine/test_scheduler.py::test_reserve_counts_what_each_row_can_add
-  R9  permuting a batch permutes its outputs only; any order of arrivals and ends gives the solo tokens
+  - permuting a batch permutes its outputs only; any order of arrivals and ends gives the solo tokens
           test_permuted_rows_give_permuted_outputs
           engine/test_schedules.py::test_every_request_is_as_if_alone
-  R11 pages are whole, given all or none, and every slot written lies in an owned one
+  - pages are whole, given all or none, and every slot written lies in an owned one
           engine/test_scheduler.py::test_pages_are_counted_whole
           engine/test_scheduler.py::test_allocator_never_hands_out_a_page_twice
           engine/test_scheduler.py::test_random_schedules
-  R12 chunks between decodes shift no queue; read late or at once, tokens are the same
+  - chunks between decodes shift no queue; read late or at once, tokens are the same
           engine/test_schedules.py::test_every_request_is_as_if_alone
           engine/test_scheduler.py::test_random_schedules
-  R13 preemption at any step leaves exactly the known tokens, and the text goes on unchanged
+  - preemption at any step leaves exactly the known tokens, and the text goes on unchanged
           engine/test_scheduler.py::test_preemption_at_every_step
-  R14 only final tokens with written KV are shared; a follow-up turn has the log-probabilities of an uncached one
+  - only final tokens with written KV are shared; a follow-up turn has the log-probabilities of an uncached one
           engine/test_scheduler.py::test_random_schedules
           test_a_follow_up_turn_equals_an_uncached_one
 """
@@ -173,7 +173,7 @@ def test_permuted_rows_give_permuted_outputs(mixed):
 
 @given(page_size=st.sampled_from([1, 2, 4, 16, 64]), seed=st.integers(0, 100))
 def test_places_are_those_of_a_contiguous_cache(page_size, seed):
-    """Rows whose pages happen to lie one behind the other: place = start of the row + position, whatever the page size."""
+    """Rows whose pages happen to be consecutive: place = start of the row + position, for any page size."""
     settings = dataclasses.replace(SETTINGS, max_model_len=128, page_size=page_size)
     rng = np.random.default_rng(seed)
     rows, columns = 3, settings.max_pages

@@ -1,65 +1,64 @@
-"""What is known to go wrong in engines that speculate, and which test shows that it does not go wrong here.
+"""Known faults of engines that speculate, and the tests that show their absence here.
 
-Numbers are those of findings in other engines (mixed batches, catch-up, padding); R-numbers of findings about output
-that is read late and rejection sampling. Tests without a file are in this one; files are under tests/.
+Tests without a file are in this one; files are under tests/.
 
-  3   every token of a mixed step has its solo run's log-probability
+  - every token of a mixed step has its solo run's log-probability
           engine/test_equality.py::test_speculation_is_plain_decoding
-  7   drafting leaves lengths alone: each row advances by its own count
+  - drafting leaves lengths alone: each row advances by its own count
           test_each_row_advances_by_its_own_count
-  12  padding rows have bounds of at least 1, live rows vc + 1 .. vc + n
+  - padding rows have bounds of at least 1, live rows vc + 1 .. vc + n
           test_padding_rows_see_the_padding_page_only
-  13, 14  warm-up touches page 0 only, which is zero before
+  - warm-up touches page 0 only, which is zero before
           test_warm_up_touches_the_padding_page_only
-  15  windows that end before n tokens are clamped, others are exact
+  - windows that end before n tokens are clamped, others are exact
           test_window_bounds
-  16  catch-up for live rows equals catch-up for all, for every accepted length, draft and mode
+  - catch-up for live rows equals catch-up for all, for every accepted length, draft and mode
           test_catch_up_for_live_rows_equals_catch_up_for_all
-  18  tables of rows past the batch are 0, whatever ran before
+  - tables of rows past the batch are 0, whatever ran before
           test_padding_rows_see_the_padding_page_only
-  19  a step of padding alone leaves all live state bit-identical
+  - a step of padding alone leaves all live state bit-identical
           test_a_step_of_padding_changes_nothing
-  21, 23  ids are in the vocabulary and 1 <= a <= n, for NaN and forced rows too
+  - ids are in the vocabulary and 1 <= a <= n, for NaN and forced rows too
           test_outputs_keep_their_contract
-  22  NaN in page 0 and in free pages changes no live row
+  - NaN in page 0 and in free pages changes no live row
           engine/test_equality.py::test_speculation_is_plain_decoding (layout "padded")
-  25  draft KV is written at [vc, max(vc + n, vc + a + k - 1)) of the own request
+  - draft KV is written at [vc, max(vc + n, vc + a + k - 1)) of the own request
           test_writes_stay_in_their_own_places
-  28  tokens behind row r of a window do not change row r
-          test_a_row_does_not_see_the_drafts_behind_it
-  31  configured capture ids win over the default; lists that begin with 1 name layers by their output
+  - tokens after row r of a window do not change row r
+          test_a_row_does_not_see_later_drafts
+  - configured capture ids win over the default; lists that begin with 1 name layers by their output
           convert/test_draft.py::test_captured_layers
           models/test_eagle3.py::test_hidden_states_and_drafts_equal_pytorch
-  32  a draft of probability zero is never accepted
+  - a draft of probability zero is never accepted
           sampling/test_rejection.py::test_zero_probabilities_and_equal_rounding
-  R1  the first stop inside a window cuts text, ids, log-probabilities and counts alike
+  - the first stop inside a window cuts text, ids, log-probabilities and counts alike
           engine/test_stops_in_windows.py::test_stops_at_every_position_of_a_window
           test_demo_drafts.py::test_stop_strings_cut_everything_alike
-  R2  of several stops the earliest wins; max_tokens never overshoots
+  - of several stops the earliest wins; max_tokens never overshoots
           engine/test_stops_in_windows.py::test_the_earliest_of_several_stops_wins
-  R3  an end-of-text id in a rejected draft ends nothing
+  - an end-of-text id in a rejected draft ends nothing
           engine/test_stops_in_windows.py::test_a_rejected_end_of_text_ends_nothing
-  R4  q is used: without it acceptance falls
+  - q is used: without it acceptance falls
           test_acceptance_needs_q
-  R5  nothing depends on one k: identical assertions for 0 (plain), 1, 2, 3, 4 and 7
+  - nothing depends on one k: identical assertions for 0 (plain), 1, 2, 3, 4 and 7
           engine/test_equality.py::test_speculation_is_plain_decoding_everywhere
-  R6  drafts go on from each other and perfect ones are all accepted; an odd k is refused
+  - drafts go on from each other and perfect ones are all accepted; an odd k is refused
           engine/test_equality.py::test_a_perfect_draft_is_accepted_at_every_position
           engine/test_equality.py::test_an_exact_nextn_layer_is_accepted_at_every_position
           engine/test_equality.py::test_an_exact_eagle3_head_is_accepted_at_every_position
           convert/test_draft.py::test_how_many_tokens
-  R7  one function says how many slots may be in flight
+  - one function says how many slots may be in flight
           engine/test_scheduler.py::test_reserved_slots_is_the_exact_maximum
-  R8  a step leaves the host's view of its requests alone
+  - a step leaves the host's view of its requests alone
           test_each_row_advances_by_its_own_count
-  R15 acceptance counters obey their identities
+  - acceptance counters obey their identities
           test_acceptance_counters
-  R16 acceptance has a floor for each draft, since no text shows a broken one
+  - acceptance has a floor for each draft, since no text shows a broken one
           test_demo_drafts.py::test_acceptance_has_a_floor
-  R17 results do not depend on padding, nor on the mesh
+  - results do not depend on padding, nor on the mesh
           engine/test_equality.py::test_speculation_is_plain_decoding (layout "padded")
           engine/test_mesh.py::test_two_devices_give_the_tokens_of_one
-  R18 synthetic acceptance has the rates that were asked for
+  - synthetic acceptance has the rates that were asked for
           sampling/test_rejection.py::test_synthetic_acceptance
           engine/test_acceptance.py::test_synthetic_acceptance_has_the_mean_that_was_asked_for
 """
@@ -241,7 +240,7 @@ def test_each_row_advances_by_its_own_count():
 
 
 @pytest.mark.slow
-def test_a_row_does_not_see_the_drafts_behind_it():
+def test_a_row_does_not_see_later_drafts():
     with runners_of("nextn") as (runner, _):
         _, plan, state = prepared(runner, "decode")
         for a in range(K):

@@ -100,7 +100,7 @@ def run_planted(engine, requests, draft_of):
 
 
 def raw_logits(tokens):
-    """Logits [V] behind tokens (at most 64), by one forward pass over all of them."""
+    """Logits [V] after tokens (at most 64), by one forward pass over all of them."""
     runner = tiny_runner()
     request = Request("oracle", tokens, SamplingParams())
     request.slot = 1
@@ -316,7 +316,7 @@ def test_no_more_drafts_are_accepted_than_count():
         assert ids[request.id] == texts[name]
         first, *middle, _ = counts[request.id]
         assert first == 1
-        # The first window behind a prompt was dispatched with the model's own drafts.
+        # The first window after a prompt was dispatched with the model's own drafts.
         assert set(middle[1:]) == {int(number) + 1}
 
 

@@ -18,7 +18,7 @@ PAGE, T, STEPS = 8, 21, 3
 
 
 def torch_nextn(folder, ids, steps):
-    """What PyTorch's layer reads and says while it drafts `steps` more tokens behind those of `ids`.
+    """What PyTorch's layer reads and says while it drafts `steps` more tokens after those of `ids`.
 
     Every step runs over all rows anew: nothing is cached. Returns embeddings of the next tokens, incoming and outgoing
     hidden states [T + steps, H], logits [steps + 1, V] of the rows that draft, and what they draft.
@@ -73,7 +73,7 @@ def torch_nextn(folder, ids, steps):
             draft = layer.post_norm(out[0] if isinstance(out, tuple) else out)
             logits.append(target.lm_head(draft[0, -1]))
             drafted.append(int(logits[-1].argmax()))
-            # The next step reads the drafted token and this one's hidden state, behind the layer's final norm.
+            # The next step reads the drafted token and this one's hidden state, after the layer's final norm.
             rows = embedded, hidden
             embedded = torch.cat([embedded, target.model.embed_tokens(torch.tensor([drafted[-1:]]))], dim=1)
             hidden = torch.cat([hidden, draft[:, -1:]], dim=1)

@@ -6,7 +6,7 @@ from jaxspec.sampling.params import SamplingParams
 
 
 def adjusted(raw, prompt, output, params: SamplingParams, stop_ids=()):
-    """Raw logits [V] after bias, penalties and min_tokens, for the position behind prompt and output ids."""
+    """Raw logits [V] after bias, penalties and min_tokens, for the position after prompt and output ids."""
     x = np.asarray(raw, np.float64).copy()
     for token, value in params.logit_bias.items():
         x[token] += value

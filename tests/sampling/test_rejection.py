@@ -329,7 +329,7 @@ def synthetic_verifier(mean):
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_synthetic_acceptance(k, mean, by_position, temperature):
-    """Mean and rates are as asked whatever the target says, and only the token behind the drafts is the target's."""
+    """Mean and rates are as asked for any target, and only the token after the drafts is the target's."""
     target, draft = chains(5.0)
     rows = sampling_rows(N, temperature)
     (ids, accepted), drafts = cycle(target, draft, rows, k=k, verifier=synthetic_verifier(mean))
@@ -371,7 +371,7 @@ def argmax_verifier(logits, drafts, log_q, one_hot, num_drafts, rows, positions,
 
 
 def _resample(logits, rows, positions, ids, accepted):
-    """Puts a fresh draw from p behind the accepted drafts."""
+    """Puts a fresh draw from p after the accepted drafts."""
     p = jnp.take_along_axis(logits, accepted[:, None, None], axis=1)[:, 0]
     again = sample(p, rows, positions + 5000, full=False)
     return jnp.where(jnp.arange(ids.shape[1]) == accepted[:, None], again[:, None], ids)
