@@ -161,7 +161,8 @@ def test_what_runs_ends_with_it(sanitizer, tmp_path, sent, code):
     command = [sys.executable, "-m", "bench", "sanitize", "--sanitizer", str(sanitizer), "--out", str(out)]
     command += ["--commit", "abc", "--jobs", "2", "--timeout", "600"]
     command += ["--kernels", "norm_linear,mla_decompress,moe_gather"]
-    process = subprocess.Popen(command, cwd=ROOT)
+    # A signal that is ignored here, as SIGINT is in what a shell starts with `&`, would be ignored there too.
+    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=lambda: signal.signal(sent, signal.SIG_DFL))
     try:
         while not all(file.exists() for file in started):
             assert process.poll() is None
