@@ -158,11 +158,13 @@ def test_what_runs_ends_with_it(sanitizer, tmp_path, sent, code):
     """And is no verdict, nor is anything started after it: both jobs hang, and a kernel is left."""
     out = tmp_path / "sanitize.json"
     started = [tmp_path / f"mla_decompress_mosaic_gpu.{tool}" for tool in sanitize.TOOLS]
-    command = [sys.executable, "-m", "bench", "sanitize", "--sanitizer", str(sanitizer), "--out", str(out)]
+    # SIGINT that is ignored here, as in what a shell starts with `&`, would be ignored there too.
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from bench.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "sanitize", "--sanitizer", str(sanitizer), "--out", str(out)]
     command += ["--commit", "abc", "--jobs", "2", "--timeout", "600"]
     command += ["--kernels", "norm_linear,mla_decompress,moe_gather"]
-    # A signal that is ignored here, as SIGINT is in what a shell starts with `&`, would be ignored there too.
-    process = subprocess.Popen(command, cwd=ROOT, preexec_fn=lambda: signal.signal(sent, signal.SIG_DFL))
+    process = subprocess.Popen(command, cwd=ROOT)
     try:
         while not all(file.exists() for file in started):
             assert process.poll() is None
