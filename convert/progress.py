@@ -81,7 +81,8 @@ class Lines:
             rate = self._done / max(now - self._began, 1e-9)
             share = 100 * self._done / max(self._total, 1)
             rate_text = f"{rate / 1e6:.0f} MB/s" if self._unit == BYTES else f"{rate:.1f} {self._unit}/s"
-            self.note(f"{self._what}: {part}, {share:.0f} %, {self._amount(self._done)}, {rate_text}")
+            named = f"{part}, " if part else ""
+            self.note(f"{self._what}: {named}{share:.0f} %, {self._amount(self._done)}, {rate_text}")
 
     def note(self, line: str) -> None:
         print(line, file=self._stream, flush=True)

@@ -86,13 +86,13 @@ def make(folder: Path, hf: dict[str, Any], seed: int = 0) -> int:
     import jax
 
     from bench.harness.shards import Tensor, write_checkpoint
-    from jaxspec.models.mtp import nextn_key_map, nextn_prefix
+    from jaxspec.models.mtp import nextn_prefix
     from jaxspec.models.registry import family_of, read_config
 
     config = read_config(hf)
     pieces = [
         piece
-        for m in (family_of(config).key_map(config), nextn_key_map(config))
+        for m in (family_of(config).key_map(config), family_of(config).nextn_key_map(config))
         for group in m.values()
         for piece in group
     ]

@@ -22,7 +22,7 @@ from jaxspec.loading.safetensors_reader import SafetensorsReader
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
 from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, assemble
-from jaxspec.models.mtp import NextN, nextn_key_map, nextn_prefix
+from jaxspec.models.mtp import NextN, nextn_prefix
 from jaxspec.models.params import declarations
 from jaxspec.models.registry import family_of, read_config
 
@@ -127,7 +127,7 @@ def _model_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) ->
     parts = parts_of(_sources(CausalLM(config, np.dtype(dtype)), family_of(config).key_map(config)))
     # A model that was saved with transformers keeps the NextN layer in its config and loses the layer's weights.
     if config.nextn_layers and any(name.startswith(nextn_prefix(config)) for name in reader.tensors):
-        parts[MTP] = _sources(NextN(config, np.dtype(dtype)), nextn_key_map(config))
+        parts[MTP] = _sources(NextN(config, np.dtype(dtype)), family_of(config).nextn_key_map(config))
     return parts
 
 
