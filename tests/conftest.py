@@ -1,6 +1,7 @@
 """Settings shared by all tests."""
 
 import gc
+import logging
 import os
 import sys
 from importlib.metadata import version
@@ -81,6 +82,16 @@ def executables_are_dropped():
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def log_levels_are_restored():
+    """Commands set them for the whole process, and tests run commands."""
+    loggers = [logging.getLogger(name) for name in ("", "jaxspec", "jaxspec.kernels", "transformers")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -151,6 +151,7 @@ def test_operations_without_a_triton_kernel(caplog):
     with use(Backends(attention="triton")) as chosen:
         mla_prefill(*arrays, jnp.zeros((1, 1), jnp.int32), rows, rows, jnp.array([3]), scale=1.0)
     assert chosen == {"mla_prefill": {"reference"}}
+    caplog.clear()
     with caplog.at_level(logging.INFO, "jaxspec.kernels"):
         for _ in range(2):
             choose("logged once", "triton", {"mosaic": "it is small"}, same_as_auto=("triton",))
