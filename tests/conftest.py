@@ -1,5 +1,6 @@
 """Settings shared by all tests."""
 
+import dataclasses
 import gc
 import logging
 import os
@@ -13,6 +14,8 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
 
     # Compiling is most of the time, and tiny models gain nothing from optimised loops.
     flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    # One LLVM module an executable: splitting it costs more than two cores gain.
+    flags.append("--xla_cpu_parallel_codegen_split_count=1")
     # As many devices as a test's mesh needs; all others use the first one.
     flags.append("--xla_force_host_platform_device_count=2")
     if version("jaxlib").startswith("0.10."):
@@ -46,6 +49,10 @@ settings.load_profile("ci")
 MANY_MAPPINGS = 45_000
 
 
+# Tracing makes objects by the hundred thousand that stay; looking through them all each time is 8 % of compiling.
+gc.set_threshold(50_000, 50, 50)
+
+
 def optimise_steps(patch: pytest.MonkeyPatch) -> None:
     """For a model that is large enough to gain from it."""
     import jax
@@ -59,6 +66,21 @@ def optimise_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(jax.stages.Lowered, "compile", compile_optimised)
 
 
+def few_buckets(patch: pytest.MonkeyPatch, *, decode: bool = True) -> None:
+    """Runners compile the bucket of a single decode row and the largest, which holds every plan.
+
+    Without `decode` only the largest, with the sampler that knows greedy requests and temperatures alone: the one of
+    all parameters is more than half of a tiny step's compilation.
+    """
+    from jaxspec.engine.buckets import bucket_table
+
+    def few(settings):
+        table = bucket_table(settings)
+        return (table[0], table[-1]) if decode else (dataclasses.replace(table[-1], variant="lean"),)
+
+    patch.setattr("jaxspec.engine.runner.bucket_table", few)
+
+
 @pytest.fixture(scope="session")
 def demo_llm(tmp_path_factory: pytest.TempPathFactory):
     """The embedded demo model in float32, loaded and compiled once for all tests."""
@@ -67,7 +89,8 @@ def demo_llm(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
         optimise_steps(patch)
-        return LLM("demo", dtype="float32", max_model_len=1024, seed=0)
+        few_buckets(patch)
+        return LLM("demo", dtype="float32", max_model_len=1024, max_num_batched_tokens=64, seed=0)
 
 
 @pytest.fixture(autouse=True, scope="module")

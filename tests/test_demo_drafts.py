@@ -9,7 +9,7 @@ from convert.reference import read_record
 from jaxspec import SamplingParams
 from jaxspec.llm import LLM
 from serve.demo import RECORD
-from tests.conftest import optimise_steps
+from tests.conftest import few_buckets, optimise_steps
 from tests.engine.scripted import exchanged
 from tests.engine.tiny import fill_cache
 
@@ -37,7 +37,7 @@ def llm_with(demo_llm, tmp_path_factory):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("JAXSPEC_CACHE", str(cache))
                 optimise_steps(patch)
-                patch.setattr("jaxspec.engine.runner.bucket_table", few_buckets)
+                few_buckets(patch, decode=k != K)
                 llm = LLM(
                     "demo", dtype="float32", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64,
                     num_speculative_tokens=k, **options,
@@ -48,12 +48,6 @@ def llm_with(demo_llm, tmp_path_factory):
         return made[draft, k]
 
     return get
-
-
-def few_buckets(settings):
-    from jaxspec.engine.buckets import bucket_table
-
-    return tuple(b for b in bucket_table(settings) if b.decode_rows == settings.max_num_seqs)
 
 
 def assert_pytorchs(llm, reference):

@@ -2,6 +2,7 @@
 follows the same distribution with speculation and without."""
 
 import collections
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,25 @@ import pytest
 from flax import nnx
 
 from convert.reference import read_record
+from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.mtp import NextN
 from jaxspec.sampling.params import SamplingParams
 from serve.demo import RECORD
 from tests.caches import empty_cache, single_request
-from tests.engine.scripted import engine_over, exchanged
-from tests.engine.tiny import run, tiny_runner
+from tests.conftest import optimise_steps
+from tests.engine.scripted import (
+    engine_over,
+    exchanged,
+    numpy_params,
+    one_device,
+    target_params,
+    tiny_config,
+    warmed,
+)
+from tests.engine.tiny import SETTINGS, run
 
 K = 3
 
@@ -58,15 +72,23 @@ def logged_windows(engine, batch):
     return windows
 
 
+LENGTH = 192
+
+
+@pytest.fixture(scope="module")
+def demo_logits(demo_llm):
+    return log_p_of_texts(demo_llm.engine.runner, LENGTH)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_acceptance_is_exactly_the_overlap(temperature, demo_llm):
+def test_acceptance_is_exactly_the_overlap(temperature, demo_llm, demo_logits):
     """Position by position among the windows that came so far, on the demo model with its MTP layer.
 
     Too few acceptances would waste the draft, too many would be lossy. All contexts of reached positions are prefixes
     of the final text, so one pass over each text gives every p.
     """
-    length = 192
+    length = LENGTH
     batch = [
         Request(
             f"{temperature}-{i}", r.prompt_ids,
@@ -75,8 +97,7 @@ def test_acceptance_is_exactly_the_overlap(temperature, demo_llm):
         for i, r in enumerate(read_record(RECORD))
     ]  # fmt: skip
     windows = logged_windows(demo_llm.engine, batch)
-    forward = log_p_of_texts(demo_llm.engine.runner, length)
-    logits = {r.id: np.asarray(forward(jnp.asarray(r.tokens, jnp.int32))) for r in batch}
+    logits = {r.id: np.asarray(demo_logits(jnp.asarray(r.tokens, jnp.int32))) for r in batch}
     got, expected, variance, reached = (np.zeros(K) for _ in range(4))
     for request, known, accepted, log_q in windows:
         for i in range(min(accepted + 1, K)):
@@ -99,7 +120,6 @@ def test_acceptance_is_exactly_the_overlap(temperature, demo_llm):
 
 PROMPT = [17, 42, 99]
 TEMPERATURES = (0.5, 1.0, 1.5)
-SEEDS = 1200
 
 
 def peaked(runner):
@@ -129,16 +149,31 @@ def quiet(block):
 VIEWS = (slice(1, 3), slice(1, 2), slice(2, 3), slice(3, 4))
 
 
-def generated(k, first_seed):
+def wide_runner(k):
+    """The engine tests' tiny model with one bucket of many rows, so that thousands of requests take few steps."""
+    rows, mesh = 32, one_device()
+    bucket = Bucket(len(PROMPT) * rows // 2, rows // 2, rows, "lean")
+    settings = dataclasses.replace(
+        SETTINGS, num_speculative_tokens=k, max_num_seqs=rows, max_model_len=SETTINGS.page_size, num_pages=rows + 2,
+        max_num_batched_tokens=bucket.tokens(k + 1),
+    )  # fmt: skip
+    model, draft = (kind(tiny_config("tiny"), jnp.float32) for kind in (CausalLM, NextN))
+    drafting = (draft, numpy_params(draft, 4)) if k else None
+    with pytest.MonkeyPatch.context() as patch:
+        optimise_steps(patch)
+        return warmed(Runner(model, target_params("tiny"), settings, mesh, draft=drafting, buckets=(bucket,)))
+
+
+def generated(k, first_seed, seeds):
     """Texts by temperature, and the accepted drafts of a window."""
-    runner = tiny_runner(k)
+    runner = wide_runner(k)
     with exchanged(runner, **peaked(runner)):
         engine = engine_over(runner)
         batch = [
             Request(
                 f"{t}-{i}", PROMPT, SamplingParams(max_tokens=4, temperature=t, seed=first_seed + i, ignore_eos=True)
             )
-            for i in range(SEEDS)
+            for i in range(seeds)
             for t in TEMPERATURES
         ]
         ids, _, _ = run(engine, batch)
@@ -156,11 +191,13 @@ def two_sample(ours, theirs, view):
     return sum((x - y) ** 2 / max(x + y, 1) for x, y in pairs), df + 3.3 * (2 * df) ** 0.5 + 8
 
 
-@pytest.mark.slow
-def test_texts_follow_the_same_distribution_with_and_without():
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(1200, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.full)]
+)
+def test_texts_follow_the_same_distribution_with_and_without(seeds):
     """Other seeds on the two sides, so that equal noise cannot stand in for equal distributions."""
-    plain, _ = generated(0, 0)
-    speculated, accepted = generated(K, 10**6)
+    plain, _ = generated(0, 0, seeds)
+    speculated, accepted = generated(K, 10**6, seeds)
     assert 0.5 < accepted < K - 0.5  # both acceptance and rejection had their part
     for temperature in TEMPERATURES:
         for view in VIEWS:

@@ -1,7 +1,7 @@
 """Tiny targets with drafts that a test decides, and single steps on states that a test has made.
 
-Compiling dominates: runners are made once for a process, with the one bucket that holds every plan unless `decode`
-asks for the smaller ones, and their parameters are exchanged instead of compiling again.
+Compiling dominates: runners are made once for a process, with one lean bucket that holds every plan unless
+`every_bucket` asks for the whole table, and their parameters are exchanged instead of compiling again.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxspec.config import Settings
+from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
@@ -58,12 +60,18 @@ def numpy_params(module: nnx.Module, seed: int, mesh: Mesh | None = None) -> dic
     return nest(flat)
 
 
-def warmed(runner: Runner, *, decode: bool = False) -> Runner:
-    """The runner, compiled: for its largest bucket only, or for its decode buckets too."""
-    if not decode:
-        runner.buckets = runner.buckets[-1:]
+def warmed(runner: Runner) -> Runner:
+    """The runner, compiled."""
     runner.warm_up()
     return runner
+
+
+def one_bucket(settings: Settings) -> tuple[Bucket]:
+    """The bucket that holds every plan, with the sampler that knows greedy requests and temperatures only.
+
+    The sampler of all parameters is more than half of a tiny step's compilation.
+    """
+    return (dataclasses.replace(bucket_table(settings)[-1], variant="lean"),)
 
 
 @cached
@@ -77,22 +85,27 @@ def target_params(variant: str) -> dict:
     return numpy_params(CausalLM(tiny_config(variant), jnp.float32), 3)
 
 
-def _runner(variant: str, k: int, draft: tuple[Draft, dict] | None, **options: Any) -> Runner:
+def _runner(
+    variant: str, k: int, draft: tuple[Draft, dict] | None, *, every_bucket: bool = False, **options: Any
+) -> Runner:
     model = CausalLM(tiny_config(variant), jnp.float32)
     settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k)
-    return Runner(model, target_params(variant), settings, one_device(), draft=draft, **options)
+    buckets = None if every_bucket else one_bucket(settings)
+    return warmed(
+        Runner(model, target_params(variant), settings, one_device(), draft=draft, buckets=buckets, **options)
+    )
 
 
 @cached
 def plain_runner(variant: str = "tiny") -> Runner:
-    return warmed(_runner(variant, 0, None))
+    return _runner(variant, 0, None)
 
 
 @cached
-def pattern_runner(k: int, variant: str = "tiny", *, decode: bool = False) -> Runner:
+def pattern_runner(k: int, variant: str = "tiny", *, every_bucket: bool = False) -> Runner:
     draft = PatternDraft(tiny_config(variant).vocab_size, NUM_TEXTS, SETTINGS.max_model_len)
     params = {name: jnp.asarray(value) for name, value in pattern_params(draft, []).items()}
-    return warmed(_runner(variant, k, (draft, params)), decode=decode)
+    return _runner(variant, k, (draft, params), every_bucket=every_bucket)
 
 
 _HEAD = {
@@ -112,7 +125,7 @@ HEADS = {
 def eagle3_runner(head: str, k: int, *, skip_dead: bool = True) -> Runner:
     """A random EAGLE3 head with the target's embedding and head, reading all residual streams of the tiny target."""
     draft = Eagle3(read_eagle3_config(HEADS[head]), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False)
-    return warmed(_runner("tiny", k, (draft, numpy_params(draft, 4)), skip_dead=skip_dead))
+    return _runner("tiny", k, (draft, numpy_params(draft, 4)), skip_dead=skip_dead)
 
 
 @contextlib.contextmanager

@@ -40,9 +40,9 @@ def layouts(variant):
     }
 
 
-def check_layouts(variant, k, *, decode=False):
+def check_layouts(variant, k, *, every_bucket=False):
     ids, logprobs, texts = plain_run(variant)
-    runner = pattern_runner(k, variant, decode=decode)
+    runner = pattern_runner(k, variant, every_bucket=every_bucket)
     windows = Windows()
     for seed in (1, 2):
         with with_pattern(runner, texts, seed=seed):
@@ -68,16 +68,16 @@ def test_speculation_is_plain_decoding(variant, k):
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_speculation_is_plain_decoding_everywhere(variant, k):
-    """With the decode buckets too."""
+    """With the decode buckets too, and the sampler of all parameters."""
     try:
-        check_layouts(variant, k, decode=True)
+        check_layouts(variant, k, every_bucket=True)
     finally:
-        forget(variant, k, decode=True, plain=k == KS[-1])
+        forget(variant, k, every_bucket=True, plain=k == KS[-1])
 
 
-def forget(variant, k, *, decode=False, plain=True):
+def forget(variant, k, *, every_bucket=False, plain=True):
     """Nothing else runs these targets, and their executables do not all fit into a process at once."""
-    scripted.pattern_runner.forget(k, variant, decode=decode)
+    scripted.pattern_runner.forget(k, variant, every_bucket=every_bucket)
     if plain:
         scripted.plain_runner.forget(variant)
         scripted.plain_run.forget(variant)

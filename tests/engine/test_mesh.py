@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxspec.compat import compiles
+from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -46,7 +47,8 @@ def tokens(config, draft, devices):
     params = numpy_params(model, 1, mesh)
     assert {len(array.sharding.device_set) for array in jax.tree.leaves(params)} == {devices}
     settings = dataclasses.replace(SETTINGS, num_speculative_tokens=2)
-    runner = warmed(Runner(model, params, settings, mesh, draft=(draft, numpy_params(draft, 2, mesh))))
+    drafting, buckets = (draft, numpy_params(draft, 2, mesh)), bucket_table(settings)[-1:]
+    runner = warmed(Runner(model, params, settings, mesh, draft=drafting, buckets=buckets))
     before = compiles.total
     rng = np.random.default_rng(0)
     requests = [

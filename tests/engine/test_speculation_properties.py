@@ -93,6 +93,7 @@ from tests.engine.scripted import (
     exchanged,
     greedy_requests,
     numpy_params,
+    one_bucket,
     one_step,
     pattern_runner,
     plain_run,
@@ -395,7 +396,7 @@ def test_acceptance_needs_q(monkeypatch):
     blind = warmed(
         Runner(
             CausalLM(scripted.tiny_config("tiny"), jnp.float32), target_params("tiny"), settings, scripted.one_device(),
-            draft=nextn(),
+            draft=nextn(), buckets=one_bucket(settings),
         )
     )  # fmt: skip
     monkeypatch.undo()

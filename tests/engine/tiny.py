@@ -82,7 +82,7 @@ def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None =
         draft=(draft, random_params(draft, mesh, seed=4, randomize_norms=True)) if k else None,
         skip_dead=skip_dead,
     )
-    if synthetic is not None:
+    if synthetic is not None or not skip_dead:
         runner.buckets = runner.buckets[-1:]  # it holds every plan, and one compilation is enough here
     runner.warm_up()
     return runner
