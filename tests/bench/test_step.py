@@ -320,6 +320,7 @@ def test_sizes_follow_the_device_and_the_draft():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lean_buckets")
 def test_cycles_start_again_from_the_same_state():
     """Drafts and lengths are taken back: the same tokens, whichever measurement ran before."""
     hf = step_vllm.checkpoint_config("tiny")
@@ -351,6 +352,7 @@ def test_cycles_start_again_from_the_same_state():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lean_buckets")
 def test_steps_and_cycles_beside_a_peer(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # it adds to them
     files = [tmp_path / "plain.json", tmp_path / "mtp.json"]

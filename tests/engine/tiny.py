@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import Settings
+from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -74,16 +75,22 @@ def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None =
     config = read_config(HF_CONFIG)
     model, draft = CausalLM(config, jnp.float32), NextN(config, jnp.float32)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    settings = dataclasses.replace(
+        SETTINGS, num_speculative_tokens=k, synthetic_acceptance_length=synthetic, mixed=mixed
+    )
+    # As on a GPU, requests that need no more may run in a lean bucket; it also takes a third of the time to compile.
+    smallest, *larger = bucket_table(settings)
+    buckets = (dataclasses.replace(smallest, variant="lean"), *larger)
     runner = Runner(
         model,
         random_params(model, mesh, seed=3, randomize_norms=True),
-        dataclasses.replace(SETTINGS, num_speculative_tokens=k, synthetic_acceptance_length=synthetic, mixed=mixed),
+        settings,
         mesh,
         draft=(draft, random_params(draft, mesh, seed=4, randomize_norms=True)) if k else None,
         skip_dead=skip_dead,
+        # The largest holds every plan.
+        buckets=buckets[-1:] if synthetic is not None or not skip_dead else buckets,
     )
-    if synthetic is not None or not skip_dead:
-        runner.buckets = runner.buckets[-1:]  # it holds every plan, and one compilation is enough here
     runner.warm_up()
     return runner
 
