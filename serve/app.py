@@ -14,8 +14,9 @@ from serve import errors
 from serve.body import JsonRoute
 from serve.chat import create_chat_completion
 from serve.completions import create_completion
+from serve.cors import CorsMiddleware
 from serve.engine_thread import Phase
-from serve.middleware import ApiKeyAuth, RequestContext
+from serve.middleware import ApiKeyAuth, RequestContext, RootPath
 from serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelCard, ModelList, TokenizeBody
 from serve.service import Service
 from serve.tokenization import detokenize, tokenize
@@ -39,6 +40,10 @@ def create_app(service: Service) -> FastAPI:
     if service.settings.api_keys:
         app.add_middleware(ApiKeyAuth, api_keys=service.settings.api_keys)
     app.add_middleware(RequestContext, service=service)
+    if service.settings.cors.origins:
+        app.add_middleware(CorsMiddleware, cors=service.settings.cors)  # outside: errors too can be read by a page
+    if service.settings.root_path:
+        app.add_middleware(RootPath, root_path=service.settings.root_path)
     return app
 
 

@@ -21,6 +21,23 @@ _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
+class RootPath:
+    """Tells the application where a proxy has it: paths are routed with that prefix and without it."""
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._root_path}, receive, send)
+
+
+def route_path(scope: Scope) -> str:
+    """The path that is routed: without --root-path, where the proxy has left it."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
+
+
 class RequestContext:
     """Outermost: gives the request an id (the client's own if it is safe to log), counts it and logs its end.
 
@@ -37,7 +54,7 @@ class RequestContext:
             return
         offered = Headers(scope=scope).get("x-request-id", "")
         request_id = offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
-        quiet = scope["path"] in _QUIET_PATHS
+        quiet = route_path(scope) in _QUIET_PATHS
         status, start = 0, time.monotonic()
 
         async def send_with_id(message: Message) -> None:
@@ -70,7 +87,7 @@ class ApiKeyAuth:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._allowed(Headers(scope=scope)):
+        if scope["type"] == "http" and route_path(scope) not in OPEN_PATHS and not self._allowed(Headers(scope=scope)):
             error = ApiError(
                 401,
                 "missing or wrong API key: send it as 'Authorization: Bearer KEY'",

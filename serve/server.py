@@ -45,6 +45,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def http_config(service: Service) -> uvicorn.Config:
+    tls = service.settings.tls
     return uvicorn.Config(
         create_app(service),
         http="h11",  # of uvicorn's parsers the one that limits the size of headers
@@ -55,6 +56,7 @@ def http_config(service: Service) -> uvicorn.Config:
         proxy_headers=False,
         timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close first
         timeout_graceful_shutdown=_CLOSE_SECONDS,
+        **(tls.uvicorn_options() if tls else {}),
     )
 
 

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,12 +14,14 @@ from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import Tokenizer, text_stream
 from serve.admission import Admission
+from serve.cors import Cors
 from serve.engine_thread import EngineThread, Phase
 from serve.errors import ApiError, unavailable
 from serve.generation import Choice, Submission
 from serve.metrics import Metrics
 from serve.model import Progress, ServedModel
 from serve.speculation import LOG_SECONDS, AcceptanceLog
+from serve.tls import Tls
 
 T = TypeVar("T")
 
@@ -37,6 +39,9 @@ class ServerSettings:
         api_keys: any of them opens all paths; none means that no key is needed.
         metrics_prefix: in front of all Prometheus names.
         max_num_queued_requests: most choices that may wait for their first step.
+        root_path: where a proxy has the server, without a slash at its end.
+        log_stats: log throughput and acceptance every few seconds.
+        tls: None for plain HTTP.
     """
 
     model: str
@@ -44,6 +49,10 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     metrics_prefix: str = "jaxspec"
     max_num_queued_requests: int = 1024
+    root_path: str = ""
+    log_stats: bool = True
+    tls: Tls | None = None
+    cors: Cors = field(default_factory=Cors)
 
     @property
     def names(self) -> tuple[str, ...]:
