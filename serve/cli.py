@@ -1,22 +1,27 @@
 """The command `jaxspec`. Heavy imports wait until a command runs, so that --help answers at once."""
 
 import argparse
+import functools
 import importlib
 import ipaddress
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jaxspec
 from jaxspec.errors import ConfigError, JaxspecError
-from serve.flags import Parser, UsageError, add_engine_flags, engine_config, parse
+from serve.flags import Parser, UsageError, add_engine_flags, engine_config, names, parse
+from serve.peers import add_peer_flags
+from serve.sources import Resolved, resolve
 
 DEFAULT_PORT = 8000
 DEFAULT_MAX_NUM_QUEUED_REQUESTS = 1024
 _KEY_VARIABLE = "JAXSPEC_API_KEY"
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 _MODEL_HELP = "demo, a converted folder, a Hugging Face folder or a hub id"
 
 
@@ -54,14 +59,17 @@ def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action="version", version=jaxspec.__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Parser:
+    def command(name: str, run: Callable[..., int], text: str) -> Parser:
         sub = subparsers.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
         return sub
 
     serve = command("serve", _serve, "Serve a model over an OpenAI-compatible HTTP API.")
+    serve.set_defaults(run=functools.partial(_serve, serve))
     _add_serve_flags(serve)
     add_engine_flags(serve)
+    add_peer_flags(serve)
+    serve.epilog = "Flags of vLLM and SGLang are understood where they have a meaning here: docs/flags.md."
 
     convert = command("convert", _convert, "Convert a Hugging Face checkpoint into a folder that loads fast.")
     convert.add_argument("source", metavar="SRC", help="a Hugging Face folder or a hub id")
@@ -81,19 +89,25 @@ def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
 
 
 def _add_serve_flags(parser: Parser) -> None:
-    def flag(group: argparse._ActionsContainer, name: str, metavar: str, text: str, **options: Any) -> None:
-        group.add_argument(name, metavar=metavar, help=text, **options)
+    def flag(group: argparse._ActionsContainer, name: str, metavar: str | None, text: str, **options: Any) -> None:
+        parser.declare(group, name, help=text, **({"metavar": metavar} if metavar else {}), **options)
 
     flag(parser, "model", "MODEL", f"{_MODEL_HELP} (default: demo)", nargs="?", default="demo")
     flag(parser, "--revision", "TEXT", "branch, tag or commit of a hub id")
+    config = (
+        "YAML file of flags and their values, which the environment ($JAXSPEC_PORT, ...) and the command line override"
+    )
+    flag(parser, "--config", "FILE", config, type=Path)
     server = parser.add_argument_group("server")
     flag(server, "--host", "ADDRESS", "address to listen on (default: 127.0.0.1)", default="127.0.0.1")
     flag(server, "--port", "N", f"port (default: {DEFAULT_PORT}; 0: any free)", type=int, default=DEFAULT_PORT)
-    names = "names of the model for clients (default: the last part of MODEL)"
-    flag(server, "--served-model-name", "NAME", names, nargs="+", default=[])
+    models = "names of the model for clients (default: the last part of MODEL)"
+    flag(server, "--served-model-name", "NAME", models, nargs="+", default=[])
     key = f"key that clients must send; may be repeated. Process lists show it: prefer a file or ${_KEY_VARIABLE}"
     flag(server, "--api-key", "KEY", key, action="append", default=[])
     flag(server, "--api-key-file", "FILE", "file with one key per line", type=Path)
+    root = "path under which a proxy has this server, such as /api (default: none)"
+    flag(server, "--root-path", "PATH", root, default="")
     prefix = "prefix of the names at /metrics (default: jaxspec; vllm for vLLM's dashboards)"
     flag(server, "--metrics-prefix", "TEXT", prefix, default="jaxspec")
     queued = (
@@ -103,44 +117,99 @@ def _add_serve_flags(parser: Parser) -> None:
     flag(server, "--max-num-queued-requests", "N", queued, type=int, default=DEFAULT_MAX_NUM_QUEUED_REQUESTS)
     timeout = "how long SIGTERM waits for requests in flight (default: 60)"
     flag(server, "--shutdown-timeout", "SECONDS", timeout, type=float, default=60.0)
-    level = "debug, info (the default), warning or error; prompts and outputs are never logged"
-    flag(server, "--log-level", "LEVEL", level, choices=["debug", "info", "warning", "error"], default="info")
+    _add_log_flags(parser.add_argument_group("log"), flag)
+    _add_tls_flags(parser.add_argument_group("TLS"), flag)
+    _add_cors_flags(parser.add_argument_group("CORS (pages of other sites in a browser)"), flag)
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    config, given = engine_config(arguments)
-    if not 0 <= arguments.port < 65536:
-        raise ConfigError(f"--port must be between 0 and 65535, got {arguments.port}")
-    if not arguments.metrics_prefix.isidentifier():
-        raise ConfigError(f"--metrics-prefix must be a plain name, got {arguments.metrics_prefix!r}")
-    if arguments.max_num_queued_requests < 1:
-        # Every request waits for its first step, if only for a moment: 0 would refuse all.
-        raise ConfigError(f"--max-num-queued-requests must be at least 1, got {arguments.max_num_queued_requests}")
+def _add_log_flags(group: argparse._ActionsContainer, flag: Callable[..., None]) -> None:
+    level = "debug, info (the default), warning, error or critical; prompts and outputs are never logged"
+    flag(group, "--log-level", "LEVEL", level, type=str.lower, choices=_LEVELS, default="info")
+    http = "level of the lines about HTTP requests (default: as --log-level)"
+    flag(group, "--uvicorn-log-level", "LEVEL", http, type=str.lower, choices=_LEVELS)
+    stats = "leave out the lines about throughput and speculation that come every 10 s under load"
+    flag(group, "--disable-log-stats", None, stats, action="store_true", default=False)
+
+
+def _add_tls_flags(group: argparse._ActionsContainer, flag: Callable[..., None]) -> None:
+    flag(group, "--ssl-certfile", "FILE", "certificate, and its chain (default: no TLS)", type=Path)
+    flag(group, "--ssl-keyfile", "FILE", "private key (default: in the certificate's file)", type=Path)
+    flag(group, "--ssl-keyfile-password", "TEXT", "password of the key; prefer $JAXSPEC_SSL_KEYFILE_PASSWORD")
+    flag(group, "--ssl-ca-certs", "FILE", "authorities that sign the certificates of clients", type=Path)
+    required = "certificates of clients: 0 none (the default), 1 optional, 2 required"
+    flag(group, "--ssl-cert-reqs", "N", required, type=int, choices=(0, 1, 2), default=0)
+
+
+def _add_cors_flags(group: argparse._ActionsContainer, flag: Callable[..., None]) -> None:
+    origins = "origins of pages that may call the server, as https://a.example,https://b.example or * (default: none)"
+    flag(group, "--allowed-origins", "ORIGINS", origins, type=names, default=())
+    flag(
+        group,
+        "--allowed-methods",
+        "METHODS",
+        "methods that they may use (default: GET,POST)",
+        type=names,
+        default=("GET", "POST"),
+    )
+    flag(group, "--allowed-headers", "HEADERS", "headers that they may send (default: *)", type=names, default=("*",))
+    cookies = "let pages send cookies, which the server itself has none of"
+    flag(group, "--allow-credentials", None, cookies, action="store_true", default=False)
+
+
+def _serve(parser: Parser, given: argparse.Namespace) -> int:
+    resolved = resolve(parser, given, os.environ)
+    try:
+        return _serve_resolved(resolved, parser.fallbacks)
+    except ConfigError as e:
+        raise ConfigError(resolved.blame(str(e))) from e
+
+
+def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
+    arguments = resolved.arguments
+    config, _ = engine_config(arguments)
+    _check_serve(arguments)
     keys = api_keys(arguments)
+    # Before anything is imported that reads them.
+    os.environ.update(resolved.variables)
     from serve import startup
+    from serve.cors import Cors
     from serve.model import ServedModel, load_model
     from serve.server import bind, run_server
     from serve.service import ServerSettings
+    from serve.tls import tls_of
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jaxspec").setLevel(arguments.log_level.upper())
+    for name in ("jaxspec.access", "uvicorn"):
+        logging.getLogger(name).setLevel((arguments.uvicorn_log_level or arguments.log_level).upper())
+    logger = logging.getLogger("jaxspec.serve")
+    tls = tls_of(arguments)
     settings = ServerSettings(
         arguments.model,
         tuple(arguments.served_model_name),
         keys,
         arguments.metrics_prefix,
         arguments.max_num_queued_requests,
+        root_path=arguments.root_path.rstrip("/"),
+        log_stats=not arguments.disable_log_stats,
+        tls=tls,
+        cors=Cors(
+            arguments.allowed_origins,
+            arguments.allowed_methods,
+            arguments.allowed_headers,
+            credentials=arguments.allow_credentials,
+        ),
     )
     sock = bind(arguments.host, arguments.port)
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    url = f"http://{host}:{sock.getsockname()[1]}"
-    startup.announce_start(jaxspec.__version__, given)
+    url = f"{'https' if tls else 'http'}://{host}:{sock.getsockname()[1]}"
+    startup.announce_start(jaxspec.__version__, resolved.shown(fallbacks))
+    for line in resolved.notes:
+        logger.warning("%s", line)
     if not keys and not _is_loopback(arguments.host):
-        logging.getLogger("jaxspec.serve").warning(
-            "listening on %s without --api-key: anybody may use it", arguments.host
-        )
+        logger.warning("listening on %s without --api-key: anybody may use it", arguments.host)
     if config.synthetic_acceptance_length is not None:
-        logging.getLogger("jaxspec.serve").warning(
+        logger.warning(
             "--synthetic-acceptance-length %g: drafts are accepted at random, so every text is worthless",
             config.synthetic_acceptance_length,
         )
@@ -160,6 +229,28 @@ def _serve(arguments: argparse.Namespace) -> int:
     )
 
 
+def _check_serve(arguments: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: an option of the server that cannot work.
+    """
+    if not 0 <= arguments.port < 65536:
+        raise ConfigError(f"--port must be between 0 and 65535, got {arguments.port}")
+    if not arguments.metrics_prefix.isidentifier():
+        raise ConfigError(f"--metrics-prefix must be a plain name, got {arguments.metrics_prefix!r}")
+    if arguments.max_num_queued_requests < 1:
+        # Every request waits for its first step, if only for a moment: 0 would refuse all.
+        raise ConfigError(f"--max-num-queued-requests must be at least 1, got {arguments.max_num_queued_requests}")
+    if arguments.root_path and not re.fullmatch(r"(/[\w.~-]+)+/?", arguments.root_path, re.ASCII):
+        raise ConfigError(f"--root-path must be a path such as /api, got {arguments.root_path[:64]!r}")
+
+
+def resolve_serve(argv: Sequence[str]) -> Resolved:
+    """The options of a command line of `jaxspec serve`, with those of the environment and of --config."""
+    parser, commands = parsers(["serve"])
+    return resolve(commands["serve"], parse(parser, commands, ["serve", *argv]), os.environ)
+
+
 def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The keys that the flags, the environment and the key file give.
 
@@ -167,8 +258,6 @@ def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
         ConfigError: a key is empty, or the file cannot be read or has none.
     """
     keys = [*arguments.api_key]
-    if _KEY_VARIABLE in os.environ:
-        keys.append(os.environ[_KEY_VARIABLE])
     if arguments.api_key_file is not None:
         try:
             lines = arguments.api_key_file.read_text(encoding="utf-8").split()

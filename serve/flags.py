@@ -3,46 +3,89 @@
 import argparse
 import difflib
 import json
+import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
 from jaxspec.config import EngineConfig, with_speculative_config
 from jaxspec.errors import ConfigError
+from serve.peers import AttentionBackend, UsageError, translate_words
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
-
-
-class UsageError(Exception):
-    """A command line that makes no sense: exit code 2."""
+# Numbers that may be written as vLLM has them: 4k is 4000, 4K is 4096.
+_SIZES = frozenset(("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"))
+_SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmMgG]?)", re.ASCII)
+_SIMILAR = 0.75
+_HALF = ("half", "float16", "fp16")
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` instead of printing the usage and exiting."""
+    """Raises `UsageError` instead of printing the usage and exiting.
+
+    Attributes:
+        fallbacks: the defaults of what is declared with `declare`, which a namespace does not have until
+            `serve.sources.resolve` has looked everywhere.
+    """
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, **options)
+        self.fallbacks: dict[str, Any] = {}
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
+    def declare(self, group: argparse._ActionsContainer, name: str, *, default: Any = None, **options: Any) -> None:
+        """Adds an argument that appears in a namespace only where it is given."""
+        action = group.add_argument(name, default=argparse.SUPPRESS, **options)
+        self.fallbacks[action.dest] = default
+
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+
+    def option(self, flag: str) -> argparse.Action:
+        """The argument with this name. KeyError if there is none."""
+        return self._option_string_actions[flag]
+
+    def own_options(self) -> list[argparse.Action]:
+        """What --help lists, except --help itself."""
+        return [action for action in self._actions if action.help != argparse.SUPPRESS and action.dest != "help"]
 
 
 def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str]) -> argparse.Namespace:
     """Parses; for an unknown flag the error suggests a similar one."""
-    arguments, unknown = parser.parse_known_args([_with_dashes(word) for word in argv])
+    arguments, unknown = parser.parse_known_args(dashed(argv))
     if unknown:
-        used = commands.get(arguments.command or "", parser)
-        flag = unknown[0].partition("=")[0]
-        what = "flag" if flag.startswith("-") else "argument"
-        close = difflib.get_close_matches(flag, used.flags(), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"see {used.prog} --help"
-        raise UsageError(f"unknown {what} {flag} ({hint})")
+        used = commands.get(getattr(arguments, "command", None) or "", parser)
+        raise UsageError(unknown_word(used, unknown[0]))
     return arguments
+
+
+def dashed(words: Sequence[str]) -> list[str]:
+    """Flags as the parser knows them."""
+    return translate_words([_with_dashes(word) for word in words])
+
+
+def unknown_word(parser: Parser, word: str) -> str:
+    """What to say of a word that the parser does not know."""
+    flag = word.partition("=")[0]
+    what = "flag" if flag.startswith("-") else "argument"
+    close = similar(flag, parser.flags()) if flag.startswith("--") else None
+    hint = f"did you mean {close}?" if close else f"see {parser.prog} --help"
+    return f"unknown {what} {flag[:64]} ({hint})"
+
+
+def similar(flag: str, known: Iterable[str]) -> str | None:
+    """A known flag that was probably meant: spelt almost alike, and not its opposite."""
+    candidates = [name for name in known if _is_negative(name) == _is_negative(flag)]
+    close = difflib.get_close_matches(flag, candidates, n=1, cutoff=_SIMILAR)
+    return close[0] if close else None
+
+
+def _is_negative(flag: str) -> bool:
+    return flag.startswith(("--no-", "--disable-"))
 
 
 def _with_dashes(word: str) -> str:
@@ -59,7 +102,11 @@ def add_engine_flags(parser: Parser) -> None:
         if field.default is not None:
             text += f" (default: {field.default})"
         kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
-        if typing.get_origin(hint) is typing.Literal:
+        if field.name == "attention_backend":
+            options |= {"action": AttentionBackend, "backends": kinds, "metavar": f"{{{','.join(map(str, kinds))}}}"}
+        elif field.name == "dtype":
+            options |= {"type": _dtype, "choices": kinds}
+        elif typing.get_origin(hint) is typing.Literal:
             options["choices"] = kinds
         elif bool in (hint, *kinds):
             options["action"] = argparse.BooleanOptionalAction
@@ -68,7 +115,7 @@ def add_engine_flags(parser: Parser) -> None:
             if typing.get_origin(kind) is tuple:
                 options |= {"type": _numbers, "metavar": "N,N,..."}
             else:
-                options |= {"type": kind, "metavar": _METAVARS[kind]}
+                options |= {"type": size if field.name in _SIZES else kind, "metavar": _METAVARS[kind]}
         group.add_argument(f"--{field.name.replace('_', '-')}", help=text.replace("%", "%%"), **options)
     group.add_argument(
         "--speculative-config",
@@ -77,6 +124,39 @@ def add_engine_flags(parser: Parser) -> None:
         help='speculation as vLLM\'s flag gives it: {"method": "mtp" or "eagle3", "model": the draft, '
         '"num_speculative_tokens": N (default: 3)}',
     )
+
+
+def size(text: str) -> int:
+    """A number of tokens, requests or pages: 4096, 4k (4000) or 4K (4096)."""
+    match = _SIZE.fullmatch(text)
+    number = 0.5
+    if match:
+        unit = match[2]
+        number = float(match[1]) * (1000 if unit.islower() else 1024) ** " kmg".index(unit.lower() or " ")
+    if number != int(number):
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number such as 4096, 4k (4000) or 4K (4096), got {text[:64]!r}"
+        )
+    return int(number)
+
+
+def _dtype(text: str) -> str:
+    if text in _HALF:
+        raise argparse.ArgumentTypeError(f"{text} is not supported: use bfloat16, or auto")
+    return "float32" if text == "float" else text
+
+
+def names(text: str) -> tuple[str, ...]:
+    """A list of texts, as JSON (as vLLM has it) or with commas between them."""
+    if not text.lstrip().startswith("["):
+        return tuple(name.strip() for name in text.split(",") if name.strip())
+    try:
+        given = json.loads(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"is not valid JSON: {e}") from e
+    if not all(isinstance(name, str) for name in given):
+        raise argparse.ArgumentTypeError("must be a list of texts")
+    return tuple(given)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -61,10 +61,14 @@ def both(first: Progress, second: Progress) -> Progress:
     return report
 
 
-def announce_start(version: str, options: Mapping[str, Any]) -> None:
+def announce_start(version: str, options: Mapping[str, Mapping[str, str]]) -> None:
+    """
+    Args:
+        options: source -> option -> value, of what is not as by default.
+    """
     say(f"jaxspec {version}")
-    if options:
-        say("Options: " + ", ".join(f"{name}={value}" for name, value in options.items()))
+    for source, values in options.items():
+        say(f"Options from {source}: " + ", ".join(f"{name}={value}" for name, value in values.items()))
 
 
 def announce_ready(model: ServedModel, name: str, url: str, *, with_key: bool) -> None:

@@ -242,7 +242,8 @@ def options_of(command: tuple[str, ...]) -> set[str] | None:
 def every_option() -> set[str]:
     names = [(name,) for name in cli.parsers([])[1]]
     names += [("bench", name) for room in bench.__main__.ROOMS.values() for name in room]
-    return {"--help", *(option for name in names for option in options_of(name) or ())}
+    hidden = cli.parsers([])[1]["serve"].flags()  # those of vLLM and SGLang, which --help leaves out
+    return {"--help", *hidden, *(option for name in names for option in options_of(name) or ())}
 
 
 # --- files and records ---

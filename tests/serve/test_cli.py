@@ -96,9 +96,8 @@ def test_an_empty_key_variable_does_not_open_the_server(capsys, monkeypatch):
 def test_keys_come_from_flags_file_and_variable(monkeypatch, tmp_path):
     (tmp_path / "keys").write_text("two\nthree\n")
     monkeypatch.setenv("JAXSPEC_API_KEY", "four")
-    parser, commands = cli.parsers([])
-    arguments = parse(parser, commands, ["serve", "--api-key", "one", "--api-key-file", str(tmp_path / "keys")])
-    assert cli.api_keys(arguments) == ("one", "four", "two", "three")
+    resolved = cli.resolve_serve(["--api-key", "one", "--api-key-file", str(tmp_path / "keys")])
+    assert cli.api_keys(resolved.arguments) == ("one", "four", "two", "three")
 
 
 def test_jaxspec_errors_have_no_traceback(capsys, monkeypatch):

@@ -201,7 +201,12 @@ def test_what_start_up_prints(start):
     url = process.base_url
     lines = process.output.splitlines()
     assert lines[0].startswith("jaxspec ")
-    for expected in ("Options: max_num_seqs=4", "Loading mock", "Model:    mock", f"Serving mock at {url}. Try:"):
+    for expected in (
+        "Options from the command line: port=0, max_num_seqs=4",
+        "Loading mock",
+        "Model:    mock",
+        f"Serving mock at {url}. Try:",
+    ):
         assert expected in lines, process.output
     assert any("3/3 compiling" in line for line in lines)
     assert "curl" in lines[-1] or "curl" in process.output
