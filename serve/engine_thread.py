@@ -118,8 +118,11 @@ class EngineThread:
 
     def release(self, generation: Generation) -> None:
         """The other end of `submit`: aborts the choices that still run."""
-        generation.close()
-        self._generations.pop(generation, None)
+        aborted = generation.close()
+        accepted = self._generations.pop(generation, None)
+        refused = accepted is not None and accepted.done() and not accepted.cancelled() and accepted.exception()
+        if accepted is not None and not refused:
+            self._metrics.record_aborts(aborted)
 
     def fail_all(self, error: ApiError) -> None:
         for generation, accepted in self._generations.items():
@@ -217,8 +220,10 @@ class EngineThread:
     def _publish(self) -> None:
         assert self.model is not None
         model = self.model
-        self._metrics.snapshot = EngineSnapshot(
-            model.engine.stats(), *model.compile_counts(), model.synthetic_acceptance_length
+        self._metrics.publish(
+            EngineSnapshot(
+                model.engine.stats(), *model.compile_counts(), model.synthetic_acceptance_length, model.cache_config
+            )
         )
 
     def _on_progress(self, done: int, total: int, what: str) -> None:

@@ -8,6 +8,7 @@ from jaxspec.engine.host_rule import HostRule
 from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput, RequestStats
 from jaxspec.sampling.params import SamplingParams
 from serve.errors import ApiError, server_error
+from serve.request_metrics import PromptGroup
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Submission:
     priority: int
     cache_salt: str
     arrival_time: float
+    group: PromptGroup = field(default_factory=lambda: PromptGroup(1))
 
 
 @dataclass
@@ -118,10 +120,13 @@ class Generation:
         self._error = self._error or error
         self._changed.set()
 
-    def close(self) -> None:
+    def close(self) -> int:
+        """The number of choices that were not finished."""
+        aborted = len(self._unfinished)
         if self._unfinished:
             self._abort(list(self._unfinished))
             self._unfinished = {}
+        return aborted
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """New output of any choice as it comes, until all have finished. Output without text waits for its text.

@@ -1,14 +1,16 @@
 """Prometheus metrics: vLLM's names after our own prefix, so that its dashboards work (`--metrics-prefix vllm`)."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jaxspec.engine.output import FinishReason
 from serve.generation import Choice
+from serve.http_metrics import HttpMetrics
 from serve.request_metrics import times_of
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ _REQUEST = (
     0.01, 0.05, 0.1, 0.3, 0.5,
     0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_CHOICES = (1, 2, 5, 10, 20)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 
 
@@ -39,6 +43,12 @@ class EngineSnapshot:
     compiles: int
     compiles_after_warmup: int
     synthetic_acceptance_length: float | None = None
+    cache_config: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of all steps: prompt tokens computed and tokens generated."""
+        return self.stats.prefill_tokens + self.stats.generation_tokens
 
 
 class Metrics(Collector):
@@ -46,6 +56,7 @@ class Metrics(Collector):
 
     Attributes:
         snapshot: replaced by the engine thread, read when /metrics is scraped; None while the model loads.
+        http: of requests, whatever became of them.
     """
 
     def __init__(self, model_name: str, prefix: str = "jaxspec"):
@@ -54,19 +65,23 @@ class Metrics(Collector):
         self.snapshot: EngineSnapshot | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._success = Counter(
-            f"{prefix}:request_success",
-            "Finished requests",
-            [*self._labels, "finished_reason"],
-            registry=self._registry,
+        ProcessCollector(registry=self._registry)
+        self.http = HttpMetrics(self._registry)
+        self._success = self._counter("request_success", "Requests that ended", "finished_reason")
+        for reason in FinishReason:  # a share of errors needs their number also where it is 0
+            self._success.labels(**self._labels, finished_reason=reason.value)
+        # Where prompts came from, counted when their first token has come.
+        self._by_source = self._counter(
+            "prompt_tokens_by_source", "Prompt tokens by where their KV came from", "source"
         )
+        self._cached = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache").labels(
+            **self._labels
+        )
+        self._cached_by_source = self._counter(
+            "prompt_tokens_cached_by_source", "The same, by the memory that held them", "source"
+        ).labels(**self._labels, source="device")
         # An open proposal for vLLM has this name; its released versions have none.
-        rejections = Counter(
-            f"{prefix}:admission_rejections",
-            "HTTP requests answered 429, the queue being full",
-            list(self._labels),
-            registry=self._registry,
-        )
+        rejections = self._counter("admission_rejections", "HTTP requests answered 429, the queue being full")
         self._rejections = rejections.labels(**self._labels)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
         self._inter_token = self._histogram("inter_token_latency_seconds", "Time between two tokens", _PER_TOKEN)
@@ -77,11 +92,26 @@ class Metrics(Collector):
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step", _REQUEST)
         self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token", _REQUEST)
         self._decode = self._histogram("request_decode_time_seconds", "First to last token", _REQUEST)
+        self._inference = self._histogram("request_inference_time_seconds", "First step to last token", _REQUEST)
         self._preemption = self._histogram(
             "request_preemption_time_seconds", "Between a preemption and the step that goes on, in all", _REQUEST
         )
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._output_length = self._histogram("request_generation_tokens", "Output tokens of a request", _TOKENS)
+        self._computed_length = self._histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were not in the prefix cache",
+            _TOKENS,
+        )
+        self._longest_length = self._histogram(
+            "request_max_num_generation_tokens", "Output tokens of the longest choice of a prompt", _TOKENS
+        )
+        self._choices = self._histogram("request_params_n", "Choices asked for of a prompt", _CHOICES)
+        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens, where it was given", _TOKENS)
+        self._step = self._histogram("iteration_tokens_total", "Prompt and output tokens of a step", _STEP_TOKENS)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{self._prefix}:{name}", text, [*self._labels, *labels], registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(f"{self._prefix}:{name}", text, list(self._labels), buckets=buckets, registry=self._registry)
@@ -90,8 +120,18 @@ class Metrics(Collector):
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
+    def publish(self, snapshot: EngineSnapshot) -> None:
+        """What the engine is after a step, or between steps. Called by the engine thread."""
+        last, self.snapshot = self.snapshot, snapshot
+        if snapshot.stats.num_steps != (last.stats.num_steps if last else 0):
+            self._step.observe(snapshot.step_tokens - (last.step_tokens if last else 0))
+
     def record_rejection(self) -> None:
         self._rejections.inc()
+
+    def record_aborts(self, choices: int) -> None:
+        """Choices whose client has left, or whose request has failed in another choice."""
+        self._success.labels(**self._labels, finished_reason=FinishReason.ABORT.value).inc(choices)
 
     def record(self, choice: Choice, output: "RequestOutput") -> None:
         """Output of one step for one choice. Latency between tokens counts each token, not each step."""
@@ -99,6 +139,7 @@ class Metrics(Collector):
         if new:
             if choice.last_token_time is None:
                 self._first_token.observe(output.time - choice.submission.arrival_time)
+                self._record_prompt(len(choice.submission.prompt_ids), output.num_cached_tokens)
             else:
                 for _ in range(new):
                     self._inter_token.observe((output.time - choice.last_token_time) / new)
@@ -106,9 +147,28 @@ class Metrics(Collector):
         if output.finish_reason is not None and output.stats is not None:
             self._success.labels(**self._labels, finished_reason=output.finish_reason.value).inc()
             self._record_end(output.stats)
+            self._record_choice(choice, output.stats)
+
+    def _record_prompt(self, tokens: int, cached: int) -> None:
+        self._cached.inc(cached)
+        self._cached_by_source.inc(cached)
+        self._by_source.labels(**self._labels, source="local_cache_hit").inc(cached)
+        self._by_source.labels(**self._labels, source="local_compute").inc(tokens - cached)
+
+    def _record_choice(self, choice: Choice, stats: "RequestStats") -> None:
+        submission = choice.submission
+        if submission.params.max_tokens is not None:
+            self._max_tokens.observe(submission.params.max_tokens)
+        longest = submission.group.end(stats.num_output_tokens)
+        if longest is not None:
+            self._longest_length.observe(longest)
+            self._choices.observe(submission.group.size)
 
     def _record_end(self, stats: "RequestStats") -> None:
         times = times_of(stats)
+        self._computed_length.observe(stats.num_prompt_tokens - stats.num_cached_tokens)
+        if stats.first_scheduled_time is not None:
+            self._inference.observe(stats.end_time - stats.first_scheduled_time)
         self._e2e.observe(stats.end_time - stats.arrival_time)
         self._prompt_length.observe(stats.num_prompt_tokens)
         self._output_length.observe(stats.num_output_tokens)
@@ -133,9 +193,17 @@ class Metrics(Collector):
             ("num_requests_waiting", "Requests without KV pages", stats.num_waiting),
             ("kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1", stats.kv_cache_usage),
         ):
-            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(self._labels))
-            gauge.add_metric(list(self._labels.values()), value)
-            yield gauge
+            yield self._gauge(name, text, {"": value})
+        # All wait for pages or rows: nothing else can hold a request back.
+        waiting = {"capacity": stats.num_waiting, "deferred": 0}
+        yield self._gauge("num_requests_waiting_by_reason", "Requests without KV pages, by reason", waiting, "reason")
+        awake = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+        yield self._gauge("engine_sleep_state", "This engine never sleeps", awake, "sleep_state")
+        if self.snapshot.cache_config:
+            config = {"engine": self._labels["engine"], **self.snapshot.cache_config}
+            info = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "The KV pages", labels=list(config))
+            info.add_metric(list(config.values()), 1)
+            yield info
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens accepted", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated", stats.generation_tokens),
@@ -151,13 +219,18 @@ class Metrics(Collector):
         if stats.acceptance is not None:
             yield from self._speculation(stats.acceptance)
         if self.snapshot.synthetic_acceptance_length is not None:
-            gauge = GaugeMetricFamily(
-                f"{self._prefix}:spec_decode_synthetic_acceptance_length",
+            yield self._gauge(
+                "spec_decode_synthetic_acceptance_length",
                 "Drafts are accepted at random to this mean length: the text is worthless",
-                labels=list(self._labels),
+                {"": self.snapshot.synthetic_acceptance_length},
             )
-            gauge.add_metric(list(self._labels.values()), self.snapshot.synthetic_acceptance_length)
-            yield gauge
+
+    def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
+        """One value, or one for each value of `label`."""
+        gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=[*self._labels, *([label] if label else [])])
+        for key, value in values.items():
+            gauge.add_metric([*self._labels.values(), *([key] if label else [])], value)
+        return gauge
 
     def _speculation(self, acceptance: "Acceptance") -> Iterable[Metric]:
         """vLLM's four counters. Mean acceptance length is 1 + accepted / drafts; steps beside a prefill count too."""

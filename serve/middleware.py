@@ -76,6 +76,8 @@ class RequestContext:
             self._service.in_flight -= not quiet
             if not quiet:
                 seconds = time.monotonic() - start
+                route = getattr(scope.get("route"), "path", None)
+                self._service.metrics.http.record(scope["method"], route, status, seconds)
                 logger.info("%s %r %d %.3fs id=%s", scope["method"], scope["path"], status, seconds, request_id)
 
 

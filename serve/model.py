@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from jaxspec.config import EngineConfig
+    from jaxspec.config import EngineConfig, Settings
     from jaxspec.engine.engine import EngineStats
     from jaxspec.engine.output import RequestOutput
     from jaxspec.engine.request import Request
@@ -34,6 +34,7 @@ class ServedModel:
     description: label -> value, for the start-up message.
     compile_counts: compilations since the process started, and those after warm-up.
     synthetic_acceptance_length: the engine's option: where it is set, every answer says so.
+    cache_config: of the KV pages, for /metrics, by vLLM's names.
     """
 
     engine: EngineLike
@@ -41,6 +42,7 @@ class ServedModel:
     description: Mapping[str, str | int] = field(default_factory=dict)
     compile_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
     synthetic_acceptance_length: float | None = None
+    cache_config: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_model(model: str, config: "EngineConfig", revision: str | None, progress: Progress) -> ServedModel:
@@ -55,4 +57,21 @@ def load_model(model: str, config: "EngineConfig", revision: str | None, progres
         llm.describe(),
         lambda: (compiles.total, compiles.after_warmup),
         config.synthetic_acceptance_length,
+        cache_config(llm.engine.settings, config),
     )
+
+
+def cache_config(settings: "Settings", config: "EngineConfig") -> dict[str, str]:
+    """The KV pages by vLLM's names. The page for padding is not counted: pages times their size is what requests have."""
+    pages = settings.num_pages - 1
+    tokens = pages * settings.page_size
+    return {
+        "block_size": str(settings.page_size),
+        "num_gpu_blocks": str(pages),
+        "num_cpu_blocks": "0",
+        "cache_dtype": settings.dtype,
+        "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        "enable_prefix_caching": str(settings.prefix_caching),
+        "kv_cache_size_tokens": str(tokens),
+        "kv_cache_max_concurrency": f"{tokens / settings.max_model_len:.2f}",
+    }

@@ -1,6 +1,6 @@
 """The figures of one choice that has ended: where its time went, for /metrics and for answers that ask for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from serve.protocol import RequestMetrics, SpeculationMetrics
@@ -8,6 +8,25 @@ from serve.protocol import RequestMetrics, SpeculationMetrics
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
     from jaxspec.engine.output import RequestStats
+
+
+@dataclass
+class PromptGroup:
+    """The choices of one prompt, which count as one request in some figures.
+
+    Attributes:
+        size: choices asked for.
+    """
+
+    size: int
+    _ended: int = field(default=0, init=False)
+    _longest: int = field(default=0, init=False)
+
+    def end(self, num_output_tokens: int) -> int | None:
+        """One choice has ended: the length of the longest one if it was the last, else None."""
+        self._ended += 1
+        self._longest = max(self._longest, num_output_tokens)
+        return self._longest if self._ended == self.size else None
 
 
 @dataclass(frozen=True)

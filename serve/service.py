@@ -20,7 +20,9 @@ from serve.errors import ApiError, unavailable
 from serve.generation import Choice, Submission
 from serve.metrics import Metrics
 from serve.model import Progress, ServedModel
-from serve.speculation import LOG_SECONDS, AcceptanceLog
+from serve.request_metrics import PromptGroup
+from serve.speculation import AcceptanceLog
+from serve.throughput import LOG_SECONDS, ThroughputLog, write_every
 from serve.tls import Tls
 
 T = TypeVar("T")
@@ -82,8 +84,8 @@ class Service:
         self.admission = Admission(
             settings.max_num_queued_requests, lambda: self.engine_thread.num_queued, self.metrics
         )
-        self._acceptance_log = AcceptanceLog(lambda: self.metrics.snapshot, interval=log_seconds)
-        self._acceptance_task: asyncio.Task[None] | None = None
+        self._log_seconds = log_seconds
+        self._log_task: asyncio.Task[None] | None = None
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0
@@ -92,12 +94,14 @@ class Service:
 
     def start(self) -> None:
         """On the event loop: starts the engine thread, which loads the model."""
-        self._acceptance_task = asyncio.get_running_loop().create_task(self._acceptance_log.run())
+        if self.settings.log_stats:
+            logs = [kind(lambda: self.metrics.snapshot) for kind in (ThroughputLog, AcceptanceLog)]
+            self._log_task = asyncio.get_running_loop().create_task(write_every(self._log_seconds, *logs))
         self.engine_thread.start()
 
     async def close(self) -> None:
-        if self._acceptance_task is not None:
-            self._acceptance_task.cancel()
+        if self._log_task is not None:
+            self._log_task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
         # A model that is still loading cannot be interrupted.
         loading = self.engine_thread.phase is Phase.LOADING
@@ -178,7 +182,8 @@ class Service:
         """
         tokenizer = self.model().tokenizer
         prefix = uuid.uuid4().hex
-        asked = [(prompt_ids, each) for prompt_ids in prompts for each in params]
+        groups = [PromptGroup(len(params)) for _ in prompts]
+        asked = [(*prompt, each) for prompt in zip(prompts, groups, strict=True) for each in params]
         return [
             Choice(
                 index,
@@ -190,7 +195,8 @@ class Service:
                     priority=priority,
                     cache_salt=cache_salt,
                     arrival_time=arrival_time,
+                    group=group,
                 ),
             )
-            for index, (prompt_ids, each) in enumerate(asked)
+            for index, (prompt_ids, group, each) in enumerate(asked)
         ]

@@ -1,6 +1,5 @@
 """What the server's log says about speculation every few seconds."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -13,35 +12,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxspec.serve")
 
-LOG_SECONDS = 10.0
-
 
 class AcceptanceLog:
     """A line with vLLM's fields for each interval in which something was drafted.
 
     Args:
         snapshot: the engine's latest state; None while the model loads.
-        interval: seconds between two looks.
         clock: seconds since any fixed point.
     """
 
-    def __init__(
-        self,
-        snapshot: Callable[[], EngineSnapshot | None],
-        *,
-        interval: float = LOG_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, snapshot: Callable[[], EngineSnapshot | None], *, clock: Callable[[], float] = time.monotonic):
         self._snapshot = snapshot
-        self._interval = interval
         self._clock = clock
         self._last_time = clock()
         self._last: Acceptance | None = None
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval)
-            self.write()
 
     def write(self) -> None:
         """Logs what came since the last call, if anything."""

@@ -36,6 +36,8 @@ class EngineStats:
     prefix_cache_queries: int = 0  # tokens of starting requests, and how many of them were in the prefix cache
     prefix_cache_hits: int = 0
     acceptance: Acceptance | None = None  # over all requests; None without speculation
+    num_steps: int = 0  # steps read
+    prefill_tokens: int = 0  # prompt tokens that these steps computed, those of a preempted request again
 
 
 class Engine:
@@ -75,6 +77,8 @@ class Engine:
         self._seeds = random.Random(seed)
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._num_steps = 0
+        self._prefill_tokens = 0
         self._windows = self._no_windows()
         self._drafted = 0
 
@@ -205,6 +209,8 @@ class Engine:
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
             acceptance=acceptance_of(self._windows, self._drafted),
+            num_steps=self._num_steps,
+            prefill_tokens=self._prefill_tokens,
         )
 
     def dispatch(self, plan: StepPlan, began: float) -> None:
@@ -222,6 +228,8 @@ class Engine:
         step = self.runner.read()
         read = time.monotonic()
         self.scheduler.read(step.plan)
+        self._num_steps += 1
+        self._prefill_tokens += sum(chunk.length for chunk in step.plan.prefill)
         if self.observer:
             self.observer(step)
         rows = zip(step.emitted.tolist(), step.accepted.tolist(), step.flags.tolist(), step.plan.requests, strict=True)

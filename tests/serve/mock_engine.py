@@ -62,6 +62,7 @@ class MockEngine:
     Args:
         step_seconds: how long a step takes.
         max_running: rows of a step; the other requests wait. Who goes first takes the row of who runs.
+        cached_tokens: tokens of each prompt that the prefix cache has.
         k: drafts a window, of which a step accepts 0 to 2 in turn; 0: no speculation.
 
     Attributes:
@@ -73,7 +74,15 @@ class MockEngine:
 
     vocab_size = 256 + len(SPECIAL)
 
-    def __init__(self, *, max_model_len: int = 512, max_running: int = 16, step_seconds: float = 0.0, k: int = 0):
+    def __init__(
+        self,
+        *,
+        max_model_len: int = 512,
+        max_running: int = 16,
+        step_seconds: float = 0.0,
+        k: int = 0,
+        cached_tokens: int = 0,
+    ):
         self.max_model_len = max_model_len
         self.aborted: list[str] = []
         self.finished: list[Request] = []
@@ -90,6 +99,8 @@ class MockEngine:
         self._early: list[RequestOutput] = []
         self._seeds = itertools.count(1)
         self._prompt_tokens = self._generation_tokens = 0
+        self._cached_tokens = cached_tokens
+        self._num_steps = self._prefill_tokens = self._cache_queries = self._cache_hits = 0
         self.windows = [0] * (k + 1) if k else []
 
     @property
@@ -142,6 +153,7 @@ class MockEngine:
             raise self.fail
         outputs, self._early = self._early, []
         now = time.monotonic()
+        self._num_steps += 1
         for request in self._take_rows(now):
             if request.tokens[0] == self.nan_in:
                 outputs.append(request.report(now, FinishReason.ERROR, "the model produced NaN"))
@@ -167,6 +179,11 @@ class MockEngine:
         requests = sorted(self._requests.values(), key=lambda r: r.order)
         rows, others = requests[: self._max_running], requests[self._max_running :]
         for request in rows:
+            if request.first_scheduled_time is None:
+                request.num_cached_tokens = min(self._cached_tokens, request.prompt_len - 1)
+                self._cache_queries += request.prompt_len
+                self._cache_hits += request.num_cached_tokens
+                self._prefill_tokens += request.prompt_len - request.num_cached_tokens
             request.scheduled(now)
         for request in others:
             if request.first_scheduled_time is not None and request.preempted_time is None:
@@ -190,8 +207,10 @@ class MockEngine:
             acceptance=acceptance_of(self.windows, max(len(self.windows) - 1, 0) * sum(self.windows)),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
+            prefix_cache_queries=self._cache_queries,
+            prefix_cache_hits=self._cache_hits,
+            num_steps=self._num_steps,
+            prefill_tokens=self._prefill_tokens,
         )
 
     def _text(self, request: Request) -> Iterator[int]:
@@ -208,4 +227,6 @@ class MockEngine:
 
 
 def served(engine: MockEngine, tokenizer: Tokenizer | None) -> ServedModel:
-    return ServedModel(engine, tokenizer, {"Model": "mock", "KV cache": "no pages"}, lambda: (7, 0))
+    pages = {"block_size": "64", "num_gpu_blocks": "100", "cache_dtype": "float32", "enable_prefix_caching": "True"}
+    description = {"Model": "mock", "KV cache": "no pages"}
+    return ServedModel(engine, tokenizer, description, lambda: (7, 0), cache_config=pages)

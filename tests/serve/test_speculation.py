@@ -111,7 +111,7 @@ def snapshot(histogram, synthetic=None):
 def test_the_log_tells_of_each_interval(caplog):
     caplog.set_level(logging.INFO, "jaxspec.serve")
     now, latest = [100.0], [None]
-    log = AcceptanceLog(lambda: latest[0], interval=10, clock=lambda: now[0])
+    log = AcceptanceLog(lambda: latest[0], clock=lambda: now[0])
 
     def line(histogram, seconds=10.0, synthetic=None):
         now[0] += seconds
