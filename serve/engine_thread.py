@@ -118,11 +118,11 @@ class EngineThread:
 
     def release(self, generation: Generation) -> None:
         """The other end of `submit`: aborts the choices that still run."""
-        aborted = generation.close()
+        unfinished = generation.close()
         accepted = self._generations.pop(generation, None)
         refused = accepted is not None and accepted.done() and not accepted.cancelled() and accepted.exception()
         if accepted is not None and not refused:
-            self._metrics.record_aborts(aborted)
+            self._metrics.record_unfinished(unfinished, failed=generation.failed)
 
     def fail_all(self, error: ApiError) -> None:
         for generation, accepted in self._generations.items():

@@ -120,13 +120,17 @@ class Generation:
         self._error = self._error or error
         self._changed.set()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def close(self) -> int:
-        """The number of choices that were not finished."""
-        aborted = len(self._unfinished)
+        """Returns how many choices were unfinished."""
+        unfinished = len(self._unfinished)
         if self._unfinished:
             self._abort(list(self._unfinished))
             self._unfinished = {}
-        return aborted
+        return unfinished
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """New output of any choice as it comes, until all have finished. Output without text waits for its text.

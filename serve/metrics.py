@@ -129,9 +129,10 @@ class Metrics(Collector):
     def record_rejection(self) -> None:
         self._rejections.inc()
 
-    def record_aborts(self, choices: int) -> None:
-        """Choices whose client has left, or whose request has failed in another choice."""
-        self._success.labels(**self._labels, finished_reason=FinishReason.ABORT.value).inc(choices)
+    def record_unfinished(self, choices: int, *, failed: bool) -> None:
+        """Choices that did not end by themselves: their request has failed, or their client has left."""
+        reason = FinishReason.ERROR if failed else FinishReason.ABORT
+        self._success.labels(**self._labels, finished_reason=reason.value).inc(choices)
 
     def record(self, choice: Choice, output: "RequestOutput") -> None:
         """Output of one step for one choice. Latency between tokens counts each token, not each step."""

@@ -80,6 +80,7 @@ def resolve(parser: Parser, given: argparse.Namespace, environ: Mapping[str, str
     """
     from_environment, labels, notes = _environment(parser, environ)
     path = getattr(given, "config", getattr(from_environment, "config", None))
+    layers: list[tuple[argparse.Namespace, Mapping[str, str], str]]
     layers = [] if path is None else [(_file(parser, path), {}, str(path))]
     layers += [(from_environment, labels, "the environment"), (given, {}, COMMAND_LINE)]
     values: dict[str, Any] = dict(parser.fallbacks)
@@ -133,7 +134,8 @@ def _environment(
 ) -> tuple[argparse.Namespace, dict[str, str], tuple[str, ...]]:
     """What the variables give, the variable of each option, and warnings."""
     options = {variable_of(action): action for action in parser.own_options()}
-    merged, labels, notes = argparse.Namespace(), {}, []
+    merged, notes = argparse.Namespace(), []
+    labels: dict[str, str] = {}
     for name, text in environ.items():
         if not name.startswith(PREFIX) or name in _OTHER_VARIABLES or _OF_KUBERNETES.fullmatch(name):
             continue

@@ -46,7 +46,8 @@ class Tls:
         except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
             names = f"--ssl-certfile {self.certfile}" + (f" and --ssl-keyfile {self.keyfile}" if self.keyfile else "")
             hint = "" if self.keyfile_password else ", or the key needs --ssl-keyfile-password"
-            why = f"no certificate with its key in PEM format{hint}" if isinstance(e, ssl.SSLError) else e.strerror or e
+            missing = isinstance(e, OSError) and not isinstance(e, ssl.SSLError)
+            why = e.strerror if missing else f"no certificate with its key in PEM format{hint}"
             raise ConfigError(f"cannot use {names}: {why}") from e
         if self.ca_certs is not None:
             try:

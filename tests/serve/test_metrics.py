@@ -134,6 +134,14 @@ def test_a_failed_request_is_an_error(start_server):
     assert samples(server)["jaxspec:request_success_total"]["error"] == 1
 
 
+def test_a_dead_engine_is_an_error_of_all_requests(start_server):
+    engine = MockEngine()
+    engine.fail = RuntimeError("out of luck")
+    server = start_server(served(engine, byte_tokenizer()))
+    assert server.post("/v1/completions", LONG | {"n": 3}).status_code == 500
+    assert samples(server)["jaxspec:request_success_total"] == {"stop": 0, "length": 0, "abort": 0, "error": 3}
+
+
 def test_http_requests(start_server):
     server = start_server(served(MockEngine(), byte_tokenizer()))
     server.post("/v1/completions", BODY)
