@@ -56,7 +56,8 @@ class Parser(argparse.ArgumentParser):
 
 def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str]) -> argparse.Namespace:
     """Parses; for an unknown flag the error suggests a similar one."""
-    arguments, unknown = parser.parse_known_args(dashed(argv))
+    words = dashed(argv)
+    arguments, unknown = parser.parse_known_args(translate_words(words) if words[:1] == ["serve"] else words)
     if unknown:
         used = commands.get(getattr(arguments, "command", None) or "", parser)
         raise UsageError(unknown_word(used, unknown[0]))
@@ -65,7 +66,7 @@ def parse(parser: Parser, commands: dict[str, Parser], argv: Sequence[str]) -> a
 
 def dashed(words: Sequence[str]) -> list[str]:
     """Flags as the parser knows them."""
-    return translate_words([_with_dashes(word) for word in words])
+    return [_with_dashes(word) for word in words]
 
 
 def unknown_word(parser: Parser, word: str) -> str:
@@ -166,13 +167,25 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from e
 
 
+def _as_ours(speculative_config: Any) -> Any:
+    """Without what vLLM has for it and means nothing more here."""
+    if not isinstance(speculative_config, dict):
+        return speculative_config
+    config = dict(speculative_config)
+    if config.get("method") == "deepseek_mtp":  # an older name
+        config["method"] = "mtp"
+    if config.get("draft_tensor_parallel_size") == 1:
+        del config["draft_tensor_parallel_size"]
+    return config
+
+
 def engine_config(arguments: argparse.Namespace) -> tuple[EngineConfig, dict[str, Any]]:
     """The configuration, and those options that the command line gives."""
     given = {f.name: getattr(arguments, f.name) for f in fields(EngineConfig) if hasattr(arguments, f.name)}
     config = EngineConfig(**given)
     if hasattr(arguments, "speculative_config"):
         try:
-            config = with_speculative_config(config, json.loads(arguments.speculative_config))
+            config = with_speculative_config(config, _as_ours(json.loads(arguments.speculative_config)))
         except ValueError as e:
             raise UsageError(f"--speculative-config is not valid JSON: {e}") from e
         except ConfigError as e:

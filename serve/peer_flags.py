@@ -171,6 +171,22 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         Refused("sampling parameters come from requests: use openai", ("openai",)),
         "model",
     ),
+    _flag(
+        "--rope-scaling --rope-theta --hf-config-path",
+        VLLM,
+        Refused("change config.json in a copy of the model's folder"),
+        "{}",
+    ),
+    _flag("--model-impl", BOTH, Refused("the models are jaxspec's own", ("auto",)), "transformers"),
+    _flag("--model-loader-extra-config", BOTH, Ignored("safetensors are read in one way"), "{}"),
+    _flag("--skip-tokenizer-init", BOTH, Refused("leave the tokenizer out of the model's folder: then ids are served")),
+    _flag(
+        "--logits-processors --enable-custom-logit-processor",
+        BOTH,
+        Refused("no code of users runs in the server"),
+        "module.Class",
+        "?",
+    ),
     _flag("--task", VLLM, Refused("only text is generated", ("auto", "generate")), "embed"),
     _flag("--runner", VLLM, Refused("only text is generated", ("auto", "generate")), "pooling"),
     _flag("--is-embedding", SGLANG, Refused("only text is generated")),
@@ -208,6 +224,16 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag(
         "--prefix-caching-hash-algo", VLLM, Ignored("prefixes are compared by their tokens, not by a hash"), "sha256"
     ),
+    _flag("--enable-hierarchical-cache", SGLANG, Refused("KV pages stay on the device")),
+    _flag("--disable-chunked-prefix-cache", SGLANG, Ignored("it names a kernel of SGLang")),
+    _flag("--enable-priority-scheduling", SGLANG, Ignored("requests run by their priority, lower values first")),
+    _flag("--num-scheduler-steps --num-continuous-decode-steps", BOTH, Ignored("see --readout-depth"), "8"),
+    _flag(
+        "--enable-deterministic-inference",
+        SGLANG,
+        Ignored("with a seed the text does not depend on the batch: exactly in float32, up to near-ties in bfloat16"),
+    ),
+    _flag("--enable-sleep-mode", VLLM, Refused("stop the server to free the device")),
     _flag("--swap-space", VLLM, Ignored("nothing is swapped: a preempted request is prefilled again"), "4"),
     _flag("--cpu-offload-gb", BOTH, Refused("weights stay on the device: use more devices", ("0",)), "10"),
     _flag("--block-size --page-size", BOTH, Ignored("a page always holds 64 tokens"), "16"),
@@ -244,6 +270,10 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         Ignored("experts are split over the devices of --tensor-parallel-size"),
         "8",
     ),
+    _flag(
+        "--decode-context-parallel-size -dcp --dcp-size", BOTH, Refused("every device keeps all KV pages", ("1",)), "2"
+    ),
+    _flag("--enable-eplb", BOTH, Ignored("experts are split evenly and stay where they are")),
     _flag("--enable-dp-attention", SGLANG, Refused("every device keeps all KV pages; leave it out")),
     _flag("--nnodes", BOTH, Refused(_ONE_HOST, ("1",)), "2"),
     _flag("--node-rank", BOTH, Refused(_ONE_HOST, ("0",)), "1"),
@@ -262,6 +292,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag("--enforce-eager --disable-cuda-graph", BOTH, Ignored(_GRAPHS)),
     _flag("--compilation-config -cc", VLLM, Ignored(_GRAPHS), "3"),
     _flag("--optimization-level -O", VLLM, Ignored(_GRAPHS), "3"),
+    _flag("--max-seq-len-to-capture --max-cudagraph-capture-size", VLLM, Ignored(_GRAPHS), "8192"),
     _flag("--cuda-graph-max-bs --cuda-graph-bs --cudagraph-capture-sizes", BOTH, Ignored(_GRAPHS), "64", "+"),
     _flag("--enable-torch-compile --skip-server-warmup", SGLANG, Ignored(_GRAPHS)),
     _flag("--attention-backend", BOTH, Same("a backend of vLLM or SGLang is a warning, and auto"), "flashinfer"),
@@ -271,6 +302,8 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         Ignored(_OWN_KERNELS),
         "fa3",
     ),
+    _flag("--enable-flashinfer-mla --enable-flashmla --disable-shared-experts-fusion", SGLANG, Ignored(_OWN_KERNELS)),
+    _flag("--moe-backend", VLLM, Same("auto, mosaic or reference"), "auto"),
     _flag("--moe-runner-backend --moe-a2a-backend", SGLANG, Ignored(_OWN_KERNELS), "triton"),
     # --- speculation ---
     _flag(
@@ -356,6 +389,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     ),
     _flag("--log-requests-level --max-log-len", BOTH, Ignored("prompts are never logged"), "1"),
     _flag("--disable-log-stats", VLLM, Same()),
+    _flag("--crash-dump-folder", SGLANG, Ignored("prompts are never written to a file"), "/tmp"),
     _flag("--decode-log-interval", SGLANG, Ignored("the line of throughput comes every 10 s"), "40"),
     _flag("--enable-metrics", SGLANG, Ignored("/metrics is always there; --metrics-prefix chooses the names")),
     _flag("--show-hidden-metrics-for-version", VLLM, Ignored("no metric is hidden"), "0.9"),

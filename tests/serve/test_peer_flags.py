@@ -125,6 +125,10 @@ def test_the_docs_name_the_variables():
             ["--speculative-config.method", "eagle3", "--speculative-config.model=d"],
             {"speculative_model": "d", "num_speculative_tokens": 3},
         ),
+        (
+            ["-sc", '{"method": "deepseek_mtp", "num_speculative_tokens": 1, "draft_tensor_parallel_size": 1}'],
+            {"speculative_model": None, "num_speculative_tokens": 1},
+        ),
         (["-sc", '{"method": "mtp"}'], {"speculative_model": None, "num_speculative_tokens": 3}),
         (
             ["--speculative-config.method=mtp", "--speculative-config.num_speculative_tokens", "2"],
