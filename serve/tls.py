@@ -38,17 +38,17 @@ class Tls:
         Raises:
             ConfigError: the files cannot be used.
         """
+        names = f"--ssl-certfile {self.certfile}" + (f" and --ssl-keyfile {self.keyfile}" if self.keyfile else "")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # Without a password OpenSSL would ask for one on the terminal.
         password = self.keyfile_password or ""
         try:
             context.load_cert_chain(self.certfile, self.keyfile, lambda: password)
-        except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
-            names = f"--ssl-certfile {self.certfile}" + (f" and --ssl-keyfile {self.keyfile}" if self.keyfile else "")
+        except (ssl.SSLError, ValueError) as e:  # a password that is too long is a ValueError
             hint = "" if self.keyfile_password else ", or the key needs --ssl-keyfile-password"
-            missing = isinstance(e, OSError) and not isinstance(e, ssl.SSLError)
-            why = e.strerror if missing else f"no certificate with its key in PEM format{hint}"
-            raise ConfigError(f"cannot use {names}: {why}") from e
+            raise ConfigError(f"cannot use {names}: no certificate with its key in PEM format{hint}") from e
+        except OSError as e:
+            raise ConfigError(f"cannot use {names}: {e.strerror}") from e
         if self.ca_certs is not None:
             try:
                 context.load_verify_locations(self.ca_certs)
