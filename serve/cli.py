@@ -180,8 +180,9 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jaxspec").setLevel(arguments.log_level.upper())
-    for name in ("jaxspec.access", "uvicorn"):
-        logging.getLogger(name).setLevel((arguments.uvicorn_log_level or arguments.log_level).upper())
+    if arguments.uvicorn_log_level is not None:
+        for name in ("jaxspec.access", "uvicorn"):
+            logging.getLogger(name).setLevel(arguments.uvicorn_log_level.upper())
     logger = logging.getLogger("jaxspec.serve")
     tls = tls_of(arguments)
     settings = ServerSettings(
