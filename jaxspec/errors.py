@@ -4,6 +4,11 @@ Any other exception is a bug in jaxspec. The CLI prints these without a tracebac
 `InvalidRequestError` with status 400.
 """
 
+import reprlib
+
+# How much of a value that a user or a file gave an error may repeat.
+SHOWN_CHARACTERS = 64
+
 
 class JaxspecError(Exception):
     """Base of all errors that the user can fix. Its text is one line: what is wrong, and what would help."""
@@ -28,3 +33,24 @@ class InvalidRequestError(JaxspecError, ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+def shown(value: object) -> str:
+    """A value in an error: its `repr`, bounded however large or nested it is, and in one line."""
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:  # Python does not write integers of thousands of digits
+        return f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def plain(value: object) -> str:
+    """A name in an error: a text as it is, unless that would break the line or fill it."""
+    if isinstance(value, str) and value.isprintable() and 0 < len(value) <= SHOWN_CHARACTERS:
+        return value
+    return shown(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = SHOWN_CHARACTERS - 4
+_SHORT.maxlevel = 3

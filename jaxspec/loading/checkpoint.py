@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.converted import ConvertedCheckpoint
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
-from jaxspec.loading.hf_folder import eos_token_ids, read_hf_config
+from jaxspec.loading.hf_folder import eos_token_ids, naming, read_hf_config
 from jaxspec.loading.manifest import MANIFEST
 from jaxspec.loading.parts import EMBED, HEAD, MTP, WEIGHTS, draft_part_of, parts_of
 from jaxspec.models.config import ModelConfig
@@ -60,7 +60,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         ModelFormatError: it cannot be loaded.
     """
     folder = Path(folder)
-    return ConvertedCheckpoint(folder) if is_converted(folder) else HFCheckpoint(folder)
+    with naming(folder):
+        return ConvertedCheckpoint(folder) if is_converted(folder) else HFCheckpoint(folder)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -70,11 +71,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         ModelFormatError: the folder holds no model, or one that is not supported.
     """
     hf = read_hf_config(folder)
-    if is_eagle3(hf):
-        raise ModelFormatError(
-            f"{folder} is an EAGLE3 draft, not a model: name it as speculative_model beside its model"
-        )
-    return dataclasses.replace(read_config(hf), eos_token_ids=eos_token_ids(folder))
+    with naming(folder):
+        if is_eagle3(hf):
+            raise ModelFormatError(
+                f"{folder} is an EAGLE3 draft, not a model: name it as speculative_model beside its model"
+            )
+        return dataclasses.replace(read_config(hf), eos_token_ids=eos_token_ids(folder))
 
 
 def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[CausalLM, Params]:
@@ -102,16 +104,18 @@ def load_nextn(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[N
     Raises:
         ModelFormatError: the checkpoint has none.
     """
-    if MTP not in checkpoint.parts:
+    config = read_model_config(checkpoint.folder)
+    if MTP not in checkpoint.parts or not config.nextn_layers:
         raise ModelFormatError(f"{checkpoint.folder} has no NextN (MTP) layer")
-    model = NextN(read_model_config(checkpoint.folder), np.dtype(dtype or checkpoint.dtype))
+    model = NextN(config, np.dtype(dtype or checkpoint.dtype))
     return model, nest(checkpoint.read_part(MTP, with_shardings(model, mesh)))
 
 
 def declare_eagle3(checkpoint: Checkpoint, capture: tuple[int, ...], dtype: Any) -> Eagle3:
     """The module of an EAGLE3 checkpoint, without parameters, which reads the target's streams `capture`."""
     parts = checkpoint.parts
-    config = read_eagle3_config(checkpoint.hf)
+    with naming(checkpoint.folder):
+        config = read_eagle3_config(checkpoint.hf)
     return Eagle3(config, np.dtype(dtype), capture=capture, own_embedding=EMBED in parts, own_head=HEAD in parts)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxspec.config import EngineConfig, np_dtype
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, plain
 from jaxspec.loading.checkpoint import Checkpoint, declare_eagle3, load_eagle3, load_nextn, open_checkpoint
-from jaxspec.loading.hf_folder import read_hf_config
+from jaxspec.loading.hf_folder import naming, read_hf_config
 from jaxspec.loading.parts import MTP
 from jaxspec.loading.resolve import resolve_model
 from jaxspec.loading.tokenizer_files import read_vocabulary
@@ -49,7 +49,7 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
     if config.speculative_model is None:
         if config.speculative_capture_layers is not None:
             raise ConfigError("speculative_capture_layers is for EAGLE3 drafts: name one with speculative_model")
-        if MTP not in target.parts:
+        if MTP not in target.parts or not target_config.nextn_layers:
             raise ConfigError(
                 f"num_speculative_tokens {config.num_speculative_tokens} needs a draft, and the model has no NextN (MTP) "
                 "layer; name an EAGLE3 draft with speculative_model, or use 0"
@@ -58,10 +58,11 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
 
     folder = resolve_model(config.speculative_model)
     hf = read_hf_config(folder)
-    if not is_eagle3(hf):
-        architectures = ", ".join(hf.get("architectures") or ["of no named architecture"])
-        raise ConfigError(f"speculative_model {config.speculative_model} is {architectures}, not an EAGLE3 draft")
-    draft = read_eagle3_config(hf)
+    with naming(folder):
+        if not is_eagle3(hf):
+            named = ", ".join(map(plain, (hf.get("architectures") or ["of no named architecture"])[:4]))
+            raise ConfigError(f"speculative_model {config.speculative_model} is {named}, not an EAGLE3 draft")
+        draft = read_eagle3_config(hf)
     check_fit(draft, target_config)
     _check_tokenizers(folder, target.folder)
     layer_ids = config.speculative_capture_layers
@@ -80,7 +81,8 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
 
 def is_draft(folder: Path) -> bool:
     """Whether a folder holds an EAGLE3 draft and not a model."""
-    return is_eagle3(read_hf_config(folder))
+    with naming(folder):
+        return is_eagle3(read_hf_config(folder))
 
 
 def _check_tokenizers(draft: Path, target: Path) -> None:

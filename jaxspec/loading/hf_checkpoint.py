@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ModelFormatError, shown
 from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.loading.key_check import check
 from jaxspec.loading.parts import DRAFT, MTP, draft_part_of, parts_of
 from jaxspec.loading.safetensors_reader import SafetensorsReader
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
+from jaxspec.models.fields import section
 from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, assemble
 from jaxspec.models.mtp import NextN, nextn_prefix
 from jaxspec.models.params import declarations
@@ -106,11 +107,12 @@ def _place(value: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _check_quantisation(hf: dict[str, Any]) -> None:
-    quantisation = hf.get("quantization_config") or {}
+    quantisation = section(hf, "quantization_config")
     method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", [128, 128])
     if quantisation and (method, block) != ("fp8", [128, 128]):
         raise ModelFormatError(
-            f"quantization {method!r} with blocks {block} is not supported (supported: 'fp8' with blocks [128, 128])"
+            f"quantization {shown(method)} with blocks {shown(block)} is not supported "
+            "(supported: 'fp8' with blocks [128, 128])"
         )
 
 

@@ -5,18 +5,25 @@ links into the `blobs` folder of the same repository.
 """
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ModelFormatError, shown
+from jaxspec.models.fields import CONFIG
 from jaxspec.models.hf_fields import eos_ids
 
-CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 INDEX = "model.safetensors.index.json"
 
 # Far above any real file; stops a hostile one before it fills the memory.
 MAX_JSON_BYTES = 100 * 2**20
+_MAX_NAME_BYTES = 255  # what file systems allow
+# Half a character: it has no UTF-8, and the Rust parser of tokenizers panics at it.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -29,6 +36,19 @@ def cache_repository(folder: Path) -> Path | None:
     return None
 
 
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Errors about what a folder holds name the folder; those of the file system are such errors too."""
+    try:
+        yield
+    except ModelFormatError as e:
+        if str(folder) in str(e):
+            raise
+        raise ModelFormatError(f"{folder}: {e}") from e
+    except OSError as e:
+        raise ModelFormatError(f"{e.filename or folder}: {e.strerror or e}") from e
+
+
 def inside(folder: Path, name: str) -> Path:
     """The file `name` of a model folder.
 
@@ -36,7 +56,9 @@ def inside(folder: Path, name: str) -> Path:
         ModelFormatError: it does not exist, is not a plain file name, or is a link that leaves the folder.
     """
     if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise ModelFormatError(f"{folder}: {name!r} points outside its folder (only plain file names are allowed)")
+        raise ModelFormatError(f"{folder}: {shown(name)} points outside its folder (only plain file names are allowed)")
+    if len(name.encode("utf-8", "replace")) > _MAX_NAME_BYTES or not name.isprintable():
+        raise ModelFormatError(f"{folder}: {shown(name)} is not a file name")
     path = folder / name
     if not path.is_file():
         raise ModelFormatError(f"{folder} has no {name}")
@@ -49,15 +71,29 @@ def inside(folder: Path, name: str) -> Path:
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object of the folder."""
     path = inside(folder, name)
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ModelFormatError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
+    check_size(path)
     try:
-        value = json.loads(path.read_bytes())
+        raw = path.read_bytes()
+        value = json.loads(raw)
+        if _SURROGATE.search(raw):  # rare, and legal in pairs
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except OSError as e:
+        raise ModelFormatError(f"{path} cannot be read: {e.strerror or e}") from e
     except (ValueError, RecursionError) as e:
-        raise ModelFormatError(f"{path} is not valid JSON: {e}") from e
+        raise ModelFormatError(f"{path} is not valid JSON: {str(e)[:200]}") from e
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path} is not a JSON object")
     return value
+
+
+def check_size(path: Path, most: int = MAX_JSON_BYTES) -> None:
+    """Before a file is read as a whole.
+
+    Raises:
+        ModelFormatError: it is larger than `most` bytes.
+    """
+    if path.stat().st_size > most:
+        raise ModelFormatError(f"{path} is larger than {most >> 20} MiB")
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -74,9 +110,9 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
     Chat models name their end-of-turn token in the former alone (Kimi-K2's config.json has only the end of text).
     """
-    ids = eos_ids(read_hf_config(folder).get("eos_token_id"))
+    ids = eos_ids(read_hf_config(folder))
     if (folder / GENERATION_CONFIG).exists():
-        ids = eos_ids(read_json(folder, GENERATION_CONFIG).get("eos_token_id")) + ids
+        ids = eos_ids(read_json(folder, GENERATION_CONFIG), where=GENERATION_CONFIG) + ids
     return tuple(dict.fromkeys(ids))
 
 
@@ -101,7 +137,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     names = sorted(set(weight_map.values()))
     for name in names:
         if not name.endswith(".safetensors"):
-            raise ModelFormatError(f"{folder / INDEX} names {name!r}; only .safetensors files are loaded")
+            raise ModelFormatError(f"{folder / INDEX} names {shown(name)}; only .safetensors files are loaded")
     return [inside(folder, name) for name in names], weight_map
 
 

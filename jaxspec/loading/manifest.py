@@ -1,11 +1,14 @@
 """The manifest of a converted folder: what it was made from, and what it must hold to be complete."""
 
-import json
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ModelFormatError, plain, shown
+from jaxspec.loading.hf_folder import read_json
+from jaxspec.loading.parts import DRAFT, EMBED, HEAD, MTP, WEIGHTS
+from jaxspec.models.fields import require, section, text_list, text_or, whole, wrong
 
 MANIFEST = "manifest.json"
 
@@ -14,6 +17,10 @@ LAYOUT_VERSION = 1
 
 # An unfinished folder is named `.NAME.tmp-RANDOM`.
 STAGING_INFIX = ".tmp-"
+
+_PART = re.compile(rf"{EMBED}|{HEAD}|{MTP}|{DRAFT}|\d{{3,4}}")
+_DTYPES = ("bfloat16", "float32")
+_MAX_PARAMETERS = 2**60
 
 
 @dataclass(frozen=True)
@@ -49,13 +56,9 @@ def is_staging(folder: Path) -> bool:
 def has_manifest(folder: Path) -> bool:
     """Whether `folder` was written by `jaxspec convert`, by this or another version."""
     try:
-        return isinstance(_read(folder).get("layout_version"), int)
-    except (OSError, ValueError, AttributeError):
+        return type(read_json(folder, MANIFEST).get("layout_version")) is int
+    except (OSError, ModelFormatError):
         return False
-
-
-def _read(folder: Path) -> Any:
-    return json.loads((folder / MANIFEST).read_text())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -74,19 +77,53 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} was left by an interrupted conversion; run it again and use its output folder"
         )
     try:
-        raw = _read(folder)
-        version, written_by = raw["layout_version"], raw["jaxspec_version"]
-    except (ValueError, KeyError, TypeError) as e:
-        raise ModelFormatError(f"{folder / MANIFEST} is damaged ({e}); convert the model again") from e
-    if version != LAYOUT_VERSION:
+        raw = read_json(folder, MANIFEST)
+        require(raw, "layout_version", "jaxspec_version", where=MANIFEST)
+    except ModelFormatError as e:
+        raise _damaged(folder, e) from e
+    if raw["layout_version"] != LAYOUT_VERSION:
         raise ModelFormatError(
-            f"{folder} has layout version {version} (written by jaxspec {written_by}) and this jaxspec reads version "
-            f"{LAYOUT_VERSION}; convert the model again: jaxspec convert {raw.get('source', 'SRC')} {folder}"
+            f"{folder} has layout version {shown(raw['layout_version'])} (written by jaxspec "
+            f"{plain(raw['jaxspec_version'])}) and this jaxspec reads version {LAYOUT_VERSION}; convert the model again: "
+            f"jaxspec convert {plain(raw.get('source', 'SRC'))} {folder}"
         )
     if set(raw) != {f.name for f in fields(Manifest)}:
         raise ModelFormatError(f"{folder / MANIFEST} is damaged (unexpected keys); convert the model again")
-    manifest = Manifest(**raw | {"parts": tuple(raw["parts"])})
+    try:
+        manifest = _checked(raw)
+    except ModelFormatError as e:
+        raise _damaged(folder, e) from e
     for part in manifest.parts:
-        if not (folder / "weights" / part).is_dir():
-            raise ModelFormatError(f"{folder} lacks its part weights/{part}; convert the model again")
+        if not (folder / WEIGHTS / part).is_dir():
+            raise ModelFormatError(f"{folder} lacks its part {WEIGHTS}/{part}; convert the model again")
     return manifest
+
+
+def _damaged(folder: Path, error: ModelFormatError) -> ModelFormatError:
+    reason = str(error).removeprefix(f"{folder}/")
+    return ModelFormatError(f"{folder / MANIFEST} is damaged ({reason}); convert the model again")
+
+
+def _checked(raw: dict[str, Any]) -> Manifest:
+    """The manifest, with every value of the type and range that `jaxspec convert` writes."""
+    require(raw, *(f.name for f in fields(Manifest) if f.name != "revision"), where=MANIFEST)
+    shards = section(raw, "shards", where=MANIFEST)
+    if not all(isinstance(digest, str) for digest in shards.values()):
+        raise wrong("shards", "file names and their SHA-256", shards, MANIFEST)
+    parts = tuple(text_list(raw, "parts", where=MANIFEST))
+    for part in parts:
+        if not _PART.fullmatch(part):  # it becomes a path
+            raise wrong("parts", "a list of embed, 000, 001, ..., head, mtp, draft", part, MANIFEST)
+    dtype = text_or(raw, "dtype", "", where=MANIFEST)
+    if dtype not in _DTYPES:
+        raise wrong("dtype", " or ".join(_DTYPES), dtype, MANIFEST)
+    return Manifest(
+        source=text_or(raw, "source", "", where=MANIFEST),
+        revision=text_or(raw, "revision", "", where=MANIFEST) or None,
+        shards=shards,
+        parts=parts,
+        parameters=whole(raw, "parameters", 0, _MAX_PARAMETERS, where=MANIFEST),
+        nextn_parameters=whole(raw, "nextn_parameters", 0, _MAX_PARAMETERS, where=MANIFEST),
+        dtype=dtype,
+        jaxspec_version=text_or(raw, "jaxspec_version", "", where=MANIFEST),
+    )

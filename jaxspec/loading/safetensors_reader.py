@@ -16,13 +16,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ModelFormatError, plain, shown
 from jaxspec.loading.fp8 import SCALE_SUFFIX, dequantise, scale_shape
 from jaxspec.loading.hf_folder import INDEX, weight_files
 
 # The limit of the safetensors library itself.
 MAX_HEADER_BYTES = 100_000_000
 FP8 = "F8_E4M3"
+# Of one tensor: its name, its dtype's name, its axes, and each number of its entry. None of them is near these.
+_MAX_NAME, _MAX_DTYPE, _MAX_AXES, _MAX_BYTES = 512, 16, 16, 2**63
 
 DTYPES: dict[str, Any] = {
     "F32": np.dtype(np.float32),
@@ -67,7 +69,9 @@ class SafetensorsReader:
                 self.tensors[name] = info
         for name, file_name in weight_map.items():
             if name not in self.tensors or self.tensors[name].file.name != file_name:
-                raise ModelFormatError(f"{folder / INDEX} places tensor {name} in {file_name}, which does not hold it")
+                raise ModelFormatError(
+                    f"{folder / INDEX} places tensor {plain(name)} in {file_name}, which does not hold it"
+                )
         self._scales = {n: self.tensors.pop(n + SCALE_SUFFIX) for n in self._check_scales()}
 
     def _check_scales(self) -> list[str]:
@@ -113,6 +117,13 @@ def _read(name: str, info: TensorInfo) -> np.ndarray:
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one shard, checked against the format and the file's size."""
+    try:
+        return _read_header(file)
+    except OSError as e:
+        raise ModelFormatError(f"{file} cannot be read: {e.strerror or e}") from e
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
     size = file.stat().st_size
     with file.open("rb") as f:
         prefix = f.read(8)
@@ -126,7 +137,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         try:
             header = json.loads(f.read(length), object_pairs_hook=_unique)
         except (ValueError, RecursionError) as e:
-            raise _damaged(file, f"its header is not valid JSON: {e}") from e
+            raise _damaged(file, f"its header is not valid JSON: {str(e)[:200]}") from e
     if not isinstance(header, dict):
         raise _damaged(file, "its header is not a JSON object")
     header.pop("__metadata__", None)
@@ -139,15 +150,25 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in pairs:
         if key in out:
-            raise ValueError(f"{key!r} occurs twice")
+            raise ValueError(f"{shown(key)} occurs twice")
         out[key] = value
     return out
 
 
 def _tensor(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
+    if len(name) > _MAX_NAME or not name.isprintable():  # errors repeat names
+        raise _damaged(file, f"{shown(name)} is not the name of a tensor")
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        sound = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+        sizes = (*shape[: _MAX_AXES + 1], begin, end)
+        sound = (
+            isinstance(dtype, str)
+            and len(dtype) <= _MAX_DTYPE
+            and dtype.isprintable()
+            and len(shape) <= _MAX_AXES
+            and all(type(n) is int and 0 <= n < _MAX_BYTES for n in sizes)
+            and begin <= end
+        )
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:

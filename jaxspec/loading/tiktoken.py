@@ -15,10 +15,17 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ModelFormatError, plain, shown
+from jaxspec.loading.hf_folder import TOKENIZER_CONFIG, check_size
+from jaxspec.models.fields import flag, section, text_or, wrong
 
 _CLASS = "TikTokenTokenizer"
+_ADDED = "added_tokens_decoder"
 _NUM_SPECIAL = 256
+# Real files have 3 MiB and tokens of at most 128 bytes. Every split of every token is looked at.
+MAX_FILE_BYTES = 32 * 2**20
+MAX_TOKEN_BYTES = 1024
+_FLAGS = ("single_word", "lstrip", "rstrip", "special")
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -39,11 +46,17 @@ PATTERN = "|".join(
 
 def read_ranks(file: Path) -> dict[bytes, int]:
     """Token bytes -> rank, from lines of base64 and a number. Ranks are token ids, so they must count 0, 1, 2, ..."""
+    check_size(file, MAX_FILE_BYTES)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             encoded, rank = line.split()
-            ranks[base64.b64decode(encoded, validate=True)] = int(rank)
+            token = base64.b64decode(encoded, validate=True)
+            if not 0 < len(token) <= MAX_TOKEN_BYTES:
+                raise ModelFormatError(
+                    f"{file}, line {number} has a token of {len(token)} bytes (1 to {MAX_TOKEN_BYTES})"
+                )
+            ranks[token] = int(rank)
         except (ValueError, binascii.Error) as e:
             raise ModelFormatError(f"{file}, line {number} is not a base64 token and its rank") from e
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
@@ -60,13 +73,14 @@ def build_tokenizer(file: Path, config: Mapping[str, Any]) -> Tokenizer:
     Raises:
         ModelFormatError: a damaged rank file, or the tokenizer of a family whose split pattern is not known here.
     """
-    if config.get("tokenizer_class", _CLASS) != _CLASS:
+    tokenizer_class = text_or(config, "tokenizer_class", _CLASS, where=TOKENIZER_CONFIG)
+    if tokenizer_class != _CLASS:
         raise ModelFormatError(
-            f"{file}: tokenizer class {config['tokenizer_class']} is not supported (supported: {_CLASS} of Kimi-K2 and "
+            f"{file}: tokenizer class {plain(tokenizer_class)} is not supported (supported: {_CLASS} of Kimi-K2 and "
             "Moonlight, or a folder with tokenizer.json)"
         )
     ranks = read_ranks(file)
-    special = _special_tokens(len(ranks), config.get("added_tokens_decoder") or {})
+    special = _special_tokens(len(ranks), section(config, _ADDED, where=TOKENIZER_CONFIG))
     letters = byte_letters()
 
     def spell(token: bytes) -> str:
@@ -100,16 +114,19 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return out
 
 
-def _special_tokens(first: int, named: Mapping[str, Mapping[str, Any]]) -> dict[int, AddedToken]:
+def _special_tokens(first: int, named: Mapping[str, Any]) -> dict[int, AddedToken]:
     out = {i: AddedToken(f"<|reserved_token_{i}|>", special=True) for i in range(first, first + _NUM_SPECIAL)}
+    last = first + _NUM_SPECIAL - 1
     for key, token in named.items():
-        if int(key) not in out:
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not token["content"]:
+            raise wrong(f"{_ADDED}[{shown(key)}]", "an object with a text as its content", token, TOKENIZER_CONFIG)
+        token_id = int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else -1
+        if token_id not in out:
             raise ModelFormatError(
-                f"tokenizer_config.json: special token {token['content']!r} has id {key}, outside "
-                f"{first}..{first + _NUM_SPECIAL - 1}"
+                f"{TOKENIZER_CONFIG}: special token {shown(token['content'])} has id {plain(key)}, outside {first}..{last}"
             )
-        flags = {k: bool(token.get(k, False)) for k in ("single_word", "lstrip", "rstrip", "special")}
-        out[int(key)] = AddedToken(token["content"], normalized=False, **flags)
+        flags = {name: flag(token, name, where=TOKENIZER_CONFIG) for name in _FLAGS}
+        out[token_id] = AddedToken(token["content"], normalized=False, **flags)
     return out
 
 

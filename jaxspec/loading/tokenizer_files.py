@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import ModelFormatError
-from jaxspec.loading.hf_folder import inside, read_json
+from jaxspec.loading.hf_folder import TOKENIZER_CONFIG, check_size, inside, naming, read_json
+from jaxspec.models.fields import section
 from jaxspec.text import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 TIKTOKEN = "tiktoken.model"
+_MAX_REASON = 400
 COPIED = (
     TOKENIZER,
     "tokenizer.model",
@@ -37,12 +38,23 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """
     if not has_tokenizer(folder):
         return None
-    with tempfile.TemporaryDirectory() as copied:
+    with naming(folder), tempfile.TemporaryDirectory() as copied:
         copy_tokenizer(folder, Path(copied))
-        try:
-            return Tokenizer.from_folder(copied)
-        except ModelFormatError as e:
-            raise ModelFormatError(str(e).replace(copied, str(folder))) from e
+        if (folder / TOKENIZER).exists():
+            read_json(folder, TOKENIZER)  # before the Rust parser, whose errors do not say what is wrong
+        return _parse(Path(copied), folder)
+
+
+def _parse(copied: Path, folder: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_folder(copied)
+    except ModelFormatError as e:
+        reason = str(e)
+    except BaseException as e:  # the Rust parser panics at some files, and a panic is no Exception
+        if isinstance(e, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        reason = f"cannot read the tokenizer in {folder}: {e}"
+    raise ModelFormatError(" ".join(reason.replace(str(copied), str(folder)).split())[:_MAX_REASON])
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -52,10 +64,17 @@ def has_tokenizer(folder: Path) -> bool:
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
     """Token -> id of a folder's tokenizer, without its added tokens; None where it has none."""
     if (folder / TOKENIZER).exists():
-        return read_json(folder, TOKENIZER).get("model", {}).get("vocab")
+        with naming(folder):
+            return _vocabulary(read_json(folder, TOKENIZER))
     if (folder / TIKTOKEN).exists():
         return json.loads(_from_ranks(folder, _tokenizer_config(folder)).to_str())["model"]["vocab"]
     return None
+
+
+def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int] | None:
+    """Of a parsed tokenizer.json; None where it lists its tokens in another way (Unigram)."""
+    vocab = section(tokenizer, "model", where=TOKENIZER).get("vocab")
+    return vocab if isinstance(vocab, dict) else None
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:
@@ -66,6 +85,7 @@ def copy_tokenizer(folder: Path, out: Path) -> None:
     """
     for name in COPIED:
         if (folder / name).exists():
+            check_size(inside(folder, name))
             shutil.copyfile(inside(folder, name), out / name)
     config = _tokenizer_config(folder)
     remote = config.pop("auto_map", None)

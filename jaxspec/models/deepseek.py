@@ -4,8 +4,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import LayerSpec, ModelConfig
-from jaxspec.models.hf_fields import common_fields, read_rope, require, unsupported
+from jaxspec.models.fields import flag, real_or, require, text_or, whole, whole_or
+from jaxspec.models.hf_fields import (
+    MAX_LAYERS,
+    common_fields,
+    divisible,
+    num_layers,
+    read_rope,
+    rotary_dim,
+    size,
+    unsupported,
+)
 from jaxspec.models.keymap import ROTARY_TABLES, any_of
 from jaxspec.models.layers import DenseSpec, yarn_mscale
 from jaxspec.models.mla import MLASpec
@@ -15,72 +26,102 @@ from jaxspec.models.mtp import nextn_prefix
 V2, V3 = ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 
+# Kimi-K2, the largest, has 384 experts in 60 layers. Each expert of each layer is three entries of the key map.
+_MAX_EXPERTS = 4096
+_MAX_EXPERTS_OF_ALL_LAYERS = 2**17
+_MAX_NEXTN_LAYERS = 64
+_SCORING = (("sigmoid", "noaux_tc"), ("softmax", "greedy"), ("softmax", "group_limited_greedy"))
+
+
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     common = common_fields(hf, architecture)
-    attention, dense = read_attention(hf), DenseSpec(hf["intermediate_size"])
+    layers = num_layers(hf)
+    attention, dense = read_attention(hf), DenseSpec(size(hf, "intermediate_size"))
     moe = _read_moe(hf, v3=architecture == V3)
-    num_dense = (hf.get("first_k_dense_replace") or 0) if moe else hf["num_hidden_layers"]
-    nextn = (hf.get("num_nextn_predict_layers") or 0) if architecture == V3 else 0
+    num_dense = whole_or(hf, "first_k_dense_replace", 0, 0, MAX_LAYERS) if moe else layers
+    nextn = whole_or(hf, "num_nextn_predict_layers", 0, 0, _MAX_NEXTN_LAYERS)
+    if moe and layers * moe.num_experts > _MAX_EXPERTS_OF_ALL_LAYERS:
+        raise ModelFormatError(
+            f"config.json has num_hidden_layers={layers} and n_routed_experts={moe.num_experts}; "
+            f"at most {_MAX_EXPERTS_OF_ALL_LAYERS} experts in all layers are supported"
+        )
     return ModelConfig(
         **common,
-        layers=tuple(
-            LayerSpec(attention, moe if moe and i >= num_dense else dense) for i in range(hf["num_hidden_layers"])
-        ),
-        nextn_layers=(LayerSpec(attention, moe or dense),) * nextn,
+        layers=tuple(LayerSpec(attention, moe if moe and i >= num_dense else dense) for i in range(layers)),
+        nextn_layers=(LayerSpec(attention, moe or dense),) * (nextn if architecture == V3 else 0),
     )
 
 
 def read_attention(hf: Mapping[str, Any]) -> MLASpec:
     require(hf, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    nope, rope_dim = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
-    rope = read_rope(hf, rope_dim, interleaved=bool(hf.get("rope_interleave", True)))
+    nope, rope_dim = size(hf, "qk_nope_head_dim"), rotary_dim("qk_rope_head_dim", size(hf, "qk_rope_head_dim"))
+    rope = read_rope(hf, rope_dim, interleaved=flag(hf, "rope_interleave", default=True))
     scale = (nope + rope_dim) ** -0.5
     if rope.kind == "yarn" and rope.mscale_all_dim:
         scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
     return MLASpec(
-        num_heads=hf["num_attention_heads"],
-        kv_lora_rank=hf["kv_lora_rank"],
-        q_lora_rank=hf.get("q_lora_rank"),
+        num_heads=size(hf, "num_attention_heads"),
+        kv_lora_rank=size(hf, "kv_lora_rank"),
+        q_lora_rank=None if hf.get("q_lora_rank") is None else size(hf, "q_lora_rank"),
         nope_dim=nope,
         rope_dim=rope_dim,
-        v_dim=hf["v_head_dim"],
+        v_dim=size(hf, "v_head_dim"),
         softmax_scale=scale,
         rope=rope,
-        latent_norm_eps=float(hf.get("latent_norm_eps") or 1e-6),
+        latent_norm_eps=real_or(hf, "latent_norm_eps", 1e-6, 0, 1),
     )
 
 
 def _read_moe(hf: Mapping[str, Any], *, v3: bool) -> MoESpec | None:
-    if not hf.get("n_routed_experts"):
+    experts = whole_or(hf, "n_routed_experts", 0, 0, _MAX_EXPERTS)
+    if not experts:
         return None
     require(hf, "num_experts_per_tok", "moe_intermediate_size")
-    scoring: Any = hf.get("scoring_func") or ("sigmoid" if v3 else "softmax")
-    method = hf.get("topk_method") or ("noaux_tc" if v3 else "greedy")
-    if (scoring, method) not in (
-        ("sigmoid", "noaux_tc"),
-        ("softmax", "greedy"),
-        ("softmax", "group_limited_greedy"),
-    ):
+    scoring: Any = text_or(hf, "scoring_func", "sigmoid" if v3 else "softmax")
+    method = text_or(hf, "topk_method", "noaux_tc" if v3 else "greedy")
+    if (scoring, method) not in _SCORING:
         raise unsupported(
             "scoring_func, topk_method",
             (scoring, method),
             "sigmoid with noaux_tc; softmax with greedy or group_limited_greedy",
         )
-    if hf.get("moe_layer_freq", 1) != 1:
+    if whole_or(hf, "moe_layer_freq", 1, 1, MAX_LAYERS) != 1:
         raise unsupported("moe_layer_freq", hf["moe_layer_freq"], "1")
-    grouped = method != "greedy"
+    top_k = whole(hf, "num_experts_per_tok", 1, _MAX_EXPERTS)
+    if top_k > experts:
+        raise ModelFormatError(f"config.json has num_experts_per_tok={top_k} and only n_routed_experts={experts}")
+    groups, top_groups = _read_groups(hf, experts, top_k) if method != "greedy" else (1, 1)
     return MoESpec(
-        num_experts=hf["n_routed_experts"],
-        top_k=hf["num_experts_per_tok"],
-        expert_dim=hf["moe_intermediate_size"],
-        num_shared=hf.get("n_shared_experts") or 0,
+        num_experts=experts,
+        top_k=top_k,
+        expert_dim=size(hf, "moe_intermediate_size"),
+        num_shared=whole_or(hf, "n_shared_experts", 0, 0, _MAX_EXPERTS),
         scoring=scoring,
-        num_groups=(hf.get("n_group") or 1) if grouped else 1,
-        top_groups=(hf.get("topk_group") or 1) if grouped else 1,
+        num_groups=groups,
+        top_groups=top_groups,
         # Hugging Face's V2 never renormalises, whatever the config says; every released V2 has it false.
-        normalize=bool(hf.get("norm_topk_prob")) and v3,
-        scale=float(hf.get("routed_scaling_factor") or 1.0),
+        normalize=flag(hf, "norm_topk_prob") and v3,
+        scale=real_or(hf, "routed_scaling_factor", 1.0, 1e-6, 1e6),
     )
+
+
+def _read_groups(hf: Mapping[str, Any], experts: int, top_k: int) -> tuple[int, int]:
+    """The number of groups of experts, and how many of them a token may choose from."""
+    groups = whole_or(hf, "n_group", 1, 1, _MAX_EXPERTS)
+    divisible(hf, "n_routed_experts", experts, "n_group", groups)
+    if groups > 1 and experts // groups < 2:
+        raise ModelFormatError(
+            f"config.json has n_routed_experts={experts} and n_group={groups}; a group holds at least 2 experts"
+        )
+    top_groups = whole_or(hf, "topk_group", 1, 1, _MAX_EXPERTS)
+    if top_groups > groups:
+        raise ModelFormatError(f"config.json has topk_group={top_groups} and only n_group={groups}")
+    if top_k > (choice := top_groups * (experts // groups)):
+        raise ModelFormatError(
+            f"config.json has num_experts_per_tok={top_k}, but topk_group={top_groups} of n_group={groups} groups hold "
+            f"only {choice} experts"
+        )
+    return groups, top_groups
 
 
 def harmless(config: ModelConfig) -> re.Pattern[str]:

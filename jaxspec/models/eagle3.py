@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.errors import ConfigError, ModelFormatError
+from jaxspec.errors import ConfigError, ModelFormatError, shown
 from jaxspec.models import deepseek, llama
 from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import AttentionSpec, LayerSpec, ModelConfig
 from jaxspec.models.decoder import CausalLM, Embedding
-from jaxspec.models.hf_fields import common_fields
+from jaxspec.models.fields import section, text_list, whole_list, whole_or, wrong
+from jaxspec.models.hf_fields import MAX_LAYERS, MAX_SIZE, MAX_VOCAB, common_fields, norm_eps, size
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
 from jaxspec.models.layers import DenseSpec, ResidualMLP, RMSNorm, RopeTables, linear, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
@@ -32,7 +33,7 @@ from jaxspec.models.params import Declare
 
 def _read_mla(hf: Mapping[str, Any]) -> AttentionSpec:
     # The heads' training code builds the latent norms with the model's eps, unlike the targets' model files.
-    return replace(deepseek.read_attention(hf), latent_norm_eps=float(hf["rms_norm_eps"]))
+    return replace(deepseek.read_attention(hf), latent_norm_eps=norm_eps(hf))
 
 
 # How the attention of each kind of head is read.
@@ -48,6 +49,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "norm_before_fc": (False,), "logit_scale": (1, 1.0), "use_aux_hidden_state": (True,),
     "num_aux_hidden_states": (3,),
 }  # fmt: skip
+# Layers of the target that a head may read; published ones read 3.
+_MAX_CAPTURED = 64
 
 
 @dataclass(frozen=True)
@@ -78,40 +81,51 @@ class Eagle3Config:
 
 
 def is_eagle3(hf: Mapping[str, Any]) -> bool:
-    return any(name in READERS for name in hf.get("architectures") or [])
+    """Whether a config.json is that of an EAGLE3 head.
+
+    Raises:
+        ModelFormatError: its `architectures` are not a list of names.
+    """
+    return any(name in READERS for name in text_list(hf, "architectures"))
 
 
 def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
     """The configuration of an EAGLE3 head's `config.json`.
 
     Raises:
-        ModelFormatError: an option that is not supported.
+        ModelFormatError: an option that is not supported, or a value that none of them can have.
     """
     architecture = next(name for name in hf["architectures"] if name in READERS)
-    inner = hf.get("eagle_config") or {}
+    inner = section(hf, "eagle_config")
     for key, neutral in _NEUTRAL.items():
         value = inner.get(key, hf.get(key))
         if value is not None and value not in neutral:
-            raise ModelFormatError(f"config.json has {key}={value!r}, which EAGLE3 drafts are not supported with")
-    if hf.get("num_hidden_layers", 1) != 1:
+            raise ModelFormatError(f"config.json has {key}={shown(value)}, which EAGLE3 drafts are not supported with")
+    if whole_or(hf, "num_hidden_layers", 1, 1, MAX_LAYERS) != 1:
         raise ModelFormatError(f"config.json has num_hidden_layers={hf['num_hidden_layers']}; EAGLE3 drafts have 1")
     common = common_fields(hf, architecture)
     # Configurations derived from a mixture of experts may keep its keys; the layer is dense all the same.
-    layer = LayerSpec(READERS[architecture](hf), DenseSpec(hf["intermediate_size"]))
+    layer = LayerSpec(READERS[architecture](hf), DenseSpec(size(hf, "intermediate_size")))
     model = ModelConfig(**common, layers=(layer,))
-    if hf.get("target_hidden_size", model.hidden_size) != model.hidden_size:
+    target_hidden = whole_or(hf, "target_hidden_size", model.hidden_size, 1, MAX_SIZE)
+    if target_hidden != model.hidden_size:
         raise ModelFormatError(
-            f"config.json has target_hidden_size={hf['target_hidden_size']} and hidden_size={model.hidden_size}; drafts "
+            f"config.json has target_hidden_size={target_hidden} and hidden_size={model.hidden_size}; drafts "
             "of another width than their target's are not supported"
         )
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids = inner.get(key, hf.get(key))
-    draft_vocab = hf.get("draft_vocab_size") or model.vocab_size
-    if not 0 < draft_vocab <= model.vocab_size:
+    draft_vocab = whole_or(hf, "draft_vocab_size", model.vocab_size, 1, MAX_VOCAB)
+    if draft_vocab > model.vocab_size:
         raise ModelFormatError(
             f"config.json has draft_vocab_size={draft_vocab}, more than its vocab_size {model.vocab_size}"
         )
-    return Eagle3Config(model, draft_vocab, tuple(ids) if ids is not None else None)
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = inner.get(key, hf.get(key))
+    if ids is None:
+        return Eagle3Config(model, draft_vocab, None)
+    layer_ids = whole_list(ids, key, items=_MAX_CAPTURED, least=0, most=MAX_LAYERS)
+    if not layer_ids:
+        raise wrong(key, "a list of at least one layer", ids)
+    return Eagle3Config(model, draft_vocab, layer_ids)
 
 
 def capture_layers(layer_ids: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
@@ -152,6 +166,8 @@ def check_d2t(d2t: np.ndarray, vocab_size: int) -> None:
     Raises:
         ModelFormatError: an id outside the target's vocabulary, or a target id that two draft ids stand for.
     """
+    if d2t.dtype.kind != "i":
+        raise ModelFormatError(f"tensor d2t must hold whole numbers, and is {d2t.dtype}")
     ids = np.arange(len(d2t)) + d2t.astype(np.int64)
     if outside := ids[(ids < 0) | (ids >= vocab_size)].tolist():
         raise ModelFormatError(f"d2t maps a draft token to id {outside[0]}, outside the vocabulary of {vocab_size} ids")

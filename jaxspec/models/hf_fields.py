@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json`: what the families have in common.
+"""Reading a Hugging Face `config.json`: what the families have in common, and how large a model may claim to be.
 
 Both spellings are accepted: the hub's (`rope_theta` + `rope_scaling`, `torch_dtype`) and the one that transformers 5
 writes (`rope_parameters`, `dtype`, and no `scoring_func`/`topk_method`).
@@ -7,18 +7,55 @@ writes (`rope_parameters`, `dtype`, and no `scoring_func`/`topk_method`).
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ModelFormatError, shown
 from jaxspec.models.config import RopeConfig
+from jaxspec.models.fields import (
+    CONFIG,
+    check_whole,
+    flag,
+    real,
+    real_or,
+    real_or_none,
+    require,
+    section,
+    text_or,
+    whole,
+    whole_list,
+    whole_or,
+    wrong,
+)
 
-
-def require(hf: Mapping[str, Any], *keys: str) -> None:
-    missing = [k for k in keys if hf.get(k) is None]
-    if missing:
-        raise ModelFormatError(f"config.json lacks {', '.join(missing)}")
+# Several times those of the largest published models: they stop a hostile file before anything grows with its numbers.
+MAX_LAYERS = 1024
+MAX_SIZE = 2**20  # of a hidden size, an MLP, a rank, a head; and the number of heads
+MAX_VOCAB = 2**24
+MAX_POSITION = 2**30
+_MAX_EOS_IDS = 1024
+_MAX_TOKEN_ID = 2**31 - 1
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def unsupported(key: str, value: object, supported: str) -> ModelFormatError:
-    return ModelFormatError(f"config.json has {key}={value!r}, which is not supported (supported: {supported})")
+    return ModelFormatError(f"config.json has {key}={shown(value)}, which is not supported (supported: {supported})")
+
+
+def size(hf: Mapping[str, Any], key: str) -> int:
+    """A size of a matrix, or a number of heads."""
+    return whole(hf, key, 1, MAX_SIZE)
+
+
+def divisible(hf: Mapping[str, Any], key: str, number: int, by: str, divisor: int) -> None:
+    """Raises `ModelFormatError` where the number at `key` is no multiple of the one at `by`."""
+    if number % divisor:
+        raise ModelFormatError(
+            f"{key} in config.json must be a multiple of {by}, got {shown(hf.get(key))} and {shown(hf.get(by))}"
+        )
+
+
+def rotary_dim(key: str, dim: int) -> int:
+    if dim % 2:
+        raise wrong(key, "even, because rotary embeddings turn pairs", dim)
+    return dim
 
 
 def common_fields(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -28,50 +65,79 @@ def common_fields(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "max_position_embeddings",
     )  # fmt: skip
     for key in ("attention_bias", "mlp_bias"):
-        if hf.get(key):
+        if flag(hf, key):
             raise unsupported(key, hf[key], "false")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise unsupported("hidden_act", hf["hidden_act"], "silu")
+    if (activation := text_or(hf, "hidden_act", "silu")) != "silu":
+        raise unsupported("hidden_act", activation, "silu")
     return {
         "architecture": architecture,
-        "vocab_size": hf["vocab_size"],
-        "hidden_size": hf["hidden_size"],
-        "rms_norm_eps": float(hf["rms_norm_eps"]),
-        "max_position": hf["max_position_embeddings"],
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "dtype": hf.get("dtype") or hf.get("torch_dtype") or "bfloat16",
-        "eos_token_ids": eos_ids(hf.get("eos_token_id")),
+        "vocab_size": whole(hf, "vocab_size", 1, MAX_VOCAB),
+        "hidden_size": size(hf, "hidden_size"),
+        "rms_norm_eps": norm_eps(hf),
+        "max_position": whole(hf, "max_position_embeddings", 1, MAX_POSITION),
+        "tie_embeddings": flag(hf, "tie_word_embeddings"),
+        "dtype": _dtype(hf),
+        "eos_token_ids": eos_ids(hf),
     }
 
 
-def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def num_layers(hf: Mapping[str, Any]) -> int:
+    return whole(hf, "num_hidden_layers", 1, MAX_LAYERS)
+
+
+def norm_eps(hf: Mapping[str, Any]) -> float:
+    return real(hf, "rms_norm_eps", 0, 1)
+
+
+def _dtype(hf: Mapping[str, Any]) -> str:
+    key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
+    dtype = text_or(hf, key, "bfloat16")
+    if dtype not in _DTYPES:
+        raise unsupported(key, dtype, ", ".join(_DTYPES))
+    return dtype
+
+
+def eos_ids(values: Mapping[str, Any], *, where: str = CONFIG) -> tuple[int, ...]:
+    """`eos_token_id` of config.json or generation_config.json, which is one id or a list."""
+    key = "eos_token_id"
+    value = values.get(key)
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    if isinstance(value, list):
+        return whole_list(value, key, items=_MAX_EOS_IDS, least=0, most=_MAX_TOKEN_ID, where=where)
+    return (check_whole(value, key, 0, _MAX_TOKEN_ID, where=where),)
 
 
 def read_rope(hf: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
     """The rotary embedding of a Hugging Face config."""
-    raw: dict[str, Any] = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
-    theta = float(raw.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    kind: Any = raw.get("rope_type") or raw.get("type") or "default"
+    inner = section(hf, "rope_scaling") | section(hf, "rope_parameters")
+    raw = {key: value for key, value in inner.items() if value is not None}
+    # Some writers repeat the base inside, most do not; 1 has no logarithm that YaRN could divide by.
+    theta = real_or(raw if "rope_theta" in raw else hf, "rope_theta", 10000.0, 1.001, 1e15)
+    kind: Any = raw.get("rope_type", raw.get("type", "default"))
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise unsupported("rope type", kind, "default, linear, yarn, llama3")
     if kind == "default":
         return RopeConfig(dim, theta, interleaved=interleaved)
-    original = raw.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
+    where = f"{'rope_parameters' if hf.get('rope_parameters') else 'rope_scaling'} of {CONFIG}"
+    low = real_or(raw, "low_freq_factor", 1.0, 1e-6, 1e6, where=where)
+    high = real_or(raw, "high_freq_factor", 4.0, 1e-6, 1e6, where=where)
+    if kind == "llama3" and low >= high:
+        raise wrong("high_freq_factor", f"over low_freq_factor {low:g}", high, where)
+    original = "original_max_position_embeddings"
+    trained = raw if original in raw else {original: whole(hf, "max_position_embeddings", 1, MAX_POSITION)}
     return RopeConfig(
         dim,
         theta,
         kind,
         interleaved,
-        factor=float(raw.get("factor") or 1.0),
-        original_max_position=int(original or 0),
-        beta_fast=float(raw.get("beta_fast") or 32),
-        beta_slow=float(raw.get("beta_slow") or 1),
-        mscale=raw.get("mscale"),
-        mscale_all_dim=raw.get("mscale_all_dim"),
-        attention_factor=raw.get("attention_factor"),
-        low_freq_factor=float(raw.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(raw.get("high_freq_factor") or 4.0),
+        factor=real_or(raw, "factor", 1.0, 1, 1e6, where=where),
+        original_max_position=whole_or(trained, original, 0, 1, MAX_POSITION, where=where),
+        beta_fast=real_or(raw, "beta_fast", 32.0, 1e-6, 1e6, where=where),
+        beta_slow=real_or(raw, "beta_slow", 1.0, 1e-6, 1e6, where=where),
+        mscale=real_or_none(raw, "mscale", 0, 1e3, where=where),
+        mscale_all_dim=real_or_none(raw, "mscale_all_dim", 0, 1e3, where=where),
+        attention_factor=real_or_none(raw, "attention_factor", 1e-6, 1e6, where=where),
+        low_freq_factor=low,
+        high_freq_factor=high,
     )

@@ -5,8 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.models.config import LayerSpec, ModelConfig
+from jaxspec.models.fields import flag
 from jaxspec.models.gqa import GQASpec
-from jaxspec.models.hf_fields import common_fields, read_rope, unsupported
+from jaxspec.models.hf_fields import (
+    common_fields,
+    divisible,
+    norm_eps,
+    num_layers,
+    read_rope,
+    rotary_dim,
+    size,
+    unsupported,
+)
 from jaxspec.models.keymap import ROTARY_TABLES, any_of
 from jaxspec.models.layers import DenseSpec
 
@@ -15,24 +25,34 @@ LLAMA, QWEN3 = ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     common = common_fields(hf, architecture)
-    layer = LayerSpec(read_attention(hf, qk_norm=architecture == QWEN3), DenseSpec(hf["intermediate_size"]))
-    return ModelConfig(**common, layers=(layer,) * hf["num_hidden_layers"])
+    layer = LayerSpec(read_attention(hf, qk_norm=architecture == QWEN3), DenseSpec(size(hf, "intermediate_size")))
+    return ModelConfig(**common, layers=(layer,) * num_layers(hf))
 
 
 def read_attention(hf: Mapping[str, Any], *, qk_norm: bool = False) -> GQASpec:
-    if hf.get("use_sliding_window"):
+    if flag(hf, "use_sliding_window"):
         raise unsupported("use_sliding_window", True, "false")
-    heads = hf["num_attention_heads"]
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    heads = size(hf, "num_attention_heads")
+    kv_heads = heads if hf.get("num_key_value_heads") is None else size(hf, "num_key_value_heads")
+    divisible(hf, "num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    head_dim = _head_dim(hf, heads)
     return GQASpec(
         num_heads=heads,
-        num_kv_heads=hf.get("num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         softmax_scale=head_dim**-0.5,
         rope=read_rope(hf, head_dim, interleaved=False),
         qk_norm=qk_norm,
-        norm_eps=float(hf["rms_norm_eps"]),
+        norm_eps=norm_eps(hf),
     )
+
+
+def _head_dim(hf: Mapping[str, Any], heads: int) -> int:
+    if hf.get("head_dim") is not None:
+        return rotary_dim("head_dim", size(hf, "head_dim"))
+    hidden = size(hf, "hidden_size")
+    divisible(hf, "hidden_size", hidden, "num_attention_heads", heads)
+    return rotary_dim("hidden_size / num_attention_heads", hidden // heads)
 
 
 def harmless(config: ModelConfig) -> re.Pattern[str]:

@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ModelFormatError, plain
 from jaxspec.models import deepseek, llama
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import decoder_key_map
+from jaxspec.models.fields import text_list
 from jaxspec.models.keymap import KeyMap
 from jaxspec.models.mtp import nextn_key_map
 
@@ -43,11 +44,11 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ModelFormatError: an architecture or option that is not supported; the text lists what is.
     """
-    architectures = hf.get("architectures") or []
+    architectures = text_list(hf, "architectures")
     for architecture in architectures:
         if architecture in FAMILIES:
             return FAMILIES[architecture].read_config(hf, architecture)
     raise ModelFormatError(
-        f"unsupported architecture {', '.join(map(str, architectures)) or '(none named in config.json)'}; "
+        f"unsupported architecture {', '.join(map(plain, architectures[:4])) or '(none named in config.json)'}; "
         f"supported: {', '.join(FAMILIES)}"
     )

@@ -1,0 +1,206 @@
+"""Every key of every configuration, replaced by every kind of nonsense: it is read, or refused in one line, at once."""
+
+import json
+import math
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.errors import ModelFormatError
+from jaxspec.loading.checkpoint import open_checkpoint, read_model_config
+from jaxspec.loading.hf_folder import eos_token_ids, read_hf_config
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.eagle3 import Eagle3, eagle3_key_map, read_eagle3_config
+from jaxspec.models.layers import rope_frequencies
+from jaxspec.models.mtp import NextN
+from jaxspec.models.registry import family_of, read_config
+from tests import eagle3_models
+from tests.tiny_models import CONFIGS
+
+DEEP: Any = 1
+for _ in range(200):
+    DEEP = [DEEP]
+HOSTILE: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2, 3, 1.5, -0.5, 2**31, 10**30, -(10**30), 10**400, 1e300, math.nan, math.inf, -math.inf,
+    "", "x", "8" * 10_000, "a\nb", "\ud800", [], [1], [None], ["x"], [[1]], [-1], [10**30], [1.5], [True], list(range(5000)),
+    DEEP, {}, {"x": 1}, {"factor": "x"},
+)  # fmt: skip
+MODELS = {name: config for name, config in CONFIGS.items() if name != "v3-fp8-dequantised"}
+DRAFTS = {
+    name: config | {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
+    | {"draft_vocab_size": 100, "target_hidden_size": 64}
+    for name, config in eagle3_models.CONFIGS.items()
+}  # fmt: skip
+# Read where they are there, which they are not in all of the tiny configurations.
+OPTIONAL: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rope_interleave": True, "dtype": "float32",
+    "torch_dtype": "float32", "latent_norm_eps": 1e-6, "use_sliding_window": False, "mlp_bias": False,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 64, "attention_factor": 1.0, "rope_theta": 10000.0},
+    "eagle_aux_hidden_state_layer_ids": [2, 3, 4], "num_aux_hidden_states": 3, "quantization_config": None,
+}  # fmt: skip
+SECONDS = 2.0
+BYTES = 200 * 2**20
+
+
+def mutations(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(the key that is wrong, the configuration), for each key, inner ones too."""
+    for key, value in config.items():
+        for hostile in HOSTILE:
+            yield key, config | {key: hostile}
+        if isinstance(value, dict):
+            for inner, changed in mutations(value):
+                yield inner, config | {key: changed}
+
+
+def build(hf: dict[str, Any]) -> None:
+    """What loading does before it reads weights: declarations, key maps, rotary frequencies."""
+    config = read_config(hf)
+    CausalLM(config, np.dtype("float32"))
+    family_of(config).key_map(config)
+    if config.nextn_layers:
+        NextN(config, np.dtype("float32"))
+        family_of(config).nextn_key_map(config)
+    rope = config.layers[0].attention.rope
+    assert rope is not None
+    frequencies, factor = rope_frequencies(rope)
+    assert np.isfinite(frequencies).all()
+    assert math.isfinite(factor)
+
+
+def build_draft(hf: dict[str, Any]) -> None:
+    config = read_eagle3_config(hf)
+    capture = tuple(range(config.num_captured))
+    Eagle3(config, np.dtype("float32"), capture=capture, own_embedding=True, own_head=True)
+    eagle3_key_map(config, prefix="midlayer.", own_embedding=True, own_head=True)
+
+
+def read(folder: Path, hf: dict[str, Any]) -> str | None:
+    """The error of a folder with this config.json, or None. Anything but an error for users fails the test."""
+    (folder / "config.json").write_text(json.dumps(hf))
+    try:
+        if "Eagle3" in str(hf["architectures"]):
+            build_draft(read_hf_config(folder))
+        else:
+            read_model_config(folder)
+            build(read_hf_config(folder))
+    except ModelFormatError as e:
+        return str(e)
+    return None
+
+
+def check(folder: Path, base: dict[str, Any]) -> int:
+    """Reads all mutations of a configuration; returns how many were refused."""
+    refused = 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for key, hf in mutations(base):
+        began = time.process_time()
+        error = read(folder, hf)
+        assert time.process_time() - began < SECONDS, (key, str(hf[key])[:80] if key in hf else None)
+        if error is not None:
+            refused += 1
+            assert "\n" not in error
+            assert len(error) < 500 + len(str(folder))
+            assert any(name in error for name in (key, "architecture", "scoring_func", "rope type", "rope_")), error
+            assert "config.json" in error or "architecture" in error, error
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < BYTES
+    return refused
+
+
+@pytest.mark.parametrize("variant", ["v2-grouped", "v3-mtp", "v3-yarn", "llama3-rope", "qwen3-tied"])
+def test_models(variant: str, tmp_path: Path):
+    assert read(tmp_path, MODELS[variant]) is None
+    assert check(tmp_path, MODELS[variant]) > 300
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", MODELS)
+def test_models_with_every_optional_key(variant: str, tmp_path: Path):
+    base = MODELS[variant] | OPTIONAL
+    assert read(tmp_path, base) is None
+    assert check(tmp_path, base) > 500
+
+
+@pytest.mark.parametrize("head", DRAFTS)
+def test_drafts(head: str, tmp_path: Path):
+    assert read(tmp_path, DRAFTS[head]) is None
+    assert check(tmp_path, DRAFTS[head]) > 300
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
+def test_quantisation_and_end_of_text_ids(value: Any, tmp_path: Path):
+    """Keys that are read beside the families' own."""
+    for quantisation in (value, {"quant_method": value}, {"quant_method": "fp8", "weight_block_size": value}):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"quantization_config": quantisation}))
+        with pytest.raises(ModelFormatError, match=r"quantization|safetensors") as caught:
+            open_checkpoint(tmp_path)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    try:
+        ids = eos_token_ids(tmp_path)
+    except ModelFormatError as e:
+        assert "eos_token_id" in str(e)  # noqa: PT017 - either outcome is right, but no other
+        assert "generation_config.json" in str(e)  # noqa: PT017
+    else:
+        assert all(type(i) is int and 0 <= i < 2**31 for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads in config.json must be a multiple of num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim in config.json must be even"),
+        ({"head_dim": None, "hidden_size": 66}, "hidden_size in config.json must be a multiple of num_attention_heads"),
+        ({"hidden_size": "64"}, "hidden_size in config.json must be a whole number from 1 to 1048576, got '64'"),
+        ({"vocab_size": 10**30}, "vocab_size in config.json must be a whole number from 1 to 16777216, got 1000"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps in config.json must be a number from 0 to 1, got nan"),
+        ({"rope_theta": 0}, "rope_theta in config.json must be a number from 1.001"),
+        ({"torch_dtype": "int4"}, "config.json has torch_dtype='int4', which is not supported"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings in config.json must be true or false, got 'yes'"),
+    ],
+)
+def test_messages(changes: dict[str, Any], message: str, tmp_path: Path):
+    error = read(tmp_path, CONFIGS["llama"] | changes)
+    assert error is not None
+    assert message in error
+    assert error.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "n_routed_experts in config.json must be a multiple of n_group, got 8 and 3"),
+        ({"n_group": 8}, "a group holds at least 2 experts"),
+        ({"topk_group": 5}, "topk_group=5 and only n_group=4"),
+        ({"topk_group": 1}, "num_experts_per_tok=3, but topk_group=1 of n_group=4 groups hold only 2 experts"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 and only n_routed_experts=8"),
+        ({"num_hidden_layers": 1024, "n_routed_experts": 4096}, "at most 131072 experts in all layers"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim in config.json must be even"),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other(changes: dict[str, Any], message: str, tmp_path: Path):
+    error = read(tmp_path, CONFIGS["v3"] | changes)
+    assert error is not None
+    assert message in error
+
+
+def test_layers_that_a_draft_reads(tmp_path: Path):
+    error = read(tmp_path, DRAFTS["llama"] | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, -1, 3]}})
+    assert error is not None
+    assert "eagle_aux_hidden_state_layer_ids[1] in config.json must be a whole number from 0 to 1024, got -1" in error
+
+
+def test_the_largest_published_models_are_far_inside_the_limits():
+    """DeepSeek-V3 and Kimi-K2, by their sizes."""
+    kimi = CONFIGS["v3"] | {
+        "vocab_size": 163840, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "n_routed_experts": 384, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "num_attention_heads": 64, "max_position_embeddings": 262144, "rope_theta": 50000.0,
+    }  # fmt: skip
+    assert read_config(kimi).num_layers == 61
