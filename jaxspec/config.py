@@ -1,13 +1,15 @@
 """Engine options as users give them (`EngineConfig`), and resolved for a model and a device (`Settings`)."""
 
 import difflib
+import numbers
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, shown
 
 PAGE_SIZE = 64
 # Kernels support query windows of at most 8 tokens: the newest one and its drafts.
@@ -83,33 +85,95 @@ class EngineConfig:
     seed: int = _option(0, "seed that requests without one draw theirs from")
 
     def __post_init__(self):
-        def positive(name: str) -> None:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
-            positive(name)
-        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
+        for option, (least, most) in _WHOLE_NUMBERS.items():
+            self._check_whole(option, least, most)
+        for option in ("enable_mixed_batch", "enable_prefix_caching"):
+            if (value := getattr(self, option)) is not None and not isinstance(value, bool):
+                raise ConfigError(f"{flagged(option)} must be True or False, got {shown(value)}")
+        for option in ("log_steps", "speculative_model", "compilation_cache_dir"):
+            if (value := getattr(self, option)) is not None and not (
+                isinstance(value, (str, os.PathLike)) and str(value)
+            ):
+                raise ConfigError(f"{flagged(option)} must be a text, got {shown(value)}")
+        for option in ("gpu_memory_utilization", "synthetic_acceptance_length"):
+            if (value := getattr(self, option)) is not None and not _is_number(value):
+                raise ConfigError(f"{flagged(option)} must be a number, got {shown(value)}")
+        for option, choices in _CHOICES.items():
+            if getattr(self, option) not in choices:
+                *others, last = choices
+                given = shown(getattr(self, option))
+                raise ConfigError(f"{flagged(option)} must be {', '.join(others)} or {last}, got {given}")
+        if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"num_gpu_blocks_override must be at least 2 (one page is for padding), got {self.num_gpu_blocks_override}"
-            )
-        if self.readout_depth is not None and not 0 <= self.readout_depth <= MAX_READOUT_DEPTH:
-            raise ConfigError(f"readout_depth must be between 0 and {MAX_READOUT_DEPTH}, got {self.readout_depth}")
-        if self.num_speculative_tokens is not None and not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(
-                f"num_speculative_tokens must be between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}"
+                f"{flagged('gpu_memory_utilization')} must be in (0, 1], got {self.gpu_memory_utilization}"
             )
         if self.num_speculative_tokens == 0 and self.speculative_model is not None:
-            raise ConfigError("num_speculative_tokens is 0, but speculative_model names a draft: leave one of them out")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        if self.dtype not in ("auto", "bfloat16", "float32"):
-            raise ConfigError(f"dtype must be auto, bfloat16 or float32, got {self.dtype!r}")
-        for name, backends in (("attention_backend", ("mosaic", "triton")), ("moe_backend", ("mosaic",))):
-            if getattr(self, name) not in ("auto", *backends, "reference"):
-                known = ", ".join(("auto", *backends))
-                raise ConfigError(f"{name} must be {known} or reference, got {getattr(self, name)!r}")
+            raise ConfigError(
+                f"{flagged('num_speculative_tokens')} is 0, but {flagged('speculative_model')} names a draft: "
+                "leave one of them out"
+            )
+        self._check_capture_layers()
+
+    def _check_whole(self, option: str, least: int, most: int) -> None:
+        value = getattr(self, option)
+        if value is None and _DEFAULTS[option] is None:
+            return
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise ConfigError(f"{flagged(option)} must be a whole number, got {shown(value)}")
+        if not least <= value <= most:
+            # Most limits above are far from what anybody means.
+            wanted = f"between {least} and {most}" if most < _FAR or value > most else f"at least {least}"
+            note = " (one page is for padding)" if option == "num_gpu_blocks_override" and value < least else ""
+            raise ConfigError(f"{flagged(option)} must be {wanted}{note}, got {shown(value)}")
+
+    def _check_capture_layers(self) -> None:
+        layers = self.speculative_capture_layers
+        if layers is not None and not (
+            isinstance(layers, (tuple, list)) and all(type(i) is int and abs(i) < _FAR for i in layers)
+        ):
+            raise ConfigError(f"{flagged('speculative_capture_layers')} must be layer numbers, got {shown(layers)}")
+
+
+def flagged(option: str) -> str:
+    """An option of `EngineConfig` in an error: its name, and the flag that sets it."""
+    return f"{option} (--{option.replace('_', '-')})"
+
+
+def with_options(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration with single options changed.
+
+    Raises:
+        ConfigError: there is no such option, or its value cannot work.
+    """
+    for option in options:
+        if option not in _DEFAULTS:
+            close = difflib.get_close_matches(option, _DEFAULTS, n=1)
+            hint = f"did you mean {close[0]}?" if close else "EngineConfig lists all"
+            raise ConfigError(f"unknown option {shown(option)} ({hint})")
+    return replace(config, **options)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+_DEFAULTS = {option.name: option.default for option in fields(EngineConfig)}
+_FAR = 2**16
+_WHOLE_NUMBERS = {
+    "max_model_len": (1, 2**30),
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**24),
+    "num_gpu_blocks_override": (2, 2**31 - 1),
+    "readout_depth": (0, MAX_READOUT_DEPTH),
+    "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
+    "tensor_parallel_size": (1, 2**16),
+    "seed": (-(2**63), 2**64 - 1),
+}
+_CHOICES = {
+    "dtype": ("auto", "bfloat16", "float32"),
+    "attention_backend": ("auto", "mosaic", "triton", "reference"),
+    "moe_backend": ("auto", "mosaic", "reference"),
+}
 
 
 # Keys of a speculative config, their types, and the fields of `EngineConfig` that they set.
@@ -129,21 +193,21 @@ def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> E
         ConfigError: an unknown key, a wrong type, a contradiction, or an option that `config` sets too.
     """
     if not isinstance(given, Mapping):
-        raise ConfigError(f"speculative_config must be an object such as {_SPECULATIVE_EXAMPLE}, got {given!r}")
+        raise ConfigError(f"speculative_config must be an object such as {_SPECULATIVE_EXAMPLE}, got {shown(given)}")
     for key, value in given.items():
         if key not in _SPECULATIVE_KEYS:
             close = difflib.get_close_matches(str(key), _SPECULATIVE_KEYS, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(_SPECULATIVE_KEYS)
-            raise ConfigError(f"unknown key {key!r} in speculative_config ({hint})")
+            raise ConfigError(f"unknown key {shown(key)} in speculative_config ({hint})")
         kind, option = _SPECULATIVE_KEYS[key]
         if type(value) is not kind:  # bool is a subclass of int
             wanted = {str: "a text", int: "a whole number"}[kind]
-            raise ConfigError(f"{key} in speculative_config must be {wanted}, got {value!r}")
+            raise ConfigError(f"{key} in speculative_config must be {wanted}, got {shown(value)}")
         if option and getattr(config, option) is not None:
-            raise ConfigError(f"{option} is given twice: as an option and as {key} in speculative_config")
+            raise ConfigError(f"{flagged(option)} is given twice: as an option and as {key} in speculative_config")
     method, model = given.get("method"), given.get("model")
     if method not in (None, "mtp", "eagle3"):
-        raise ConfigError(f"method in speculative_config must be mtp or eagle3, got {method!r}")
+        raise ConfigError(f"method in speculative_config must be mtp or eagle3, got {shown(method)}")
     if method == "mtp" and (model or config.speculative_model):
         raise ConfigError(
             "method mtp uses the model's own NextN layer: leave the draft model out, or use method eagle3"
@@ -235,7 +299,9 @@ def resolve(
     """
     max_model_len = config.max_model_len or (model_max_position if on_gpu else min(model_max_position, 4096))
     if max_model_len > model_max_position:
-        raise ConfigError(f"max_model_len {max_model_len} is over the model's own limit of {model_max_position} tokens")
+        raise ConfigError(
+            f"{flagged('max_model_len')} {max_model_len} is over the model's own limit of {model_max_position} tokens"
+        )
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
     _check_speculation(config, max_num_seqs, max_num_batched_tokens)
@@ -263,17 +329,17 @@ def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_
     window = (config.num_speculative_tokens or 0) + 1
     if max_num_batched_tokens < max_num_seqs * window:
         raise ConfigError(
-            f"max_num_batched_tokens {max_num_batched_tokens} is under max_num_seqs {max_num_seqs} times {window}: "
-            f"a step could not hold {window} token{'s' if window > 1 else ''} of every running request; "
-            "raise the first or lower the second"
+            f"{flagged('max_num_batched_tokens')} {max_num_batched_tokens} is under {flagged('max_num_seqs')} "
+            f"{max_num_seqs} times {window}: a step could not hold {window} token{'s' if window > 1 else ''} of every "
+            "running request; raise the first or lower the second"
         )
     synthetic = config.synthetic_acceptance_length
     if synthetic is not None and not (window > 1 and 1 <= synthetic <= window):
         raise ConfigError(
-            f"synthetic_acceptance_length must be between 1 and {window} (num_speculative_tokens and the target's own "
-            f"token), got {synthetic:g}"
+            f"{flagged('synthetic_acceptance_length')} must be between 1 and {window} (num_speculative_tokens and the "
+            f"target's own token), got {synthetic:g}"
             if window > 1
-            else "synthetic_acceptance_length needs speculation: num_speculative_tokens of at least 1"
+            else f"{flagged('synthetic_acceptance_length')} needs speculation: num_speculative_tokens of at least 1"
         )
 
 
@@ -281,13 +347,13 @@ def _check_unpaged(config: EngineConfig) -> None:
     """Of a model that keeps state outside pages."""
     if config.enable_prefix_caching:
         raise ConfigError(
-            "enable_prefix_caching: this model keeps a state for each request that no page holds, so prompts cannot share "
-            "their beginnings; leave the option out"
+            f"{flagged('enable_prefix_caching')}: this model keeps a state for each request that no page holds, so prompts "
+            "cannot share their beginnings; leave the option out"
         )
     if config.num_speculative_tokens:
         raise ConfigError(
-            f"num_speculative_tokens {config.num_speculative_tokens}: this model keeps a state for each request that cannot "
-            "go back after a rejected draft; use 0"
+            f"{flagged('num_speculative_tokens')} {config.num_speculative_tokens}: this model keeps a state for each "
+            "request that cannot go back after a rejected draft; use 0"
         )
 
 
@@ -298,8 +364,8 @@ def _num_pages(config: EngineConfig, max_num_seqs: int, max_model_len: int, page
         num_pages = config.num_gpu_blocks_override
     elif free_bytes < 0:
         raise ConfigError(
-            "the weights leave no memory for KV pages: raise gpu_memory_utilization, or split the model over more devices "
-            "with tensor_parallel_size"
+            f"the weights leave no memory for KV pages: raise {flagged('gpu_memory_utilization')}, or split the model over "
+            f"more devices with {flagged('tensor_parallel_size')}"
         )
     else:
         num_pages = int(min(max_num_seqs * longest + 1, free_bytes // max(page_bytes, 1)))
@@ -307,8 +373,8 @@ def _num_pages(config: EngineConfig, max_num_seqs: int, max_model_len: int, page
         fits = max((num_pages - 1) * PAGE_SIZE, 0)
         raise ConfigError(
             f"{num_pages} KV pages of {PAGE_SIZE} tokens ({num_pages * page_bytes / 2**20:.0f} MiB) cannot hold one request of "
-            f"max_model_len {max_model_len}; lower max_model_len to at most {fits}, or raise "
-            "num_gpu_blocks_override or gpu_memory_utilization"
+            f"{flagged('max_model_len')} {max_model_len}; lower it to at most {fits}, or raise "
+            f"{flagged('num_gpu_blocks_override')} or {flagged('gpu_memory_utilization')}"
         )
     return num_pages
 

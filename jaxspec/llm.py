@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, with_speculative_config
+from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, with_options, with_speculative_config
 from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
@@ -74,7 +74,7 @@ class LLM:
         observer: Any = None,
         **options: Any,
     ):
-        config = replace(config or EngineConfig(), **options)
+        config = with_options(config or EngineConfig(), options)
         if speculative_config is not None:
             config = with_speculative_config(config, speculative_config)
         # The allocator reads this when jax first touches the GPU, and takes that part of its memory.

@@ -88,7 +88,7 @@ def test_a_kernel_that_cannot_run_here_is_an_error(option, known):
     for name in known.split(", "):
         with pytest.raises(ConfigError, match=rf"cannot run on the backend '{name}'.*'auto' or 'reference'"):
             LLM("demo", **{option: name})
-    with pytest.raises(ConfigError, match=f"{option} must be auto, {known} or reference, got 'fast'"):
+    with pytest.raises(ConfigError, match=rf"{option} \(--.*\) must be auto, {known} or reference, got 'fast'"):
         EngineConfig(**{option: "fast"})
 
 
@@ -234,7 +234,12 @@ def test_an_interrupted_batch_leaves_nothing_behind(demo_llm, monkeypatch):
         ("no/such/folder", {}, ModelFormatError, "no/such/folder"),
         ("demo", {"max_model_len": 100_000}, ConfigError, "over the model's own limit of 4096"),
         ("demo", {"num_gpu_blocks_override": 3}, ConfigError, "cannot hold one request"),
-        ("demo", {"tensor_parallel_size": 999}, ConfigError, "needs 999 devices"),
+        (
+            "demo",
+            {"tensor_parallel_size": 999},
+            ConfigError,
+            r"\(--tensor-parallel-size\) 999 needs 999 devices",
+        ),
         ("demo", {"num_speculative_tokens": 3, "max_num_batched_tokens": 16}, ConfigError, "could not hold 4 tokens"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig, np_dtype
+from jaxspec.config import EngineConfig, flagged, np_dtype
 from jaxspec.errors import ConfigError, plain
 from jaxspec.loading.checkpoint import Checkpoint, declare_eagle3, load_eagle3, load_nextn, open_checkpoint
 from jaxspec.loading.hf_folder import naming, read_hf_config
@@ -48,11 +48,13 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
         return None
     if config.speculative_model is None:
         if config.speculative_capture_layers is not None:
-            raise ConfigError("speculative_capture_layers is for EAGLE3 drafts: name one with speculative_model")
+            raise ConfigError(
+                f"{flagged('speculative_capture_layers')} is for EAGLE3 drafts: name one with speculative_model"
+            )
         if MTP not in target.parts or not target_config.nextn_layers:
             raise ConfigError(
-                f"num_speculative_tokens {config.num_speculative_tokens} needs a draft, and the model has no NextN (MTP) "
-                "layer; name an EAGLE3 draft with speculative_model, or use 0"
+                f"{flagged('num_speculative_tokens')} {config.num_speculative_tokens} needs a draft, and the model has no "
+                f"NextN (MTP) layer; name an EAGLE3 draft with {flagged('speculative_model')}, or use 0"
             )
         return DraftPlan("MTP", NextN(target_config, np_dtype(dtype)), lambda mesh: load_nextn(target, mesh, dtype))
 
@@ -61,7 +63,9 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
     with naming(folder):
         if not is_eagle3(hf):
             named = ", ".join(map(plain, (hf.get("architectures") or ["of no named architecture"])[:4]))
-            raise ConfigError(f"speculative_model {config.speculative_model} is {named}, not an EAGLE3 draft")
+            raise ConfigError(
+                f"{flagged('speculative_model')} {config.speculative_model} is {named}, not an EAGLE3 draft"
+            )
         draft = read_eagle3_config(hf)
     check_fit(draft, target_config)
     _check_tokenizers(folder, target.folder)
@@ -69,7 +73,7 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
     capture = capture_layers(draft.layer_ids if layer_ids is None else layer_ids, target_config.num_layers)
     if len(capture) != draft.num_captured:
         raise ConfigError(
-            f"speculative_capture_layers names {len(capture)} layers and the draft reads {draft.num_captured}"
+            f"{flagged('speculative_capture_layers')} names {len(capture)} layers and the draft reads {draft.num_captured}"
         )
     checkpoint = open_checkpoint(folder)
     return DraftPlan(

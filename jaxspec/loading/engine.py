@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec import compile_cache
-from jaxspec.config import PAGE_SIZE, EngineConfig, Settings, np_dtype, resolve, resolve_dtype
+from jaxspec.config import PAGE_SIZE, EngineConfig, Settings, flagged, np_dtype, resolve, resolve_dtype
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import measure_free_bytes
@@ -45,7 +45,7 @@ def build_engine(
     plan = _plan(folder, config)
     settings = plan.settings(plan.free_bytes())
     if probe and settings.prefix_caching:
-        raise ConfigError("a probe sees every token of every prompt: switch enable_prefix_caching off")
+        raise ConfigError(f"a probe sees every token of every prompt: switch {flagged('enable_prefix_caching')} off")
     draft = plan.draft.load(plan.mesh) if plan.draft else None  # first: it is small, and its data may be refused
     model, params = load_params(plan.checkpoint, plan.mesh, plan.dtype)
 
@@ -135,7 +135,7 @@ def _make_mesh(tensor_parallel_size: int) -> Mesh:
     devices = jax.devices()
     if tensor_parallel_size > len(devices):
         raise ConfigError(
-            f"tensor_parallel_size {tensor_parallel_size} needs {tensor_parallel_size} devices, "
+            f"{flagged('tensor_parallel_size')} {tensor_parallel_size} needs {tensor_parallel_size} devices, "
             f"but there are {len(devices)}"
         )
     return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR_AXIS,))
@@ -146,7 +146,7 @@ def _use_compile_cache(config: EngineConfig, on_gpu: bool) -> None:
         compile_cache.enable(config.compilation_cache_dir)
     elif config.compilation_cache_dir not in (None, compile_cache.OFF):
         # On a CPU, jaxlib has crashed while it wrote one executable and compiled another.
-        raise ConfigError("compilation_cache_dir is for GPUs: leave it out on a CPU")
+        raise ConfigError(f"{flagged('compilation_cache_dir')} is for GPUs: leave it out on a CPU")
 
 
 def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:

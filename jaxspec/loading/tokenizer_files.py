@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.hf_folder import TOKENIZER_CONFIG, check_size, inside, naming, read_json
-from jaxspec.models.fields import section
+from jaxspec.models.fields import section, text_or, wrong
 from jaxspec.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,8 +41,17 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     with naming(folder), tempfile.TemporaryDirectory() as copied:
         copy_tokenizer(folder, Path(copied))
         if (folder / TOKENIZER).exists():
-            read_json(folder, TOKENIZER)  # before the Rust parser, whose errors do not say what is wrong
+            _check(read_json(folder, TOKENIZER))
         return _parse(Path(copied), folder)
+
+
+def _check(tokenizer: dict[str, Any]) -> None:
+    """Refuses what would end the process in the Rust parser; all else it reports."""
+    model = section(tokenizer, "model", where=TOKENIZER)
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        # It cuts merged tokens at the prefix's length in bytes, be that in the middle of a character.
+        if text_or(model, key, "", where=TOKENIZER):
+            raise wrong(key, "empty: byte-level and sentencepiece vocabularies are supported", model[key], TOKENIZER)
 
 
 def _parse(copied: Path, folder: Path) -> Tokenizer:

@@ -145,7 +145,8 @@ def capture_layers(layer_ids: Sequence[int] | None, num_layers: int) -> tuple[in
         raise ConfigError(f"an EAGLE3 draft cannot capture {named} of a target of {num_layers} layers")
     if len(set(ids)) < len(ids):
         raise ConfigError(
-            f"an EAGLE3 draft cannot capture {named}: a layer occurs twice; name others with speculative_capture_layers"
+            f"an EAGLE3 draft cannot capture {named}: a layer occurs twice; name others with "
+            "speculative_capture_layers (--speculative-capture-layers)"
         )
     return tuple(sorted(ids))
 

@@ -194,19 +194,23 @@ def test_the_wrong_models_in_the_wrong_places(target: Path, tmp_path: Path):
         target, "names 2 layers and the draft reads 3", speculative_model=str(draft), speculative_capture_layers=(2, 3)
     )
     refused(
-        target, "speculative_capture_layers is for EAGLE3 drafts", num_speculative_tokens=2,
+        target, r"speculative_capture_layers .* is for EAGLE3 drafts", num_speculative_tokens=2,
         speculative_capture_layers=(2, 3, 4),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("k", [-1, MAX_SPECULATIVE_TOKENS + 1])
 def test_how_many_tokens(k: int, target: Path):
-    refused(target, f"num_speculative_tokens must be between 0 and 7, got {k}", num_speculative_tokens=k)
+    refused(
+        target,
+        f"must be between 0 and 7, got {k}",
+        num_speculative_tokens=k,
+    )
 
 
 def test_zero_tokens_and_a_draft_contradict(target: Path, tmp_path: Path):
     draft = tiny_draft(tmp_path / "draft")
-    refused(target, "num_speculative_tokens is 0, but", num_speculative_tokens=0, speculative_model=str(draft))
+    refused(target, r"num_speculative_tokens \(.*\) is 0, but", num_speculative_tokens=0, speculative_model=str(draft))
 
 
 @pytest.mark.parametrize("layers", range(1, 9))

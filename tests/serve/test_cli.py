@@ -71,7 +71,7 @@ def test_an_unknown_command(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["serve", "--max-model-len", "0"], "max_model_len must be at least 1, got 0"),
+        (["serve", "--max-model-len", "0"], "max_model_len (--max-model-len) must be at least 1, got 0"),
         (["serve", "--port", "70000"], "--port must be between 0 and 65535, got 70000"),
         (["serve", "--api-key", ""], "an API key is empty (--api-key or JAXSPEC_API_KEY)"),
         (["serve", "--api-key-file", "/no/such/file"], None),
@@ -175,7 +175,7 @@ def test_speculation_flags(flags, config):
         ),
         (
             ["--speculative-config", '{"num_speculative_tokens": 2}', "--num-speculative-tokens", "2"],
-            "num_speculative_tokens is given twice",
+            "num_speculative_tokens (--num-speculative-tokens) is given twice",
         ),
         (["--speculative-capture-layers", "1,x"], "must be whole numbers with commas between them, got '1,x'"),
     ],
