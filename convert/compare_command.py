@@ -9,6 +9,7 @@ from pathlib import Path
 from convert.compare import Collector, Comparison, Report
 from convert.progress import Progress, console
 from convert.reference import Reference, write_record
+from jaxspec.errors import writing
 
 # dtype -> (largest absolute logit error, least top-1 agreement, greedy continuations must be equal)
 THRESHOLDS = {"float32": (2e-4, 1.0, True), "bfloat16": (float("inf"), 0.95, False)}
@@ -80,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_report(report)
         if args.json:
-            args.json.write_text(figures + "\n")
+            with writing(args.json):
+                args.json.write_text(figures + "\n")
         for failure in failures:
             print(f"FAIL: {failure}")
         if not failures:
@@ -150,6 +152,7 @@ def run_record(args: argparse.Namespace) -> int:
     reference = Reference(args.folder, num_prompts=args.num_prompts, new_tokens=args.new_tokens)
     with closing(console()) as progress:
         runs = [run for group in reference.groups(progress) for run in group]
-    write_record(args.file, runs, tokens_only=args.tokens_only)
+    with writing(args.file):
+        write_record(args.file, runs, tokens_only=args.tokens_only)
     print(f"{len(runs)} runs of {args.new_tokens} tokens in {args.file} ({args.file.stat().st_size / 2**20:.1f} MiB)")
     return 0

@@ -1,5 +1,6 @@
 """`jaxspec convert`: writes a Hugging Face model or draft as a converted folder."""
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ from convert.digests import ShardDigests
 from convert.progress import Progress, Silent
 from convert.staging import OnEvent, staged
 from convert.writer import jaxspec_version, write_manifest, write_part
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
-from jaxspec.loading.hf_folder import CONFIG, GENERATION_CONFIG, cache_repository, read_json
+from jaxspec.loading.hf_folder import CONFIG, GENERATION_CONFIG, cache_repository, naming, read_json
 from jaxspec.loading.manifest import Manifest, has_manifest
 from jaxspec.loading.parts import MTP
 from jaxspec.loading.resolve import resolve_model
@@ -39,13 +40,18 @@ def convert_checkpoint(
 
     Raises:
         ModelFormatError: the source cannot be converted, or `out` is in the way.
+        ConfigError: the disk is full, or `out` cannot be written.
     """
     folder, out = resolve_model(source, revision=revision), Path(out)
     if has_manifest(folder):
         raise ModelFormatError(f"{folder} is a converted folder already")
     _check_destination(out)
-    with staged(out, on_event) as work:
-        _convert(folder, work, progress or Silent(), on_event)
+    try:
+        with staged(out, on_event) as work:
+            _convert(folder, work, progress or Silent(), on_event)
+    except OSError as e:
+        where = f" ({e.filename})" if e.filename else ""
+        raise ConfigError(f"cannot convert into {out}: {e.strerror or e}{where}; what was there is unchanged") from e
     return out
 
 
@@ -58,7 +64,9 @@ def _check_destination(out: Path) -> None:
 
 def _convert(folder: Path, work: Path, progress: Progress, on_event: OnEvent) -> None:
     """Fills the folder `work`, its manifest last."""
-    checkpoint = HFCheckpoint(folder)
+    with naming(folder):
+        checkpoint = HFCheckpoint(folder)
+    _check_space(checkpoint, work)
     sizes = {part: checkpoint.source_bytes(part) for part in checkpoint.parts}
 
     progress.start(f"converting {folder.name}", sum(sizes.values()))
@@ -87,6 +95,15 @@ def _convert(folder: Path, work: Path, progress: Progress, on_event: OnEvent) ->
         jaxspec_version=jaxspec_version(),
     )
     write_manifest(work, manifest)
+
+
+def _check_space(checkpoint: HFCheckpoint, work: Path) -> None:
+    """A full disk is better known before hours of work than after."""
+    needed, free = sum(map(checkpoint.converted_bytes, checkpoint.parts)), shutil.disk_usage(work).free
+    if needed > free:
+        raise ConfigError(
+            f"the converted model has {needed / 1e9:.2f} GB, but the disk of {work.parent} has {free / 1e9:.2f} GB free"
+        )
 
 
 def _write_configs(folder: Path, hf: dict[str, Any], work: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -19,16 +20,26 @@ from jaxspec.models.params import nest
 # A loader reads whole chunks: small enough that a shard of a mesh reads little that it does not need, large enough
 # for the disk.
 _CHUNK_BYTES = 64 * 2**20
+_OS_ERROR = re.compile(r"\[os_error_code='(\d{1,4})'\]")
 
 
 def write_part(folder: Path, part: str, values: Mapping[ParamPath, np.ndarray]) -> None:
-    """Writes one part under `folder`; needs memory for two more copies of it."""
+    """Writes one part under `folder`; needs memory for two more copies of it.
+
+    Raises:
+        OSError: the disk is full, or otherwise refuses.
+    """
     import orbax.checkpoint as ocp
 
     tree = nest(values)
     options = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
-    with checkpointer() as orbax:
-        orbax.save(folder.resolve() / WEIGHTS / part, args=ocp.args.PyTreeSave(tree, save_args=options))
+    try:
+        with checkpointer() as orbax:
+            orbax.save(folder.resolve() / WEIGHTS / part, args=ocp.args.PyTreeSave(tree, save_args=options))
+    except ValueError as e:  # tensorstore reports errors of the file system so
+        if (code := _OS_ERROR.search(str(e))) is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from e
 
 
 def jaxspec_version() -> str:

@@ -5,6 +5,9 @@ Any other exception is a bug in jaxspec. The CLI prints these without a tracebac
 """
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 # How much of a value that a user or a file gave an error may repeat.
 SHOWN_CHARACTERS = 64
@@ -33,6 +36,19 @@ class InvalidRequestError(JaxspecError, ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes a full disk, or a place that may not be written, an error that the user can fix.
+
+    Raises:
+        ConfigError: for an `OSError` inside.
+    """
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror or e}") from e
 
 
 def shown(value: object) -> str:

@@ -12,21 +12,31 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxspec.errors import writing
 from serve.version import commit as code_commit
 
-RESULTS = Path(__file__).parents[1] / "results"
+CHECKOUT = Path(__file__).parents[2]
+RESULTS = CHECKOUT / "bench" / "results"
 _VERSIONS = ("jax", "jaxlib", "flax", "torch", "transformers", "orbax-checkpoint", "numpy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write JSON (default: a file in bench/results)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write JSON (default: in the current folder; in a checkout, in its bench/results)",
     )
     parser.add_argument(
         "--commit",
         metavar="ID",
         help="commit of this code (default: what `jaxspec version` says)",
     )
+
+
+def results_folder() -> Path:
+    """Where records go by default: for somebody who works in the checkout, its results; else the current folder."""
+    return RESULTS if Path.cwd().resolve().is_relative_to(CHECKOUT.resolve()) else Path()
 
 
 def environment(commit: str | None = None, *, with_device: bool = True) -> dict[str, Any]:
@@ -49,18 +59,19 @@ def write(
     with_device: bool = True,
     announced: bool = True,
 ) -> Path:
-    """Writes `result` and the environment as JSON to --out, or to `<name>.json` among the results.
+    """Writes `result` and the environment as JSON to --out, or to `<name>.json` in `results_folder()`.
 
     Args:
         with_device: False if this process's device was not measured.
         announced: print the path. False for early writes of a record that is written several times.
     """
-    path: Path = arguments.out or RESULTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path: Path = arguments.out or results_folder() / f"{name}.json"
     record = {"command": command_line(), "environment": environment(arguments.commit, with_device=with_device)} | result
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(dumps(record) + "\n")
-    unfinished.replace(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(dumps(record) + "\n")
+        unfinished.replace(path)
     if announced:
         print(f"wrote {path}")
     return path

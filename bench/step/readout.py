@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
         measured.append(time_per_token(runners, arguments.rows, arguments.tokens, depth))
         print(measured[-1], flush=True)
     name = f"readout_{models.as_recorded(arguments.model)}"
-    out: Path = arguments.out or record.RESULTS / f"{name}.json"
+    out: Path = arguments.out or record.results_folder() / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     prompts = []
     for mixed in (True, False):

@@ -1,6 +1,8 @@
 """A line of JSON for every step: what ran, how long it took, and what came of it. `bench timeline` draws it."""
 
+import contextlib
 import json
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any, Protocol
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.plan import StepPlan
 from jaxspec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class StepLog:
         self._started = time.monotonic()
         self._last_read = self._started
         self._steps = 0
+        self._failed = False
 
     def write(
         self, plan: StepPlan, bucket: Bucket, times: StepTimes, emitted: Any, accepted: Any, *, waiting: int
@@ -83,7 +88,18 @@ class StepLog:
         }  # fmt: skip
         self._last_read = times.read
         self._steps += 1
-        self._file.write(json.dumps(row) + "\n")
+        self._append(json.dumps(row) + "\n")
+
+    def _append(self, line: str) -> None:
+        """A full disk ends the log, not the engine."""
+        if self._failed:
+            return
+        try:
+            self._file.write(line)
+        except OSError as e:
+            self._failed = True
+            logger.warning("the step log ends here: %s", e.strerror or e)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take
+            self._file.close()

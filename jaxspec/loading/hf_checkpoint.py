@@ -91,6 +91,10 @@ class HFCheckpoint:
     def num_parameters(self, part: str) -> int:
         return sum(math.prod(source.shape) for source in self.sources[part].values())
 
+    def converted_bytes(self, part: str) -> int:
+        """The size of a part's parameters in a converted folder."""
+        return sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in self.sources[part].values())
+
     def source_bytes(self, part: str) -> int:
         """The size of the tensors that a part is made from."""
         names = {piece.name for source in self.sources[part].values() for piece in source.pieces}
