@@ -40,7 +40,7 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog="jaxspec bench", description="Benchmarks; each prints a table and writes JSON."
     )
-    subparsers = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = whole.add_subparsers(dest="command", metavar="COMMAND")
     for room, commands in ROOMS.items():
         for name, text in commands.items():
             sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -51,6 +51,18 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     return whole
 
 
+def print_commands() -> None:
+    """Every command with what it is for, one line each."""
+    print("usage: jaxspec bench COMMAND [options]; jaxspec bench COMMAND --help lists a command's options\n")
+    width = max(len(name) for commands in ROOMS.values() for name in commands)
+    for commands in ROOMS.values():
+        for name, text in commands.items():
+            print(f"  {name:<{width}}  {text}")
+    print(
+        "\nEach prints a table and writes JSON to the current folder (in the repository: to bench/results), or to --out."
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one benchmark; returns its exit code: 1 for an error that the user can fix, and for a check that fails."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -58,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # After `--` come flags for a program that the benchmark starts. Cut here: argparse would read them as positionals.
     cut = argv.index("--") if "--" in argv else len(argv)
     arguments = commands.parse_args(argv[:cut])
+    if arguments.command is None:
+        print_commands()
+        return 0
     if argv[cut + 1 :]:
         if not hasattr(arguments, "engine_flags"):
             commands.error(f"{arguments.command} does not accept flags after --")

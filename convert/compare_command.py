@@ -10,6 +10,7 @@ from convert.compare import Collector, Comparison, Report
 from convert.progress import Progress, console
 from convert.reference import Reference, write_record
 from jaxspec.errors import writing
+from jaxspec.progress import LOADING
 
 # dtype -> (largest absolute logit error, least top-1 agreement, greedy continuations must be equal)
 THRESHOLDS = {"float32": (2e-4, 1.0, True), "bfloat16": (float("inf"), 0.95, False)}
@@ -131,6 +132,8 @@ class _Compiling:
         self._done: int | None = None
 
     def __call__(self, done: int, total: int, what: str) -> None:
+        if what.startswith(LOADING):  # seconds, where the two models' runs take minutes
+            return
         if self._done is None:
             self._progress.start("Compiling", total, "buckets")
         self._progress.advance(what, done - (self._done or 0))

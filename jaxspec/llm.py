@@ -1,7 +1,10 @@
 """`LLM`: a model folder in, text out. Joins loading, tokenizer and engine; the server builds on it too."""
 
+import contextlib
 import itertools
+import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,11 +13,13 @@ from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, with_option
 from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
+from jaxspec.progress import COMPILING, Progress, PromptsBar, StartBar, wants_bar
 from jaxspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
-    from jaxspec.engine.runner import Progress
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -55,7 +60,8 @@ class LLM:
         config: engine options; single options may be given by name instead, as in `LLM("demo", max_num_seqs=4)`.
         speculative_config: speculation as vLLM has it: see `with_speculative_config`.
         revision: hub revision, for hub ids.
-        progress: called with (done, total, what) while buckets compile.
+        progress: called with (done, total, what) while weights load and steps compile; see `jaxspec.progress`.
+        use_tqdm: show bars meanwhile, on standard error (default: if that is a terminal, and `progress` is not given).
         probe, observer: see `Runner` and `Engine`; for `compare`.
 
     Raises:
@@ -69,7 +75,8 @@ class LLM:
         *,
         speculative_config: Mapping[str, Any] | None = None,
         revision: str | None = None,
-        progress: "Progress | None" = None,
+        progress: Progress | None = None,
+        use_tqdm: bool | None = None,
         probe: bool = False,
         observer: Any = None,
         **options: Any,
@@ -88,16 +95,29 @@ class LLM:
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
         self.tokenizer = load_tokenizer(self.folder)
-        self.engine, description = build_engine(self.folder, config, probe=probe, observer=observer)
         self._counter = itertools.count()
-        self.engine.warm_up(progress)
+        if progress is None and wants_bar(use_tqdm):
+            progress = StartBar()
+        started = time.monotonic()
+        self.engine, description = build_engine(self.folder, config, progress=progress, probe=probe, observer=observer)
+        compiling = _Compiling(progress)
+        self.engine.warm_up(compiling.finished, announce=compiling.begins)
+        seconds = time.monotonic() - started
+        logger.info("init engine (load weights, create kv cache, warmup model) took %.2f seconds", seconds)
         kernels = (f"{name} {'/'.join(sorted(ran))}" for name, ran in sorted(self.engine.runner.kernels.items()))
         self._description = {"Model": f"{model} ({self.folder})", **description, "Kernels": ", ".join(kernels)}
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Completions of one or many prompts (texts or token ids), in their order.
+
+        Args:
+            use_tqdm: show a bar of the prompts that are done (default: if standard error is a terminal).
 
         Raises:
             InvalidRequestError: a prompt or parameter that cannot be served; then nothing is generated.
@@ -106,7 +126,11 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="params")
-        return self.run([self.make_request(prompt, p) for prompt, p in zip(batch, each, strict=True)])
+        requests = [self.make_request(prompt, p) for prompt, p in zip(batch, each, strict=True)]
+        if not wants_bar(use_tqdm):
+            return self.run(requests)
+        with contextlib.closing(PromptsBar(len(requests))) as bar:
+            return self.run(requests, bar)
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A request for `run`.
@@ -125,8 +149,11 @@ class LLM:
         rule = text_stream(self.tokenizer, prompt, params)
         return Request(f"generate-{next(self._counter)}", prompt, params, rule)
 
-    def run(self, requests: Sequence[Request]) -> list[Completion]:
+    def run(self, requests: Sequence[Request], bar: PromptsBar | None = None) -> list[Completion]:
         """Runs requests to their end; aborts them all if it is interrupted.
+
+        Args:
+            bar: shows how many have ended.
 
         Raises:
             InvalidRequestError: the engine cannot serve one of them; then none has run.
@@ -136,8 +163,13 @@ class LLM:
         try:
             while any(run.finish_reason is None for run in runs.values()):
                 for output in self.engine.step():
-                    if output.request_id in runs:  # and not aborted before
-                        runs[output.request_id].outputs.append(output)
+                    if output.request_id not in runs:  # aborted before
+                        continue
+                    run = runs[output.request_id]
+                    run.outputs.append(output)
+                    if bar:
+                        finished = output.finish_reason is not None
+                        bar.add(len(run.prompt_ids), len(output.new_ids), finished=finished)
         finally:
             for request_id in runs:
                 self.engine.abort(request_id)
@@ -147,6 +179,23 @@ class LLM:
     def describe(self) -> dict[str, str | int]:
         """What was loaded and how it runs, for people: label -> value, in order."""
         return self._description
+
+
+class _Compiling:
+    """Tells a `Progress` in words how far the compilation of the steps is."""
+
+    def __init__(self, progress: Progress | None):
+        self._progress = progress
+        self._done = 0
+
+    def begins(self, number: int, total: int, what: str) -> None:
+        if self._progress:
+            self._progress(self._done, total, f"{COMPILING} {number} of {total}: {what}")
+
+    def finished(self, done: int, total: int, what: str) -> None:
+        self._done = done
+        if self._progress:
+            self._progress(done, total, f"Compiled {done} of {total} after {what.rpartition(': ')[2]}")
 
 
 @dataclass

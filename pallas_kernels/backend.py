@@ -137,6 +137,16 @@ def _common_unsupported_reason(dtypes: Collection[jnp.dtype], supported: Sequenc
     return f"it computes in {' or '.join(supported)}, not in {', '.join(others)}" if others else None
 
 
-@functools.cache
 def _log(operation: str, chosen: str, why: str) -> None:
-    logger.info("%s: %s (%s)", operation, chosen, why)
+    platform = jax.devices()[0].platform
+    if chosen == "reference" and platform != "gpu" and f"this is a {platform.upper()}" in why:
+        _log_once(
+            "all kernels: reference, plain XLA (the others need an NVIDIA GPU, and this is a %s)", platform.upper()
+        )
+    else:
+        _log_once("%s: %s (%s)", operation, chosen, why)
+
+
+@functools.cache
+def _log_once(message: str, *values: str) -> None:
+    logger.info(message, *values)

@@ -77,7 +77,7 @@ def run(_arguments: argparse.Namespace) -> int:
     results = []
     for name, options in DECODERS.items():
         began = time.monotonic()
-        llm = LLM("demo", **OPTIONS, **options)
+        llm = LLM("demo", **OPTIONS, **options, use_tqdm=False)
         print(f"  {name}: ready after {time.monotonic() - began:.1f} s, ", end="", flush=True)
         results.append(decode(name, llm, reference))
         print(f"{results[-1].tokens} tokens in {results[-1].seconds:.1f} s", flush=True)
@@ -102,7 +102,7 @@ def decode(name: str, llm: "LLM", reference: "Sequence[ReferenceRun]") -> Result
 
     params = [SamplingParams(max_tokens=len(r.new_ids), temperature=0, ignore_eos=True, logprobs=0) for r in reference]
     began = time.monotonic()
-    completions = llm.generate([r.prompt_ids for r in reference], params)
+    completions = llm.generate([r.prompt_ids for r in reference], params, use_tqdm=False)
     return Result(
         name,
         completions,

@@ -3,13 +3,15 @@
 Time runs to the right, each request has a lane, and a lane on top shows the steps with their buckets. A step is drawn
 from its start, or from the end of the step before where that is later (with late readout steps overlap), to its end.
 
-The summary counts the steps that are at least partly between --from and --to. The idle part is the share of the time
-from the first of these steps to the last in which none of them ran. A token's time is the end of its step, and
-inter-token latency counts each token (see bench/harness/latency.py); it is given for each group of requests (--group),
-and separately for tokens of steps that also prefill, which shows what a long prompt costs the others.
+Time 0 is the beginning of the log's first step. The summary counts the steps that are at least partly between --from and
+--to. The idle part is the share of the time from the first of these steps to the last in which none of them ran. A token's
+time is the end of its step, and inter-token latency counts each token (see bench/harness/latency.py); it is given for each
+group of requests (--group), and separately for tokens of steps that also prefill, which shows what a long prompt costs the
+others.
 """
 
 import argparse
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from typing import Any
 from bench.harness import latency, record
 from bench.step.step_log import Step, StepLogError, read_steps
 from bench.step.timeline_svg import draw
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, writing
 
 ALL = "all requests"
 BESIDE_PREFILL, WITHOUT_PREFILL = "steps with a prefill", "steps without"
@@ -27,13 +29,20 @@ BESIDE_PREFILL, WITHOUT_PREFILL = "steps with a prefill", "steps without"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", type=Path, metavar="LOG.jsonl", help="written by jaxspec serve --log-steps FILE")
-    parser.add_argument("--out", type=Path, metavar="FILE.svg", required=True, help="the picture")
-    seconds = "seconds since the engine started"
+    out = "the picture (default: in the current folder, with the log's name)"
+    parser.add_argument("--out", type=Path, metavar="FILE.svg", help=out)
+    seconds = "seconds since the first step"
     parser.add_argument("--from", dest="begin", type=float, metavar="S", help=f"begin there, in {seconds}")
     parser.add_argument("--to", dest="end", type=float, metavar="S", help=f"end there, in {seconds}")
     parser.add_argument("--width", type=int, default=1600, metavar="PIXELS", help="of the picture (default: 1600)")
     group = "regular expression: requests of whose id it matches the same text, from the start, form a group"
     parser.add_argument("--group", metavar="REGEX", help=f"{group} (default: one group)")
+
+
+def from_zero(steps: Sequence[Step]) -> list[Step]:
+    """The steps with times since the first of them: how long the engine loaded and waited is of no interest."""
+    zero = steps[0].begin
+    return [dataclasses.replace(s, start=s.start - zero, begin=s.begin - zero, end=s.end - zero) for s in steps]
 
 
 def cut(steps: Sequence[Step], begin: float | None, end: float | None) -> list[Step]:
@@ -113,9 +122,13 @@ def run(arguments: argparse.Namespace) -> int:
         group = re.compile(arguments.group) if arguments.group else None
     except re.error as e:
         raise ConfigError(f"--group is not a regular expression: {e}") from e
+    out: Path = arguments.out or Path(arguments.log.with_suffix(".svg").name)
+    if out.resolve() == arguments.log.resolve():
+        raise ConfigError(f"--out must be another file than the log {out}")
     steps = read_steps(arguments.log)
     if not steps:
         raise StepLogError(f"{arguments.log} holds no steps")
+    steps = from_zero(steps)
     chosen = cut(steps, arguments.begin, arguments.end)
     if not chosen:
         span = f"they are between {steps[0].begin:g} and {steps[-1].end:g} s"
@@ -123,7 +136,8 @@ def run(arguments: argparse.Namespace) -> int:
     begin = chosen[0].begin if arguments.begin is None else arguments.begin
     end = chosen[-1].end if arguments.end is None else arguments.end
     print_summary(summarise(chosen, group))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(draw(chosen, begin, end, arguments.width), encoding="utf-8")
-    print(f"wrote {arguments.out}")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(draw(chosen, begin, end, arguments.width), encoding="utf-8")
+    print(f"wrote {out}")
     return 0

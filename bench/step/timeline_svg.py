@@ -42,7 +42,7 @@ class _Lane:
 
 
 def draw(steps: Sequence[Step], begin: float, end: float, width: int = 1600) -> str:
-    """The picture of the time from `begin` to `end`, in seconds since the engine started; text of an SVG file.
+    """The picture of the time from `begin` to `end`, in seconds as the steps have them; text of an SVG file.
 
     A cell is one request's part in one step. The yellow part of a decode is the target's own token, the green part the
     drafts that were accepted with it: the greener, the more tokens a step.
@@ -112,7 +112,7 @@ def _legend() -> list[str]:
 
 
 def _axis(begin: float, end: float, x_of, bottom: float) -> list[str]:
-    """Grid lines at round numbers of milliseconds since the engine started."""
+    """Grid lines at round numbers of milliseconds."""
     rough = 1000 * max(end - begin, 1e-9) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     tick = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * (1 - 1e-9))

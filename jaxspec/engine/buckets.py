@@ -29,8 +29,22 @@ class Bucket:
         """T: tokens of the flat arrays, for decode windows of `window` tokens."""
         return self.prefill_tokens + self.decode_rows * window
 
+    @property
+    def words(self) -> str:
+        """For people who wait for it to be compiled."""
+        if not self.prefill_rows:
+            text = f"decode, {_count(self.decode_rows, 'row')}"
+        else:
+            text = f"prefill, {self.prefill_tokens} tokens of up to {_count(self.prefill_rows, 'prompt')}"
+            text += f", beside {_count(self.decode_rows, 'decode row')}" if self.decode_rows else ""
+        return text if self.variant == "full" else f"{text}, greedy or by temperature"
+
     def __str__(self) -> str:
         return f"prefill {self.prefill_tokens}x{self.prefill_rows}, decode {self.decode_rows}, {self.variant}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 DECODE_ROWS = (1, 4, 8, 16, 32, 64, 128)

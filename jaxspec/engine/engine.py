@@ -17,10 +17,11 @@ from jaxspec.engine.handoff import FLAG_NAN
 from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
-from jaxspec.engine.runner import Progress, Runner, StepOutput
+from jaxspec.engine.runner import Runner, StepOutput
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.step_log import StepObserver, StepTimes
 from jaxspec.errors import InvalidRequestError
+from jaxspec.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ class Engine:
         """Something is left to do, if only to read steps that were dispatched before the last request ended."""
         return bool(self._requests or self._finished_early or self.runner.in_flight)
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles and runs every bucket; later compilations are counted as faults."""
-        self.runner.warm_up(progress)
+    def warm_up(self, progress: Progress | None = None, *, announce: Progress | None = None) -> None:
+        """Compiles and runs every bucket; later compilations are counted as faults. See `Runner.warm_up`."""
+        self.runner.warm_up(progress, announce=announce)
         compiles.mark_warm()
 
     def add(self, *requests: Request) -> None:

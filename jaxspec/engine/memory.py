@@ -46,7 +46,7 @@ def measure_free_bytes(
     """
     settings = replace(settings, num_pages=pages_for(settings.max_model_len) + 1)
     buckets = largest_buckets(bucket_table(settings))
-    logger.info("measuring what the largest steps need: %s", "; ".join(map(str, buckets)))
+    logger.info("measuring what the largest steps need: %s", "; ".join(bucket.words for bucket in buckets))
     try:
         make_runner(settings, buckets).warm_up()
     except jax.errors.JaxRuntimeError as error:

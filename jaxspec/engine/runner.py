@@ -3,9 +3,10 @@
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import os
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,8 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.layers import MOST_MERGED_TOKENS
+from jaxspec.progress import Progress
 from pallas_kernels.backend import Backends, UnsupportedError, use
-
-# Called with how many of how many buckets are ready, and which one that was.
-Progress = Callable[[int, int, str], None]
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
 WARMUP_RUNS = 3
@@ -146,22 +145,36 @@ class Runner:
         """Steps dispatched but not read."""
         return len(self._queue)
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, announce: Progress | None = None) -> None:
         """Compiles every bucket and runs each on padding alone, which touches page 0 and slot 0 only.
 
         Buckets compile in parallel threads; they run one at a time, because they share the donated state.
+
+        Args:
+            progress: called when a bucket is ready.
+            announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
+                at the same time as `progress`.
         """
         started = time.monotonic()
+        numbers, told = itertools.count(1), threading.Lock()
+
+        def compile_told(bucket: Bucket) -> jax.stages.Compiled:
+            with told:
+                if announce:
+                    announce(next(numbers), len(self.buckets), bucket.words)
+            return self.compile(bucket)
+
         pool = concurrent.futures.ThreadPoolExecutor(max_workers=min(len(self.buckets), os.cpu_count() or 1))
         try:
-            compiling = {pool.submit(self.compile, bucket): bucket for bucket in self.buckets}
+            compiling = {pool.submit(compile_told, bucket): bucket for bucket in self.buckets}
             for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
                 bucket = compiling[future]
                 self._steps[bucket] = future.result()
                 for _ in range(WARMUP_RUNS):
                     self.run_padding(bucket).packed.block_until_ready()
-                if progress:
-                    progress(done, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
+                with told:
+                    if progress:
+                        progress(done, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
         finally:
             pool.shutdown(cancel_futures=True)
 

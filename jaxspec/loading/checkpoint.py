@@ -22,6 +22,7 @@ from jaxspec.models.keymap import ParamPath
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import nest, with_shardings
 from jaxspec.models.registry import read_config
+from jaxspec.progress import LOADING, Progress
 
 Params = dict[str | int, Any]
 
@@ -79,11 +80,14 @@ def read_model_config(folder: Path) -> ModelConfig:
         return dataclasses.replace(read_config(hf), eos_token_ids=eos_token_ids(folder))
 
 
-def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[CausalLM, Params]:
+def load_params(
+    checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None, *, progress: Progress | None = None
+) -> tuple[CausalLM, Params]:
     """The target model of a checkpoint, and its parameters on `mesh` as a nested dict.
 
     Args:
         dtype: of the parameters; parameters that the model declares float32 stay float32. None: the checkpoint's.
+        progress: called after each part.
 
     Raises:
         ModelFormatError: the checkpoint is damaged, or not that of a model.
@@ -92,9 +96,12 @@ def load_params(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[
     model = CausalLM(read_model_config(checkpoint.folder), np.dtype(dtype or checkpoint.dtype))
     targets = with_shardings(model, mesh)
     flat: dict[ParamPath, jax.Array] = {}
-    for part, inner in parts_of({path: path for path in targets}).items():
+    parts = parts_of({path: path for path in targets})
+    for done, (part, inner) in enumerate(parts.items(), 1):
         values = checkpoint.read_part(part, {p: targets[path] for p, path in inner.items()})
         flat |= {inner[p]: value for p, value in values.items()}
+        if progress:
+            progress(done, len(parts), f"{LOADING}: {part}, {done} of {len(parts)} parts")
     return model, nest(flat)
 
 

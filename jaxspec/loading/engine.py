@@ -3,6 +3,8 @@
 All checks that need no weights run before the weights are read.
 """
 
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +27,27 @@ from jaxspec.models.cache import CacheSpec, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import TENSOR_AXIS, count_parameters
+from jaxspec.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 # KV pages on a CPU share memory with everything else on the machine.
 _CPU_KV_BYTES = 1 << 30
 
 
 def build_engine(
-    folder: Path, config: EngineConfig, *, probe: bool = False, observer: Any = None
+    folder: Path,
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    probe: bool = False,
+    observer: Any = None,
 ) -> tuple[Engine, dict[str, str | int]]:
     """An engine with loaded weights, before warm-up, and a description for people: label -> value, in order.
 
     Args:
         folder: of the model, converted or as Hugging Face has it.
+        progress: called while the weights load.
         probe, observer: see `Runner` and `Engine`.
 
     Raises:
@@ -46,14 +57,19 @@ def build_engine(
     settings = plan.settings(plan.free_bytes())
     if probe and settings.prefix_caching:
         raise ConfigError(f"a probe sees every token of every prompt: switch {flagged('enable_prefix_caching')} off")
+    started = time.monotonic()
     draft = plan.draft.load(plan.mesh) if plan.draft else None  # first: it is small, and its data may be refused
-    model, params = load_params(plan.checkpoint, plan.mesh, plan.dtype)
+    model, params = load_params(plan.checkpoint, plan.mesh, plan.dtype, progress=progress)
+    seconds = time.monotonic() - started
+    logger.info("Loading weights took %.2f seconds", seconds)
+    logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.weight_bytes / 2**30, seconds)
 
     def make_runner(settings: Settings, buckets: tuple[Bucket, ...] | None = None) -> Runner:
         return Runner(model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe)
 
     if plan.on_gpu and config.num_gpu_blocks_override is None:
         settings = plan.settings(measure_free_bytes(make_runner, settings, plan.page_bytes, plan.mesh.devices.flat))
+    _log_pool(plan, settings)
     runner = make_runner(settings)
     engine = Engine(
         runner,
@@ -90,12 +106,16 @@ class _Plan:
         """Of one KV page over all layers, on one device."""
         return page_bytes(self.caches, PAGE_SIZE, self.mesh.shape)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights on one device, if all were split evenly."""
+        return self.parameters * np_dtype(self.dtype).itemsize // self.config.tensor_parallel_size
+
     def free_bytes(self) -> int:
         """An estimate of what KV pages may take on one device; on a GPU, steps are measured later."""
         if not self.on_gpu:
             return _CPU_KV_BYTES
-        weight_bytes = self.parameters * np_dtype(self.dtype).itemsize // self.config.tensor_parallel_size
-        return self.mesh.devices.flat[0].memory_stats()["bytes_limit"] - weight_bytes
+        return self.mesh.devices.flat[0].memory_stats()["bytes_limit"] - self.weight_bytes
 
     def settings(self, free_bytes: int) -> Settings:
         return resolve(
@@ -149,6 +169,15 @@ def _use_compile_cache(config: EngineConfig, on_gpu: bool) -> None:
         raise ConfigError(f"{flagged('compilation_cache_dir')} is for GPUs: leave it out on a CPU")
 
 
+def _log_pool(plan: _Plan, settings: Settings) -> None:
+    """In vLLM's words, which people and their tools look for."""
+    tokens = (settings.num_pages - 1) * settings.page_size
+    logger.info("Available KV cache memory: %.2f GiB", settings.num_pages * plan.page_bytes / 2**30)
+    logger.info("%s KV cache size: %s tokens", "GPU" if plan.on_gpu else "CPU", f"{tokens:,}")
+    length = settings.max_model_len
+    logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
+
+
 def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
     settings, device = runner.settings, plan.mesh.devices.flat[0]
     tokens = (settings.num_pages - 1) * settings.page_size
@@ -171,5 +200,5 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
         "KV cache bytes per token": plan.page_bytes // PAGE_SIZE,
         "KV cache": pool,
         "Maximum concurrency": f"{tokens / settings.max_model_len:.2f}x at {settings.max_model_len} tokens a request",
-        "Buckets": "; ".join(map(str, runner.buckets)),
+        "Buckets": "; ".join(bucket.words for bucket in runner.buckets),
     }

@@ -1,12 +1,13 @@
 """The benchmarks' arithmetic, and one small run of each that needs no GPU."""
 
+import argparse
 import json
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.__main__ import main
+from bench.__main__ import ROOMS, main
 from bench.accuracy import draft_ids, draft_ids_checkpoints
 from bench.accuracy.parity import Predictions, choose_windows, compare, top_and_gap
 from bench.harness import record
@@ -14,6 +15,7 @@ from bench.harness.models import SHAPES, mesh_of_one
 from bench.serving.convert import make_checkpoint
 from bench.step.floor import traffic
 from convert.convert import convert_checkpoint
+from jaxspec.errors import ConfigError
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.parts import EMBED, HEAD, MTP
 from jaxspec.models.decoder import CausalLM
@@ -30,6 +32,30 @@ def test_help_lists_the_benchmarks(capsys):
         name in text
         for name in ("step", "step_vllm", "cycle", "speculation", "convert", "parity", "serve", "timeline", "draft_ids")
     )
+
+
+def test_without_a_command_each_is_a_line(capsys):
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    lines = [line.split() for line in out.splitlines()]
+    assert err == ""
+    for room in ROOMS.values():
+        for name, text in room.items():
+            assert [name, *text.split()] in lines
+
+
+def test_records_go_to_the_current_folder_but_in_the_repository_to_its_results(tmp_path, capsys, monkeypatch):
+    arguments = argparse.Namespace(out=None, commit=None)
+    monkeypatch.chdir(record.CHECKOUT / "docs")
+    assert record.results_folder() == record.RESULTS
+    monkeypatch.chdir(tmp_path)
+    record.write("serve_demo", {"benchmark": "serve"}, arguments, with_device=False)
+    assert capsys.readouterr().out == "wrote serve_demo.json\n"
+    assert json.loads((tmp_path / "serve_demo.json").read_text())["benchmark"] == "serve"
+    (tmp_path / "file").touch()
+    arguments.out = tmp_path / "file" / "record.json"
+    with pytest.raises(ConfigError, match=rf"cannot write {arguments.out}: "):
+        record.write("serve_demo", {}, arguments, with_device=False)
 
 
 def test_byte_floor_of_the_moonlight_shape():

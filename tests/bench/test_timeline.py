@@ -113,12 +113,29 @@ def test_the_picture(tmp_path, capsys):
     assert rects[0] == pytest.approx((120, plot * 2 / 9), abs=0.01)
     assert rects[3] == pytest.approx((120 + plot * 8 / 9, plot / 9), abs=0.01)  # drawn from the end of the third
     ticks = [t.text for t in svg.findall("svg:g[@class='axis']/svg:text", NS)]
-    assert ticks == [*map(str, range(1000, 1091, 10)), "ms"]
+    assert ticks == [*map(str, range(0, 91, 10)), "ms"]  # the engine had run for a second before
     legend = " ".join(t.text for t in svg.findall("svg:g[@class='legend']/svg:text", NS))
     assert all(word in legend for word in ("prompt", "own", "accepted", "steps"))
     shown = capsys.readouterr().out
     assert "4 steps in 0.090 s, host 2.00 ms and device 16.00 ms a step (means), idle 22.2%" in shown
     assert f"wrote {out}" in shown
+
+
+def test_the_picture_has_the_logs_name_by_default(tmp_path, capsys, monkeypatch):
+    log = tmp_path / "logs" / "steps.jsonl"
+    log.parent.mkdir()
+    log.write_text("".join(json.dumps(line) + "\n" for line in LOG))
+    monkeypatch.chdir(tmp_path)
+    assert main(["timeline", str(log)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "wrote steps.svg"
+    assert ET.parse(tmp_path / "steps.svg").getroot().findall("svg:g[@class='lane']", NS)
+    # Times of a cut are those of the picture: the third step ends 80 ms after the first has begun, and the last 90.
+    assert main(["timeline", str(log), "--from", "0.085", "--to", "1"]) == 0
+    assert "1 steps in 0.010 s" in capsys.readouterr().out
+    assert main(["timeline", str(log), "--out", str(log)]) == 1
+    assert "must be another file than the log" in capsys.readouterr().err
+    assert main(["timeline", str(log), "--out", str(log / "x.svg")]) == 1
+    assert f"error: cannot write {log / 'x.svg'}: " in capsys.readouterr().err
 
 
 def test_green_is_the_drafted_part():
