@@ -120,10 +120,11 @@ class EngineConfig:
             return
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise ConfigError(f"{flagged(option)} must be a whole number, got {shown(value)}")
-        if not least <= value <= most:
+        number = int(value)
+        if not least <= number <= most:
             # Most limits above are far from what anybody means.
-            wanted = f"between {least} and {most}" if most < _FAR or value > most else f"at least {least}"
-            note = " (one page is for padding)" if option == "num_gpu_blocks_override" and value < least else ""
+            wanted = f"between {least} and {most}" if most < _FAR or number > most else f"at least {least}"
+            note = " (one page is for padding)" if option == "num_gpu_blocks_override" and number < least else ""
             raise ConfigError(f"{flagged(option)} must be {wanted}{note}, got {shown(value)}")
 
     def _check_capture_layers(self) -> None:

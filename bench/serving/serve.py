@@ -137,10 +137,13 @@ def make_arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 def _tokenizer(name: str) -> Any:
-    import jaxspec
-    from jaxspec.text import Tokenizer
+    from jaxspec.loading.resolve import resolve_model
+    from jaxspec.loading.tokenizer_files import load_tokenizer
 
-    return Tokenizer.from_folder(Path(jaxspec.__file__).parent / "demo" / "target" if name == "demo" else name)
+    tokenizer = load_tokenizer(resolve_model(name))
+    if tokenizer is None:
+        raise ConfigError(f"--tokenizer {name} has no tokenizer")
+    return tokenizer
 
 
 def summarise(outcomes: "Sequence[Outcome]") -> dict[str, Any]:

@@ -7,11 +7,13 @@ A converted EAGLE3 draft has the part weights/draft instead, and embed and head 
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.hf_folder import read_hf_config
@@ -49,7 +51,9 @@ class ConvertedCheckpoint:
         path = self.folder.resolve() / WEIGHTS / part
         try:
             with checkpointer() as orbax:
-                _check_shapes(part, orbax.metadata(path).item_metadata.tree, targets)
+                stored = orbax.metadata(path).item_metadata.tree
+                _check_shapes(part, stored, targets)
+                _check_bytes(part, path, stored)
                 restore_args = nest({p: options(t) for p, t in targets.items()})
                 tree = orbax.restore(path, args=ocp.args.PyTreeRestore(item=nest(targets), restore_args=restore_args))
         except ModelFormatError as e:
@@ -86,6 +90,14 @@ def _check_shapes(part: str, stored: Any, targets: Mapping[ParamPath, jax.ShapeD
                 f"part {part} holds {dotted(path)} of shape {list(found[path])}; config.json asks for "
                 f"{list(target.shape)}"
             )
+
+
+def _check_bytes(part: str, path: Path, stored: Any) -> None:
+    """Nothing is compressed, so files that are smaller than their arrays are not whole; zarr would read zeros there."""
+    needed = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(stored))
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if size < needed:
+        raise ModelFormatError(f"part {part} has {size} bytes, but its arrays have {needed}")
 
 
 def _at(tree: Any, path: ParamPath) -> jax.Array:

@@ -28,7 +28,7 @@ V2, V3 = ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 # Kimi-K2, the largest, has 384 experts in 60 layers. Each expert of each layer is three entries of the key map.
 _MAX_EXPERTS = 4096
-_MAX_EXPERTS_OF_ALL_LAYERS = 2**17
+_MAX_EXPERTS_OF_ALL_LAYERS = 2**16
 _MAX_NEXTN_LAYERS = 64
 _SCORING = (("sigmoid", "noaux_tc"), ("softmax", "greedy"), ("softmax", "group_limited_greedy"))
 

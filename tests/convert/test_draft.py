@@ -142,7 +142,9 @@ def test_options_that_change_the_formulas(flag: str, inner: bool, tmp_path: Path
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A converted folder of which only the weights are missing, and a loader that must not be reached."""
-    monkeypatch.setattr(jaxspec.loading.engine, "load_params", lambda *_: pytest.fail("the target's weights were read"))
+    monkeypatch.setattr(
+        jaxspec.loading.engine, "load_params", lambda *_, **_o: pytest.fail("the target's weights were read")
+    )
     folder = tmp_path / "target"
     parts = ("embed", "000", "head")
     for part in parts:

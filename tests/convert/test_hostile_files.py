@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import jaxspec.demo
+from convert.convert import convert_checkpoint
 from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, ModelFormatError
-from jaxspec.loading.checkpoint import load_nextn, open_checkpoint
+from jaxspec.loading.checkpoint import load_eagle3, load_nextn, open_checkpoint
 from jaxspec.loading.draft import plan_draft
 from jaxspec.loading.hf_folder import read_json, weight_files
 from jaxspec.loading.manifest import has_manifest, read_manifest
@@ -25,6 +26,7 @@ from jaxspec.loading.safetensors_reader import SafetensorsReader
 from jaxspec.loading.tiktoken import MAX_TOKEN_BYTES, build_tokenizer, read_ranks
 from jaxspec.loading.tokenizer_files import load_tokenizer, read_vocabulary
 from jaxspec.models.registry import read_config
+from tests.eagle3_models import tiny_draft
 from tests.tiny_models import CONFIGS
 
 DEMO = Path(jaxspec.demo.__path__[0]) / "target"
@@ -109,6 +111,20 @@ def test_a_manifest_with_a_nextn_layer_that_config_json_has_not(tmp_path: Path, 
         load_nextn(checkpoint, mesh)
     with pytest.raises(ConfigError, match="has no NextN"):
         plan_draft(EngineConfig(num_speculative_tokens=1), checkpoint, read_config(checkpoint.hf), "float32")
+
+
+def test_a_converted_part_without_its_data(tmp_path: Path, mesh):
+    """Its metadata may claim any size; without data, zarr would make it up in memory."""
+    draft = convert_checkpoint(tiny_draft(tmp_path / "hf"), tmp_path / "draft")
+    data = max((draft / "weights" / "draft").rglob("d/*"), key=lambda file: file.stat().st_size)
+    with data.open("r+b") as f:
+        f.truncate(100)
+    with pytest.raises(ModelFormatError, match=r"part draft (has \d+ bytes, but its arrays have|cannot be read)"):
+        load_eagle3(open_checkpoint(draft), mesh, "float32", (0, 1, 2))
+    shutil.rmtree(draft / "weights" / "draft")
+    (draft / "weights" / "draft").mkdir()
+    with pytest.raises(ModelFormatError, match="part draft cannot be read"):
+        load_eagle3(open_checkpoint(draft), mesh, "float32", (0, 1, 2))
 
 
 def write_header(file: Path, header: Any, data: bytes = b"") -> None:
