@@ -70,7 +70,8 @@ class FakeLLM:
     def describe(self):
         return dict.fromkeys(("Architecture", "Dtype", "Device", "Kernels"), "x")
 
-    def generate(self, prompts, params):
+    def generate(self, prompts, params, *, use_tqdm):
+        assert not use_tqdm  # a bar would break the lines of the table
         made = []
         for run, prompt, each in zip(read_record(RECORD), prompts, params, strict=True):
             assert (run.prompt_ids, each.temperature) == (prompt, 0)
