@@ -1,16 +1,20 @@
 """Errors over HTTP: every one has the body `{"error": {message, type, param, code}}`, as OpenAI's do."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from jaxspec.errors import InvalidRequestError
 
 RETRY_AFTER_SECONDS = 5
+# Characters of what a user wrote that an error repeats.
+_MAX_ECHO = 64
 _MESSAGES = {404: "no such path", 405: "this path does not support that method"}
 
 
@@ -72,8 +76,8 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.param, code=error.code)
-        case RequestValidationError():
-            return _validation_error(error)
+        case RequestValidationError():  # of a path or query: bodies are checked by `serve.body`
+            return ApiError(400, "the request's parameters are not valid")
         case HTTPException():
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
             message = _MESSAGES.get(error.status_code, error.detail)
@@ -82,17 +86,25 @@ def as_api_error(error: Exception) -> ApiError:
             return server_error()
 
 
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """Names the first field that is wrong. Does not quote the input, which may be long, secret, or NaN."""
-    errors = error.errors()
-    first = errors[0]
-    field = first["loc"][1:2]
-    if param := (first.get("ctx") or {}).get("param"):
-        return ApiError(400, first["msg"], param=param)
-    # A field with several possible types reports one error for each of them.
-    reasons = dict.fromkeys(e["msg"][:1].lower() + e["msg"][1:] for e in errors if e["loc"][1:2] == field)
-    param = str(field[0]) if field else None
-    return ApiError(400, f"{param or 'the body'}: {' or '.join(list(reasons)[:3])}", param=param)
+def invalid_body(error: ValidationError) -> ApiError:
+    """Names the first place that is wrong, by field and index. Does not quote the input: it may be long, secret, or NaN."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    # `at` is the place inside the value that a check of our own was given.
+    location, at = first["loc"], str((first.get("ctx") or {}).get("at", ""))
+    field = str(location[0]) if location else at[1:]
+    place = one_line("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location) + at)[1:]
+    reason = first["msg"].replace("Input should", "must", 1)
+    return ApiError(400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=field[:_MAX_ECHO] or None)
+
+
+def one_line(text: str, most: int = 2 * _MAX_ECHO) -> str:
+    """What a user wrote, or a template: bounded, and what is not printable is escaped."""
+    return repr(text[:most])[1:-1] + ("..." if len(text) > most else "")
+
+
+def quoted(text: str) -> str:
+    """What a user wrote, in quotes."""
+    return f"'{one_line(text, _MAX_ECHO)}'"
 
 
 def install(app: FastAPI) -> None:

@@ -1,99 +1,68 @@
 """OpenAI's request and response bodies, as far as they are served.
 
-Numbers are strict (no `"5"`, no `true`) and finite. Ranges of sampling parameters are checked by `SamplingParams`, and
-lengths against the context by the engine: here are only types, and limits on how much one call may ask for.
+Numbers are strict (no `"5"`, no `true`), finite and bounded, lists have a greatest length, and the first wrong element
+ends the check. `SamplingParams` checks what depends on several values, and the engine lengths against the context.
 
 A parameter that would change the output and is not supported is an error, as is a name that is not known at all (it
-might be a misspelt parameter); neutral values such as `suffix: ""` pass.
+might be a misspelt parameter); values that ask for nothing pass (`serve.tolerance`), and null is as if absent.
 """
 
-import difflib
-import re
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
+from serve import tolerance
+from serve.fields import MAX_PROMPTS, Count, Int64, LogitBias, Prompt, Stop, StopTokenIds, Tokens, invalid
 
 MAX_CHOICES = 16
-MAX_PROMPTS = 32
 MAX_OUTPUTS = 64  # choices times prompts of one call
 MAX_MESSAGES = 4096
-
-# Parameters that are known but not supported, with the values that change no output.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prompt_logprobs": (),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
-    "reasoning_effort": ("none",),
-    "refusal": ("",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
-# Parameters that do not touch the output.
-IGNORED = frozenset(
-    (
-        "include_obfuscation",
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    )
-)
-
+MAX_PARTS = 1024  # of one message
 
 # Parameters that `SamplingParams` knows by the same name, where a request gives them.
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "min_tokens", "num_speculative_tokens", "stop",
 )  # fmt: skip
-# An object's keys are strings. The length bounds the number that they are read as.
-_TOKEN_ID = re.compile(r"[0-9]{1,9}", re.ASCII)
+# Kinds of content parts that other servers take, and what they hold.
+_OTHER_PARTS = {"image": "images are", "audio": "audio is", "video": "videos are", "file": "files are"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def _invalid(param: str, message: str) -> PydanticCustomError:
-    # The message goes through as a value, not as a template: it may hold braces.
-    return PydanticCustomError("invalid_parameter", "{text}", {"text": message, "param": param})
+def _describe(schema: dict[str, Any], model: type["Body"]) -> None:
+    """Null is accepted wherever a field may be left out, and nothing but null under a name that is not known."""
+    required = schema.get("required", [])
+    properties = schema.setdefault("properties", {})
+    for name, each in properties.items():
+        if name not in required and {"type": "null"} not in each.get("anyOf", []):
+            properties[name] = {"anyOf": [each, {"type": "null"}]}
+    properties |= model.known.json_schema()
+    schema["additionalProperties"] = {"type": "null"}
 
 
 class Body(BaseModel):
-    """A request body. Extra fields must be neutral, ignored or null."""
+    """A request body, or an object in it. Extra fields must be `known`, or null."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", json_schema_extra=_describe)
+    known: ClassVar[tolerance.Known] = tolerance.Known()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {name: value for name, value in content.items() if value is not None}
 
     @model_validator(mode="after")
     def _check_extra_fields(self) -> "Body":
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in IGNORED or (name in NEUTRAL and value in NEUTRAL[name]):
-                continue
-            if name in NEUTRAL:
-                neutral = " or ".join(map(repr, NEUTRAL[name]))
-                raise _invalid(name, f"{name} is not supported yet" + (f" (only {neutral})" if neutral else ""))
-            close = difflib.get_close_matches(name, [*type(self).model_fields, *NEUTRAL], n=1)
-            hint = f": did you mean {close[0]!r}?" if close else ""
-            raise _invalid(name[:64], f"unknown parameter {name[:64]!r}{hint}")
+        self.known.check(self.model_extra or {}, type(self).model_fields)
         return self
 
 
 class StreamOptions(Body):
+    known = tolerance.STREAM_OPTIONS
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
@@ -101,27 +70,29 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What completions and chat have in common."""
 
+    known = tolerance.GENERATION
+
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: int | None = None
+    best_of: Int64 | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
-    num_speculative_tokens: int | None = None
-    priority: int = Field(0, ge=-(2**63), lt=2**63)  # lower runs earlier
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: LogitBias | None = None
+    min_tokens: Count | None = None
+    num_speculative_tokens: Count | None = None
+    priority: Int64 = 0  # lower runs earlier
     cache_salt: str | None = Field(None, min_length=1, max_length=256)  # pages are shared under the same salt only
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Stop | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -131,11 +102,9 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _check_combinations(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
-            raise _invalid("stream_options", "stream_options needs stream to be true")
+            raise invalid("needs stream to be true", ".stream_options")
         if self.best_of not in (None, self.choices):
-            raise _invalid("best_of", "best_of is not supported (only equal to n)")
-        if not all(_TOKEN_ID.fullmatch(name) for name in self.logit_bias or {}):
-            raise _invalid("logit_bias", "logit_bias must have token ids as keys")
+            raise invalid("not supported (only equal to n)", ".best_of")
         return self
 
     @property
@@ -149,7 +118,6 @@ class GenerationBody(Body):
             InvalidRequestError: a value out of range.
         """
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
-        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         options: dict[str, Any] = {
             "max_tokens": max_tokens,
             "logprobs": logprobs,
@@ -157,7 +125,7 @@ class GenerationBody(Body):
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
             "include_stop_str_in_output": self.include_stop_str_in_output,
-            "logit_bias": bias,
+            "logit_bias": self.logit_bias or {},
             **given,
         }
         if self.seed is None:
@@ -168,49 +136,103 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    known = tolerance.COMPLETION
+
+    prompt: Prompt
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionBody":
         if self.echo and self.logprobs is not None:
-            raise _invalid("echo", "echo together with logprobs is not supported yet")
-        if not self.prompt:
-            raise _invalid("prompt", "prompt must not be empty")
-        if len(self.prompts) > MAX_PROMPTS or len(self.prompts) * self.choices > MAX_OUTPUTS:
-            limits = f"at most {MAX_PROMPTS} prompts, and {MAX_OUTPUTS} prompts times n"
-            raise _invalid("prompt", f"too many prompts in one call ({limits})")
+            raise invalid("not supported together with logprobs yet", ".echo")
+        if len(self.prompts) * self.choices > MAX_OUTPUTS:
+            raise invalid(
+                f"too many prompts in one call: at most {MAX_PROMPTS}, and {MAX_OUTPUTS} prompts times n", ".prompt"
+            )
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+        return self.prompt
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    """A part of a message's content."""
+
+    known = tolerance.TEXT_PART
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
+def _part_text(part: Any, at: str) -> str:
+    if not isinstance(part, dict):
+        raise invalid("must be an object with type and text", at)
+    kind = part.get("type")
+    if kind not in _TEXT_PARTS:
+        if isinstance(kind, str):
+            for name, words in _OTHER_PARTS.items():
+                if name in kind[:32]:
+                    raise invalid(f"{words} not supported", at)
+        raise invalid("the type must be 'text'", at)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise invalid("must be a text", f"{at}.text")
+    extra = {name: value for name, value in part.items() if name not in ("type", "text")}
+    TextPart.known.check(extra, ("type", "text"), at)
+    return text
+
+
+def _content(value: Any) -> str:
+    """As templates expect it: text parts are joined by line ends."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid("must be a text or a list of text parts")
+    if len(value) > MAX_PARTS:
+        raise invalid(f"has {len(value)} parts, and at most {MAX_PARTS} are accepted")
+    return "\n".join(_part_text(part, f"[{i}]") for i, part in enumerate(value))
+
+
+Content = Annotated[
+    str,
+    PlainValidator(_content, json_schema_input_type=str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]),
+]
+
+
 class Message(Body):
+    known = tolerance.MESSAGE
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: Content | None = Field(None, description="May be null or absent in a message of the assistant only.")
     name: str | None = None
 
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise invalid("must be a text or a list of text parts", ".content")
+        return self
+
     def rendered(self) -> dict[str, str]:
-        """As templates expect it: text parts are joined by line ends."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name is not None else {})
+        """For a template."""
+        return {"role": self.role, "content": self.content or ""} | (
+            {"name": self.name} if self.name is not None else {}
+        )
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
+    known = tolerance.CHAT
+
+    messages: Messages
+    add_generation_prompt: bool = True
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -222,20 +244,22 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
-            raise _invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+            raise invalid("needs logprobs to be true", ".top_logprobs")
         return self
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> "ChatBody":
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise _invalid("max_completion_tokens", "max_tokens and max_completion_tokens differ: give one of them")
+            raise invalid("differs from max_tokens: give one of them", ".max_completion_tokens")
         return self
 
 
 class TokenizeBody(Body):
+    known = tolerance.TOKENIZE
+
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -243,13 +267,15 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _check_source(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
-            raise _invalid("prompt", "give either prompt or messages")
+            raise invalid("give either prompt or messages", ".prompt")
         return self
 
 
 class DetokenizeBody(Body):
+    known = tolerance.DETOKENIZE
+
     model: str | None = None
-    tokens: list[int]
+    tokens: Tokens
 
 
 class PromptTokensDetails(TypedDict):

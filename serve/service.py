@@ -16,7 +16,7 @@ from jaxspec.text import Tokenizer, text_stream
 from serve.admission import Admission
 from serve.cors import Cors
 from serve.engine_thread import EngineThread, Phase
-from serve.errors import ApiError, unavailable
+from serve.errors import ApiError, quoted, unavailable
 from serve.generation import Choice, Submission
 from serve.metrics import Metrics
 from serve.model import Progress, ServedModel
@@ -133,7 +133,7 @@ class Service:
         if name not in self.settings.names:
             served = ", ".join(self.settings.names)
             raise ApiError(
-                404, f"the model {name!r} does not exist (served: {served})", param="model", code="model_not_found"
+                404, f"the model {quoted(name)} does not exist (served: {served})", param="model", code="model_not_found"
             )
         return name
 

@@ -1,6 +1,7 @@
 """The sampling parameters of a request, as users give them."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -78,7 +79,8 @@ class SamplingParams:
 
         def check(ok: bool, param: str, wanted: str) -> None:
             if not ok:
-                raise InvalidRequestError(f"{param} must be {wanted}, got {getattr(self, param)!r}", param=param)
+                got = reprlib.repr(getattr(self, param))  # bounded: a list may be long
+                raise InvalidRequestError(f"{param} must be {wanted}, got {got}", param=param)
 
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
