@@ -8,10 +8,11 @@ decoder, which holds an unfinished character back and never has to correct text.
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.chat_template.template import ChatTemplate
 from jaxspec.engine.host_rule import RuleResult
 from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError, ModelFormatError
@@ -21,6 +22,10 @@ from jaxspec.sampling.params import SamplingParams
 _REASONING_TAGS = ("<think>", "</think>")
 # Private-use characters stand in for reserved strings while a template is rendered.
 _MARKS = range(0xE000, 0xF900)
+# Characters that are searched at once: a search holds up all other threads.
+_WINDOW = 2**16
+# A text is encoded in two goes if it has more characters than this many a token of the context.
+_CHARACTERS_A_TOKEN = 16
 
 
 class Tokenizer:
@@ -40,7 +45,8 @@ class Tokenizer:
         self._sentencepiece = _is_sentencepiece(self._backend.decoder)
         self._bytes: dict[int, bytes] = {}
         self._longest_token = max(len(t.encode("utf-8")) for t in self._backend.get_vocab(with_added_tokens=True))
-        template = hf.chat_template if isinstance(hf.chat_template, str) else ""
+        template = _default_template(hf.chat_template)
+        self._template = ChatTemplate(template, hf.special_tokens_map) if template else None
         reserved = {
             token.content
             for token in added.values()
@@ -49,6 +55,7 @@ class Tokenizer:
             and token.content not in _REASONING_TAGS
         }
         self._reserved = re.compile("|".join(re.escape(s) for s in sorted(reserved, key=len, reverse=True)) or r"(?!)")
+        self._longest_reserved = max(map(len, reserved), default=0)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -73,14 +80,35 @@ class Tokenizer:
         """Number of ids the tokenizer knows; a model may have more rows (padding)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encodes as Hugging Face does: special-token strings in the text become those tokens."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
+        """Encodes as Hugging Face does: special-token strings in the text become those tokens.
+
+        Args:
+            limit: where given, a text of far more tokens is refused without encoding all of it.
+
+        Raises:
+            InvalidRequestError: the text has more than `limit` tokens. Not raised for each such text.
+        """
+        if limit is not None:
+            self._refuse_too_long(text, limit, "prompt")
         # Unlike `encode`, the batch call lets other threads run meanwhile: a long text takes seconds.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def least_tokens(self, text: str) -> int:
         """A cheap lower bound of a text's number of tokens, to reject a text that is far too long without encoding it."""
         return len(text.encode("utf-8")) // self._longest_token
+
+    def _refuse_too_long(self, text: str, limit: int, param: str) -> None:
+        """Where a text's beginning alone has twice the tokens, no token across its end can make the whole fit."""
+        least = self.least_tokens(text)
+        if least <= limit and len(text) > limit * _CHARACTERS_A_TOKEN:
+            least = len(self.encode(text[: limit * _CHARACTERS_A_TOKEN])) // 2
+        if least > limit:
+            raise InvalidRequestError(
+                f"the prompt has at least {least} tokens, but the maximum context length is {limit} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD. (No clean-up of spaces before punctuation.)"""
@@ -104,50 +132,84 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True, limit: int | None = None
     ) -> list[int]:
-        """Renders the folder's own chat template (Jinja sandbox of transformers) and encodes the result.
+        """Renders the folder's own chat template (`jaxspec.chat_template`) and encodes the result.
 
         Contents cannot forge a role: where one spells a special token, or an added token that the template uses (some
         vocabularies do not mark their role tokens as special), the spelling is encoded as plain characters. Contents
         without such strings encode exactly as Hugging Face does.
 
+        Args:
+            limit: as in `encode`.
+
         Raises:
-            InvalidRequestError: there is no template, or it rejects the messages.
+            InvalidRequestError: there is no template, it rejects the messages, or they are far too long.
         """
-        if not self._hf.chat_template:
+        if self._template is None:
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions (LLM.generate) with a prompt", param="messages"
             )
         plain, marks = self._mark_reserved(messages)
-        try:
-            text = self._hf.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
-        except ImportError:
-            raise
-        except Exception as e:  # the template is Jinja code and may raise anything to reject the messages
-            raise InvalidRequestError(f"the chat template rejects these messages: {e}", param="messages") from e
+        text = self._template.render(plain, add_generation_prompt=add_generation_prompt)
+        if limit is not None:
+            self._refuse_too_long(text, limit, "messages")
         if not marks:
             return self.encode(text, add_special_tokens=False)
-        ids: list[int] = []
-        for part in re.split(f"([{''.join(marks)}])", text):
-            for piece in marks.get(part, (part,)):
-                ids += self.encode(piece, add_special_tokens=False)
+        spelt = {mark: [i for c in literal for i in self.encode(c, add_special_tokens=False)]
+                 for mark, literal in marks.items()}  # fmt: skip
+        parts = re.split(f"([{''.join(marks)}])", text)
+        between = self._backend.encode_batch_fast(parts[::2], add_special_tokens=False)
+        ids = list(between[0].ids)
+        for mark, following in zip(parts[1::2], between[1:], strict=True):
+            ids += spelt[mark]
+            ids += following.ids
         return ids
 
     def _mark_reserved(
         self, messages: Sequence[Mapping[str, str]]
     ) -> tuple[list[dict[str, str]], dict[str, Sequence[str]]]:
         """Replaces reserved strings in all message fields by private-use characters: (messages, mark -> string)."""
-        found = {s for m in messages for value in m.values() for s in self._reserved.findall(value)}
+        values = [value for m in messages for value in m.values()]
+        found = {hit.group() for value in values for hit in self._reserved_in(value)}
         if not found:
             return [dict(m) for m in messages], {}
-        used = {c for m in messages for value in m.values() for c in value if ord(c) in _MARKS}
+        used = {c for value in values for window in _windows(value) for c in set(window) if ord(c) in _MARKS}
         free = (chr(c) for c in _MARKS if chr(c) not in used)
         mark_of = dict(zip(sorted(found), free, strict=False))
         if len(mark_of) < len(found):
             raise InvalidRequestError("the messages use too many private-use characters", param="messages")
-        plain = [{k: self._reserved.sub(lambda hit: mark_of[hit.group()], v) for k, v in m.items()} for m in messages]
+
+        def marked(value: str) -> str:
+            pieces, end = [], 0
+            for hit in self._reserved_in(value):
+                pieces += [value[end : hit.start()], mark_of[hit.group()]]
+                end = hit.end()
+            return "".join([*pieces, value[end:]])
+
+        plain = [{k: marked(v) for k, v in m.items()} for m in messages]
         return plain, {mark: literal for literal, mark in mark_of.items()}
+
+    def _reserved_in(self, text: str) -> Iterator[re.Match[str]]:
+        """The reserved strings of a text, one window after the other."""
+        position = 0
+        while position < len(text):
+            border = position + _WINDOW
+            for hit in self._reserved.finditer(text, position, border + self._longest_reserved):
+                if hit.start() >= border:
+                    break
+                position = hit.end()
+                yield hit
+            position = max(position, border)
+
+
+def _windows(text: str) -> Iterator[str]:
+    return (text[start : start + _WINDOW] for start in range(0, len(text), _WINDOW))
+
+
+def _default_template(template: str | Mapping[str, str] | None) -> str:
+    """A folder may have several, by name."""
+    return template.get("default", "") if isinstance(template, Mapping) else template or ""
 
 
 def text_stream(tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> "TextStream | None":

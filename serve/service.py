@@ -133,7 +133,10 @@ class Service:
         if name not in self.settings.names:
             served = ", ".join(self.settings.names)
             raise ApiError(
-                404, f"the model {quoted(name)} does not exist (served: {served})", param="model", code="model_not_found"
+                404,
+                f"the model {quoted(name)} does not exist (served: {served})",
+                param="model",
+                code="model_not_found",
             )
         return name
 

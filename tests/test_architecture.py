@@ -24,7 +24,7 @@ _DOTTED = re.compile(rf"({'|'.join(FOLDERS)})(\.\w+)+")
 LAYERS = (
     ("pallas_kernels",),
     ("jaxspec.errors", "jaxspec.compat", "jaxspec.demo", "jaxspec.progress"),
-    ("jaxspec.config", "jaxspec.compile_cache"),
+    ("jaxspec.config", "jaxspec.compile_cache", "jaxspec.chat_template"),
     ("jaxspec.models", "jaxspec.sampling"),
     ("jaxspec.engine",),
     ("jaxspec.text",),
