@@ -26,7 +26,12 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
     messages = [m.rendered() for m in body.messages]
     service.reject_too_long((m["content"] for m in messages), "messages")
     with service.admission.reserve(len(params)) as reservation:
-        prompt = await service.in_pool(tokenizer.apply_chat_template, messages)
+        prompt = await service.in_pool(
+            tokenizer.apply_chat_template,
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            limit=service.model().engine.max_model_len,
+        )
         choices = service.make_choices(
             [prompt], params, priority=body.priority, cache_salt=body.cache_salt or "", arrival_time=arrival
         )

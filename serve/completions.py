@@ -25,10 +25,12 @@ async def create_completion(service: Service, request: Request, body: Completion
     arrival = time.monotonic()
     name = service.resolve_name(body.model)
     tokenizer = service.model().tokenizer
+    for prompt in body.prompts:
+        _reject_too_long(service, prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
     with service.admission.reserve(len(body.prompts) * len(params)) as reservation:
-        prompts = [await _ids(service, prompt) for prompt in body.prompts]
+        prompts = [await _ids(service, each, add_special_tokens=body.add_special_tokens) for each in body.prompts]
         choices = service.make_choices(
             prompts, params, priority=body.priority, cache_salt=body.cache_salt or "", arrival_time=arrival
         )
@@ -36,14 +38,30 @@ async def create_completion(service: Service, request: Request, body: Completion
         return await answer(service.engine_thread, request, body, choices, reservation, form)
 
 
-async def _ids(service: Service, prompt: str | list[int]) -> list[int]:
+def _reject_too_long(service: Service, prompt: str | list[int]) -> None:
+    """Before anything is made of it: each choice has ids of its own.
+
+    Raises:
+        InvalidRequestError: it cannot fit the context.
+    """
+    if isinstance(prompt, str):
+        service.reject_too_long([prompt], "prompt")
+        return
+    limit = service.model().engine.max_model_len
+    if len(prompt) >= limit:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens, but the maximum context length is {limit} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+async def _ids(service: Service, prompt: str | list[int], *, add_special_tokens: bool) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
-    if not prompt:  # the tokenizer may still put a begin token there
-        raise InvalidRequestError("the prompt is empty", param="prompt")
-    tokenizer = service.tokenizer()
-    service.reject_too_long([prompt], "prompt")
-    return await service.in_pool(tokenizer.encode, prompt)
+    limit = service.model().engine.max_model_len
+    encode = service.tokenizer().encode
+    return await service.in_pool(encode, prompt, add_special_tokens=add_special_tokens, limit=limit)
 
 
 class _Format:

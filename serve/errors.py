@@ -1,6 +1,5 @@
 """Errors over HTTP: every one has the body `{"error": {message, type, param, code}}`, as OpenAI's do."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,6 +3,8 @@
 Calls, filters, tests, arithmetic and output go through the environment, which weighs them itself.
 """
 
+# ruff: noqa: N802 - a visitor has the names of Jinja's nodes
+
 from typing import TypeVar
 
 from jinja2 import nodes

@@ -246,7 +246,7 @@ def check_bad_requests(base_url: str) -> None:
     for param in ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens"):
         for value in (float("nan"), "0.5"):
             completion(400, param, **{param: value})
-    for value in (1.5, "1", True, None, float("nan"), -(2**63) - 1, 10**400):
+    for value in (1.5, "1", True, float("nan"), -(2**63) - 1, 10**400):
         completion(400, "priority", priority=value)
     completion(400, "stop", stop=["x" * 257])
     completion(400, "stop", stop=["x"] * 17)
@@ -285,7 +285,7 @@ def check_bad_requests(base_url: str) -> None:
     chat(400, "messages", messages="hi")
     chat(400, "messages", messages=[{"role": "wizard", "content": "hi"}])
     chat(400, "messages", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
-    chat(400, "tool_calls", messages=[{"role": "assistant", "content": "", "tool_calls": [{}]}])
+    chat(400, "messages", messages=[{"role": "assistant", "content": "", "tool_calls": [{}]}])
     chat(400, "priority", priority="high")
     chat(400, "top_logprobs", logprobs=True, top_logprobs=21)
     chat(400, "top_logprobs", logprobs=True, top_logprobs=-1)
