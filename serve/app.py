@@ -16,7 +16,19 @@ from serve.chat import create_chat_completion
 from serve.completions import create_completion
 from serve.cors import CorsMiddleware
 from serve.engine_thread import Phase
-from serve.middleware import ApiKeyAuth, RequestContext, RootPath
+from serve.middleware import OPEN_PATHS, ApiKeyAuth, RequestContext, RootPath
+from serve.openapi import (
+    ASKS,
+    GENERATES,
+    READS,
+    ChatCompletion,
+    Completion,
+    Detokenization,
+    Status,
+    Tokenization,
+    answers,
+    describe,
+)
 from serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelCard, ModelList, TokenizeBody
 from serve.service import Service
 from serve.tokenization import detokenize, tokenize
@@ -37,6 +49,7 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app)
     app.include_router(_openai_routes(service))
     app.include_router(_operations_routes(service))
+    describe(app, needs_key=bool(service.settings.api_keys), open_paths=OPEN_PATHS)
     if service.settings.api_keys:
         app.add_middleware(ApiKeyAuth, api_keys=service.settings.api_keys)
     app.add_middleware(RequestContext, service=service)
@@ -50,30 +63,30 @@ def create_app(service: Service) -> FastAPI:
 def _openai_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=answers(*GENERATES, ok=Completion, stream=True))
     async def completions(body: CompletionBody, request: Request) -> Response:
         return await create_completion(service, request, body)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=answers(*GENERATES, ok=ChatCompletion, stream=True))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await create_chat_completion(service, request, body)
 
-    @router.post("/tokenize")
-    async def tokenize_text(body: TokenizeBody) -> dict[str, Any]:
+    @router.post("/tokenize", responses=answers(*READS, ok=Tokenization))
+    async def tokenize_text(body: TokenizeBody) -> Response:
         return await tokenize(service, body)
 
-    @router.post("/detokenize")
-    async def detokenize_ids(body: DetokenizeBody) -> dict[str, Any]:
+    @router.post("/detokenize", responses=answers(*READS, ok=Detokenization))
+    async def detokenize_ids(body: DetokenizeBody) -> Response:
         return await detokenize(service, body)
 
     def card(name: str) -> ModelCard:
         return ModelCard(id=name, created=service.created, max_model_len=service.model().engine.max_model_len)
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=answers(*ASKS))
     async def models() -> ModelList:
         return ModelList(data=[card(name) for name in service.settings.names])
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=answers(*ASKS, 404))
     async def model(name: str) -> ModelCard:
         return card(service.resolve_name(name))
 
@@ -82,16 +95,17 @@ def _openai_routes(service: Service) -> APIRouter:
 
 def _operations_routes(service: Service) -> APIRouter:
     router = APIRouter()
+    states = answers(ok=Status) | {503: {"model": Status, "description": "Not now: `status` says why."}}
     versions = version()  # once, and of the code that was loaded: a checkout may change under a running server
 
-    @router.get("/health")
+    @router.get("/health", responses=states)
     async def health() -> Response:
         """Liveness: 503 means that the process should be restarted."""
         if service.engine_thread.healthy:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "the engine has failed or is stuck"}, 503)
 
-    @router.get("/ready")
+    @router.get("/ready", responses=states)
     async def ready() -> Response:
         """Readiness: warm-up is done and the server is not shutting down."""
         engine = service.engine_thread
@@ -104,11 +118,11 @@ def _operations_routes(service: Service) -> APIRouter:
             status["done"], status["total"], status["what"] = engine.progress
         return JSONResponse(status, 503)
 
-    @router.get("/version")
+    @router.get("/version", responses=answers(401, 500))
     async def show_versions() -> dict[str, str]:
         return {"version": __version__, **versions}
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse, responses=answers(401, 500))
     async def metrics() -> Response:
         return PlainTextResponse(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 

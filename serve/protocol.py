@@ -7,9 +7,10 @@ A parameter that would change the output and is not supported is an error, as is
 might be a misspelt parameter); values that ask for nothing pass (`serve.tolerance`), and null is as if absent.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, TypedDict
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from typing_extensions import TypedDict  # which pydantic wants where Python has none of its own that it can read
 
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 from serve import tolerance
@@ -39,6 +40,7 @@ def _describe(schema: dict[str, Any], model: type["Body"]) -> None:
             properties[name] = {"anyOf": [each, {"type": "null"}]}
     properties |= model.known.json_schema()
     schema["additionalProperties"] = {"type": "null"}
+    schema |= model.conditions
 
 
 class Body(BaseModel):
@@ -46,6 +48,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", json_schema_extra=_describe)
     known: ClassVar[tolerance.Known] = tolerance.Known()
+    conditions: ClassVar[dict[str, Any]] = {}  # of the JSON schema: what fields ask of each other
 
     @model_validator(mode="before")
     @classmethod
@@ -206,6 +209,10 @@ Content = Annotated[
 
 class Message(Body):
     known = tolerance.MESSAGE
+    conditions = {
+        "if": {"properties": {"role": {"not": {"const": "assistant"}}}},
+        "then": {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}},
+    }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="May be null or absent in a message of the assistant only.")
@@ -256,6 +263,12 @@ class ChatBody(GenerationBody):
 
 class TokenizeBody(Body):
     known = tolerance.TOKENIZE
+    conditions = {
+        "oneOf": [
+            {"required": [name], "properties": {name: {"not": {"type": "null"}}, other: {"type": "null"}}}
+            for name, other in (("prompt", "messages"), ("messages", "prompt"))
+        ]
+    }
 
     model: str | None = None
     prompt: str | None = None

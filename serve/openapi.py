@@ -1,0 +1,151 @@
+"""The OpenAPI description: what each route answers, errors included. What it says is tested against the server."""
+
+from typing import Any, Literal, NotRequired
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from typing_extensions import TypedDict
+
+from serve.protocol import ChatTokenLogprob, CompletionLogprobs, RequestMetrics, Usage
+
+FinishReason = Literal["stop", "length"]
+_ERRORS = {
+    400: "A value is wrong, or not supported: `param` names the field. Also a prompt that exceeds the context "
+    "(`code` is `context_length_exceeded`), and a body that is no JSON (`invalid_json`).",
+    401: "The server wants an API key, and there was none or a wrong one.",
+    404: "There is no model of that name.",
+    413: "The body is too large.",
+    415: "The content type is not `application/json`.",
+    429: "The queue is full. `Retry-After` says when to try again.",
+    500: "The server failed this request.",
+    503: "The model is loading, the server shuts down, or the engine has stopped. `Retry-After` says when to try again.",
+}
+_RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every error, in streams too."""
+
+    error: ErrorDetail
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+    metrics: NotRequired[RequestMetrics]
+
+
+class Completion(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    synthetic_acceptance_length: NotRequired[float]
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprob]
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    token_ids: NotRequired[list[int]]
+    metrics: NotRequired[RequestMetrics]
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    synthetic_acceptance_length: NotRequired[float]
+
+
+class Tokenization(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenization(TypedDict):
+    prompt: str
+
+
+class Status(TypedDict):
+    status: str
+    done: NotRequired[int]
+    total: NotRequired[int]
+    what: NotRequired[str]
+
+
+_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: OpenAI's chunks."}}}
+# What every route that reads a body may answer, and what every route may that needs the model.
+READS = (400, 401, 404, 413, 415, 500, 503)
+GENERATES = (*READS, 429)
+ASKS = (401, 500, 503)
+
+
+def answers(*errors: int, ok: Any = None, stream: bool = False, description: str = "") -> dict[int | str, Any]:
+    """The `responses` of a route."""
+    success: dict[str, Any] = {"description": description or "The answer."}
+    if ok is not None:
+        success["model"] = ok
+    if stream:
+        success["content"] = _STREAM
+    out: dict[int | str, Any] = {200: success}
+    for status in sorted(errors):
+        out[status] = {"model": ErrorBody, "description": _ERRORS[status]}
+        if status in (429, 503):
+            out[status]["headers"] = _RETRY
+    return out
+
+
+def describe(app: FastAPI, *, needs_key: bool, open_paths: frozenset[str]) -> None:
+    """Makes FastAPI's description say what is true: there is no 422, and most paths may need a key."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _correct(generate(), needs_key, open_paths)
+        return generate()
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _correct(schema: dict[str, Any], needs_key: bool, open_paths: frozenset[str]) -> None:
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+    if needs_key:
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+            if needs_key and path not in open_paths:
+                operation["security"] = [{"key": []}]
+            for status, response in operation["responses"].items():
+                if status >= "400":  # an error is JSON where the answer is not
+                    response["content"] = {"application/json": next(iter(response["content"].values()))}
