@@ -12,9 +12,6 @@ from typing import Any
 # Units of evaluating one expression or statement, and of making one object.
 NODE = 8
 OBJECT = 64
-# A container's text (its repr) may be longer than what it holds.
-_ESCAPED = 10
-
 # Templates of today's models spend 2000 units a message and 5 a byte.
 _BASE = 16 * 2**20
 _PER_BYTE = 16
@@ -90,9 +87,7 @@ def weigh_deep(value: Any) -> None:
 
 
 def weigh_text(value: Any) -> None:
-    """Pays for a value's text."""
-    if isinstance(value, str):
-        spend(text_size(value))
-        return
-    for _ in range(_ESCAPED if isinstance(value, _CONTAINERS) else 1):
+    """Pays for a value's text, in advance. Escapes may make that of a container longer: who makes it pays again."""
+    weigh_deep(value)
+    if isinstance(value, _CONTAINERS):
         weigh_deep(value)

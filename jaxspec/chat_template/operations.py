@@ -188,27 +188,33 @@ def _listed(value: Any) -> Any:
     return out
 
 
-def _for_text(value: Any, *arguments: Any) -> None:
-    for each in (value, value, *arguments):
+def _for_text(value: Any, *arguments: Any, **named: Any) -> None:
+    for each in (value, value, *arguments, *named.values()):
         weigh_text(each)
 
 
-def _for_list(value: Any, *arguments: Any) -> None:
+def _for_one(_value: Any, *_arguments: Any, **_named: Any) -> None:
+    spend(NODE)
+
+
+def _for_list(value: Any, *arguments: Any, **named: Any) -> None:
     weigh(value)
     spend(OBJECT * len(value) if hasattr(value, "__len__") else OBJECT)
-    for each in arguments:
+    for each in (*arguments, *named.values()):
         weigh_text(each)
 
 
-def _for_ordering(value: Any, *arguments: Any) -> None:
-    _for_list(value, *arguments)
+def _for_ordering(value: Any, *arguments: Any, **named: Any) -> None:
+    _for_list(value, *arguments, **named)
     for _ in range(max(len(value).bit_length(), 1) if hasattr(value, "__len__") else 1):
         weigh_deep(value)
 
 
-def _for_numbered(value: Any, number: Any = 0, *arguments: Any) -> None:
-    _for_list(value, *arguments)
-    _weigh_number(number)
+def _for_parts(value: Any, *arguments: Any, **named: Any) -> None:
+    """As many parts, or elements of a part, as a number says."""
+    _for_list(value, *arguments, **named)
+    for each in (*arguments, *named.values()):
+        _weigh_number(each)
 
 
 def _for_sum(value: Any, attribute: Any = None, start: Any = 0) -> None:
@@ -217,20 +223,19 @@ def _for_sum(value: Any, attribute: Any = None, start: Any = 0) -> None:
         raise TemplateRuntimeError("sum is only available for numbers in chat templates")
 
 
-def _for_replace(value: Any, old: Any, new: Any, *count: Any) -> None:
-    weigh_text(value)
-    weigh_text(old)
-    weigh_text(new)
-    _weigh_replacing(str(value), str(old), str(new), *count)
+def _for_replace(value: Any, old: Any, new: Any, count: Any = None) -> None:
+    for each in (value, old, new):
+        weigh_text(each)
+    _weigh_replacing(str(value), str(old), str(new), count)
 
 
-def _for_join(value: Any, separator: Any = "", *_attribute: Any) -> None:
-    weigh_text(value)
-    weigh_text(separator)
-    spend((OBJECT + text_size(str(separator))) * (len(value) if hasattr(value, "__len__") else 1))
+def _for_join(value: Any, d: Any = "", attribute: Any = None) -> None:
+    for each in (value, d, attribute):
+        weigh_text(each)
+    spend((OBJECT + text_size(str(d))) * (len(value) if hasattr(value, "__len__") else 1))
 
 
-def _for_indent(value: Any, width: Any = 4, *_how: Any) -> None:
+def _for_indent(value: Any, width: Any = 4, first: Any = False, blank: Any = False) -> None:  # noqa: ARG001 - Jinja's
     weigh_text(value)
     weigh_text(width)
     text = str(value)
@@ -242,12 +247,12 @@ def _for_padding(value: Any, width: Any = 80) -> None:
     _weigh_number(width)
 
 
-def _for_printf(value: Any, *values: Any) -> None:
+def _for_printf(value: Any, *values: Any, **named: Any) -> None:
     weigh_text(value)
-    _check_printf(str(value), values)
+    _check_printf(str(value), named or values)
 
 
-def _for_rounding(value: Any, precision: Any = 0, *_method: Any) -> None:
+def _for_rounding(value: Any, precision: Any = 0, method: Any = "common") -> None:  # noqa: ARG001 - Jinja's
     weigh(value)
     if isinstance(precision, int) and abs(precision) > _MAX_FORMAT:
         raise TemplateRuntimeError("the template rounds to too many digits")
@@ -259,10 +264,10 @@ _FILTERS: dict[str, _Weigh] = {
          "upper", "wordcount"),
         _for_text,
     ),
-    **dict.fromkeys(("abs", "attr", "count", "d", "default", "first", "items", "last", "length"), _constant),
+    **dict.fromkeys(("abs", "attr", "count", "d", "default", "first", "items", "last", "length"), _for_one),
     **dict.fromkeys(("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"), _for_list),
     **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _for_ordering),
-    **dict.fromkeys(("batch", "slice"), _for_numbered),
+    **dict.fromkeys(("batch", "slice"), _for_parts),
     "center": _for_padding,
     "format": _for_printf,
     "indent": _for_indent,
@@ -288,9 +293,11 @@ def _filter(name: str, weigh_this: _Weigh) -> Callable[..., Any]:
     def run(context: Context, value: Any, *arguments: Any, **named: Any) -> Any:
         value = _listed(value)
         arguments = tuple(map(_listed, arguments))
-        weigh_this(value, *arguments, *named.values())
-        out = function(*_passed(function, context), value, *arguments, **named)
-        return str(out) if isinstance(out, str) else _listed(out)
+        named = {key: _listed(each) for key, each in named.items()}
+        weigh_this(value, *arguments, **named)
+        out = _listed(function(*_passed(function, context), value, *arguments, **named))
+        weigh(out)
+        return str(out) if isinstance(out, str) else out
 
     return run
 
@@ -331,7 +338,9 @@ def _tojson(
     weigh_text(value)
     for _ in range(indent or 0):
         weigh_deep(value)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    out = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    weigh(out)
+    return out
 
 
 def filters() -> dict[str, Callable[..., Any]]:

@@ -44,7 +44,10 @@ class _Generation(Extension):
 def _finalized(_context: Context, value: Any) -> Any:
     """Pays for what is written."""
     budget.weigh_text(value)
-    return value
+    text = str(value)
+    if not isinstance(value, str):
+        budget.weigh(text)
+    return text
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -80,7 +83,9 @@ class _Environment(ImmutableSandboxedEnvironment):
     def concatenate(self, *values: Any) -> str:
         for each in values:
             budget.weigh_text(each)
-        return "".join(map(str, values))
+        out = "".join(map(str, values))
+        budget.weigh(out)
+        return out
 
     def cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         budget.weigh(value)
