@@ -1,5 +1,6 @@
 """What is done for every request: its id, its line in the log, the API key, the count of requests in flight."""
 
+import asyncio
 import hashlib
 import logging
 import re
@@ -10,7 +11,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.errors import ApiError, server_error
+from serve.errors import ApiError, server_error, unavailable
 from serve.service import Service
 
 logger = logging.getLogger("jaxspec.access")
@@ -67,6 +68,12 @@ class RequestContext:
         self._service.in_flight += not quiet
         try:
             await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if status or (task is not None and task.cancelling()):
+                raise
+            # Not this request but work that it waits for was cancelled: the server ends.
+            await unavailable("the server is shutting down").response()(scope, receive, send_with_id)
         except Exception:
             logger.exception("bug in a request handler, id=%s", request_id)
             if status:

@@ -64,6 +64,7 @@ def test_a_key_is_described_where_it_is_needed():
     assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [11, pytest.param(230, marks=pytest.mark.full)])
 def test_every_answer_is_as_described(start_server, examples):
     """About nine operations and kinds of input take all the examples: in all 100 cases, or 2000."""
