@@ -149,7 +149,7 @@ GENERATION = _NAMES.plus(
     ),
 )
 
-COMPLETION = GENERATION.plus({})
+COMPLETION = GENERATION.plus({"tool_choice": ("none", "auto")}, ("parallel_tool_calls",))
 
 CHAT = GENERATION.plus(
     {

@@ -17,7 +17,7 @@ from jaxspec.engine.acceptance import Acceptance
 from jaxspec.engine.engine import EngineStats
 from serve.app import create_app
 from serve.metrics import EngineSnapshot, Metrics
-from serve.protocol import IGNORED, NEUTRAL, ChatBody, CompletionBody, StreamOptions, TokenizeBody
+from serve.protocol import ChatBody, CompletionBody, Message, StreamOptions, TextPart, TokenizeBody
 from serve.service import ServerSettings, Service
 from tests.doc_checks import (
     ROOT,
@@ -91,8 +91,8 @@ def test_every_option_of_serve_is_described():
 
 def test_every_parameter_of_a_request_is_described():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    names |= {*CompletionBody.model_fields, *ChatBody.model_fields, *TokenizeBody.model_fields}
-    names |= {*StreamOptions.model_fields, *NEUTRAL, *IGNORED}
+    for kind in (CompletionBody, ChatBody, TokenizeBody, StreamOptions, Message, TextPart):
+        names |= {*kind.model_fields, *kind.known.neutral, *kind.known.ignored}
     assert not unnamed(sorted(names), "docs/sampling-and-api.md")
 
 

@@ -64,11 +64,14 @@ def _cost(body: list[nodes.Node]) -> int:
 def _call(like: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Call:
     """A call of a method of the environment."""
     call = nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None)
-    return call.set_lineno(like.lineno, override=True)
+    call.set_lineno(like.lineno, override=True)
+    return call
 
 
 def _pay(like: nodes.Node, units: int) -> nodes.ExprStmt:
-    return nodes.ExprStmt(_call(like, "pay", nodes.Const(units))).set_lineno(like.lineno, override=True)
+    statement = nodes.ExprStmt(_call(like, "pay", nodes.Const(units)))
+    statement.set_lineno(like.lineno, override=True)
+    return statement
 
 
 class _Meter(NodeTransformer):

@@ -57,7 +57,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_finalized
         )
-        self.filters = operations.filters()
+        self.filters: dict[str, Any] = operations.filters()  # type: ignore[assignment]
         self.tests = operations.tests()
         self._functions = {
             "range": self.globals["range"],
