@@ -5,7 +5,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from jaxspec.progress import StartBar
 from serve.model import Progress, ServedModel

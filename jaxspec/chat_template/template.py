@@ -58,7 +58,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_finalized
         )
         self.filters: dict[str, Any] = operations.filters()  # type: ignore[assignment]
-        self.tests = operations.tests()
+        self.tests: dict[str, Any] = operations.tests()  # type: ignore[assignment]
         self._functions = {
             "range": self.globals["range"],
             "dict": operations.TemplateDict(),
