@@ -20,6 +20,7 @@ from serve.admission import Reservation
 from serve.engine_thread import EngineThread
 from serve.errors import ApiError, as_api_error
 from serve.generation import Choice, Delta, Generation
+from serve.middleware import CLIENT_GONE
 from serve.protocol import GenerationBody, Usage
 
 T = TypeVar("T")
@@ -27,8 +28,6 @@ logger = logging.getLogger("jaxspec.serve")
 
 # Proxies close idle connections, and a long prompt may take longer than they wait.
 PING_SECONDS = 15.0
-# Only for the log, as in nginx: the client has gone.
-_CLIENT_GONE = 499
 
 
 class Format(Protocol):
@@ -61,16 +60,35 @@ async def answer(
         ApiError, InvalidRequestError: the engine did not accept the request, or failed it before anything was sent.
     """
     if body.stream:
-        generation = await until_disconnect(request.receive, engine.submit(choices, reservation))
+        generation = await _accepted(engine, request, choices, reservation)
         if generation is None:
-            return Response(status_code=_CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
         return EventStream(engine, generation, _events(generation, body, form, _head(engine, form, chunk=True)))
     whole = await until_disconnect(request.receive, _collect(engine, choices, reservation))
     if whole is None:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     written = [form.whole(choice, delta) for choice, delta in zip(choices, whole, strict=True)]
     head = _head(engine, form, chunk=False)
     return JSONResponse({**head, "choices": written, "usage": _usage(choices, body.choices)})
+
+
+async def _accepted(
+    engine: EngineThread, request: Request, choices: Sequence[Choice], reservation: Reservation
+) -> Generation | None:
+    """Once the engine has taken the choices; None: the client has gone before."""
+    taken: list[Generation] = []
+
+    async def submit() -> None:
+        taken.append(await engine.submit(choices, reservation))
+
+    try:
+        await until_disconnect(request.receive, submit())
+    except BaseException:
+        # The handler may be cancelled just when the engine has accepted: nobody else would release the choices.
+        for generation in taken:
+            engine.release(generation)
+        raise
+    return taken[0] if taken else None
 
 
 def _head(engine: EngineThread, form: Format, *, chunk: bool) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from serve.engine_thread import Phase
 from serve.middleware import OPEN_PATHS, ApiKeyAuth, RequestContext, RootPath
 from serve.openapi import (
     ASKS,
-    GENERATES,
     READS,
     ChatCompletion,
     Completion,
@@ -46,6 +45,8 @@ def create_app(service: Service) -> FastAPI:
 
     # No /docs: its page loads scripts from another site. /openapi.json is served, and needs the key.
     app = FastAPI(title="jaxspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False  # a redirect would repeat the Host that the client sent
+    app.state.body_bytes = service.body_bytes
     errors.install(app)
     app.include_router(_openai_routes(service))
     app.include_router(_operations_routes(service))
@@ -63,11 +64,11 @@ def create_app(service: Service) -> FastAPI:
 def _openai_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
-    @router.post("/v1/completions", responses=answers(*GENERATES, ok=Completion, stream=True))
+    @router.post("/v1/completions", responses=answers(*READS, ok=Completion, stream=True))
     async def completions(body: CompletionBody, request: Request) -> Response:
         return await create_completion(service, request, body)
 
-    @router.post("/v1/chat/completions", responses=answers(*GENERATES, ok=ChatCompletion, stream=True))
+    @router.post("/v1/chat/completions", responses=answers(*READS, ok=ChatCompletion, stream=True))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await create_chat_completion(service, request, body)
 

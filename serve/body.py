@@ -14,12 +14,17 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from serve.errors import ApiError, invalid_body
+from serve.byte_budget import ByteBudget
+from serve.errors import ApiError, invalid_body, unavailable
 from serve.json_size import excess
+from serve.middleware import CLIENT_GONE
 
 MAX_BODY_BYTES = 8 * 2**20
+# What every request may send without taking from the budget that all share.
+FREE_BODY_BYTES = 64 * 2**10
 # Parsed where it is: handing it to a thread would take longer.
 _SMALL = 32 * 2**10
 
@@ -53,6 +58,7 @@ class _JsonRequest(Request):
     """FastAPI reads it as any JSON request, and finds the model already made."""
 
     kind: type[BaseModel]
+    _taken = 0  # bytes of the server's budget
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -66,17 +72,33 @@ class _JsonRequest(Request):
 
     async def _read(self) -> bytes:
         data = bytearray()
-        async for chunk in self.stream():  # a chunked body announces no length
-            data += chunk
-            if len(data) > MAX_BODY_BYTES:
-                raise _too_large()
+        budget: ByteBudget = self.app.state.body_bytes
+        try:
+            async for chunk in self.stream():  # a chunked body announces no length
+                data += chunk
+                if len(data) > MAX_BODY_BYTES:
+                    raise _too_large()
+                more = len(data) - FREE_BODY_BYTES - self._taken
+                if more > 0:
+                    budget.take(more, lambda: unavailable("too many large bodies arrive at once"))
+                    self._taken += more
+        except ClientDisconnect as e:
+            raise ApiError(CLIENT_GONE, "the client has gone") from e
         return bytes(data)
+
+    def release(self) -> None:
+        """The body has been parsed: what it held may be taken by others."""
+        taken, self._taken = self._taken, 0
+        self.app.state.body_bytes.give_back(taken)
 
     async def json(self) -> Any:
         data = await self.body()
-        if len(data) <= _SMALL:
-            return parse_body(self.kind, data.strip())
-        return await asyncio.get_running_loop().run_in_executor(_big_bodies, parse_body, self.kind, data)
+        try:
+            if len(data) <= _SMALL:
+                return parse_body(self.kind, data.strip())
+            return await asyncio.get_running_loop().run_in_executor(_big_bodies, parse_body, self.kind, data)
+        finally:
+            self.release()
 
 
 def _too_large() -> ApiError:
@@ -95,7 +117,10 @@ class JsonRoute(APIRoute):
                 return await handle(request)
             read = _JsonRequest(request.scope, request.receive)
             read.kind = kind
-            return await handle(read)
+            try:
+                return await handle(read)
+            finally:
+                read.release()
 
         return route
 

@@ -115,11 +115,19 @@ def _add_serve_flags(parser: Parser) -> None:
         f"Further requests get 429 with Retry-After (default: {DEFAULT_MAX_NUM_QUEUED_REQUESTS})"
     )
     flag(server, "--max-num-queued-requests", "N", queued, type=int, default=DEFAULT_MAX_NUM_QUEUED_REQUESTS)
+    _add_limit_flags(server, flag)
     timeout = "how long SIGTERM waits for requests in flight (default: 60)"
     flag(server, "--shutdown-timeout", "SECONDS", timeout, type=float, default=60.0)
     _add_log_flags(parser.add_argument_group("log"), flag)
     _add_tls_flags(parser.add_argument_group("TLS"), flag)
     _add_cors_flags(parser.add_argument_group("CORS (pages of other sites in a browser)"), flag)
+
+
+def _add_limit_flags(group: argparse._ActionsContainer, flag: Callable[..., None]) -> None:
+    from serve.limits import LIMIT_FLAGS
+
+    for limit in LIMIT_FLAGS:
+        flag(group, limit.name, limit.metavar, limit.help, type=limit.kind, default=limit.default)
 
 
 def _add_log_flags(group: argparse._ActionsContainer, flag: Callable[..., None]) -> None:
@@ -173,6 +181,7 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
     os.environ.update(resolved.variables)
     from serve import startup
     from serve.cors import Cors
+    from serve.limits import limit_settings
     from serve.model import ServedModel, load_model
     from serve.server import bind, run_server
     from serve.service import ServerSettings
@@ -200,6 +209,7 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
             arguments.allowed_headers,
             credentials=arguments.allow_credentials,
         ),
+        **limit_settings(arguments),
     )
     sock = bind(arguments.host, arguments.port)
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
@@ -235,6 +245,8 @@ def _check_serve(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option of the server that cannot work.
     """
+    from serve.limits import check_limits
+
     if not 0 <= arguments.port < 65536:
         raise ConfigError(f"--port must be between 0 and 65535, got {arguments.port}")
     if not arguments.metrics_prefix.isidentifier():
@@ -242,6 +254,7 @@ def _check_serve(arguments: argparse.Namespace) -> None:
     if arguments.max_num_queued_requests < 1:
         # Every request waits for its first step, if only for a moment: 0 would refuse all.
         raise ConfigError(f"--max-num-queued-requests must be at least 1, got {arguments.max_num_queued_requests}")
+    check_limits(arguments)
     if arguments.root_path and not re.fullmatch(r"(/[\w.~-]+)+/?", arguments.root_path, re.ASCII):
         raise ConfigError(f"--root-path must be a path such as /api, got {arguments.root_path[:64]!r}")
 

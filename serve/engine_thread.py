@@ -11,19 +11,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxspec.engine.output import RequestOutput
+from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError, JaxspecError
 from serve.admission import Reservation
+from serve.deadlines import NO_DEADLINES, Deadlines
 from serve.errors import ApiError, server_error, unavailable
 from serve.generation import Choice, Generation, Submission
+from serve.limits import ENGINE_TIMEOUT
+from serve.log_limit import LimitedLogger
 from serve.metrics import EngineSnapshot, Metrics
 from serve.model import Progress, ServedModel
+from serve.step_watch import StepWatch, stack_of
 
 logger = logging.getLogger("jaxspec.serve")
 
-# After warm-up nothing compiles, so a step that takes this long is stuck, not busy.
-STALL_SECONDS = 120.0
+# Output that a client has not read: of one stream, and of all.
+MAX_UNREAD_BYTES = 16 * 2**20
+MAX_ALL_UNREAD_BYTES = 256 * 2**20
+_UNREAD_CHECK_SECONDS = 1.0
 
 
 class Phase(enum.Enum):
@@ -39,6 +45,8 @@ class EngineThread:
     Args:
         load: makes the model; it runs on the thread.
         on_phase: called on the event loop when loading has ended and when the thread has ended.
+        on_started: called on the event loop with the number of choices whose first step has been planned.
+        engine_timeout: seconds; a step that takes longer is the engine's death. None: no limit.
 
     Attributes:
         model: None until loaded.
@@ -52,18 +60,27 @@ class EngineThread:
         metrics: Metrics,
         *,
         on_phase: Callable[[Phase], None] = lambda _phase: None,
-        stall_seconds: float = STALL_SECONDS,
+        on_started: Callable[[int], None] = lambda _count: None,
+        deadlines: Deadlines = NO_DEADLINES,
+        engine_timeout: float | None = ENGINE_TIMEOUT,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+        max_all_unread_bytes: int = MAX_ALL_UNREAD_BYTES,
     ):
         self._load = load
         self._metrics = metrics
         self._on_phase = on_phase
-        self._stall_seconds = stall_seconds
+        self._on_started = on_started
+        self._deadlines = deadlines
+        self._watch = StepWatch(engine_timeout, lambda: self.model.compile_counts()[0] if self.model else 0)
+        self._max_unread = max_unread_bytes
+        self._max_all_unread = max_all_unread_bytes
+        self._unread_checked = 0.0
+        self._log = LimitedLogger(logger)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, tuple[Generation, Choice]] = {}  # touched by the engine thread only
         # Touched by the event loop only; the future is done once the engine has accepted or refused the generation.
         self._generations: dict[Generation, asyncio.Future[None]] = {}
         self._stopping = False
-        self._step_started: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # A daemon: a compilation cannot be interrupted when the process is told to end during start-up.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -77,13 +94,12 @@ class EngineThread:
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        self._watcher = self._loop.create_task(self._watch.run(self._stuck))
 
     @property
     def healthy(self) -> bool:
-        """The thread runs, and no step is stuck."""
-        started = self._step_started
-        stuck = started is not None and time.monotonic() - started > self._stall_seconds
-        return self.phase in (Phase.LOADING, Phase.READY) and not stuck
+        """The thread runs, and no step is slow enough to be suspected of being stuck."""
+        return self.phase in (Phase.LOADING, Phase.READY) and not self._watch.suspicious
 
     @property
     def num_generations(self) -> int:
@@ -108,6 +124,11 @@ class EngineThread:
         generation = Generation(choices, self._abort)
         accepted = self._generations[generation] = asyncio.get_running_loop().create_future()
         reservation.release()
+        generation.timers = self._deadlines.watch(
+            choices[0].submission.arrival_time,
+            has_started=lambda: generation.has_started,
+            fail=lambda error: self._drop(generation, error),
+        )
         try:
             self._commands.put(lambda: self._add(generation, accepted))
             await accepted
@@ -129,6 +150,23 @@ class EngineThread:
             generation.fail(error)
             _settle(accepted, error)
 
+    def _drop(self, generation: Generation, error: ApiError) -> None:
+        """Ends one HTTP request: its choices leave the engine even if its client reads nothing."""
+        generation.drop(error)
+        if (accepted := self._generations.get(generation)) is not None:
+            _settle(accepted, error)
+
+    def _stuck(self, seconds: float) -> None:
+        """A step does not end: nobody can interrupt it, so this process is of no more use."""
+        logger.error(
+            "an engine step has not ended within %g s (--engine-timeout); the engine thread is at\n%s",
+            seconds,
+            stack_of(self._thread),
+        )
+        self.failure = RuntimeError("an engine step is stuck")
+        self._stopping = True
+        self._enter(Phase.DEAD)
+
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
@@ -136,6 +174,7 @@ class EngineThread:
     async def stop(self, timeout: float) -> None:
         """Asks the thread to end after its current step, and waits for that at most `timeout` seconds."""
         self._stopping = True
+        self._watcher.cancel()
         self._commands.put(lambda: None)  # wakes it up
         await asyncio.to_thread(self._thread.join, timeout)
 
@@ -149,11 +188,33 @@ class EngineThread:
         self._commands.put(abort)
 
     def _deliver(self, outputs: Sequence[tuple[Generation, Choice, RequestOutput]]) -> None:
+        waited = [choice for _, choice, _ in outputs if not choice.scheduled]
         for generation, choice, output in outputs:
             self._metrics.record(choice, output)
+            if output.finish_reason is FinishReason.ERROR:
+                self._metrics.record_failure()
+                self._log.warning("the engine failed a request: %s, id=%s", output.error, generation.http_id)
             generation.put(choice, output)
+        self._on_started(sum(choice.scheduled for choice in waited))
+        self._bound_unread({generation for generation, _, _ in outputs})
+
+    def _bound_unread(self, grown: set[Generation]) -> None:
+        """Clients that do not read their streams may not hold more than so much memory, each and together."""
+        slow = [generation for generation in grown if generation.unread > self._max_unread]
+        now = time.monotonic()
+        if now - self._unread_checked > _UNREAD_CHECK_SECONDS:
+            self._unread_checked = now
+            unread = {generation: generation.unread for generation in self._generations}
+            while sum(unread.values()) > self._max_all_unread:
+                slow.append(max(unread, key=lambda g: unread[g]))
+                del unread[slow[-1]]
+        for generation in slow:
+            self._log.warning("a client does not read its stream: request ended, id=%s", generation.http_id)
+            self._drop(generation, server_error("the client does not read its stream"))
 
     def _enter(self, phase: Phase) -> None:
+        if self.phase is Phase.DEAD:  # it was stuck, and has ended after all
+            return
         self.phase = phase
         if phase is Phase.DEAD:
             self.fail_all(server_error("the engine has failed"))
@@ -172,7 +233,7 @@ class EngineThread:
         except BaseException as e:
             logger.exception("the engine thread has failed")
             self.failure = e
-        self._step_started = None
+        self._watch.step_ends()
         self._call(self._enter, Phase.DEAD if self.failure else Phase.STOPPED)
 
     def _serve(self) -> None:
@@ -183,9 +244,9 @@ class EngineThread:
             if not engine.has_work:
                 self._publish()
                 continue
-            self._step_started = time.monotonic()
+            self._watch.step_begins()
             outputs = engine.step()
-            self._step_started = None
+            self._watch.step_ends()
             delivered = []
             for output in outputs:
                 if output.request_id in self._running:

@@ -1,5 +1,7 @@
 """Errors over HTTP: every one has the body `{"error": {message, type, param, code}}`, as OpenAI's do."""
 
+import math
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +13,8 @@ from starlette.exceptions import HTTPException
 
 from jaxspec.errors import InvalidRequestError
 
-RETRY_AFTER_SECONDS = 5
+RETRY_AFTER_SECONDS = 5.0
+_LONGEST_RETRY_AFTER = 60  # the official clients do not wait longer for it
 # Characters of what a user wrote that an error repeats.
 _MAX_ECHO = 64
 _MESSAGES = {404: "no such path", 405: "this path does not support that method"}
@@ -42,26 +45,27 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, self.headers)
 
 
+def retry_after(seconds: float) -> dict[str, str]:
+    """The header, with jitter: clients that were refused together should not come back together."""
+    spread = seconds * random.uniform(1.0, 1.5) + random.uniform(0.0, 1.0)
+    return {"retry-after": str(min(max(math.ceil(spread), 1), _LONGEST_RETRY_AFTER))}
+
+
 def unavailable(why: str) -> ApiError:
     """503; the official clients wait for `Retry-After` and try again."""
     return ApiError(
-        503,
-        why,
-        kind="service_unavailable",
-        code="service_unavailable",
-        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+        503, why, kind="service_unavailable", code="service_unavailable", headers=retry_after(RETRY_AFTER_SECONDS)
     )
 
 
-def rate_limited(why: str) -> ApiError:
-    """429: the server has as many requests as it accepts. Clients try again, as with `unavailable`."""
-    return ApiError(
-        429,
-        why,
-        kind="rate_limit_exceeded",
-        code="rate_limit_exceeded",
-        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
-    )
+def rate_limited(why: str, seconds: float = RETRY_AFTER_SECONDS) -> ApiError:
+    """429: the server has as many requests as it accepts, for about so long. Clients try again, as with `unavailable`."""
+    return ApiError(429, why, kind="rate_limit_exceeded", code="rate_limit_exceeded", headers=retry_after(seconds))
+
+
+def deadline_passed(why: str) -> ApiError:
+    """504. The official clients would repeat the whole work, and are told not to."""
+    return ApiError(504, why, kind="timeout", code="timeout", headers={"x-should-retry": "false"})
 
 
 def server_error(message: str = "internal server error") -> ApiError:

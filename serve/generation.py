@@ -8,6 +8,7 @@ from jaxspec.engine.host_rule import HostRule
 from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput, RequestStats
 from jaxspec.sampling.params import SamplingParams
 from serve.errors import ApiError, server_error
+from serve.request_info import request_info
 from serve.request_metrics import PromptGroup
 
 
@@ -28,6 +29,11 @@ class Submission:
     group: PromptGroup = field(default_factory=lambda: PromptGroup(1))
 
 
+# Id, log-probability and offset of a token, and a pair in a tuple, as Python objects.
+_BYTES_OF_A_TOKEN = 100
+_BYTES_OF_AN_ALTERNATIVE = 120
+
+
 @dataclass
 class Delta:
     """What was added to one choice since the client was last served."""
@@ -38,6 +44,12 @@ class Delta:
     alternatives: list[Alternatives] = field(default_factory=list)  # empty where none were asked for
     offsets: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+
+    @property
+    def size(self) -> int:
+        """About how many bytes of memory it takes."""
+        alternatives = len(self.alternatives[0]) * len(self.alternatives) if self.alternatives else 0
+        return len(self.text) + _BYTES_OF_A_TOKEN * len(self.ids) + _BYTES_OF_AN_ALTERNATIVE * alternatives
 
     def add(self, output: RequestOutput) -> None:
         self.text += output.new_text
@@ -94,10 +106,16 @@ class Generation:
     """The choices of one HTTP request. Lives on the event loop; the engine thread hands it outputs through `put`.
 
     `close` must be called however the request ends: it aborts the unfinished choices.
+
+    Attributes:
+        http_id: of its HTTP request, for the log.
+        timers: of its deadlines.
     """
 
     def __init__(self, choices: Sequence[Choice], abort: Callable[[Sequence[str]], None]):
         self.choices = choices
+        self.http_id = request_info().id
+        self.timers: list[asyncio.TimerHandle] = []
         self._abort = abort
         self._unfinished = {c.submission.request_id: c for c in choices}
         self._error: ApiError | None = None
@@ -120,12 +138,31 @@ class Generation:
         self._error = self._error or error
         self._changed.set()
 
+    def drop(self, error: ApiError) -> None:
+        """Ends it with an error at once, whether or not its client ever reads that: nothing stays in the engine."""
+        self.fail(error)
+        self.close()
+        for choice in self.choices:
+            choice.pending = Delta()
+
+    @property
+    def unread(self) -> int:
+        """About how many bytes of output wait for the client."""
+        return sum(c.pending.size for c in self.choices)
+
+    @property
+    def has_started(self) -> bool:
+        """The engine has planned a step for one of its choices."""
+        return any(c.scheduled for c in self.choices)
+
     @property
     def failed(self) -> bool:
         return self._error is not None
 
     def close(self) -> int:
         """Returns how many choices were unfinished."""
+        for timer in self.timers:
+            timer.cancel()
         unfinished = len(self._unfinished)
         if self._unfinished:
             self._abort(list(self._unfinished))
@@ -140,7 +177,7 @@ class Generation:
         """
         waiting = set(self.choices)
         while waiting:
-            if not any(c.has_news for c in waiting):
+            if self._error is None and not any(c.has_news for c in waiting):
                 await self._changed.wait()
             self._changed.clear()
             for choice in [c for c in self.choices if c in waiting]:

@@ -83,6 +83,10 @@ class Metrics(Collector):
         # An open proposal for vLLM has this name; its released versions have none.
         rejections = self._counter("admission_rejections", "HTTP requests answered 429, the queue being full")
         self._rejections = rejections.labels(**self._labels)
+        failures = self._counter(
+            "num_nan_aborted_requests", "Requests that the engine ended because their logits held NaN"
+        )
+        self._failures = failures.labels(**self._labels)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
         self._inter_token = self._histogram("inter_token_latency_seconds", "Time between two tokens", _PER_TOKEN)
         self._per_output_token = self._histogram(
@@ -133,6 +137,10 @@ class Metrics(Collector):
         """Choices that did not end by themselves: their request has failed, or their client has left."""
         reason = FinishReason.ERROR if failed else FinishReason.ABORT
         self._success.labels(**self._labels, finished_reason=reason.value).inc(choices)
+
+    def record_failure(self) -> None:
+        """The engine ends a request with an error for NaN only."""
+        self._failures.inc()
 
     def record(self, choice: Choice, output: "RequestOutput") -> None:
         """Output of one step for one choice. Latency between tokens counts each token, not each step."""

@@ -11,7 +11,9 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve.connection import TASK_KEY
 from serve.errors import ApiError, server_error, unavailable
+from serve.request_info import RequestInfo, set_request_info
 from serve.service import Service
 
 logger = logging.getLogger("jaxspec.access")
@@ -19,7 +21,13 @@ logger = logging.getLogger("jaxspec.access")
 # Load balancers poll these without a key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+# Of a path and of a method, in the log.
+_LOGGED_CHARACTERS = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+# Only for the log, as in nginx: the client has gone.
+CLIENT_GONE = 499
 
 
 class RootPath:
@@ -57,6 +65,8 @@ class RequestContext:
         request_id = offered if _REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
         quiet = route_path(scope) in _QUIET_PATHS
         status, start = 0, time.monotonic()
+        set_request_info(RequestInfo(request_id, start))
+        scope[TASK_KEY] = asyncio.current_task()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -69,11 +79,10 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if status or (task is not None and task.cancelling()):
-                raise
-            # Not this request but work that it waits for was cancelled: the server ends.
-            await unavailable("the server is shutting down").response()(scope, receive, send_with_id)
+            # The client has gone, or the server ends. Nobody awaits this task, so the cancellation ends here.
+            if not status:
+                await unavailable("the server is shutting down").response()(scope, receive, send_with_id)
+                status = CLIENT_GONE
         except Exception:
             logger.exception("bug in a request handler, id=%s", request_id)
             if status:
@@ -85,7 +94,8 @@ class RequestContext:
                 seconds = time.monotonic() - start
                 route = getattr(scope.get("route"), "path", None)
                 self._service.metrics.http.record(scope["method"], route, status, seconds)
-                logger.info("%s %r %d %.3fs id=%s", scope["method"], scope["path"], status, seconds, request_id)
+                method, path = scope["method"][:_LOGGED_CHARACTERS], scope["path"][:_LOGGED_CHARACTERS]
+                logger.info("%s %r %d %.3fs id=%s", method, path, status, seconds, request_id)
 
 
 class ApiKeyAuth:

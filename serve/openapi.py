@@ -14,11 +14,13 @@ _ERRORS = {
     "(`code` is `context_length_exceeded`), and a body that is no JSON (`invalid_json`).",
     401: "The server wants an API key, and there was none or a wrong one.",
     404: "There is no model of that name.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The content type is not `application/json`.",
     429: "The queue is full. `Retry-After` says when to try again.",
     500: "The server failed this request.",
     503: "The model is loading, the server shuts down, or the engine has stopped. `Retry-After` says when to try again.",
+    504: "A deadline has passed: `--request-timeout` or `--queue-timeout`. `X-Should-Retry` is `false`.",
 }
 _RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
 
@@ -104,8 +106,7 @@ class Status(TypedDict):
 
 _STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: OpenAI's chunks."}}}
 # What every route that reads a body may answer, and what every route may that needs the model.
-READS = (400, 401, 404, 413, 415, 500, 503)
-GENERATES = (*READS, 429)
+READS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 ASKS = (401, 500, 503)
 
 

@@ -7,13 +7,17 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
 from jaxspec.errors import ConfigError, JaxspecError
 from serve.app import create_app
+from serve.connection_table import ACCEPT_BURST, raise_descriptor_limit
 from serve.engine_thread import Phase
 from serve.errors import unavailable
 from serve.model import Progress, ServedModel
@@ -21,9 +25,16 @@ from serve.service import ServerSettings, Service
 
 logger = logging.getLogger("jaxspec.serve")
 
-_DRAIN_POLL_SECONDS = 0.05
+_BACKLOG = 2048
+_DRAIN_POLL_SECONDS = 0.02
+# The end of the time that a shutdown may take: for errors to those that still wait, and for the running step.
+_CLOSING_SECONDS = 2.0
+_LEAST_CLOSING_SECONDS = 1.0
+# The same after a second signal.
+_FORCED_SECONDS = 1.0
 # For connections that are still open once every response is written or aborted.
-_CLOSE_SECONDS = 5
+_CLOSE_SECONDS = 1
+_THREAD_SECONDS = 0.1
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -38,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
         # A restarted server can bind while old connections are in TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(2048)  # without this another listener could still bind it on Linux
+        sock.listen(_BACKLOG)  # without this another listener could still bind it on Linux
     except OSError as e:
         raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror or e}") from e
     return sock
@@ -48,13 +59,14 @@ def http_config(service: Service) -> uvicorn.Config:
     tls = service.settings.tls
     return uvicorn.Config(
         create_app(service),
-        http="h11",  # of uvicorn's parsers the one that limits the size of headers
+        http=cast(Any, service.connections.protocol),
+        backlog=ACCEPT_BURST,
         ws="none",
         access_log=False,  # `serve.middleware` logs, with request ids
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close first
+        timeout_keep_alive=cast(int, service.settings.connections.keep_alive_timeout),
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         **(tls.uvicorn_options() if tls else {}),
     )
@@ -81,23 +93,40 @@ def run_server(
         elif phase is Phase.DEAD:
             server.drain(_DRAIN_AFTER_DEATH_SECONDS)
 
+    raise_descriptor_limit()
     service = Service(settings, load, on_phase=on_phase)
     server = _Server(http_config(service), service, shutdown_timeout)
     server.run(sockets=[sock])
+    server.dismiss()
     failure = service.engine_thread.failure
     if isinstance(failure, JaxspecError):
         raise failure
     code = 1 if failure else server.exit_code
-    if service.engine_thread.alive:
-        # The engine thread is in a compilation or a stuck step: an orderly exit would wait for it, or crash.
-        sys.stdout.flush()
-        logging.shutdown()
-        os._exit(code)
+    if service.engine_thread.alive or _has_busy_threads():
+        # A compilation, a stuck step, a long text: an orderly exit would wait for it, or crash.
+        _end_process(code)
     return code
 
 
 # Requests in flight have failed already; this is the time to write that to their sockets.
 _DRAIN_AFTER_DEATH_SECONDS = 1.0
+
+
+def _end_process(code: int) -> None:
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
+def _has_busy_threads() -> bool:
+    """Threads that the interpreter would wait for at its end; idle ones get a moment to go."""
+    deadline = time.monotonic() + _THREAD_SECONDS
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(deadline - time.monotonic(), 0))
+            if thread.is_alive():
+                return True
+    return False
 
 
 class _Server(uvicorn.Server):
@@ -108,7 +137,13 @@ class _Server(uvicorn.Server):
         self._service = service
         self._shutdown_timeout = shutdown_timeout
         self._drain_task: asyncio.Task[None] | None = None
+        self._last_resort: threading.Timer | None = None
         self.exit_code = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or []:
+            sock.listen(_BACKLOG)  # asyncio takes few at a time, but those that come at once may wait in the system
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -127,26 +162,63 @@ class _Server(uvicorn.Server):
         if self._drain_task is None:
             logger.info("%s: finishing the requests in flight (again to stop at once)", signal.Signals(sig).name)
             self.drain(self._shutdown_timeout)
-        else:
-            self.exit_code = 128 + sig
-            self._service.engine_stop_seconds = 0.0
-            self._service.engine_thread.fail_all(unavailable("the server has been stopped"))
-            self.should_exit = True
+            return
+        self.exit_code = 128 + sig
+        self._end_within(_FORCED_SECONDS)
+        self._drain_task.cancel()
+        why = "the server has been stopped"
+        self._drain_task = asyncio.get_running_loop().create_task(self._give_up(_FORCED_SECONDS / 2, why))
 
     def drain(self, timeout: float) -> None:
-        """Refuses new requests, waits for those in flight, then ends the server."""
+        """Refuses new requests, waits for those in flight, then ends the server: all of it within `timeout` seconds.
+
+        Ending takes up to a second, so that a shorter time is not kept.
+        """
         if self._drain_task is None:
             self._service.draining = True
-            self._drain_task = asyncio.get_running_loop().create_task(self._drain(timeout))
+            closing = min(_CLOSING_SECONDS, timeout / 4)
+            self._end_within(max(timeout, timeout - closing + _LEAST_CLOSING_SECONDS))
+            self._drain_task = asyncio.get_running_loop().create_task(self._drain(timeout - closing, closing / 2))
 
-    async def _drain(self, timeout: float) -> None:
-        async def empty() -> None:
-            while self._service.in_flight:
-                await asyncio.sleep(_DRAIN_POLL_SECONDS)
+    def dismiss(self) -> None:
+        """The event loop has ended in time."""
+        if self._last_resort is not None:
+            self._last_resort.cancel()
 
-        try:
-            await asyncio.wait_for(empty(), timeout)
-        except TimeoutError:
-            logger.warning("%d requests did not finish within %g s", self._service.in_flight, timeout)
-            self._service.engine_thread.fail_all(unavailable("the server is shutting down"))
+    async def _drain(self, timeout: float, patience: float) -> None:
+        service = self._service
+        if await _becomes_true(lambda: not service.in_flight and not service.connections.num_unsent, timeout):
+            self.should_exit = True
+            return
+        logger.warning("%d requests did not finish within %g s", service.in_flight, timeout)
+        await self._give_up(patience, "the server is shutting down")
+
+    async def _give_up(self, patience: float, why: str) -> None:
+        """Tells the clients that still wait, and ends whether or not they take notice."""
+        service, error = self._service, unavailable(why)
+        service.engine_stop_seconds = patience
+        service.engine_thread.fail_all(error)
+        await _becomes_true(lambda: not service.in_flight and not service.connections.num_unsent, patience / 2)
+        service.connections.end_all(error)
+        await _becomes_true(lambda: not service.in_flight and not service.connections.num_unsent, patience / 2)
+        service.connections.abort_all()
         self.should_exit = True
+
+    def _end_within(self, seconds: float) -> None:
+        """The last resort is a thread: the event loop may be busy, or wait for a step, a template, a tokenizer."""
+        self.dismiss()
+        self._last_resort = threading.Timer(seconds, self._exit_now)
+        self._last_resort.daemon = True
+        self._last_resort.start()
+
+    def _exit_now(self) -> None:
+        os._exit(1 if self._service.engine_thread.failure else self.exit_code)
+
+
+async def _becomes_true(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(_DRAIN_POLL_SECONDS)
+    return True

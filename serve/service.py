@@ -4,7 +4,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,20 +13,27 @@ from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import Tokenizer, text_stream
 from serve.admission import Admission
+from serve.byte_budget import ByteBudget
+from serve.connection_table import ConnectionLimits, ConnectionTable
 from serve.cors import Cors
+from serve.deadlines import NO_DEADLINES, Deadlines
 from serve.engine_thread import EngineThread, Phase
 from serve.errors import ApiError, quoted, unavailable
 from serve.generation import Choice, Submission
+from serve.limits import ENGINE_TIMEOUT
 from serve.metrics import Metrics
 from serve.model import Progress, ServedModel
+from serve.request_info import request_info
 from serve.request_metrics import PromptGroup
 from serve.speculation import AcceptanceLog
+from serve.text_pool import TextPool, text_bytes
 from serve.throughput import LOG_SECONDS, ThroughputLog, write_every
 from serve.tls import Tls
 
 T = TypeVar("T")
 
-_TOKENIZER_THREADS = 2
+# Bodies that are being read: what each holds beyond a share that every connection may have.
+MAX_ALL_BODY_BYTES = 64 * 2**20
 # How long a device step may take to end once the server stops.
 ENGINE_STOP_SECONDS = 10.0
 
@@ -44,6 +50,9 @@ class ServerSettings:
         root_path: where a proxy has the server, without a slash at its end.
         log_stats: log throughput and acceptance every few seconds.
         tls: None for plain HTTP.
+        deadlines: of each request.
+        engine_timeout: seconds that a step may take; None: no limit.
+        connections: how many, and how slow they may be.
     """
 
     model: str
@@ -55,6 +64,9 @@ class ServerSettings:
     log_stats: bool = True
     tls: Tls | None = None
     cors: Cors = field(default_factory=Cors)
+    deadlines: Deadlines = NO_DEADLINES
+    engine_timeout: float | None = ENGINE_TIMEOUT
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,6 +79,9 @@ class Service:
         draining: the server is about to end and accepts no new requests.
         in_flight: HTTP requests being answered, the health checks not counted.
         engine_stop_seconds: how long `close` waits for the step that runs.
+        connections: all open ones.
+        body_bytes: what bodies that are being read hold in memory.
+        texts: the threads that tokenise.
     """
 
     def __init__(
@@ -80,17 +95,27 @@ class Service:
     ):
         self.settings = settings
         self.metrics = Metrics(settings.names[0], settings.metrics_prefix)
-        self.engine_thread = EngineThread(load, self.metrics, on_phase=on_phase, **engine_options)
         self.admission = Admission(
             settings.max_num_queued_requests, lambda: self.engine_thread.num_queued, self.metrics
         )
+        self.engine_thread = EngineThread(
+            load,
+            self.metrics,
+            on_phase=on_phase,
+            on_started=self.admission.started,
+            deadlines=settings.deadlines,
+            engine_timeout=settings.engine_timeout,
+            **engine_options,
+        )
+        self.connections = ConnectionTable(settings.connections)
+        self.body_bytes = ByteBudget(MAX_ALL_BODY_BYTES)
+        self.texts = TextPool()
         self._log_seconds = log_seconds
         self._log_task: asyncio.Task[None] | None = None
         self.created = int(time.time())
         self.draining = False
         self.in_flight = 0
         self.engine_stop_seconds = ENGINE_STOP_SECONDS
-        self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     def start(self) -> None:
         """On the event loop: starts the engine thread, which loads the model."""
@@ -102,7 +127,7 @@ class Service:
     async def close(self) -> None:
         if self._log_task is not None:
             self._log_task.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.texts.close()
         # A model that is still loading cannot be interrupted.
         loading = self.engine_thread.phase is Phase.LOADING
         await self.engine_thread.stop(0.0 if loading else self.engine_stop_seconds)
@@ -111,7 +136,7 @@ class Service:
         """The model, for a request that wants to use it now.
 
         Raises:
-            ApiError: 503 while it loads, when it has failed, and while the server drains.
+            ApiError: 503 while it loads, when it is stuck or has failed, and while the server drains.
         """
         if self.draining:
             raise unavailable("the server is shutting down")
@@ -120,6 +145,8 @@ class Service:
             raise unavailable("the model is loading")
         if phase is not Phase.READY:
             raise unavailable("the engine has stopped")
+        if not self.engine_thread.healthy:
+            raise unavailable("an engine step takes unusually long")
         return model
 
     def resolve_name(self, name: str | None) -> str:
@@ -166,8 +193,13 @@ class Service:
             )
 
     async def in_pool(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs what may take long on a long text off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(function, *args, **kwargs))
+        """Runs what may take long on a long text off the event loop, within the request's deadlines.
+
+        Raises:
+            ApiError: 429: too much text is in work; 504: a deadline has passed.
+        """
+        work = self.texts.run(partial(function, *args, **kwargs), text_bytes([*args, *kwargs.values()]))
+        return await self.settings.deadlines.bound_waiting(work, request_info().arrival)
 
     def make_choices(
         self,

@@ -1,12 +1,20 @@
 """POST /tokenize and /detokenize, with vLLM's bodies."""
 
-from fastapi.responses import JSONResponse
-from starlette.responses import Response
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
 
 from jaxspec.errors import InvalidRequestError
 from jaxspec.text import Tokenizer
 from serve.protocol import DetokenizeBody, TokenizeBody
 from serve.service import Service
+from serve.text_pool import text_bytes
+
+MAX_TEXT_BYTES = 2**20
+# Written in one go: other threads run in between.
+_PIECE = 4096
 
 
 async def tokenize(service: Service, body: TokenizeBody) -> Response:
@@ -15,27 +23,41 @@ async def tokenize(service: Service, body: TokenizeBody) -> Response:
         InvalidRequestError: the text is so long that the context holds less than half of it.
     """
     service.resolve_name(body.model)
-    limit = service.model().engine.max_model_len
-    return await service.in_pool(_tokenize, service.tokenizer(), body, limit)
-
-
-def _tokenize(tokenizer: Tokenizer, body: TokenizeBody, max_model_len: int) -> Response:
-    if body.messages is not None:
-        messages = [m.rendered() for m in body.messages]
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=body.add_generation_prompt, limit=max_model_len
+    tokenizer, limit = service.tokenizer(), service.model().engine.max_model_len
+    texts: Any = body.prompt if body.messages is None else [m.rendered() for m in body.messages]
+    if text_bytes(texts) > MAX_TEXT_BYTES:
+        raise InvalidRequestError(
+            f"/tokenize takes at most {MAX_TEXT_BYTES} characters at once",
+            param="prompt" if body.messages is None else "messages",
         )
-    else:
-        ids = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens, limit=max_model_len)
-    # Written here, off the event loop: there may be many.
-    return JSONResponse(
-        {
-            "count": len(ids),
-            "max_model_len": max_model_len,
-            "tokens": ids,
-            "token_strs": [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None,
-        }
-    )
+
+    def encode(texts: Any) -> list[int]:
+        if body.messages is None:
+            return tokenizer.encode(texts, add_special_tokens=body.add_special_tokens, limit=limit)
+        return tokenizer.apply_chat_template(texts, add_generation_prompt=body.add_generation_prompt, limit=limit)
+
+    content = await service.in_pool(_answer, texts, encode, tokenizer, limit, with_texts=body.return_token_strs)
+    return Response(content, media_type="application/json")
+
+
+def _answer(
+    texts: Any, encode: Callable[[Any], list[int]], tokenizer: Tokenizer, max_model_len: int, *, with_texts: bool
+) -> bytes:
+    """The whole JSON: of a long text it takes too long for the event loop."""
+    ids = encode(texts)
+    token_texts = "null"
+    if with_texts:
+        token_texts = _array([tokenizer.token_text(i) for i in piece] for piece in _pieces(ids))
+    head = f'{{"count":{len(ids)},"max_model_len":{max_model_len},"tokens":'
+    return f'{head}{_array(_pieces(ids))},"token_strs":{token_texts}}}'.encode()
+
+
+def _pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (ids[i : i + _PIECE] for i in range(0, len(ids), _PIECE))
+
+
+def _array(pieces: Iterator[Sequence[Any]]) -> str:
+    return "[" + ",".join(json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces) + "]"
 
 
 async def detokenize(service: Service, body: DetokenizeBody) -> Response:

@@ -34,13 +34,14 @@ class RunningServer:
         return httpx.post(self.base_url + path, json=json, timeout=30, **options)
 
 
+SERVICE_OPTIONS = ("log_seconds", "max_unread_bytes", "max_all_unread_bytes")
 StartServer = Callable[..., RunningServer]
 
 
 def serve_in_thread(
     load: Callable[[Any], ServedModel], stops: list[Callable[[], None]], **options: Any
 ) -> RunningServer:
-    service_options = {name: options.pop(name) for name in ("stall_seconds", "log_seconds") if name in options}
+    service_options = {name: options.pop(name) for name in SERVICE_OPTIONS if name in options}
     wait_ready = options.pop("wait_ready", True)
     service = Service(ServerSettings(**{"model": "mock", **options}), load, **service_options)
     sock = bind("127.0.0.1", 0)
@@ -65,7 +66,7 @@ def serve_in_thread(
 def start_server() -> Iterator[StartServer]:
     """`start_server(model, **ServerSettings fields)`; `model` is a `ServedModel` or a function that loads one.
 
-    Also takes `stall_seconds` of the engine thread, `log_seconds` of the service, and `wait_ready=False`.
+    Also takes the options of the service and of the engine thread in `SERVICE_OPTIONS`, and `wait_ready=False`.
     """
     stops: list[Callable[[], None]] = []
 

@@ -143,8 +143,12 @@ class MockEngine:
     def abort(self, request_id: str) -> None:
         if request_id in self._requests:
             self.aborted.append(request_id)
-            request = self._requests.pop(request_id)
+            request = self._forget(request_id)
             self._early.append(request.report(time.monotonic(), FinishReason.ABORT))
+
+    def _forget(self, request_id: str) -> Request:
+        del self._sources[request_id]
+        return self._requests.pop(request_id)
 
     def step(self) -> list[RequestOutput]:
         time.sleep(self._step_seconds)
@@ -157,7 +161,7 @@ class MockEngine:
         for request in self._take_rows(now):
             if request.tokens[0] == self.nan_in:
                 outputs.append(request.report(now, FinishReason.ERROR, "the model produced NaN"))
-                del self._requests[request.id]
+                self._forget(request.id)
                 continue
             accepted = len(request.tokens) % 3 if request.num_output or not self.windows else 0
             if request.num_output and self.windows:
@@ -172,7 +176,7 @@ class MockEngine:
             self._generation_tokens += len(output.new_ids)
             outputs.append(output)
             if output.finish_reason:
-                self.finished.append(self._requests.pop(request.id))
+                self.finished.append(self._forget(request.id))
         return outputs
 
     def _take_rows(self, now: float) -> list[Request]:

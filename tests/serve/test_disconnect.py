@@ -138,3 +138,25 @@ def test_many_aborts_leave_nothing_behind(start_server):
         thread.join()
     server.wait_until(lambda: server.service.in_flight == 0 and not engine.has_work)
     assert server.service.engine_thread.num_generations == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_in_the_moment_of_acceptance(start_server, monkeypatch, stream):
+    """The handler is cancelled when the engine has accepted the request and the handler does not know it yet."""
+    engine = MockEngine(step_seconds=0.005, max_model_len=MANY_TOKENS)
+    server = start_server(served(engine, byte_tokenizer()))
+    submit = server.service.engine_thread.submit
+
+    async def submit_and_cancel(*arguments):
+        generation = await submit(*arguments)
+        for task in asyncio.all_tasks():
+            if getattr(task.get_coro(), "__name__", "") == "run_asgi":
+                task.cancel()
+        return generation
+
+    monkeypatch.setattr(server.service.engine_thread, "submit", submit_and_cancel)
+    server.post("/v1/completions", ENDLESS | MINUTES | {"stream": stream})
+    server.wait_until(lambda: not engine.has_work, 10)
+    assert len(engine.aborted) == 1
+    assert server.service.engine_thread.num_generations == 0
+    assert server.service.admission.num_queued == 0

@@ -1,7 +1,9 @@
 """What clients and load balancers see while the model loads, when one request fails, and when the engine does."""
 
+import asyncio
 import json
 import threading
+import time
 
 import httpx
 import openai
@@ -9,6 +11,7 @@ import pytest
 
 from jaxspec.errors import ConfigError
 from serve import answer
+from serve.step_watch import StepWatch
 from tests.serve.client_checks import check_error, client, sse, stream_texts
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
@@ -86,16 +89,105 @@ def test_engine_death(start_server):
     check_error(server.post("/v1/completions", BODY), 503, None, "service_unavailable")
 
 
-def test_a_stuck_step_is_not_healthy(start_server):
+def test_a_slow_step_is_not_healthy_while_it_lasts(start_server):
     engine = MockEngine()
-    server = start_server(served(engine, byte_tokenizer()), stall_seconds=0.2)
+    server = start_server(served(engine, byte_tokenizer()), engine_timeout=2.0)
     assert server.get("/health").status_code == 200
     engine.gate.clear()
     with httpx.Client() as http, http.stream("POST", f"{server.base_url}/v1/completions", json=BODY | {"stream": True}):
         server.wait_until(lambda: server.get("/health").status_code == 503)
         assert server.get("/ready").status_code == 503
+        refused = server.post("/v1/completions", BODY)
+        assert "unusually long" in check_error(refused, 503, None, "service_unavailable")
         engine.gate.set()
         server.wait_until(lambda: server.get("/health").status_code == 200)
+    assert server.service.engine_thread.failure is None
+    assert server.post("/v1/completions", BODY).status_code == 200
+
+
+def test_a_stuck_step_is_the_end(start_server, caplog):
+    engine = MockEngine()
+    server = start_server(served(engine, byte_tokenizer()), engine_timeout=1.0)
+    engine.gate.clear()
+    results: dict[str, object] = {}
+
+    def whole() -> None:
+        results["whole"] = server.post("/v1/completions", BODY)
+
+    def stream() -> None:
+        results["stream"] = sse(server.base_url, "/v1/completions", BODY | {"stream": True})[1]
+
+    started = time.monotonic()
+    threads = [threading.Thread(target=stream), threading.Thread(target=whole)]
+    threads[0].start()
+    server.wait_until(lambda: server.service.engine_thread.num_generations == 1 and engine.has_work)
+    threads[1].start()  # the engine never takes this one
+    for thread in threads:
+        thread.join(10)
+    assert 1.0 <= time.monotonic() - started < 5
+    check_error(results["whole"], 500, None, "server_error")
+    assert json.loads(results["stream"][-2])["error"]["message"] == "the engine has failed"
+    assert server.get("/health").status_code == 503
+    check_error(server.post("/v1/completions", BODY), 503, None, "service_unavailable")
+    assert server.service.engine_thread.failure is not None  # `run_server` makes exit code 1 of it
+    assert "engine step has not ended within 1 s" in caplog.text
+    assert "in step" in caplog.text  # where it is stuck
+    engine.gate.set()  # too late
+    server.wait_until(lambda: not server.service.engine_thread.alive)
+    assert server.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize("why", ["many steps", "compilation", "suspended"])
+def test_what_takes_long_but_is_not_stuck(why):
+    """A long prompt is many steps; what warm-up missed compiles; a suspended process makes no progress at all."""
+    compiles = 0
+    stuck: list[float] = []
+
+    async def run() -> None:
+        nonlocal compiles
+        watch = StepWatch(0.4, lambda: compiles)
+        task = asyncio.create_task(watch.run(stuck.append))
+        watch.step_begins()
+        if why == "suspended":
+            await asyncio.sleep(0.1)
+            time.sleep(1.0)  # nothing in this process runs
+            await asyncio.sleep(0.1)
+        else:
+            for _ in range(10):
+                await asyncio.sleep(0.1)
+                if why == "compilation":
+                    compiles += 1
+                else:
+                    watch.step_ends()
+                    watch.step_begins()
+        assert not task.done()
+        assert not stuck
+        await asyncio.wait_for(task, 5)  # and one that does not end is found
+        assert stuck == [0.4]
+
+    asyncio.run(run())
+
+
+def test_a_nan_is_logged_and_counted(start_server, caplog):
+    engine = MockEngine()
+    engine.nan_in = 7
+    server = start_server(served(engine, byte_tokenizer()))
+    name = "jaxspec:num_nan_aborted_requests_total{"
+
+    def count() -> float:
+        return next(float(x.split()[-1]) for x in server.get("/metrics").text.splitlines() if x.startswith(name))
+
+    assert count() == 0
+    for i in range(20):
+        headers = {"x-request-id": f"nan-{i}"}
+        check_error(
+            server.post("/v1/completions", BODY | {"prompt": [7, 99, 98]}, headers=headers), 500, None, "server_error"
+        )
+    assert count() == 20
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "the engine failed a request: the model produced NaN, id=nan-0" in lines
+    assert len(lines) == 5  # the rest of the minute is one line
+    assert not any("99" in line for line in lines)
 
 
 def test_one_failed_request_touches_no_other(start_server):

@@ -1,18 +1,23 @@
 """The server as a process: port, signals, exit codes, output. The engine is the mock, the rest is what users run."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from serve.cli import main
 from tests.serve.client_checks import check_error, sse
+from tests.serve.raw import connect, error_of, head, post, read_all
 
 ROOT = Path(__file__).parents[2]
 # `jaxspec serve`, with the model's loading replaced.
@@ -31,7 +36,24 @@ def load(model, config, revision, progress):
     engine = MockEngine(step_seconds=0.02)
     if model == "dies":
         engine.fail = RuntimeError("out of luck")
-    return served(engine, byte_tokenizer())
+    tokenizer = byte_tokenizer()
+    if model == "stuck":
+        engine.gate.clear()
+    if model == "busy":
+        engine.max_model_len = 100_000
+        encode = tokenizer.encode
+
+        def slow(text, **options):
+            if text == "sleep":
+                time.sleep(100)
+            return encode(text, **options)
+
+        def loop(*_arguments, **_options):
+            while True:
+                pass
+
+        tokenizer.encode, tokenizer.apply_chat_template = slow, loop
+    return served(engine, tokenizer)
 
 serve.model.load_model = load
 from serve.cli import main
@@ -41,9 +63,10 @@ SLOW = {"prompt": "hi", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
 class Process:
-    def __init__(self, *arguments: str, **environment: str):
+    def __init__(self, *arguments: str, descriptors: int | None = None, **environment: str):
+        limit = [] if descriptors is None else ["bash", "-c", f'ulimit -n {descriptors}; exec "$@"', "bash"]
         self._popen = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, "serve", *arguments],
+            [*limit, sys.executable, "-c", SCRIPT, "serve", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -91,8 +114,8 @@ class Process:
 def start() -> Iterator[type[Process]]:
     processes: list[Process] = []
 
-    def run(*arguments: str, **environment: str) -> Process:
-        processes.append(Process(*arguments, **environment))
+    def run(*arguments: str, **options: Any) -> Process:
+        processes.append(Process(*arguments, **options))
         return processes[-1]
 
     yield run
@@ -159,6 +182,99 @@ def test_what_does_not_finish_in_time_gets_an_error(start, how):
     assert '"service_unavailable"' in events[-2]
     assert process.exit_code() == (0 if how == "timeout" else 128 + signal.SIGTERM), process.output
     assert "Traceback" not in process.output
+
+
+def hold(url: str) -> dict[str, socket.socket]:
+    """Requests that never end by themselves, each in another way."""
+    sent = {
+        "unfinished body": head(content_length=1000) + b"{",
+        "unread stream": post(SLOW | {"max_tokens": 90_000, "stream": True, "logprobs": 5}),
+        "unread answer": post(SLOW | {"prompt": ["x" * 1000] * 4, "n": 16, "max_tokens": 1000}),
+        "tokenisation": post(SLOW | {"prompt": "sleep"}),
+        "template": post({"messages": [{"role": "user", "content": "x"}]}, "/v1/chat/completions"),
+        "silence": b"",
+    }
+    connections = {}
+    for name, request in sent.items():
+        connections[name] = connect(url, receive_buffer=4096)
+        connections[name].sendall(request)
+    time.sleep(0.5)
+    return connections
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_nothing_holds_the_end_up(start, signals):
+    """An unfinished body, an unread stream, a tokeniser that does not come back, a template that loops: all at once."""
+    process = start("busy", "--port", "0", "--shutdown-timeout", "5" if signals == 1 else "600")
+    connections = hold(process.base_url)
+    started = time.monotonic()
+    process.signal(signal.SIGTERM)
+    if signals == 2:
+        process.wait_for("SIGTERM")
+        process.signal(signal.SIGTERM)
+    told = [error_of(read_all(connections[name])) for name in ("unfinished body", "tokenisation", "template")]
+    code = process.exit_code()
+    seconds = time.monotonic() - started
+    assert code == (0 if signals == 1 else 128 + signal.SIGTERM), process.output
+    assert seconds < 5.5 if signals == 1 else seconds < 3.0
+    assert [(status, error["code"]) for status, error in told] == [(503, "service_unavailable")] * 3
+    assert "Traceback" not in process.output
+    for connection in connections.values():
+        connection.close()
+
+
+@pytest.mark.slow
+def test_a_short_shutdown_timeout_ends_within_a_second_more(start):
+    process = start("busy", "--port", "0", "--shutdown-timeout", "0")
+    connections = hold(process.base_url)
+    started = time.monotonic()
+    process.signal(signal.SIGTERM)
+    assert process.exit_code() == 0, process.output
+    assert time.monotonic() - started < 2.0
+    for connection in connections.values():
+        connection.close()
+
+
+@pytest.mark.slow
+def test_a_stuck_step_ends_the_process(start):
+    process = start("stuck", "--port", "0", "--engine-timeout", "1")
+    response = httpx.post(f"{process.base_url}/v1/completions", json=SLOW, timeout=20)
+    check_error(response, 500, None, "server_error")
+    assert process.exit_code() == 1
+    assert "an engine step has not ended within 1 s (--engine-timeout)" in process.output
+    assert "gate.wait" in process.output  # where it is stuck
+
+
+@pytest.mark.slow
+def test_half_open_connections_do_not_starve_a_server_with_few_descriptors(start):
+    process = start("mock", "--port", "0", descriptors=256)
+    url = process.base_url
+    half_open = [connect(url) for _ in range(400)]
+    process.wait_for("256 descriptors): 503 for others")
+    time.sleep(1.1)
+    assert httpx.post(f"{url}/v1/completions", json=SLOW | {"max_tokens": 2}).status_code == 200
+    assert process.output.count("503 for others") <= 5
+    assert "out of system resource" not in process.output
+    for connection in half_open:
+        connection.close()
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_deadlines_are_what_the_flags_say(start):
+    process = start("mock", "--port", "0", "--request-timeout", "0.5", "--queue-timeout", "0.25")
+    response = httpx.post(f"{process.base_url}/v1/completions", json=SLOW)
+    assert "within 0.5 s (--request-timeout)" in check_error(response, 504, None, "timeout")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("request-timeout", "-1"), ("queue-timeout", "nan"), ("max-connections", "0"), ("shutdown-timeout", "inf")],
+)
+def test_limits_that_cannot_be(capsys, flag, value):
+    assert main(["serve", f"--{flag}", value]) == 1
+    assert re.match(rf"error: --{flag} must be a number of at least [01], got {value}", capsys.readouterr().err)
 
 
 @pytest.mark.slow
