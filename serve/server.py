@@ -25,7 +25,7 @@ from serve.service import ServerSettings, Service
 
 logger = logging.getLogger("jaxspec.serve")
 
-_BACKLOG = 2048
+BACKLOG = 2048
 _DRAIN_POLL_SECONDS = 0.02
 # The end of the time that a shutdown may take: for errors to those that still wait, and for the running step.
 _CLOSING_SECONDS = 2.0
@@ -49,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
         # A restarted server can bind while old connections are in TIME_WAIT.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(_BACKLOG)  # without this another listener could still bind it on Linux
+        sock.listen(BACKLOG)  # without this another listener could still bind it on Linux
     except OSError as e:
         raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror or e}") from e
     return sock
@@ -143,7 +143,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or []:
-            sock.listen(_BACKLOG)  # asyncio takes few at a time, but those that come at once may wait in the system
+            sock.listen(BACKLOG)  # asyncio takes few at a time, but those that come at once may wait in the system
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 
 from serve.model import ServedModel
-from serve.server import bind, http_config
+from serve.server import BACKLOG, bind, http_config
 from serve.service import ServerSettings, Service
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
@@ -57,6 +57,7 @@ def serve_in_thread(
     stops.append(stop)
     running = RunningServer(f"http://127.0.0.1:{sock.getsockname()[1]}", service)
     running.wait_until(lambda: server.started)
+    sock.listen(BACKLOG)
     if wait_ready:
         running.wait_until(lambda: running.get("/ready").status_code == 200)
     return running

@@ -14,8 +14,8 @@ from tests.serve.raw import connect, error_of, head, is_closed, post, read_all, 
 
 SHORT = {"prompt": "hi", "max_tokens": 4, "temperature": 0}
 LONG = {"prompt": "hi", "max_tokens": 15_000, "temperature": 0, "ignore_eos": True, "stream": True}
-# An answer of 12 MB, more than the system's buffers take, for little work.
-ECHO = {"prompt": ["x" * 200_000] * 4, "n": 16, "echo": True, "max_tokens": 1}
+# An answer of 6 MB, more than the system's buffers take, for little work.
+ECHO = {"prompt": ["x" * 100_000] * 4, "n": 16, "echo": True, "max_tokens": 1}
 QUICK = ConnectionLimits(header_timeout=0.4, body_timeout=0.4, keep_alive_timeout=0.4, send_timeout=0.4)
 
 

@@ -44,7 +44,7 @@ def test_soak(start_server):
 def test_soak_with_the_demo_model_for_half_an_hour(start_server, demo_llm):
     counts = lambda: (compiles.total, compiles.after_warmup)  # noqa: E731
     model = ServedModel(demo_llm.engine, demo_llm.tokenizer, demo_llm.describe(), counts)
-    server = start_server(model, model="demo", **SETTINGS)
+    server = start_server(model, **SETTINGS)
     compiled = compiles.total
     pages = demo_llm.engine.scheduler.pages
     demo_llm.engine.reset_prefix_cache()
