@@ -158,7 +158,7 @@ def test_health_answers_while_long_texts_are_tokenised(start_server):
             time.sleep(0.005)
     assert len(times) > 20
     assert statistics.median(times) < 0.05
-    assert max(times) < 1.0
+    assert statistics.quantiles(times, n=10)[-1] < 0.5
     for connection in connections:
         connection.close()
     server.wait_until(lambda: server.service.in_flight == 0)
