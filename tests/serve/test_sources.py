@@ -134,7 +134,7 @@ def test_one_source_says_what_speculation_is(write):
             "port: !!python/object/apply:os.system [ls]",
             "serve.yaml is not valid YAML: could not determine a constructor",
         ),
-        ("max-model-len: 0", "max_model_len must be at least 1, got 0 (from serve.yaml)"),
+        ("max-model-len: 0", "max_model_len (--max-model-len) must be at least 1, got 0 (from serve.yaml)"),
         ("port: 70000", "--port must be between 0 and 65535, got 70000 (from serve.yaml)"),
     ],
 )

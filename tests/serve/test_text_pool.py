@@ -116,15 +116,16 @@ def test_tokenize_is_bounded(mock_server):
     check_error(mock_server.post("/tokenize", {"messages": messages}), 400, "messages")
 
 
-def test_a_big_answer_of_tokenize_leaves_the_event_loop_alone(mock_server):
+def test_a_big_answer_of_tokenize_leaves_the_event_loop_alone(start_server):
     """It is written on a thread, in pieces; only sending it is left to the event loop."""
-    connection = connect(mock_server.base_url)
+    server = start_server(served(MockEngine(max_model_len=2**20), byte_tokenizer()))
+    connection = connect(server.base_url)
     connection.sendall(post({"prompt": "é" * 2**19, "return_token_strs": True}, "/tokenize"))
     waits = []
-    mock_server.wait_until(lambda: mock_server.service.in_flight == 1)
-    while mock_server.service.in_flight:
+    server.wait_until(lambda: server.service.in_flight == 1)
+    while server.service.in_flight:
         started = time.monotonic()
-        assert mock_server.get("/health").status_code == 200
+        assert server.get("/health").status_code == 200
         waits.append(time.monotonic() - started)
     received = b""
     while not received.endswith(b"]}"):
