@@ -209,6 +209,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag("--max-num-seqs", VLLM, Same(), "64"),
     _flag("--max-running-requests", SGLANG, Alias("--max-num-seqs"), "64"),
     _flag("--max-queued-requests", SGLANG, Alias("--max-num-queued-requests"), "256"),
+    _flag("--watchdog-timeout", SGLANG, Alias("--engine-timeout"), "300"),
     _flag("--max-num-batched-tokens", VLLM, Same(), "8192"),
     _flag("--chunked-prefill-size", SGLANG, Alias("--max-num-batched-tokens", "-1 is an error"), "8192"),
     _flag("--max-prefill-tokens", SGLANG, Ignored("the budget of a step is --max-num-batched-tokens"), "16384"),
