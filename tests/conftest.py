@@ -46,7 +46,7 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-MANY_MAPPINGS = 45_000
+MANY_MAPPINGS = 30_000
 
 
 # Tracing makes objects by the hundred thousand that stay; looking through them all each time is 8 % of compiling.

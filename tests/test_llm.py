@@ -120,7 +120,7 @@ def test_speculation_statistics(demo_llm):
 
 @pytest.mark.slow
 def test_synthetic_acceptance_is_named(demo_llm, monkeypatch):
-    monkeypatch.setattr("jaxspec.engine.runner.Runner.warm_up", lambda *_: None)
+    monkeypatch.setattr("jaxspec.engine.runner.Runner.warm_up", lambda *_, **__: None)
     folder = str(demo_llm.folder)
     llm = LLM(folder, speculative_config={"num_speculative_tokens": 3}, synthetic_acceptance_length=2.5)
     assert "2.5 tokens a window" in llm.describe()["Synthetic acceptance"]

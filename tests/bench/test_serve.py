@@ -265,7 +265,7 @@ def test_a_server_of_its_own(tmp_path, monkeypatch, capsys):
     assert commands[0][3:] == ["serve", "mock", "--port", "0", "--max-num-seqs", "4"]
     assert result["environment"]["device"]
     output = capsys.readouterr().err
-    assert "Options: max_num_seqs=4" in output
+    assert "max_num_seqs=4" in output
     url = re.search(r"Listening on (\S+)", output)[1]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")

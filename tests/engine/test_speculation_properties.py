@@ -279,7 +279,7 @@ def test_warm_up_touches_the_padding_page_only(monkeypatch):
     ready = tiny_runner(K)
     fresh = Runner(
         CausalLM(scripted.tiny_config("tiny"), jnp.float32), target_params("tiny"), ready.settings,
-        scripted.one_device(), draft=nextn(),
+        scripted.one_device(), draft=nextn(), buckets=ready.buckets,
     )  # fmt: skip
     ran = []
     monkeypatch.setattr(fresh, "compile", lambda bucket: ran.append(bucket) or ready.executable(bucket))

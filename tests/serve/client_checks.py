@@ -109,7 +109,7 @@ def check_chat(base_url: str) -> None:
     assert answers[0].usage.completion_tokens <= 12
 
 
-def check_streams_equal_whole(base_url: str, max_tokens: int = 24) -> None:
+def check_streams_equal_whole(base_url: str, max_tokens: int = 16) -> None:
     """S8: streamed text is the whole text, byte for byte, multi-byte characters and stop strings included."""
     name = model_name(base_url)
     for prompt in PROMPTS:
@@ -124,7 +124,7 @@ def check_streams_equal_whole(base_url: str, max_tokens: int = 24) -> None:
         assert stream_texts(base_url, chat=True, **options)[0] == answer.choices[0].message.content
 
 
-def check_concurrent_streams(base_url: str, streams: int = 20, max_tokens: int = 16) -> None:
+def check_concurrent_streams(base_url: str, streams: int = 12, max_tokens: int = 16) -> None:
     """Each of many streams at once equals its solo run, greedy and sampled."""
     requests = [
         {
