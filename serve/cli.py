@@ -15,6 +15,7 @@ from typing import Any
 import jaxspec
 from jaxspec.errors import ConfigError, JaxspecError
 from serve.flags import Parser, UsageError, add_engine_flags, engine_config, names, parse
+from serve.limits import LIMIT_FLAGS, check_limits, limit_settings
 from serve.peers import add_peer_flags
 from serve.sources import Resolved, resolve
 
@@ -124,8 +125,6 @@ def _add_serve_flags(parser: Parser) -> None:
 
 
 def _add_limit_flags(group: argparse._ActionsContainer, flag: Callable[..., None]) -> None:
-    from serve.limits import LIMIT_FLAGS
-
     for limit in LIMIT_FLAGS:
         flag(group, limit.name, limit.metavar, limit.help, type=limit.kind, default=limit.default)
 
@@ -181,7 +180,6 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
     os.environ.update(resolved.variables)
     from serve import startup
     from serve.cors import Cors
-    from serve.limits import limit_settings
     from serve.model import ServedModel, load_model
     from serve.server import bind, run_server
     from serve.service import ServerSettings
@@ -245,8 +243,6 @@ def _check_serve(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option of the server that cannot work.
     """
-    from serve.limits import check_limits
-
     if not 0 <= arguments.port < 65536:
         raise ConfigError(f"--port must be between 0 and 65535, got {arguments.port}")
     if not arguments.metrics_prefix.isidentifier():

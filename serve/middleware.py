@@ -79,10 +79,13 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:
-            # The client has gone, or the server ends. Nobody awaits this task, so the cancellation ends here.
+            # The client has gone, or the server ends and what this request waits for has been cancelled. Nobody awaits
+            # this task, so the cancellation ends here.
+            task = asyncio.current_task()
+            gone = task is not None and task.cancelling() > 0
             if not status:
                 await unavailable("the server is shutting down").response()(scope, receive, send_with_id)
-                status = CLIENT_GONE
+                status = CLIENT_GONE if gone else status
         except Exception:
             logger.exception("bug in a request handler, id=%s", request_id)
             if status:

@@ -1,11 +1,10 @@
 """What the server's log says about speculation every few seconds."""
 
 import logging
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from serve.metrics import EngineSnapshot
+from serve.throughput import PeriodicLog
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
@@ -13,25 +12,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jaxspec.serve")
 
 
-class AcceptanceLog:
-    """A line with vLLM's fields for each interval in which something was drafted.
+class AcceptanceLog(PeriodicLog):
+    """A line with vLLM's fields for each interval in which something was drafted."""
 
-    Args:
-        snapshot: the engine's latest state; None while the model loads.
-        clock: seconds since any fixed point.
-    """
+    _last: "Acceptance | None" = None
 
-    def __init__(self, snapshot: Callable[[], EngineSnapshot | None], *, clock: Callable[[], float] = time.monotonic):
-        self._snapshot = snapshot
-        self._clock = clock
-        self._last_time = clock()
-        self._last: Acceptance | None = None
-
-    def write(self) -> None:
-        """Logs what came since the last call, if anything."""
-        snapshot, now = self._snapshot(), self._clock()
-        seconds, self._last_time = now - self._last_time, now
-        if snapshot is None or (total := snapshot.stats.acceptance) is None:
+    def _write(self, snapshot: EngineSnapshot, seconds: float) -> None:
+        if (total := snapshot.stats.acceptance) is None:
             return
         news = total if self._last is None else total.since(self._last)
         self._last = total

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from serve.metrics import EngineSnapshot
 
@@ -16,22 +16,8 @@ logger = logging.getLogger("jaxspec.serve")
 LOG_SECONDS = 10.0
 
 
-class PeriodicLog(Protocol):
-    def write(self) -> None: ...
-
-
-async def write_every(seconds: float, *logs: PeriodicLog) -> None:
-    while True:
-        await asyncio.sleep(seconds)
-        for log in logs:
-            log.write()
-
-
-class ThroughputLog:
-    """vLLM's line, for each interval in which the engine worked or something waited.
-
-    Prompt tokens count as they are computed, so those of the prefix cache do not. The hit rate is of the latest interval
-    in which something was looked up.
+class PeriodicLog:
+    """A line about each interval between two calls of `write`, unless a subclass finds nothing to say.
 
     Args:
         snapshot: the engine's latest state; None while the model loads.
@@ -42,15 +28,36 @@ class ThroughputLog:
         self._snapshot = snapshot
         self._clock = clock
         self._last_time = clock()
-        self._last: EngineStats | None = None
-        self._hit_rate = 0.0
 
     def write(self) -> None:
-        """Logs what came since the last call, if anything."""
         snapshot, now = self._snapshot(), self._clock()
         seconds, self._last_time = now - self._last_time, now
-        if snapshot is None:
-            return
+        if snapshot is not None:
+            self._write(snapshot, seconds)
+
+    def _write(self, snapshot: EngineSnapshot, seconds: float) -> None:
+        """Logs what came in the last `seconds`, if anything."""
+        raise NotImplementedError
+
+
+async def write_every(seconds: float, *logs: PeriodicLog) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        for log in logs:
+            log.write()
+
+
+class ThroughputLog(PeriodicLog):
+    """vLLM's line, for each interval in which the engine worked or something waited.
+
+    Prompt tokens count as they are computed, so those of the prefix cache do not. The hit rate is of the latest interval
+    in which something was looked up.
+    """
+
+    _last: "EngineStats | None" = None
+    _hit_rate = 0.0
+
+    def _write(self, snapshot: EngineSnapshot, seconds: float) -> None:
         last, stats = self._last, snapshot.stats
         self._last = stats
         prompt = stats.prefill_tokens - (last.prefill_tokens if last else 0)

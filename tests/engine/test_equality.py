@@ -68,7 +68,7 @@ def test_speculation_is_plain_decoding(variant, k):
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_speculation_is_plain_decoding_everywhere(variant, k):
-    """With the decode buckets too, and the sampler of all parameters."""
+    """With the decode buckets too, the sampler of all parameters, and a second seed of the draft's mistakes."""
     try:
         check_layouts(variant, k, every_bucket=True)
     finally:
