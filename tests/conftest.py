@@ -119,8 +119,20 @@ def log_levels_are_restored():
         logger.setLevel(level)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets pytest-xdist keep the order of `pytest_collection_modifyitems`.
+
+    Its own begins with the files of the most tests, so that those with few and long ones come last, where one worker
+    waits for another.
+    """
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the PyTorch oracle where PyTorch is not installed (Python 3.12)."""
+    """Files with slow tests go first. The PyTorch oracle is skipped where PyTorch is not installed (Python 3.12)."""
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow_files)
     try:
         import torch  # noqa: F401
     except ImportError:
