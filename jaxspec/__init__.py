@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec import log_filters
 from jaxspec.config import EngineConfig
 from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxspec.llm import LLM, Completion
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 log_filters.install()
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "EngineConfig", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -86,6 +86,7 @@ class LLM:
             config = with_speculative_config(config, speculative_config)
         # The allocator reads this when jax first touches the GPU, and takes that part of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+        from jaxspec.grammar.compiler import GrammarCompiler
         from jaxspec.loading.engine import build_engine
         from jaxspec.loading.resolve import DEMO, resolve_model
         from jaxspec.loading.tokenizer_files import load_tokenizer
@@ -100,6 +101,7 @@ class LLM:
             progress = StartBar()
         started = time.monotonic()
         self.engine, description = build_engine(self.folder, config, progress=progress, probe=probe, observer=observer)
+        self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size, self.engine.eos_token_ids)
         compiling = _Compiling(progress)
         self.engine.warm_up(compiling.finished, announce=compiling.begins)
         seconds = time.monotonic() - started
@@ -138,7 +140,7 @@ class LLM:
         Raises:
             InvalidRequestError: it needs a tokenizer and the model has none, or the prompt is an empty text.
         """
-        from jaxspec.text import text_stream
+        from jaxspec.grammar.rule import output_rule
 
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -146,7 +148,8 @@ class LLM:
             if not prompt:  # the tokenizer may still put a begin token there
                 raise InvalidRequestError("the prompt is empty", param="prompt")
             prompt = self.tokenizer.encode(prompt)
-        rule = text_stream(self.tokenizer, prompt, params)
+        asked = params.structured_outputs
+        rule = output_rule(self.tokenizer, prompt, params, self.grammars.matcher(asked) if asked else None)
         return Request(f"generate-{next(self._counter)}", prompt, params, rule)
 
     def run(self, requests: Sequence[Request], bar: PromptsBar | None = None) -> list[Completion]:

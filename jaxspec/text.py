@@ -76,6 +76,11 @@ class Tokenizer:
         return cls(hf)
 
     @property
+    def hugging_face(self) -> Any:
+        """The `transformers.PreTrainedTokenizerFast`, for libraries that read one. Not to be changed."""
+        return self._hf
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids the tokenizer knows; a model may have more rows (padding)."""
         return self._backend.get_vocab_size(with_added_tokens=True)
@@ -234,6 +239,7 @@ class TextStream:
     """
 
     needs_readback = False
+    constraint = None
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams):
         """`prompt_ids` matter where they end inside a character: the output then begins with its missing bytes."""

@@ -26,6 +26,7 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
     messages = [m.rendered() for m in body.messages]
     service.reject_too_long((m["content"] for m in messages), "messages")
     with service.admission.reserve(len(params)) as reservation:
+        matcher = await service.compiled_grammar(params[0].structured_outputs)
         prompt = await service.in_pool(
             tokenizer.apply_chat_template,
             messages,
@@ -33,7 +34,12 @@ async def create_chat_completion(service: Service, request: Request, body: ChatB
             limit=service.model().engine.max_model_len,
         )
         choices = service.make_choices(
-            [prompt], params, priority=body.priority, cache_salt=body.cache_salt or "", arrival_time=arrival
+            [prompt],
+            params,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+            arrival_time=arrival,
+            matcher=matcher,
         )
         form = _Format(name, body, tokenizer)
         return await answer(service.engine_thread, request, body, choices, reservation, form)

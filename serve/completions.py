@@ -30,9 +30,15 @@ async def create_completion(service: Service, request: Request, body: Completion
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
     with service.admission.reserve(len(body.prompts) * len(params)) as reservation:
+        matcher = await service.compiled_grammar(params[0].structured_outputs)
         prompts = [await _ids(service, each, add_special_tokens=body.add_special_tokens) for each in body.prompts]
         choices = service.make_choices(
-            prompts, params, priority=body.priority, cache_salt=body.cache_salt or "", arrival_time=arrival
+            prompts,
+            params,
+            priority=body.priority,
+            cache_salt=body.cache_salt or "",
+            arrival_time=arrival,
+            matcher=matcher,
         )
         form = _Format(name, body, tokenizer)
         return await answer(service.engine_thread, request, body, choices, reservation, form)

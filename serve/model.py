@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jaxspec.engine.engine import EngineStats
     from jaxspec.engine.output import RequestOutput
     from jaxspec.engine.request import Request
+    from jaxspec.grammar.compiler import GrammarCompiler
     from jaxspec.text import Tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -35,6 +36,7 @@ class ServedModel:
     compile_counts: compilations since the process started, and those after warm-up.
     synthetic_acceptance_length: the engine's option: where it is set, every answer says so.
     cache_config: of the KV pages, for /metrics, by vLLM's names.
+    grammars: compile structured outputs; None: these are refused.
     """
 
     engine: EngineLike
@@ -43,6 +45,7 @@ class ServedModel:
     compile_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
     synthetic_acceptance_length: float | None = None
     cache_config: Mapping[str, str] = field(default_factory=dict)
+    grammars: "GrammarCompiler | None" = None
 
 
 def load_model(model: str, config: "EngineConfig", revision: str | None, progress: Progress) -> ServedModel:
@@ -58,6 +61,7 @@ def load_model(model: str, config: "EngineConfig", revision: str | None, progres
         lambda: (compiles.total, compiles.after_warmup),
         config.synthetic_acceptance_length,
         cache_config(llm.engine.settings, config),
+        llm.grammars,
     )
 
 

@@ -94,7 +94,7 @@ def _flag(names: str, peers: Any, here: Here, example: str = "", values: Any = N
 
 
 _ONE_HOST = "one process serves one host; run several servers and balance over them"
-_NO_GRAMMARS = "grammars and structured output are not supported; a request for them is answered 400"
+_NO_GRAMMARS = "grammars are compiled by llguidance"
 _OWN_KERNELS = "the kernels are jaxspec's own; see --attention-backend and --moe-backend"
 _NO_TOOLS = "leave it out: tools and reasoning fields are not supported, and a request with tools is answered 400"
 _GRAPHS = "a step is one executable, compiled before the server is ready; on a GPU it runs as one CUDA graph"

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict  # which pydantic wants where Python has
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 from serve import tolerance
 from serve.fields import MAX_PROMPTS, Count, Int64, LogitBias, Prompt, Stop, StopTokenIds, Tokens, invalid
+from serve.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 16
 MAX_OUTPUTS = 64  # choices times prompts of one call
@@ -96,6 +97,8 @@ class GenerationBody(Body):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -108,6 +111,8 @@ class GenerationBody(Body):
             raise invalid("needs stream to be true", ".stream_options")
         if self.best_of not in (None, self.choices):
             raise invalid("not supported (only equal to n)", ".best_of")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise invalid("give either this or response_format", ".structured_outputs")
         return self
 
     @property
@@ -129,6 +134,7 @@ class GenerationBody(Body):
             "skip_special_tokens": self.skip_special_tokens,
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "logit_bias": self.logit_bias or {},
+            "structured_outputs": self.structured_outputs or self.response_format,
             **given,
         }
         if self.seed is None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxspec.errors import InvalidRequestError
+from jaxspec.grammar.rule import output_rule
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.text import Tokenizer, text_stream
+from jaxspec.sampling.structured import StructuredOutputsParams
+from jaxspec.text import Tokenizer
 from serve.admission import Admission
 from serve.byte_budget import ByteBudget
 from serve.connection_table import ConnectionLimits, ConnectionTable
@@ -201,6 +203,19 @@ class Service:
         work = self.texts.run(partial(function, *args, **kwargs), text_bytes([*args, *kwargs.values()]))
         return await self.settings.deadlines.bound_waiting(work, request_info().arrival)
 
+    async def compiled_grammar(self, asked: StructuredOutputsParams | None) -> Any:
+        """A matcher at the start of what is asked, compiled off the event loop; None where nothing is.
+
+        Raises:
+            InvalidRequestError: it cannot be compiled, or this model serves none.
+        """
+        if asked is None:
+            return None
+        grammars = self.model().grammars
+        if grammars is None:
+            raise InvalidRequestError("this model serves no structured outputs", param="structured_outputs")
+        return await self.in_pool(lambda _source: grammars.matcher(asked), asked.source)
+
     def make_choices(
         self,
         prompts: Sequence[Sequence[int]],
@@ -209,8 +224,12 @@ class Service:
         priority: int,
         cache_salt: str,
         arrival_time: float,
+        matcher: Any = None,
     ) -> list[Choice]:
         """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them.
+
+        Args:
+            matcher: what `compiled_grammar` gave.
 
         Raises:
             InvalidRequestError: stop strings, where the model has no tokenizer.
@@ -226,7 +245,7 @@ class Service:
                     f"{prefix}-{index}",
                     prompt_ids,
                     each,
-                    text_stream(tokenizer, prompt_ids, each),
+                    output_rule(tokenizer, prompt_ids, each, matcher),
                     priority=priority,
                     cache_salt=cache_salt,
                     arrival_time=arrival_time,

@@ -97,7 +97,6 @@ GENERATION = _NAMES.plus(
         # OpenAI
         "suffix": ("",),
         "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
         "verbosity": ("medium",),
         # vLLM
         "allowed_token_ids": (),
@@ -117,7 +116,6 @@ GENERATION = _NAMES.plus(
         "prompt_logprobs": (),
         "return_tokens_as_token_ids": (False,),
         "spaces_between_special_tokens": (True,),
-        "structured_outputs": (),
         "thinking_token_budget": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),

@@ -28,6 +28,7 @@ LAYERS = (
     ("jaxspec.models", "jaxspec.sampling"),
     ("jaxspec.engine",),
     ("jaxspec.text",),
+    ("jaxspec.grammar",),
     ("jaxspec.loading",),
     ("jaxspec.llm",),
     ("jaxspec",),

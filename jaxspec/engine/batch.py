@@ -189,7 +189,7 @@ def reset_record(request: Request) -> np.ndarray:
     record[1:RESET_INTS] = np.array(floats, np.float32).view(np.int32)
     record[RESET_INTS:RESET_STOPS] = (
         *seed, top_k, request.max_total, request.prompt_len, min_total,
-        len(params.logit_bias), request.num_drafts, params.greedy_drafts,
+        len(params.logit_bias), request.num_drafts, params.greedy_drafts, request.constraint is not None,
     )  # fmt: skip
     stop_ids = sorted(request.stop_ids)
     record[RESET_STOPS : RESET_STOPS + len(stop_ids)] = stop_ids

@@ -14,6 +14,7 @@ from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
 from jaxspec.engine.batch import bucket_for
 from jaxspec.engine.handoff import FLAG_NAN
+from jaxspec.engine.masks import write_masks
 from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
@@ -145,6 +146,11 @@ class Engine:
                 raise InvalidRequestError(
                     f"token id {outside} in {name} is outside the vocabulary of {self.vocab_size} ids", param=name
                 )
+        if request.constraint and self.settings.synthetic_acceptance_length is not None:
+            raise InvalidRequestError(
+                "structured output needs drafts that are verified, but this engine accepts them synthetically",
+                param="structured_outputs",
+            )
         max_tokens = params.max_tokens
         if prompt_len + (max_tokens or 1) > limit:
             asked = f"{max_tokens} output tokens" if max_tokens else "at least one output token"
@@ -218,6 +224,7 @@ class Engine:
         """Starts the step that the scheduler has just planned, since `began`."""
         for row in plan.prefill:
             row.request.scheduled(began)
+        write_masks(self.runner, plan)
         self.runner.dispatch(plan)
         self.scheduler.dispatched(plan)
         self._times.append((began, time.monotonic()))
@@ -247,6 +254,8 @@ class Engine:
                 self.scheduler.publish(request, chunk.start + chunk.length)
             elif emitted:
                 self._count_window(request, accepted)
+            if request.constraint:
+                request.drafts = tuple(step.drafts[row, : request.num_drafts].tolist())
             if emitted:
                 outputs.append(self._emit(step, row, request, emitted, accepted, read))
         if self.step_log is not None:

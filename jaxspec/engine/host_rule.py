@@ -1,7 +1,9 @@
-"""The seam for rules that live on the host and see a request's tokens as they are read: stop strings, say."""
+"""The seam for rules that live on the host and see a request's tokens as they are read: stop strings, grammars."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from jaxspec.engine.output import FinishReason
 
@@ -13,11 +15,13 @@ class RuleResult(NamedTuple):
         keep: how many of the ids to keep if the output ends inside them, else None.
         text: text that has become final; "" from a rule that knows no text.
         text_offsets: for each id kept, the number of characters of the output before it; empty where there is no text.
+        error: what is wrong with the rule itself; ends the request with an error.
     """
 
     keep: int | None = None
     text: str = ""
     text_offsets: tuple[int, ...] = ()
+    error: str | None = None
 
 
 class HostRule(Protocol):
@@ -31,11 +35,30 @@ class HostRule(Protocol):
 
     needs_readback: bool
 
+    @property
+    def constraint(self) -> "Constraint | None":
+        """Which ids may come next, from a rule that says so. Such a rule needs the readback."""
+        ...
+
     def feed(self, ids: Sequence[int], ended: FinishReason | None) -> RuleResult:
         """
         Args:
             ids: the newest output ids.
             ended: why the output ends with the last of them, where something other than this rule ends it, else None.
                 With STOP the last id is an end-of-text or stop id.
+        """
+        ...
+
+
+class Constraint(Protocol):
+    """Says which ids may come next, given all that its rule has been fed."""
+
+    def fill_masks(self, drafts: Sequence[int], words: np.ndarray) -> None:
+        """Writes which ids may come next, and which after each of the drafts that may come first.
+
+        Args:
+            drafts: the ids that the next step verifies, at most n - 1.
+            words: int32 [n, ceil(V / 32)], to be written whole: bit i % 32 of word i // 32 says that id i may come. What
+                row i says counts only if the first i drafts are all allowed.
         """
         ...

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
-from jaxspec.engine.host_rule import HostRule, RuleResult
+from jaxspec.engine.host_rule import Constraint, HostRule, RuleResult
 from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput, RequestStats
 from jaxspec.engine.prefix_cache import Node
 from jaxspec.sampling.params import SamplingParams
@@ -43,6 +43,7 @@ class Request:
         windows: entry i, of k + 1: verified windows with i accepted drafts; empty without speculation.
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
         num_drafts: how many drafts of a window may be accepted.
+        drafts: what its next window verifies, where a constraint has to know it.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Request:
     max_total: int = field(default=0, init=False)
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
     num_drafts: int = field(default=0, init=False)
+    drafts: tuple[int, ...] = field(default=(), init=False)
     unread_steps: int = field(default=0, init=False)
     unread_least: int = field(default=0, init=False)
     unread_most: int = field(default=0, init=False)
@@ -90,6 +92,10 @@ class Request:
     def needs_readback(self) -> bool:
         """The host must see each step's tokens before the next step."""
         return self.rule is not None and self.rule.needs_readback
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return None if self.rule is None else self.rule.constraint
 
     @property
     def acceptance(self) -> Acceptance | None:
@@ -141,6 +147,8 @@ class Request:
         result = RuleResult() if self.rule is None else self.rule.feed(ids[:kept], reason)
         if result.keep is not None:
             kept, reason = result.keep, FinishReason.STOP
+        if result.error:
+            reason = FinishReason.ERROR
         self.tokens.extend(ids[:kept])
         if kept and self.first_token_time is None:
             self.first_token_time = now
@@ -156,6 +164,7 @@ class Request:
             first_scheduled_time=self.first_scheduled_time,
             num_cached_tokens=self.num_cached_tokens,
             finish_reason=reason,
+            error=result.error,
             stats=self._stats(now) if reason else None,
         )
 

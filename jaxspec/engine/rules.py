@@ -1,4 +1,4 @@
-"""The step's share in penalties and biases: keeping each slot's counts right, and giving its logits their rules.
+"""The step's share in penalties, biases and masks: keeping each slot's counts right, and giving its logits their rules.
 
 Only "full" buckets do any of this. A slot that served "lean" requests may hold anything here: their rules are neutral,
 and a request with rules begins by clearing it.
@@ -11,6 +11,7 @@ from jax import lax
 from jaxspec.engine.batch import StepInputs
 from jaxspec.engine.handoff import Chosen
 from jaxspec.engine.state import (
+    CONSTRAINED,
     FREQUENCY,
     MIN_TOTAL,
     NUM_BIAS,
@@ -74,12 +75,13 @@ def adjusted_logits(
     E, V = slots_E.shape[0], logits_RV.shape[1]
     no_drafts = jnp.zeros((E, 0), jnp.int32)
     drafts_Dk = state.drafts[slots_D] if n > 1 else jnp.zeros((slots_D.shape[0], 0), jnp.int32)
-    first = adjust(logits_RV[:E, None], no_drafts, _rules(state, slots_E), positions_R[:E])
-    windows = adjust(logits_RV[E:].reshape(-1, n, V), drafts_Dk, _rules(state, slots_D), positions_R[E:])
+    first = adjust(logits_RV[:E, None], no_drafts, _rules(state, slots_E, 1), positions_R[:E])
+    windows = adjust(logits_RV[E:].reshape(-1, n, V), drafts_Dk, _rules(state, slots_D, n), positions_R[E:])
     return jnp.concatenate([first[:, 0], windows.reshape(-1, V)])
 
 
-def _rules(state: StepState, slots_W: jax.Array) -> LogitRules:
+def _rules(state: StepState, slots_W: jax.Array, n: int) -> LogitRules:
+    """Of windows of n tokens."""
     params_f, params_i = state.params_f[slots_W], state.params_i[slots_W]
     return LogitRules(
         counts=state.counts[slots_W],
@@ -91,4 +93,6 @@ def _rules(state: StepState, slots_W: jax.Array) -> LogitRules:
         bias_values=state.bias_values[slots_W],
         stop_ids=state.stop_ids[slots_W],
         min_total=params_i[:, MIN_TOTAL],
+        constrained=params_i[:, CONSTRAINED] > 0,
+        masks=state.masks[slots_W, :n],
     )

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.state import StepState, state_shapes, zero_state
@@ -40,6 +41,7 @@ class StepOutput:
 
     Attributes:
         emitted, accepted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
+        drafts: int32 [rows, k] that each row's next window verifies.
         top_ids: int32 [rows, n, MAX_LOGPROBS] likeliest ids at each position, top_logprobs float32 likewise; where a row
             of the plan asked for alternatives.
         probe: where the runner was built with `probe`.
@@ -51,6 +53,7 @@ class StepOutput:
     flags: np.ndarray
     ids: np.ndarray
     logprobs: np.ndarray
+    drafts: np.ndarray
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     probe: Probe | None = None
@@ -130,6 +133,7 @@ class Runner:
         self.state: StepState = zero_state(self._shapes)
         self.layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._upload = MaskUpload(self.state.masks)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.kernels: dict[str, set[str]] = {}
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -156,6 +160,7 @@ class Runner:
                 at the same time as `progress`.
         """
         started = time.monotonic()
+        self.state = self.state._replace(masks=self._upload.warm_up(self.state.masks))
         numbers, told = itertools.count(1), threading.Lock()
 
         def compile_told(bucket: Bucket) -> jax.stages.Compiled:
@@ -182,6 +187,16 @@ class Runner:
         """A step without requests, which touches page 0 and slot 0 only."""
         return self._run(bucket, np.zeros(self.layouts[bucket].size, np.int32))
 
+    @property
+    def mask_shape(self) -> tuple[int, int]:
+        """(n, words) of a slot's masks."""
+        _, n, words = self._shapes.masks.shape
+        return n, words
+
+    def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
+        """int32 [X] distinct slots get the masks int32 [X, n, words] before the next step. See `Constraint`."""
+        self.state = self.state._replace(masks=self._upload(self.state.masks, slots, words))
+
     def executable(self, bucket: Bucket) -> jax.stages.Compiled:
         """What `warm_up` has compiled for a bucket."""
         return self._steps[bucket]
@@ -206,7 +221,7 @@ class Runner:
             return np.concatenate([values[:E], values[first : first + D]])
 
         rows = live(step.arrays.packed)
-        n = (rows.shape[1] - 2) // 2
+        n = self.window
         top_ids, top_bits = (None, None) if step.top is None else np.split(live(step.top), 2, axis=2)
         probe = None if step.arrays.probe is None else jax.tree.map(np.asarray, step.arrays.probe)
         return StepOutput(
@@ -215,7 +230,8 @@ class Runner:
             accepted=rows[:, 1] >> ACCEPTED_SHIFT,
             flags=rows[:, 1] & ((1 << ACCEPTED_SHIFT) - 1),
             ids=rows[:, 2 : 2 + n],
-            logprobs=rows[:, 2 + n :].view(np.float32),
+            logprobs=rows[:, 2 + n : 2 + 2 * n].view(np.float32),
+            drafts=rows[:, 2 + 2 * n :],
             top_ids=top_ids,
             top_logprobs=None if top_bits is None else np.ascontiguousarray(top_bits).view(np.float32),
             probe=probe,

@@ -278,4 +278,5 @@ def _needs_full(request: Request) -> bool:
     params = request.params
     penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
     masked = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    return bool(penalised or masked or params.logit_bias or params.min_tokens or params.logprobs)
+    ruled = penalised or masked or params.logit_bias or params.min_tokens or request.constraint
+    return bool(ruled or params.logprobs)

@@ -11,14 +11,17 @@ from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.decoder import Cache, CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from jaxspec.sampling.penalties import mask_words
 
 # The model's own end-of-text ids share the row with the request's.
 STOP_IDS = MAX_STOP_TOKEN_IDS + 4
 
 # Columns of params_f and params_i.
-PARAMS_F, PARAMS_I = 6, 9
+PARAMS_F, PARAMS_I = 6, 10
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(PARAMS_F)
-SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN, PROMPT_LEN, MIN_TOTAL, NUM_BIAS, NUM_DRAFTS, GREEDY_DRAFTS = range(PARAMS_I)
+(
+    SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN, PROMPT_LEN, MIN_TOTAL, NUM_BIAS, NUM_DRAFTS, GREEDY_DRAFTS, CONSTRAINED,
+) = range(PARAMS_I)  # fmt: skip
 
 
 class StepState(NamedTuple):
@@ -32,11 +35,14 @@ class StepState(NamedTuple):
         done: bool [S] the slot's request has met a stop that the device knows; its row emits nothing.
         params_f: float32 [S, PARAMS_F] temperature, top_p, min_p and penalties.
         params_i: int32 [S, PARAMS_I] seed (two words), top_k, most tokens, prompt length, length before which no stop id
-            may come, number of biases, drafts of a window that count, whether these are the draft's argmax.
+            may come, number of biases, drafts of a window that count, whether these are the draft's argmax, whether `masks`
+            count.
         stop_ids: int32 [S, STOP_IDS], -1 for none.
         counts: int32 [S, V] how often each id was output, and whether the prompt holds it (see `LogitRules`); right for
             requests that run in "full" buckets from their start. Like the next two, "lean" buckets leave it alone.
         bias_ids: int32 [S, MAX_LOGIT_BIAS], of which the first NUM_BIAS count; bias_values float32 likewise.
+        masks: int32 [S, n, ceil(V / 32)] which ids a constrained slot may choose at each position of its next window, as
+            bits (see `Constraint`). Written between steps.
         draft_kv: the draft's cache, under the same page ids. Like the next two () without speculation.
         drafts: int32 [S, k] tokens proposed to follow `last_token`.
         draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
@@ -54,6 +60,7 @@ class StepState(NamedTuple):
     counts: jax.Array
     bias_ids: jax.Array
     bias_values: jax.Array
+    masks: jax.Array
     draft_kv: LayerCache = ()
     drafts: Any = ()
     draft_log_q: Any = ()
@@ -85,6 +92,7 @@ def state_shapes(
         "counts": shape((S, model.config.vocab_size), jnp.int32),
         "bias_ids": shape((S, MAX_LOGIT_BIAS), jnp.int32),
         "bias_values": shape((S, MAX_LOGIT_BIAS), jnp.float32),
+        "masks": shape((S, num_speculative_tokens + 1, mask_words(model.config.vocab_size)), jnp.int32),
     }
     if draft is not None:
         shapes["draft_kv"] = cache(draft.cache_spec)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.config import Settings
-from jaxspec.engine.batch import InputLayout
+from jaxspec.engine.batch import InputLayout, StepInputs
 from jaxspec.engine.choose import advance, choose
 from jaxspec.engine.drafting import propose
 from jaxspec.engine.forward import forward
@@ -38,7 +38,7 @@ class StepArrays(NamedTuple):
     """The outputs of a step that the host may read. Rows are the bucket's, prompt rows first.
 
     Attributes:
-        packed: int32 [rows, 2 + 2n]: tokens emitted, flags, ids, log-probabilities as bits.
+        packed: int32 [rows, 2 + 2n + k]: tokens emitted, flags, ids, log-probabilities as bits, the new drafts.
         top: int32 [rows, n, 2 * MAX_LOGPROBS]: likeliest ids, log-probabilities as bits; None in a "lean" bucket.
         probe: where it was asked for.
     """
@@ -95,16 +95,24 @@ def make_step(
         if probe:
             residuals = jnp.stack([c.astype(jnp.float32) for c in forwarded.captured.values()])
             seen = Probe(residuals, target.logits(forwarded.hidden).astype(jnp.float32), forwarded.experts)
-        return state, StepArrays(pack_output(chosen), pack_top(chosen), seen)
+        return state, StepArrays(pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen), seen)
 
     return step
 
 
-def pack_output(chosen: Chosen) -> jax.Array:
-    """int32 [rows, 2 + 2n]: emitted, flags with the accepted drafts above bit 8, ids, log-probability bits."""
+def drafts_of(state: StepState, inputs: StepInputs) -> jax.Array:
+    """int32 [rows, k]: what each row's next window will verify."""
+    slots_R = jnp.concatenate([inputs.slots, inputs.decode_slots])
+    if isinstance(state.drafts, tuple):  # no speculation
+        return jnp.zeros((slots_R.shape[0], 0), jnp.int32)
+    return state.drafts[slots_R]
+
+
+def pack_output(chosen: Chosen, drafts_Rk: jax.Array) -> jax.Array:
+    """int32 [rows, 2 + 2n + k]: emitted, flags with the accepted drafts above bit 8, ids, log-probability bits, drafts."""
     bits_Rn = lax.bitcast_convert_type(chosen.logprobs, jnp.int32)
     flags_R = chosen.flags + (chosen.accepted << ACCEPTED_SHIFT)
-    return jnp.concatenate([chosen.emitted[:, None], flags_R[:, None], chosen.ids, bits_Rn], axis=1)
+    return jnp.concatenate([chosen.emitted[:, None], flags_R[:, None], chosen.ids, bits_Rn, drafts_Rk], axis=1)
 
 
 def pack_top(chosen: Chosen) -> jax.Array | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxspec.errors import InvalidRequestError
+from jaxspec.sampling.structured import StructuredOutputsParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
@@ -46,6 +47,7 @@ class SamplingParams:
         include_stop_str_in_output: keep the matched stop string at the end of the text.
         num_speculative_tokens: most drafts that are verified in a step; 0 decodes without speculation, None verifies
             all that the engine drafts. Changes the speed, not the distribution.
+        structured_outputs: what the output has to look like; it ends when it does.
         greedy_drafts: draft the likeliest tokens although the request samples. Lossless too: such a draft is accepted
             with the target's probability of it.
     """
@@ -69,6 +71,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     num_speculative_tokens: int | None = None
     greedy_drafts: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -112,6 +115,10 @@ class SamplingParams:
             "num_speculative_tokens",
             "None or at least 0",
         )
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos does not go with structured_outputs: their end is an end-of-text id", param="ignore_eos"
+            )
 
     @property
     def greedy(self) -> bool:

@@ -1,8 +1,8 @@
-"""A request's rules for its logits: bias, penalties, and no stop before min_tokens.
+"""A request's rules for its logits: bias, penalties, no stop before min_tokens, and the ids that a grammar allows.
 
 They apply to greedy and random rows alike, before the temperature, in the order of vLLM's sampler: bias; repetition
 penalty (Keskar et al., arXiv 1909.05858, section 4.1, extended to negative logits); frequency and presence penalty
-(OpenAI's API reference); min_tokens. A position of a speculative window counts the drafts before it as output; its
+(OpenAI's API reference); min_tokens; masks. A position of a speculative window counts the drafts before it as output; its
 logits are used only if all of these are accepted.
 """
 
@@ -23,6 +23,8 @@ class LogitRules(NamedTuple):
         repetition, frequency, presence: float32 [W] penalties; neutral at 1, 0, 0.
         num_bias: int32 [W] how many of a row's biases are set. bias_ids: int32 [W, B]; bias_values: float32 [W, B].
         stop_ids: int32 [W, M] ids that must not come before absolute position `min_total`, int32 [W]; -1 for none.
+        constrained: bool [W]: only ids of the masks may come, and a stop where nothing else may.
+        masks: int32 [W, n, mask_words(V)]: bit i % 32 of word i // 32 allows id i at that position of the window.
     """
 
     counts: jax.Array
@@ -34,6 +36,19 @@ class LogitRules(NamedTuple):
     bias_values: jax.Array
     stop_ids: jax.Array
     min_total: jax.Array
+    constrained: jax.Array
+    masks: jax.Array
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that hold a bit for each id."""
+    return -(-vocab_size // 32)
+
+
+def allowed_ids(masks_WnM: jax.Array, V: int) -> jax.Array:
+    """bool [W, n, V] from bits int32 [W, n, mask_words(V)]."""
+    bits_WnM32 = (masks_WnM[..., None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return jax.lax.collapse(bits_WnM32, 2, 4)[..., :V] > 0
 
 
 def adjust(logits_WnV: jax.Array, drafts_Wk: jax.Array, rules: LogitRules, positions_W: jax.Array) -> jax.Array:
@@ -64,7 +79,11 @@ def adjust(logits_WnV: jax.Array, drafts_Wk: jax.Array, rules: LogitRules, posit
     for m in range(rules.stop_ids.shape[1]):
         is_stop_WV |= rules.stop_ids[:, m, None] == ids_V
     early_Wn1 = (positions_W[:, None] + index_n1[:, 0] < rules.min_total[:, None])[..., None]
-    return jnp.where(early_Wn1 & is_stop_WV[:, None], -jnp.inf, x_WnV)
+    too_early_WnV = early_Wn1 & is_stop_WV[:, None]
+    allowed_WnV = ~rules.constrained[:, None, None] | allowed_ids(rules.masks, V)
+    # Where a grammar has ended only a stop is left: it beats min_tokens.
+    anything_else_Wn1 = (allowed_WnV & ~too_early_WnV).any(axis=2, keepdims=True)
+    return jnp.where(allowed_WnV & ~(too_early_WnV & anything_else_Wn1), x_WnV, -jnp.inf)
 
 
 def _per_request(values_W: jax.Array) -> jax.Array:

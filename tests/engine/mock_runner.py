@@ -101,6 +101,7 @@ class MockRunner:
                 np.where(self.done[slots], FLAG_DONE, 0) | np.where(nan, FLAG_NAN, 0),
                 ids,
                 -ids.astype(np.float32),
+                np.full((len(rows), self.window - 1), JUNK),
                 top_ids=np.repeat(ids[..., None], MAX_LOGPROBS, axis=2),
                 top_logprobs=np.repeat(-ids.astype(np.float32)[..., None], MAX_LOGPROBS, axis=2),
             )

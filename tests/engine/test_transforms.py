@@ -81,6 +81,7 @@ def plant(engine, requests, draft_of) -> None:
     for request in requests:
         if request.state is RequestState.DECODE:
             drafts[request.slot] = [draft_of(request, request.num_output + i) for i in range(drafts.shape[1])]
+            request.drafts = tuple(drafts[request.slot].tolist())
     engine.runner.state = state._replace(drafts=jax.device_put(jnp.array(drafts), state.drafts.sharding))
 
 

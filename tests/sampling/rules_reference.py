@@ -5,8 +5,8 @@ import numpy as np
 from jaxspec.sampling.params import SamplingParams
 
 
-def adjusted(raw, prompt, output, params: SamplingParams, stop_ids=()):
-    """Raw logits [V] after bias, penalties and min_tokens, for the position after prompt and output ids."""
+def adjusted(raw, prompt, output, params: SamplingParams, stop_ids=(), allowed=None):
+    """Raw logits [V] after bias, penalties, min_tokens and a mask bool [V], for the position after prompt and output ids."""
     x = np.asarray(raw, np.float64).copy()
     for token, value in params.logit_bias.items():
         x[token] += value
@@ -14,9 +14,11 @@ def adjusted(raw, prompt, output, params: SamplingParams, stop_ids=()):
         x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
     for token in set(output):
         x[token] -= params.frequency_penalty * list(output).count(token) + params.presence_penalty
-    if len(output) < params.min_tokens:
-        x[list(stop_ids)] = -np.inf
-    return x
+    too_early = np.isin(np.arange(len(x)), list(stop_ids) if len(output) < params.min_tokens else [])
+    allowed = np.ones(len(x), bool) if allowed is None else allowed
+    if (allowed & ~too_early).any():  # where a grammar allows nothing but a stop, it may come
+        allowed = allowed & ~too_early
+    return np.where(allowed, x, -np.inf)
 
 
 def probabilities(x, params: SamplingParams):

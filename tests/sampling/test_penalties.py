@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.sampling.logprobs import top_logprobs
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust
+from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, mask_words
 from jaxspec.sampling.sampler import SamplingRows, transform
 from tests.sampling.rules_reference import adjusted, probabilities, softmax
 
@@ -40,7 +40,25 @@ def random_requests(rng):
         yield params, prompt, output, rng.choice(V, rng.integers(0, STOPS + 1), replace=False).tolist()
 
 
-def rules_of(requests) -> LogitRules:
+def random_masks(rng, requests, n):
+    """bool [W, n, V]: a third of the requests have none, some may only stop."""
+    masks = rng.random((W, n, V)) < 0.4
+    masks[:, :, 0] = True
+    masks[::3] = True
+    for w, (_, _, _, stops) in enumerate(requests):
+        if stops and w % 3 == 1:
+            masks[w, w % n] = np.isin(np.arange(V), stops)
+    return masks
+
+
+def packed(masks):
+    """Bits, and noise after the vocabulary's end."""
+    noise = np.random.default_rng(2).random((*masks.shape[:2], 32 * mask_words(V))) < 0.5
+    noise[..., :V] = masks
+    return jnp.asarray(np.packbits(noise, axis=2, bitorder="little").view(np.int32))
+
+
+def rules_of(requests, masks=None) -> LogitRules:
     """As the device holds them; what no entry covers is garbage, as a slot's former request would leave it."""
     rng = np.random.default_rng(1)
     counts = np.zeros((W, V), np.int32)
@@ -56,7 +74,11 @@ def rules_of(requests) -> LogitRules:
     def column(of, dtype=np.float32):
         return jnp.asarray([of(*request) for request in requests], dtype)
 
+    constrained = np.zeros(W, bool) if masks is None else np.arange(W) % 3 > 0
+    no_masks = np.zeros((W, 8, V), bool)  # of unconstrained requests whatever was left there
     return LogitRules(
+        constrained=jnp.asarray(constrained),
+        masks=packed(no_masks if masks is None else masks),
         counts=jnp.asarray(counts),
         repetition=column(lambda p, *_: p.repetition_penalty),
         frequency=column(lambda p, *_: p.frequency_penalty),
@@ -76,7 +98,8 @@ def test_all_transforms_at_every_window_position(n):
     raw = (rng.normal(size=(W, n, V)) * 4).astype(np.float32)
     drafts = rng.integers(0, V // 2, (W, n - 1)).astype(np.int32)  # few ids, so that drafts repeat the output
     positions = np.array([len(prompt) + len(output) for _, prompt, output, _ in requests], np.int32)
-    got = np.asarray(adjust(raw, drafts, rules_of(requests), positions))
+    masks = random_masks(rng, requests, n)
+    got = np.asarray(adjust(raw, drafts, rules_of(requests, masks), positions))
 
     def column(name, dtype):
         return jnp.repeat(jnp.asarray([getattr(p, name) for p, *_ in requests], dtype), n)
@@ -89,7 +112,7 @@ def test_all_transforms_at_every_window_position(n):
     masked = 0
     for w, (params, prompt, output, stops) in enumerate(requests):
         for i in range(n):
-            want = adjusted(raw[w, i], prompt, [*output, *drafts[w, :i].tolist()], params, stops)
+            want = adjusted(raw[w, i], prompt, [*output, *drafts[w, :i].tolist()], params, stops, masks[w, i])
             np.testing.assert_allclose(got[w, i], want, rtol=1e-5, atol=1e-4)
             p = probabilities(want, params)
             # Two tokens may lie as close to a border as rounding; no border of these draws is that close.
@@ -104,6 +127,7 @@ def test_neutral_rules_are_exactly_nothing():
     raw = (rng.normal(size=(W, 4, V)) * 4).astype(np.float32)
     neutral = [(SamplingParams(), [1], [2] * 9, [3])] * W
     rules = rules_of(neutral)._replace(counts=jnp.asarray(rng.integers(0, 2**31 - 1, (W, V)), jnp.int32))
+    rules = rules._replace(masks=rules.masks[:, :4])
     got = adjust(raw, rng.integers(0, V, (W, 3)).astype(np.int32), rules, jnp.zeros(W, jnp.int32) + 10)
     np.testing.assert_array_equal(got, raw)
     rows = SamplingRows(
@@ -135,6 +159,7 @@ def test_nothing_here_breaks_a_cuda_graph():
     logits, positions = jax.ShapeDtypeStruct((W, 4, V), jnp.float32), jax.ShapeDtypeStruct((W,), jnp.int32)
     drafts = jax.ShapeDtypeStruct((W, 3), jnp.int32)
     rules = rules_of(list(random_requests(np.random.default_rng(0))))
+    rules = rules._replace(masks=rules.masks[:, :4])
     rows = SamplingRows(
         jnp.ones(W),
         jnp.ones(W),

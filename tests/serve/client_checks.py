@@ -235,7 +235,7 @@ def check_bad_requests(base_url: str) -> None:
         "max_tokens": 0, "top_p": 0, "top_k": -2, "seed": 2**70, "n": 17, "stop": [""], "logprobs": 21, "best_of": 3,
         "stop_token_ids": ["a"], "stream": "yes", "presence_penalty": 2.5, "frequency_penalty": -3, "logit_bias": {"5": 101},
         "min_p": 1.1, "min_tokens": 5, "repetition_penalty": 0, "num_speculative_tokens": -1, "priority": 2**63,
-        "suffix": "x", "response_format": {"type": "json_object"},
+        "suffix": "x", "response_format": {"type": "xml"},
         "tools": [{}], "guided_json": {}, "temprature": 1, "prompt_logprobs": 1, "chat_template": "x",
     }.items():  # fmt: skip
         if param != "stream":
@@ -293,7 +293,7 @@ def check_bad_requests(base_url: str) -> None:
     chat(400, "top_logprobs", top_logprobs=2)
     chat(400, "logprobs", logprobs=1)
     chat(400, "max_completion_tokens", max_completion_tokens=5)
-    chat(400, "response_format", response_format={"type": "json_object"})
+    chat(400, "response_format", response_format={"type": "xml"})
     check_completions(base_url)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
@@ -20,6 +21,8 @@ from jaxspec.engine.acceptance import acceptance_of
 from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
+from jaxspec.grammar.compiler import GrammarCompiler
+from jaxspec.sampling.penalties import mask_words
 from jaxspec.text import Tokenizer
 from serve.model import ServedModel
 
@@ -168,6 +171,9 @@ class MockEngine:
                 request.windows[accepted] += 1
                 self.windows[accepted] += 1
             ids = list(itertools.islice(self._sources[request.id], 1 + accepted))
+            if request.constraint:
+                ids = [_allowed(request, ids[0], self.vocab_size)]
+                accepted = 0
             count = request.params.logprobs or 0
             alternatives = [self._alternatives(token, count) for token in ids] if count else []
             output = request.emit(
@@ -230,7 +236,19 @@ class MockEngine:
             yield from word
 
 
+def _allowed(request: Request, wanted: int, vocab_size: int) -> int:
+    """The wanted id if the request's constraint allows it, else one that it does, by hash."""
+    assert request.constraint
+    words = np.empty((1, mask_words(vocab_size)), np.int32)
+    request.constraint.fill_masks((), words)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    assert len(allowed), "nothing is allowed"
+    assert allowed[-1] < vocab_size
+    return wanted if wanted in allowed else int(allowed[hash((request.seed, *request.tokens)) % len(allowed)])
+
+
 def served(engine: MockEngine, tokenizer: Tokenizer | None) -> ServedModel:
     pages = {"block_size": "64", "num_gpu_blocks": "100", "cache_dtype": "float32", "enable_prefix_caching": "True"}
     description = {"Model": "mock", "KV cache": "no pages"}
-    return ServedModel(engine, tokenizer, description, lambda: (7, 0), cache_config=pages)
+    grammars = GrammarCompiler(tokenizer, engine.vocab_size, [EOS])
+    return ServedModel(engine, tokenizer, description, lambda: (7, 0), cache_config=pages, grammars=grammars)

@@ -1,0 +1,81 @@
+"""Masks of constrained requests: filled on the host before a step that lets them choose, uploaded to their slots."""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.engine.plan import NO_ID, StepPlan
+from jaxspec.engine.request import Request
+
+# An upload copies the masks of so many slots, or of all.
+UPLOAD_SLOTS = (1, 8, 32)
+
+
+class MaskStore(Protocol):
+    """Where masks go: a `Runner`, or what stands in for one."""
+
+    @property
+    def mask_shape(self) -> tuple[int, int]:
+        """(n, words) of a slot's masks."""
+        ...
+
+    def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
+        """int32 [X] distinct slots get the masks int32 [X, n, words] before the next step."""
+        ...
+
+
+def write_masks(store: MaskStore, plan: StepPlan) -> None:
+    """Uploads the masks of the plan's constrained rows that choose a token, if there are any."""
+    requests = constrained_requests(plan)
+    if not requests:
+        return
+    words = np.empty((len(requests), *store.mask_shape), np.int32)
+    for request, words_nM in zip(requests, words, strict=True):
+        assert request.constraint is not None
+        request.constraint.fill_masks(request.drafts if request.num_output else (), words_nM)
+    store.write_masks(np.array([request.slot for request in requests], np.int32), words)
+
+
+def constrained_requests(plan: StepPlan) -> list[Request]:
+    """A chunk in the middle chooses nothing; a request that resumes is told its next token."""
+    sampled = [row.request for row in plan.prefill if row.final and row.forced == NO_ID]
+    return [request for request in (*sampled, *plan.decode) if request.constraint]
+
+
+class MaskUpload:
+    """Compiled copies of masks to the device, for a few numbers of slots. They hold the donated masks for a moment.
+
+    Args:
+        masks: the state's, int32 [S, n, words], for their shape and sharding.
+    """
+
+    def __init__(self, masks: jax.Array):
+        self._shape = shape = jax.ShapeDtypeStruct(masks.shape, masks.dtype, sharding=masks.sharding)
+        most = shape.shape[0] - 1
+        self._sizes = sorted({size for size in UPLOAD_SLOTS if size < most} | {most})
+        self._compiled: dict[int, jax.stages.Compiled] = {}
+
+    def warm_up(self, masks: jax.Array) -> jax.Array:
+        """Compiles every size and runs it on padding; returns the masks for further use."""
+        sharding = self._shape.sharding
+        row = self._shape.shape[1:]
+        for size in self._sizes:
+            slots = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=sharding)
+            words = jax.ShapeDtypeStruct((size, *row), jnp.int32, sharding=sharding)
+            copy = jax.jit(_copy, donate_argnums=0, out_shardings=sharding)
+            self._compiled[size] = copy.lower(self._shape, slots, words).compile()
+            masks = self(masks, np.zeros(0, np.int32), np.zeros((0, *row), np.int32), size=size)
+        return masks
+
+    def __call__(self, masks: jax.Array, slots: np.ndarray, words: np.ndarray, *, size: int | None = None) -> jax.Array:
+        """The masks with those of `slots` replaced; see `MaskStore.write_masks`."""
+        size = size or next(s for s in self._sizes if s >= len(slots))
+        pad = size - len(slots)
+        # Slot 0 is padding: nobody reads its masks.
+        return self._compiled[size](masks, np.pad(slots, (0, pad)), np.pad(words, ((0, pad), (0, 0), (0, 0))))
+
+
+def _copy(masks: jax.Array, slots: jax.Array, words: jax.Array) -> jax.Array:
+    return masks.at[slots].set(words)

@@ -1,0 +1,173 @@
+"""Grammars of structured outputs, compiled by llguidance for a model's vocabulary."""
+
+import collections
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.errors import InvalidRequestError, ModelFormatError, shown
+from jaxspec.sampling.structured import StructuredOutputsParams
+from jaxspec.text import Tokenizer
+
+# Compiled grammars that are kept, for requests with the same one.
+MAX_KEPT = 64
+# Between two tokens of JSON: a space, or a line's end and the next one's indentation. Without a bound a model that likes
+# white space never ends.
+WHITESPACE = r" |\r?\n( {0,32}|\t{0,8})"
+# A message may quote the schema.
+_MESSAGE_CHARACTERS = 300
+
+
+class GrammarCompiler:
+    """Makes matchers; from any thread. The vocabulary's tree (about a second) is built at the first use.
+
+    Args:
+        tokenizer: None where the model has none: then every grammar is refused.
+        vocab_size: V, rows of the model's logits; ids that the tokenizer does not know are never allowed.
+        eos_token_ids: what may come where a grammar is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tree: Any = None
+        self._kept: collections.OrderedDict[tuple[str, str], Any] = collections.OrderedDict()
+
+    def matcher(self, params: StructuredOutputsParams) -> Any:
+        """An `llguidance.LLMatcher` at its start, to be copied: others may be given the same one.
+
+        Raises:
+            InvalidRequestError: the grammar is wrong, uses what llguidance does not support, or is too large.
+        """
+        key = (params.kind, params.source)
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept
+            tree = self._tree = self._tree or self._build_tree()
+        # Outside the lock: llguidance drops the GIL, and other requests go on meanwhile.
+        made = _compile(tree, params)
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+    def _build_tree(self) -> Any:
+        if self._tokenizer is None:
+            raise InvalidRequestError(
+                "this model has no tokenizer: structured outputs need one", param="structured_outputs"
+            )
+        if not self._eos:
+            raise InvalidRequestError(
+                "this model has no end-of-text id: structured outputs could not end", param="structured_outputs"
+            )
+        from llguidance.hf import from_tokenizer
+
+        try:
+            return from_tokenizer(self._tokenizer.hugging_face, n_vocab=self._vocab_size, eos_token=self._eos)
+        except Exception as error:
+            raise ModelFormatError(f"llguidance cannot read this tokenizer: {shown(str(error))}") from error
+
+
+def _compile(tree: Any, params: StructuredOutputsParams) -> Any:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False)
+    try:
+        matcher = LLMatcher(tree, grammar_text(params), log_level=0, limits=limits)
+    except ValueError as error:
+        raise _refused(params, str(error)) from None
+    if matcher.is_error():
+        raise _refused(params, matcher.get_error())
+    if not any(matcher.compute_bitmask()):
+        raise _refused(params, "nothing satisfies it")
+    return matcher
+
+
+def grammar_text(params: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own form.
+
+    Raises:
+        ValueError: it is not what its field says.
+    """
+    from llguidance import LLMatcher, StructTag
+
+    json_options: Any = {"whitespace_pattern": WHITESPACE}
+    match params.kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(_loaded(params), overrides=json_options)
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=json_options)
+        case "regex":
+            return LLMatcher.grammar_from_regex(params.source)
+        case "choice":
+            assert params.choice is not None
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in params.choice))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(params.source)
+    structures, triggers = _structures(params)
+    tags = [
+        StructTag(trigger=_trigger_of(each, triggers), begin=each["begin"], grammar=each["schema"], end=each["end"])
+        for each in structures
+    ]
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _loaded(params: StructuredOutputsParams) -> Any:
+    """
+    Raises:
+        ValueError: it is not an object.
+    """
+    value = getattr(params, params.kind)
+    try:
+        loaded = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(loaded, Mapping):
+        raise ValueError("it must be an object")
+    return dict(loaded)
+
+
+def _structures(params: StructuredOutputsParams) -> tuple[list[dict[str, Any]], list[str]]:
+    loaded = _loaded(params)
+    structures, triggers = loaded.get("structures"), loaded.get("triggers")
+    sound = (
+        isinstance(structures, list)
+        and structures
+        and isinstance(triggers, list)
+        and all(isinstance(t, str) and t for t in triggers)
+        and all(
+            isinstance(s, Mapping)
+            and isinstance(s.get("begin"), str)
+            and isinstance(s.get("schema"), Mapping)
+            and isinstance(s.get("end"), str)
+            for s in structures
+        )
+    )
+    if not sound:
+        wanted = '{"structures": [{"begin": str, "schema": object, "end": str}, ...], "triggers": [str, ...]}'
+        raise ValueError(f"it must be {wanted}")
+    return structures, triggers
+
+
+def _trigger_of(structure: Mapping[str, Any], triggers: Sequence[str]) -> str:
+    for trigger in triggers:
+        if structure["begin"].startswith(trigger):
+            return trigger
+    raise ValueError(f"the begin {shown(structure['begin'])} starts with none of the triggers")
+
+
+def _refused(params: StructuredOutputsParams, why: str) -> InvalidRequestError:
+    words = " ".join(why.split())
+    if len(words) > _MESSAGE_CHARACTERS:
+        words = words[:_MESSAGE_CHARACTERS] + "..."
+    return InvalidRequestError(
+        f"structured_outputs.{params.kind} cannot be compiled: {words}", param="structured_outputs"
+    )

@@ -1,0 +1,89 @@
+"""The host rule of a request with a grammar: it says which ids may come next, and passes the text on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.engine.host_rule import RuleResult
+from jaxspec.engine.output import FinishReason
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.text import TextStream, Tokenizer, text_stream
+
+
+def output_rule(
+    tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams, matcher: Any = None
+) -> "GrammarRule | TextStream | None":
+    """The host rule that a request needs: for its text, its stop strings and its grammar.
+
+    Args:
+        matcher: of `params.structured_outputs`, where they are given (`GrammarCompiler.matcher`). It is not changed.
+
+    Raises:
+        InvalidRequestError: the model has no tokenizer for what is asked.
+    """
+    assert (matcher is None) == (params.structured_outputs is None)
+    text = text_stream(tokenizer, prompt_ids, params)
+    if matcher is None:
+        return text
+    assert text is not None, "the matcher was made for a tokenizer"
+    return GrammarRule(matcher.deep_copy(), text)
+
+
+class GrammarRule:
+    """A `HostRule` and its `Constraint`: follows the output with a matcher. Fed by the engine alone.
+
+    Args:
+        matcher: an `llguidance.LLMatcher` at its start; the rule's own.
+        text: gives the request its text.
+        free_until: where given, the grammar begins after the first of this id (the end of a thought); all ids may come
+            before it.
+    """
+
+    needs_readback = True
+
+    def __init__(self, matcher: Any, text: TextStream, *, free_until: int | None = None):
+        self._matcher = matcher
+        self._text = text
+        self._free_until = free_until
+        self._free = free_until is not None
+
+    @property
+    def constraint(self) -> "GrammarRule":
+        return self
+
+    def feed(self, ids: Sequence[int], ended: FinishReason | None) -> RuleResult:
+        """Advances the matcher by the newest ids, but not by the id that ended the output."""
+        told = list(ids[:-1] if ended is FinishReason.STOP else ids)
+        result = self._text.feed(ids, ended)
+        if result.keep is not None:  # the output is over
+            return result
+        if self._free and self._free_until in told:
+            told = told[told.index(self._free_until) + 1 :]
+            self._free = False
+        if not self._free and told and not self._matcher.consume_tokens(told):
+            return result._replace(error=f"the grammar's matcher failed: {self._matcher.get_error()}")
+        return result
+
+    def fill_masks(self, drafts: Sequence[int], words: np.ndarray) -> None:
+        """See `Constraint`. Rows after an illegal draft allow everything, since no one reads them."""
+        words[:] = -1
+        drafts = list(drafts)
+        first = 0  # of the rows that the grammar rules
+        if self._free:
+            if self._free_until not in drafts:
+                return
+            first = drafts.index(self._free_until) + 1
+        consumed = 0
+        for row in range(first, len(words)):
+            self._fill(words[row])
+            if row == len(words) - 1 or row >= len(drafts) or self._matcher.is_stopped():
+                break
+            if self._matcher.try_consume_tokens([drafts[row]]) != 1:
+                break
+            consumed += 1
+        if consumed:
+            self._matcher.rollback(consumed)
+
+    def _fill(self, words_M: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(words_M.ctypes.data, words_M.nbytes)

@@ -1,0 +1,190 @@
+"""Constrained requests inside the real step: what a mask forbids never comes, whatever else the engine does."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxspec.compat import compiles
+from jaxspec.engine.request import Request
+from jaxspec.errors import InvalidRequestError
+from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
+from tests.engine.test_transforms import plant
+from tests.engine.tiny import EOS, VOCAB, cached, make_engine, run, tiny_runner
+from tests.host_rules import RandomConstraint
+
+K = 3
+LENGTHS = (3, 70, 64, 100, 10, 33, 129, 1)
+SPECULATING = [0, pytest.param(K, marks=pytest.mark.slow)]
+
+
+def requests(*, free=False, temperature=0.0, **options):
+    """Constrained and free ones in turn, or the free ones alone."""
+    rng = np.random.default_rng(2)
+    for i, length in enumerate(LENGTHS):
+        prompt = rng.integers(6, VOCAB, length).tolist()
+        constrained = i % 2 == 0
+        if constrained and free:
+            continue
+        rule = RandomConstraint(VOCAB, EOS, seed=i, length=30 + 2 * i) if constrained else None
+        params = SamplingParams(
+            max_tokens=60 if constrained else 40, temperature=temperature, seed=i, logprobs=MAX_LOGPROBS, **options
+        )
+        yield Request(f"m{i}", prompt, params, rule)
+
+
+def constrained(all_requests):
+    return [r for r in all_requests if r.rule]
+
+
+@cached
+def solo(*, k=0, temperature=0.0):
+    texts = {}
+    for request in requests(temperature=temperature):
+        ids, logprobs, ends = run(make_engine(k=k), [request])
+        texts[request.id] = (ids[request.id], logprobs[request.id], ends[request.id])
+    return texts
+
+
+def run_with_drafts(engine, all_requests):
+    """Drafts that are right, or wrong, or not even allowed, by turns."""
+    texts = {name: ids for name, (ids, _, _) in solo().items()}
+    rng = np.random.default_rng(0)
+
+    def draft_of(request, index):
+        text = texts[request.id]
+        return text[index] if index < len(text) and rng.random() < 0.7 else int(rng.integers(6, VOCAB))
+
+    ids = {r.id: [] for r in all_requests}
+    accepted = 0
+    engine.add(*all_requests)
+    while engine.has_work:
+        for out in engine.step():
+            ids[out.request_id] += out.new_ids
+            accepted += out.num_accepted
+        plant(engine, all_requests, draft_of)
+    return ids, accepted
+
+
+def test_the_likeliest_allowed_id_is_chosen():
+    """The raw alternatives show it; log-probabilities are those of the raw distribution."""
+    request = next(iter(requests()))
+    engine = make_engine()
+    engine.add(request)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    ids = [i for o in outputs for i in o.new_ids]
+    seen = 0
+    for position, (alternatives, logprob) in enumerate(
+        zip((a for o in outputs for a in o.new_alternatives), (p for o in outputs for p in o.new_logprobs), strict=True)
+    ):
+        allowed = request.rule.allowed(ids[:position])
+        likeliest = [(token, value) for token, value in alternatives if allowed[token]]
+        if likeliest:
+            assert (ids[position], logprob) == (likeliest[0][0], pytest.approx(likeliest[0][1], abs=1e-5))
+            seen += ids[position] != alternatives[0][0]
+    assert seen > 5, "the masks changed hardly anything"
+    assert ids[-1] == EOS
+    assert len(ids) == request.rule.length + 1
+
+
+@pytest.mark.parametrize("k", SPECULATING)
+@pytest.mark.parametrize("usable_pages", [None, 6])
+def test_mask_rows_follow_logits_in_mixed_steps(k, usable_pages):
+    """All at once, with prompts in chunks beside windows, also where requests are preempted: as alone."""
+    engine = make_engine(usable_pages, k=k)
+    everyone = list(requests())
+    before = compiles.total
+    ids, logprobs, ends = run(engine, everyone)
+    assert compiles.total == before, "a mask must not compile"
+    for request in everyone:
+        alone, alone_logprobs, end = solo()[request.id]
+        assert ids[request.id] == alone, request.id
+        np.testing.assert_allclose(logprobs[request.id], alone_logprobs, atol=2e-4)
+        assert ends[request.id] == end
+    if usable_pages:
+        assert engine.stats().num_preemptions
+    for request in constrained(everyone):
+        assert request.rule.fed == ids[request.id], "fed once each, those of a preempted request too"
+
+
+@pytest.mark.slow
+def test_drafts_are_verified_under_the_mask():
+    """Right, wrong and illegal ones: the text is that of plain decoding, and drafts are accepted."""
+    everyone = list(requests())
+    ids, accepted = run_with_drafts(make_engine(k=K), everyone)
+    assert ids == {name: text for name, (text, _, _) in solo().items()}
+    assert accepted > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_steps_read_late_change_no_text(depth):
+    """Constrained rows wait for their readback while the others run ahead."""
+    engine = make_engine(k=K)
+    settings = dataclasses.replace(engine.settings, readout_depth=depth)
+    engine.settings = engine.scheduler.settings = settings
+    ids, _, _ = run(engine, list(requests()))
+    assert ids == {name: text for name, (text, _, _) in solo().items()}
+
+
+@pytest.mark.parametrize("k", SPECULATING)
+def test_free_requests_do_not_notice(k):
+    free, _, _ = run(make_engine(k=k), list(requests(free=True)))
+    assert free == {name: solo()[name][0] for name in free}
+
+
+@pytest.mark.parametrize("k", SPECULATING)
+def test_random_requests_keep_to_their_masks(k):
+    """`RandomConstraint.feed` checks each id."""
+    everyone = list(requests(temperature=1.5, top_p=0.95))
+    ids, _, ends = run(make_engine(k=k), everyone)
+    for request in constrained(everyone):
+        assert ids[request.id][-1] == EOS
+        assert ends[request.id] == ("stop", None)
+
+
+@pytest.mark.parametrize("k", SPECULATING)
+def test_grammar_end_beats_min_tokens(k):
+    rule = RandomConstraint(VOCAB, EOS, length=5)
+    params = SamplingParams(max_tokens=40, min_tokens=30, temperature=0)
+    ids, _, ends = run(make_engine(k=k), [Request("r", [7, 8, 9], params, rule)])
+    assert (len(ids["r"]), ids["r"][-1], ends["r"]) == (6, EOS, ("stop", None))
+
+
+def test_a_failing_rule_ends_its_own_request():
+    class Failing(RandomConstraint):
+        def feed(self, ids, ended):
+            result = super().feed(ids, ended)
+            return result._replace(error="it is broken") if len(self.fed) > 3 else result
+
+    everyone = [
+        Request("bad", [7, 8], SamplingParams(max_tokens=20), Failing(VOCAB, EOS)),
+        Request("good", [7, 8], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)),
+    ]
+    ids, _, ends = run(make_engine(), everyone)
+    assert ends["bad"] == ("error", "it is broken")
+    assert len(ids["good"]) == 20
+
+
+@pytest.mark.slow
+def test_synthetic_acceptance_is_refused():
+    engine = make_engine(k=K, synthetic=2.0)
+    with pytest.raises(InvalidRequestError, match="structured output needs drafts that are verified"):
+        engine.add(Request("r", [7], SamplingParams(), RandomConstraint(VOCAB, EOS)))
+
+
+def test_uploads_of_any_number_of_slots():
+    runner = tiny_runner()
+    S, *shape = runner.state.masks.shape
+    rng = np.random.default_rng(0)
+    for count in (1, 2, S - 1):
+        slots = rng.permutation(np.arange(1, S))[:count].astype(np.int32)
+        words = rng.integers(-(2**31), 2**31, (count, *shape)).astype(np.int32)
+        before = np.array(runner.state.masks)
+        runner.write_masks(slots, words)
+        after = np.array(runner.state.masks)
+        np.testing.assert_array_equal(after[slots], words)
+        others = np.setdiff1d(np.arange(1, S), slots)
+        np.testing.assert_array_equal(after[others], before[others])

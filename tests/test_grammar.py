@@ -1,0 +1,216 @@
+"""Structured outputs without an engine: what a matcher's masks say, and which grammars are refused with which words."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxspec.engine.output import FinishReason
+from jaxspec.errors import InvalidRequestError
+from jaxspec.grammar.compiler import MAX_KEPT, GrammarCompiler
+from jaxspec.grammar.rule import GrammarRule, output_rule
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.structured import MAX_CHOICES, StructuredOutputsParams
+from tests.serve.mock_engine import EOS, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+V = TOKENIZER.vocab_size + 40  # a model's vocabulary is padded
+GRAMMARS = GrammarCompiler(TOKENIZER, V, [EOS])
+ABC = StructuredOutputsParams(regex="ab+c")
+ONE_KEY = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def rule_for(asked, **options) -> GrammarRule:
+    matcher = GRAMMARS.matcher(asked).deep_copy()
+    return GrammarRule(matcher, output_rule(TOKENIZER, [], SamplingParams()), **options)
+
+
+def masks(rule, drafts, n=4):
+    """Sets of the allowed ids of each row."""
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (n, -(-V // 32))).astype(np.int32)
+    rule.constraint.fill_masks(drafts, words)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def ids(text):
+    return TOKENIZER.encode(text)
+
+
+def test_masks_along_the_drafts():
+    rule = rule_for(ABC)
+    a, b, c = (set(ids(x)) for x in "abc")
+    assert masks(rule, ids("abb")) == [a, b, b | c, b | c]
+    assert masks(rule, ids("abb")) == [a, b, b | c, b | c], "asking changes nothing"
+    rule.feed(ids("ab"), None)
+    assert masks(rule, ids("c"))[:2] == [b | c, {EOS}]
+
+
+def test_rows_behind_illegal_draft_are_refilled():
+    rule = rule_for(ABC)
+    everything = set(range(32 * -(-V // 32)))
+    assert masks(rule, ids("abb"))[3] != everything
+    assert masks(rule, ids("xbb")) == [set(ids("a")), everything, everything, everything]
+    assert masks(rule, ids("axb"))[2:] == [everything, everything]
+
+
+def test_finished_matcher_allows_only_eos():
+    rule = rule_for(ABC)
+    rule.feed(ids("abc"), None)
+    assert masks(rule, [EOS, *ids("ab")])[0] == {EOS}
+    assert masks(rule, ids("ab"))[0] == {EOS}
+    result = rule.feed([EOS], FinishReason.STOP)
+    assert result.error is None
+
+
+def test_padded_vocabulary_is_masked():
+    """Every id that a free text may hold, but none past the tokenizer's."""
+    allowed = masks(rule_for(StructuredOutputsParams(regex="(.|\n)*")), [], n=1)[0]
+    assert allowed >= {EOS, *ids("abcxyz ABC 0123 {}<>\n")}
+    assert max(allowed) < TOKENIZER.vocab_size
+
+
+def test_advance_ends_at_stop():
+    """A stop string that ends the output inside a window, and an end-of-text id: what comes after is not consumed."""
+    matcher = GRAMMARS.matcher(ABC)
+    rule = output_rule(TOKENIZER, [], SamplingParams(stop=("b",), structured_outputs=ABC), matcher)
+    result = rule.feed(ids("abb"), None)
+    assert (result.keep, result.error) == (2, None)
+    rule = output_rule(TOKENIZER, [], SamplingParams(structured_outputs=ABC), matcher)
+    assert rule.feed([*ids("abc"), EOS], FinishReason.STOP).text == "abc"
+    assert masks(rule, [], n=1) == [{EOS}]
+
+
+def test_an_id_that_the_grammar_forbids_is_an_error():
+    """It cannot come from a masked step."""
+    assert "matcher failed" in rule_for(ABC).feed(ids("xyz"), None).error
+
+
+def test_reasoning_boundary_in_window():
+    """Free until the thought's end, which may be fed, drafted or chosen; the grammar begins right after it."""
+    end = 259
+    a, b = set(ids("a")), set(ids("b"))
+    everything = set(range(32 * -(-V // 32)))
+    rule = rule_for(ABC, free_until=end)
+    assert masks(rule, ids("thi")) == [everything] * 4
+    assert masks(rule, [*ids("x"), end, *ids("a")]) == [everything, everything, a, b]
+    assert masks(rule, [end, *ids("ab")])[1:] == [a, b, set(ids("bc"))]
+    assert rule.feed([*ids("hm"), end, *ids("a")], None).error is None
+    assert masks(rule, ids("b"))[:2] == [b, set(ids("bc"))]
+    other = rule_for(ABC, free_until=end)
+    other.feed([*ids("hm"), end], None)
+    assert masks(other, [], n=1) == [a]
+
+
+def test_one_grammar_serves_many_requests():
+    """Each goes its own way."""
+    params = SamplingParams(structured_outputs=ABC)
+    matcher = GRAMMARS.matcher(ABC)
+    first, second = (output_rule(TOKENIZER, [], params, matcher) for _ in range(2))
+    first.feed(ids("ab"), None)
+    assert masks(second, [], n=1) == [set(ids("a"))]
+    assert GRAMMARS.matcher(StructuredOutputsParams(regex="ab+c")) is matcher
+
+
+def test_few_grammars_are_kept():
+    compiler = GrammarCompiler(TOKENIZER, V, [EOS])
+    first = compiler.matcher(ABC)
+    for i in range(MAX_KEPT):
+        compiler.matcher(StructuredOutputsParams(choice=[f"text {i}"]))
+    assert compiler.matcher(ABC) is not first
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        ({"choice": ['say "hi"', "yes"]}, 'say "hi"', "no"),
+        ({"choice": ["yes", "yes/no\\"]}, "yes/no\\", "yess"),
+        ({"regex": "[0-9]{3}"}, "123", "12a"),
+        ({"grammar": 'start: "x" num\nnum: /[0-9]+/'}, "x12", "12"),
+        ({"json_object": True}, '{"a": [1, null]}', "[1]"),
+        ({"json": ONE_KEY}, '{"a": 1}', '{"b": 1}'),
+        ({"json": json.dumps(ONE_KEY)}, '{"a":\n 1}', "{}"),
+        (
+            {
+                "structural_tag": {
+                    "structures": [{"begin": "<f=x>", "schema": ONE_KEY, "end": "</f>"}],
+                    "triggers": ["<f="],
+                }
+            },
+            'so: <f=x>{"a": 2}</f> ok',
+            "so: <f=y>",
+        ),
+    ],
+)
+def test_each_kind(asked, good, bad):
+    rule = rule_for(StructuredOutputsParams(**asked))
+    for token in [*ids(good), EOS]:
+        assert token in masks(rule, [], n=1)[0], (good, chr(token))
+        if token != EOS:
+            assert rule.feed([token], None).error is None
+    rule = rule_for(StructuredOutputsParams(**asked))
+    wrong = [*ids(bad), EOS]
+    for token in wrong:
+        if token not in masks(rule, [], n=1)[0]:
+            break
+        rule.feed([token], None)
+    else:
+        raise AssertionError(f"{bad!r} was allowed")
+
+
+def test_white_space_ends():
+    """A model that likes line ends must not write them for ever."""
+    rule = rule_for(StructuredOutputsParams(json_object=True))
+    rule.feed(ids("{"), None)
+    rule.feed(ids("\n" + " " * 32), None)
+    assert masks(rule, [], n=1) == [set(ids('"}'))]
+
+
+BAD = {
+    "no field": ({}, "exactly one of json, regex"),
+    "two fields": ({"regex": "a", "json_object": True}, "got regex and json_object"),
+    "nothing asked": ({"json_object": False}, "got none"),
+    "no choices": ({"choice": []}, f"from 1 to {MAX_CHOICES} texts"),
+    "empty choice": ({"choice": ["a", ""]}, "that are not empty"),
+    "one text": ({"choice": "yes"}, "a list of texts"),
+    "many choices": ({"choice": list(map(str, range(MAX_CHOICES + 1)))}, f"from 1 to {MAX_CHOICES} texts"),
+    "long": ({"regex": "a" * 2**19}, "structured_outputs.regex is longer than"),
+    "deep": ({"json": json.loads('{"items":' * 900 + "{}" + "}" * 900)}, "structured_outputs.json"),
+    "deep text": ({"json": '{"items":' * 9000 + "{}" + "}" * 9000}, "nested too deeply"),
+    "no JSON": ({"json": "{"}, "structured_outputs.json cannot be compiled: it is not JSON"),
+    "no object": ({"json": "[1]"}, "it must be an object"),
+    "keyword": ({"json": {"not": {"type": "integer"}}}, 'cannot be compiled: Unimplemented keys: ["not"]'),
+    "keyword inside": ({"json": {"properties": {"a": {"uniqueItems": True, "type": "array"}}}}, "uniqueItems"),
+    "format": ({"json": {"type": "string", "format": "colour"}}, "Unknown format: colour"),
+    "reference": ({"json": {"$ref": "http://example.com/x"}}, "example.com"),
+    "type": ({"json": {"type": 3}}, "type must be a string"),
+    "unsatisfiable": ({"json": {"type": "object", "required": ["a"], "additionalProperties": False}}, "nsatisfiable"),
+    "regex": ({"regex": "("}, "structured_outputs.regex cannot be compiled: at 1(8): invalid regex"),
+    "lookahead": ({"regex": "a(?=b)"}, "structured_outputs.regex cannot be compiled"),
+    "lark": ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+    "deep lark": ({"grammar": "start: " + "(" * 9999 + '"a"' + ")" * 9999}, "too deeply nested"),
+    "tag": ({"structural_tag": {"a": 1}}, "it must be {"),
+    "tag without trigger": (
+        {"structural_tag": {"structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["<"]}},
+        "starts with none of the triggers",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "words"), BAD.values(), ids=BAD)
+def test_bad_grammar_is_one_error(asked, words):
+    with pytest.raises(InvalidRequestError) as caught:
+        GRAMMARS.matcher(StructuredOutputsParams(**asked))
+    assert words in str(caught.value)
+    assert caught.value.param == "structured_outputs"
+    assert len(str(caught.value)) < 420
+    assert "\n" not in str(caught.value)
+
+
+def test_what_structured_outputs_need():
+    with pytest.raises(InvalidRequestError, match="this model has no tokenizer"):
+        GrammarCompiler(None, V, [EOS]).matcher(ABC)
+    with pytest.raises(InvalidRequestError, match="no end-of-text id"):
+        GrammarCompiler(TOKENIZER, V, []).matcher(ABC)
+    with pytest.raises(InvalidRequestError, match="ignore_eos does not go with structured_outputs"):
+        SamplingParams(structured_outputs=ABC, ignore_eos=True)

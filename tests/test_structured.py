@@ -1,0 +1,53 @@
+"""Structured outputs of the demo model, at temperature 1 with speculation: whatever the schema, the output obeys it."""
+
+import dataclasses
+import json
+
+import jsonschema_rs
+import pytest
+
+from jaxspec import SamplingParams
+from jaxspec.sampling.structured import StructuredOutputsParams
+from tests.schemas import random_schema
+
+PROMPT = "# A value in JSON:\nvalue = "
+MAX_TOKENS = 512
+
+
+def params(schema, **options):
+    asked = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "structured_outputs": StructuredOutputsParams(json=schema)}
+    return SamplingParams(**asked | options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [8, pytest.param(1000, marks=pytest.mark.full)])
+def test_outputs_are_valid(demo_llm, count):
+    """At least nine of ten end within the limit, and each of these is accepted by an independent validator."""
+    schemas = [random_schema(seed) for seed in range(count)]
+    outputs = demo_llm.generate([PROMPT] * count, [params(s, seed=i) for i, s in enumerate(schemas)])
+    ended = 0
+    for seed, (schema, output) in enumerate(zip(schemas, outputs, strict=True)):
+        assert output.error is None, (seed, output.error)
+        if output.finish_reason == "stop":
+            ended += 1
+            validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+            assert validator.is_valid(json.loads(output.text)), (seed, schema, output.text)
+    accepted = sum(sum(output.accepted) for output in outputs)
+    print(f"{ended} of {count} ended; {accepted} drafts accepted")
+    assert ended >= 0.9 * count
+    assert accepted > count
+
+
+@pytest.mark.slow
+def test_same_json_with_and_without_drafts(demo_llm):
+    """Greedy, at every number of drafts, alone and in company."""
+    schemas = [random_schema(seed) for seed in range(3)]
+    greedy = [params(schema, temperature=0.0, max_tokens=64) for schema in schemas]
+    together = demo_llm.generate([PROMPT] * len(greedy), greedy)
+    plain = demo_llm.generate(
+        [PROMPT] * len(greedy), [dataclasses.replace(each, num_speculative_tokens=0) for each in greedy]
+    )
+    alone = [demo_llm.generate(PROMPT, each)[0] for each in greedy]
+    assert [o.ids for o in together] == [o.ids for o in plain] == [o.ids for o in alone]
+    assert sum(sum(o.accepted) for o in together) > 0
+    assert not any(any(o.accepted) for o in plain)
