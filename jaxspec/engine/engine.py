@@ -20,6 +20,7 @@ from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner, StepOutput
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.engine.scoring import record_scores
 from jaxspec.engine.step_log import StepObserver, StepTimes
 from jaxspec.errors import InvalidRequestError
 from jaxspec.progress import Progress
@@ -120,7 +121,7 @@ class Engine:
     def _queue(self, request: Request) -> None:
         params = request.params
         room = self.max_model_len - request.prompt_len
-        request.max_total = request.prompt_len + min(params.max_tokens or room, room)
+        request.max_total = request.prompt_len + min(room if params.max_tokens is None else params.max_tokens, room)
         request.seed = (params.seed if params.seed is not None else self._seeds.getrandbits(64)) & (2**64 - 1)
         eos = () if params.ignore_eos else self.eos_token_ids
         request.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
@@ -152,15 +153,16 @@ class Engine:
                 param="structured_outputs",
             )
         max_tokens = params.max_tokens
-        if prompt_len + (max_tokens or 1) > limit:
-            asked = f"{max_tokens} output tokens" if max_tokens else "at least one output token"
+        least = 1 if max_tokens is None else max_tokens
+        if prompt_len + least > limit:
+            asked = "at least one output token" if max_tokens is None else f"{max_tokens} output tokens"
             raise InvalidRequestError(
-                f"the prompt has {prompt_len} tokens and {asked} were asked for, {prompt_len + (max_tokens or 1)} in all, "
+                f"the prompt has {prompt_len} tokens and {asked} were asked for, {prompt_len + least} in all, "
                 f"but the maximum context length is {limit} tokens",
                 param="max_tokens" if max_tokens and prompt_len < limit else "prompt",
                 code="context_length_exceeded",
             )
-        longest = min(prompt_len + (max_tokens or limit), limit)
+        longest = min(prompt_len + (limit if max_tokens is None else max_tokens), limit)
         needed, usable = pages_for(longest, self.settings.page_size), self.scheduler.pages.usable
         if needed > usable:
             raise InvalidRequestError(
@@ -240,6 +242,7 @@ class Engine:
         self._prefill_tokens += sum(chunk.length for chunk in step.plan.prefill)
         if self.observer:
             self.observer(step)
+        record_scores(step.plan.prefill, step.scores)
         rows = zip(step.emitted.tolist(), step.accepted.tolist(), step.flags.tolist(), step.plan.requests, strict=True)
         outputs = []
         for row, (emitted, accepted, flags, request) in enumerate(rows):

@@ -2,11 +2,26 @@
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxspec.engine.acceptance import Acceptance
 
 # The likeliest (id, log-probability) pairs at one position, likeliest first.
 Alternatives = tuple[tuple[int, float], ...]
+
+
+class PromptLogprob(NamedTuple):
+    """Of a prompt's token, under the model's raw distribution.
+
+    Attributes:
+        logprob: given the tokens before it.
+        rank: 1 for the likeliest id there.
+        alternatives: the likeliest ids there, as many as were asked for.
+    """
+
+    logprob: float
+    rank: int
+    alternatives: Alternatives
 
 
 class FinishReason(enum.StrEnum):
@@ -58,6 +73,8 @@ class RequestOutput:
             gives text.
         first_scheduled_time: when the request's first step was planned; None if it ended before.
         num_cached_tokens: as in `RequestStats`.
+        prompt_logprobs: of the prompt's tokens but the first, where the request asked, in its first output with ids or its
+            last one.
         error: what went wrong, where the reason is ERROR.
     """
 
@@ -71,6 +88,7 @@ class RequestOutput:
     new_text_offsets: tuple[int, ...] = ()
     first_scheduled_time: float | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[PromptLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: RequestStats | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
 from jaxspec.engine.host_rule import Constraint, HostRule, RuleResult
-from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput, RequestStats
+from jaxspec.engine.output import Alternatives, FinishReason, PromptLogprob, RequestOutput, RequestStats
 from jaxspec.engine.prefix_cache import Node
 from jaxspec.sampling.params import SamplingParams
 
@@ -44,6 +44,7 @@ class Request:
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
         num_drafts: how many drafts of a window may be accepted.
         drafts: what its next window verifies, where a constraint has to know it.
+        prompt_scores: of the prompt's tokens read so far, by position, where they were asked for.
     """
 
     id: str
@@ -71,6 +72,7 @@ class Request:
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
     num_drafts: int = field(default=0, init=False)
     drafts: tuple[int, ...] = field(default=(), init=False)
+    prompt_scores: dict[int, PromptLogprob] = field(default_factory=dict, init=False)
     unread_steps: int = field(default=0, init=False)
     unread_least: int = field(default=0, init=False)
     unread_most: int = field(default=0, init=False)
@@ -136,6 +138,11 @@ class Request:
     ) -> RequestOutput:
         """Takes the newest ids up to the first stop inside them: the only place where output is cut."""
         kept, reason = 0, None
+        if len(self.tokens) >= self.max_total:  # asked for no tokens
+            ids, reason = (), FinishReason.LENGTH
+        told = None
+        if self.params.prompt_logprobs is not None and not self.num_output:
+            told = tuple(self.prompt_scores[i] for i in range(1, self.prompt_len))
         for token in ids:
             kept += 1
             if token in self.stop_ids:
@@ -163,6 +170,7 @@ class Request:
             new_text_offsets=result.text_offsets,
             first_scheduled_time=self.first_scheduled_time,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=told,
             finish_reason=reason,
             error=result.error,
             stats=self._stats(now) if reason else None,

@@ -22,6 +22,7 @@ from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
+from jaxspec.engine.scoring import Scores, following_ids, score, unpack, wants_scores
 from jaxspec.engine.state import StepState, state_shapes, zero_state
 from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, StepArrays, make_step
 from jaxspec.errors import ConfigError
@@ -44,6 +45,7 @@ class StepOutput:
         drafts: int32 [rows, k] that each row's next window verifies.
         top_ids: int32 [rows, n, MAX_LOGPROBS] likeliest ids at each position, top_logprobs float32 likewise; where a row
             of the plan asked for alternatives.
+        scores: of the prompt tokens, where a row of the plan asked.
         probe: where the runner was built with `probe`.
     """
 
@@ -56,6 +58,7 @@ class StepOutput:
     drafts: np.ndarray
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    scores: Scores | None = None
     probe: Probe | None = None
 
     def alternatives(self, row: int, kept: int, count: int) -> tuple[Alternatives, ...]:
@@ -75,6 +78,7 @@ class _Dispatched:
         self.plan, self.bucket, self.arrays = plan, bucket, arrays
         # Most plans never copy it: no row wants alternatives.
         self.top = arrays.top if any(request.params.logprobs for request in plan.requests) else None
+        self.scores: jax.Array | None = None
 
 
 def bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
@@ -133,6 +137,7 @@ class Runner:
         self.state: StepState = zero_state(self._shapes)
         self.layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._scores: dict[int, jax.stages.Compiled] = {}  # by the number of prompt tokens
         self._upload = MaskUpload(self.state.masks)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.kernels: dict[str, set[str]] = {}
@@ -175,6 +180,8 @@ class Runner:
             for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
                 bucket = compiling[future]
                 self._steps[bucket] = future.result()
+                if bucket.prefill_tokens and bucket.variant == "full":
+                    self._compile_score(bucket)
                 for _ in range(WARMUP_RUNS):
                     self.run_padding(bucket).packed.block_until_ready()
                 with told:
@@ -205,6 +212,11 @@ class Runner:
         """Starts a step; its output comes from `read`, in order."""
         bucket = bucket_for(self.buckets, plan)
         step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
+        if any(map(wants_scores, plan.prefill)):
+            score_chunks = self._scores[bucket.prefill_tokens]
+            following = following_ids(plan.prefill, bucket.prefill_tokens)
+            step.scores = score_chunks(self._leaves, step.arrays.hidden, following)
+            step.scores.copy_to_host_async()
         step.arrays.packed.copy_to_host_async()
         if step.top is not None:
             step.top.copy_to_host_async()
@@ -234,6 +246,7 @@ class Runner:
             drafts=rows[:, 2 + 2 * n :],
             top_ids=top_ids,
             top_logprobs=None if top_bits is None else np.ascontiguousarray(top_bits).view(np.float32),
+            scores=None if step.scores is None else unpack(np.asarray(step.scores)),
             probe=probe,
         )
 
@@ -263,10 +276,6 @@ class Runner:
             return step(jax.tree.unflatten(structure, leaves), state, flat_inputs)
 
         jitted = jax.jit(flat_step, donate_argnums=1, out_shardings=out_shardings)
-        # float32 is for parity: without this a GPU would round matmul operands to TF32.
-        exact = (
-            jax.default_matmul_precision("highest") if self.settings.dtype == "float32" else contextlib.nullcontext()
-        )
         backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
         tokens = bucket.prefill_tokens + bucket.decode_rows * self.window
         # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
@@ -275,13 +284,36 @@ class Runner:
             {} if tokens <= MOST_MERGED_TOKENS else {"xla_gpu_dot_merger_threshold_mb": "0"}
         )
         try:
-            with exact, use(backends) as chosen:
+            with self._exact(), use(backends) as chosen:
                 compiled = jitted.lower(self._leaves, self._shapes, inputs).compile(options)
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
         for operation, implementations in chosen.items():
             self.kernels.setdefault(operation, set()).update(implementations)
         return compiled
+
+    def _compile_score(self, bucket: Bucket) -> None:
+        """What scores a chunk of so many tokens, run once."""
+        P = bucket.prefill_tokens
+        if P in self._scores:
+            return
+        hidden = self.run_padding(bucket).hidden
+        structure = jax.tree.structure(self.params)
+
+        def flat_score(leaves: tuple[jax.Array, ...], hidden_PH: jax.Array, following_P: jax.Array) -> jax.Array:
+            return score(self.graphdefs[0], jax.tree.unflatten(structure, leaves)[0], hidden_PH, following_P)
+
+        following = np.zeros(P, np.int32)
+        with self._exact():
+            jitted = jax.jit(flat_score, out_shardings=self._replicated)
+            self._scores[P] = jitted.lower(self._leaves, hidden, following).compile()
+        self._scores[P](self._leaves, hidden, following).block_until_ready()
+
+    def _exact(self) -> contextlib.AbstractContextManager:
+        """float32 is for parity: without this a GPU would round matmul operands to TF32."""
+        if self.settings.dtype == "float32":
+            return jax.default_matmul_precision("highest")
+        return contextlib.nullcontext()
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
         # A NumPy array: the call itself copies it, with less host time than a separate `device_put`.

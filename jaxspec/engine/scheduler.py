@@ -224,7 +224,9 @@ class Scheduler:
         # Penalties count tokens as they pass through a step.
         counts_prompt = params.repetition_penalty != 1
         counts_output = bool(params.presence_penalty or params.frequency_penalty)
-        if self.cache is None or counts_prompt or (request.resuming and counts_output):
+        # Nothing passes through a step again just to be scored: what is to be scored is not looked up.
+        scored = params.prompt_logprobs is not None and not request.resuming
+        if self.cache is None or counts_prompt or scored or (request.resuming and counts_output):
             return [], request.cache_salt
         most = (request.prefill_target - 1) // self.settings.page_size
         found, node = self.cache.match(request.tokens, most, request.cache_salt)
@@ -279,4 +281,4 @@ def _needs_full(request: Request) -> bool:
     penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
     masked = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     ruled = penalised or masked or params.logit_bias or params.min_tokens or request.constraint
-    return bool(ruled or params.logprobs)
+    return bool(ruled or params.logprobs or params.prompt_logprobs is not None)

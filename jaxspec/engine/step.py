@@ -40,11 +40,14 @@ class StepArrays(NamedTuple):
     Attributes:
         packed: int32 [rows, 2 + 2n + k]: tokens emitted, flags, ids, log-probabilities as bits, the new drafts.
         top: int32 [rows, n, 2 * MAX_LOGPROBS]: likeliest ids, log-probabilities as bits; None in a "lean" bucket.
+        hidden: [P, H] of the prompt tokens after the final norm, for `jaxspec.engine.scoring`; None in a "lean" bucket and
+            without prompts.
         probe: where it was asked for.
     """
 
     packed: jax.Array
     top: jax.Array | None
+    hidden: jax.Array | None
     probe: Probe | None
 
 
@@ -95,7 +98,9 @@ def make_step(
         if probe:
             residuals = jnp.stack([c.astype(jnp.float32) for c in forwarded.captured.values()])
             seen = Probe(residuals, target.logits(forwarded.hidden).astype(jnp.float32), forwarded.experts)
-        return state, StepArrays(pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen), seen)
+        P = layout.bucket.prefill_tokens
+        hidden = forwarded.hidden[:P] if P and full else None
+        return state, StepArrays(pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen), hidden, seen)
 
     return step
 

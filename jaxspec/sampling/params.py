@@ -23,7 +23,7 @@ class SamplingParams:
     """Sampling parameters of one request; they do not change once it is admitted.
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1; None means up to the model's context limit.
+        max_tokens: most tokens to generate; None means up to the model's context limit, 0 only reads the prompt.
         temperature: 0 is greedy; otherwise logits are divided by it before sampling. Finite, >= 0.
         top_k: keep the k likeliest tokens, and those equal to the last of them; 0 or -1 keeps all.
         top_p: keep the smallest set of likeliest tokens whose probability reaches top_p (after temperature and
@@ -43,6 +43,8 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-text ids.
         logprobs: None for none; 0 for the log-probability of each chosen token; N up to 20 also for those of the N
             likeliest tokens at each position. All are of the model's raw distribution, before the above changes it.
+        prompt_logprobs: None for none; N up to 20 for the log-probability and the rank of each token of the prompt but the
+            first, and of the N likeliest ids at its place. Such a prompt is not looked up in the prefix cache.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the matched stop string at the end of the text.
         num_speculative_tokens: most drafts that are verified in a step; 0 decodes without speculation, None verifies
@@ -67,6 +69,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     num_speculative_tokens: int | None = None
@@ -85,7 +88,7 @@ class SamplingParams:
                 got = reprlib.repr(getattr(self, param))  # bounded: a list may be long
                 raise InvalidRequestError(f"{param} must be {wanted}, got {got}", param=param)
 
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0")
         check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
         check(self.top_k >= -1, "top_k", "-1 or 0 (all tokens) or a positive number")
         check(math.isfinite(self.top_p) and 0 < self.top_p <= 1, "top_p", "in (0, 1]")
@@ -107,9 +110,9 @@ class SamplingParams:
             )
         most = math.inf if self.max_tokens is None else self.max_tokens
         check(0 <= self.min_tokens <= most, "min_tokens", "from 0 to max_tokens")
-        check(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"None or from 0 to {MAX_LOGPROBS}"
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            check(count is None or 0 <= count <= MAX_LOGPROBS, name, f"None or from 0 to {MAX_LOGPROBS}")
         check(
             self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
             "num_speculative_tokens",
