@@ -25,12 +25,13 @@ from serve.openapi import (
     Detokenization,
     Status,
     Tokenization,
+    TokenizerInfo,
     answers,
     describe,
 )
 from serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelCard, ModelList, TokenizeBody
 from serve.service import Service
-from serve.tokenization import detokenize, tokenize
+from serve.tokenization import describe_tokenizer, detokenize, tokenize
 from serve.version import version
 
 
@@ -79,6 +80,10 @@ def _openai_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", responses=answers(*READS, ok=Detokenization))
     async def detokenize_ids(body: DetokenizeBody) -> Response:
         return await detokenize(service, body)
+
+    @router.get("/tokenizer_info", responses=answers(*ASKS, 400, ok=TokenizerInfo))
+    async def tokenizer_info() -> Response:
+        return describe_tokenizer(service)
 
     def card(name: str) -> ModelCard:
         return ModelCard(id=name, created=service.created, max_model_len=service.model().engine.max_model_len)

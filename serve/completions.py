@@ -12,8 +12,8 @@ from jaxspec.errors import InvalidRequestError
 from jaxspec.text import Tokenizer
 from serve.answer import answer
 from serve.generation import Choice, Delta
-from serve.logprobs import completion_logprobs
-from serve.protocol import CompletionBody
+from serve.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
+from serve.protocol import CompletionBody, CompletionLogprobs
 from serve.request_metrics import request_metrics
 from serve.service import Service
 
@@ -28,7 +28,7 @@ async def create_completion(service: Service, request: Request, body: Completion
     for prompt in body.prompts:
         _reject_too_long(service, prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs)
+    params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=body.scored)
     with service.admission.reserve(len(body.prompts) * len(params)) as reservation:
         matcher = await service.compiled_grammar(params[0].structured_outputs)
         prompts = [await _ids(service, each, add_special_tokens=body.add_special_tokens) for each in body.prompts]
@@ -76,36 +76,58 @@ class _Format:
         self._tokenizer = tokenizer
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = model
+        self._to_echo = set(range(len(body.prompts) * body.choices)) if body.echo else set()
 
     def head(self, *, chunk: bool) -> dict[str, Any]:  # noqa: ARG002 - both forms of completions have one head
         return self._head
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        return self._choice(choice, delta, self._echo(choice) + delta.text)
+        return self._choice(choice, delta)
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        return self._choice(choice, Delta(), self._echo(choice)) if self._body.echo else None
+        """Log-probabilities of the prompt are known with the first output only, and come with its text."""
+        return self._choice(choice, Delta()) if self._body.echo and self._body.logprobs is None else None
 
     def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        return self._choice(choice, delta, delta.text)
+        return self._choice(choice, delta)
 
-    def _choice(self, choice: Choice, delta: Delta, text: str) -> dict[str, Any]:
+    def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """The first of a choice begins with the prompt, where that is to be echoed."""
+        echoes = choice.index in self._to_echo
+        self._to_echo.discard(choice.index)
+        echo = self._echo(choice) if self._body.echo else ""
         written: dict[str, Any] = {
             "index": choice.index,
-            "text": text,
-            "logprobs": None if self._body.logprobs is None else completion_logprobs(self._tokenizer, delta),
+            "text": echo + delta.text if echoes else delta.text,
+            "logprobs": self._logprobs(choice, delta, echo, with_prompt=echoes),
             "finish_reason": delta.finish_reason.value if delta.finish_reason else None,
         }
+        if self._body.prompt_logprobs is not None:
+            written["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer,
+                choice.submission.prompt_ids,
+                delta.prompt_logprobs or (),
+                count=self._body.prompt_logprobs,
+            )
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
         if self._body.return_metrics and delta.finish_reason and choice.stats:
             written["metrics"] = request_metrics(choice.stats)
         return written
 
+    def _logprobs(self, choice: Choice, delta: Delta, echo: str, *, with_prompt: bool) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        if with_prompt:
+            ids = choice.submission.prompt_ids
+            return echoed_logprobs(self._tokenizer, ids, delta, echo, count=self._body.logprobs)
+        logprobs = completion_logprobs(self._tokenizer, delta)
+        if self._body.echo:
+            logprobs["text_offset"] = [len(echo) + offset for offset in logprobs["text_offset"]]
+        return logprobs
+
     def _echo(self, choice: Choice) -> str:
         """The prompt as text, as the client wrote it where it wrote text."""
-        if not self._body.echo:
-            return ""
         prompts: Sequence[str | list[int]] = self._body.prompts
         prompt = prompts[choice.index // self._body.choices]
         if isinstance(prompt, str) or self._tokenizer is None:

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
-MAX_PROMPTS = 32
+MAX_PROMPTS = 256
 MAX_ID = 2**31 - 1
 INT64 = (-(2**63), 2**63 - 1)
 

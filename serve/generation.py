@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.engine.host_rule import HostRule
-from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput, RequestStats
+from jaxspec.engine.output import Alternatives, FinishReason, PromptLogprob, RequestOutput, RequestStats
 from jaxspec.sampling.params import SamplingParams
 from serve.errors import ApiError, server_error
 from serve.request_info import request_info
@@ -43,13 +43,17 @@ class Delta:
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)  # empty where none were asked for
     offsets: list[int] = field(default_factory=list)
+    prompt_logprobs: tuple[PromptLogprob, ...] | None = None  # told once
     finish_reason: FinishReason | None = None
 
     @property
     def size(self) -> int:
         """About how many bytes of memory it takes."""
+        scores = self.prompt_logprobs or ()
         alternatives = len(self.alternatives[0]) * len(self.alternatives) if self.alternatives else 0
-        return len(self.text) + _BYTES_OF_A_TOKEN * len(self.ids) + _BYTES_OF_AN_ALTERNATIVE * alternatives
+        alternatives += len(scores[0].alternatives) * len(scores) if scores else 0
+        tokens = len(self.ids) + len(scores)
+        return len(self.text) + _BYTES_OF_A_TOKEN * tokens + _BYTES_OF_AN_ALTERNATIVE * alternatives
 
     def add(self, output: RequestOutput) -> None:
         self.text += output.new_text
@@ -57,6 +61,7 @@ class Delta:
         self.logprobs += output.new_logprobs
         self.alternatives += output.new_alternatives
         self.offsets += output.new_text_offsets or [0] * len(output.new_ids)
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.finish_reason = output.finish_reason
 
     def extend(self, other: "Delta") -> None:
@@ -65,6 +70,7 @@ class Delta:
         self.logprobs += other.logprobs
         self.alternatives += other.alternatives
         self.offsets += other.offsets
+        self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
         self.finish_reason = other.finish_reason
 
 

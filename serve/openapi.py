@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
-from serve.protocol import ChatTokenLogprob, CompletionLogprobs, RequestMetrics, Usage
+from serve.protocol import ChatTokenLogprob, CompletionLogprobs, PromptTokenLogprob, RequestMetrics, Usage
 
 FinishReason = Literal["stop", "length"]
 _ERRORS = {
@@ -44,6 +44,7 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptTokenLogprob] | None]]
     metrics: NotRequired[RequestMetrics]
 
 
@@ -84,6 +85,16 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     synthetic_acceptance_length: NotRequired[float]
+
+
+class TokenizerInfo(TypedDict):
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
 
 
 class Tokenization(TypedDict):

@@ -18,7 +18,7 @@ from serve.fields import MAX_PROMPTS, Count, Int64, LogitBias, Prompt, Stop, Sto
 from serve.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 16
-MAX_OUTPUTS = 64  # choices times prompts of one call
+MAX_OUTPUTS = 256  # choices times prompts of one call
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of one message
 
@@ -119,7 +119,9 @@ class GenerationBody(Body):
     def choices(self) -> int:
         return self.n or 1
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> list[SamplingParams]:
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> list[SamplingParams]:
         """Parameters of each choice. With a seed, choice i uses seed + i: choice 0 is what n = 1 would give.
 
         Raises:
@@ -129,6 +131,7 @@ class GenerationBody(Body):
         options: dict[str, Any] = {
             "max_tokens": max_tokens,
             "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": self.skip_special_tokens,
@@ -148,19 +151,27 @@ class CompletionBody(GenerationBody):
     known = tolerance.COMPLETION
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0 reads the prompt only
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionBody":
-        if self.echo and self.logprobs is not None:
-            raise invalid("not supported together with logprobs yet", ".echo")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("not supported together with stream", ".prompt_logprobs")
         if len(self.prompts) * self.choices > MAX_OUTPUTS:
             raise invalid(
                 f"too many prompts in one call: at most {MAX_PROMPTS}, and {MAX_OUTPUTS} prompts times n", ".prompt"
             )
         return self
+
+    @property
+    def scored(self) -> int | None:
+        """`SamplingParams.prompt_logprobs`: echo with logprobs wants them too."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -330,10 +341,18 @@ class RequestMetrics(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
+    """With `echo` the prompt's tokens come first; the very first one has no log-probability."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptTokenLogprob(TypedDict):
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class TokenLogprob(TypedDict):

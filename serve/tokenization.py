@@ -60,6 +60,21 @@ def _array(pieces: Iterator[Sequence[Any]]) -> str:
     return "[" + ",".join(json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces) + "]"
 
 
+def describe_tokenizer(service: Service) -> Response:
+    """What evaluators need to build prompts: lm-eval reads it.
+
+    Raises:
+        InvalidRequestError: the model has no tokenizer.
+    """
+    tokenizer = service.tokenizer()
+    info = tokenizer.special_tokens | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": service.model().engine.max_model_len,
+        "chat_template": tokenizer.chat_template,
+    }
+    return JSONResponse(info)
+
+
 async def detokenize(service: Service, body: DetokenizeBody) -> Response:
     """
     Raises:

@@ -232,11 +232,11 @@ def check_bad_requests(base_url: str) -> None:
     for value in (float("nan"), float("inf"), -1, "0.5", True, []):
         completion(400, "temperature", temperature=value)
     for param, value in {
-        "max_tokens": 0, "top_p": 0, "top_k": -2, "seed": 2**70, "n": 17, "stop": [""], "logprobs": 21, "best_of": 3,
+        "max_tokens": -1, "top_p": 0, "top_k": -2, "seed": 2**70, "n": 17, "stop": [""], "logprobs": 21, "best_of": 3,
         "stop_token_ids": ["a"], "stream": "yes", "presence_penalty": 2.5, "frequency_penalty": -3, "logit_bias": {"5": 101},
         "min_p": 1.1, "min_tokens": 5, "repetition_penalty": 0, "num_speculative_tokens": -1, "priority": 2**63,
         "suffix": "x", "response_format": {"type": "xml"},
-        "tools": [{}], "guided_json": {}, "temprature": 1, "prompt_logprobs": 1, "chat_template": "x",
+        "tools": [{}], "guided_json": {}, "temprature": 1, "prompt_logprobs": 21, "chat_template": "x",
     }.items():  # fmt: skip
         if param != "stream":
             completion(400, param, **{param: value})
@@ -250,8 +250,9 @@ def check_bad_requests(base_url: str) -> None:
         completion(400, "priority", priority=value)
     completion(400, "stop", stop=["x" * 257])
     completion(400, "stop", stop=["x"] * 17)
-    completion(400, "prompt", prompt=["x"] * 33)
-    completion(400, "echo", echo=True, logprobs=0)
+    completion(400, "prompt", prompt=["x"] * 257)
+    completion(400, "prompt", prompt=["x"] * 129, n=2)
+    completion(400, "prompt_logprobs", prompt_logprobs=1, stream=True)
     assert "did you mean 'temperature'" in completion(400, "temprature", temprature=1)
 
     for content in (

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from jaxspec.engine.acceptance import acceptance_of
-from jaxspec.engine.output import FinishReason, RequestOutput
+from jaxspec.engine.output import FinishReason, PromptLogprob, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.grammar.compiler import GrammarCompiler
@@ -117,7 +117,7 @@ class MockEngine:
         for param, ids in (("prompt", request.tokens), ("logit_bias", request.params.logit_bias)):
             if outside := [i for i in ids if not 0 <= i < self.vocab_size]:
                 raise InvalidRequestError(f"token id {outside[0]} is outside the vocabulary", param=param)
-        if request.prompt_len + (max_tokens or 1) > limit:
+        if request.prompt_len + (1 if max_tokens is None else max_tokens) > limit:
             raise InvalidRequestError(
                 f"prompt of {request.prompt_len} and {max_tokens} output tokens exceed the context of {limit}",
                 param="max_tokens",
@@ -134,7 +134,7 @@ class MockEngine:
     def _queue(self, request: Request) -> None:
         params = request.params
         room = self.max_model_len - request.prompt_len
-        request.max_total = request.prompt_len + min(params.max_tokens or room, room)
+        request.max_total = request.prompt_len + min(room if params.max_tokens is None else params.max_tokens, room)
         request.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
         request.seed = 0 if params.greedy else (params.seed if params.seed is not None else next(self._seeds))
         request.windows = [0] * len(self.windows)
@@ -174,6 +174,10 @@ class MockEngine:
             if request.constraint:
                 ids = [_allowed(request, ids[0], self.vocab_size)]
                 accepted = 0
+            if request.params.prompt_logprobs is not None and not request.num_output:
+                for i, token in list(enumerate(request.tokens))[1:]:
+                    likeliest = self._alternatives(token, request.params.prompt_logprobs)
+                    request.prompt_scores[i] = PromptLogprob(-token / 256, 1 + token % 3, likeliest)
             count = request.params.logprobs or 0
             alternatives = [self._alternatives(token, count) for token in ids] if count else []
             output = request.emit(

@@ -94,7 +94,7 @@ WRONG = [
     (CompletionBody, BODY | {"stop_token_ids": [5, 2**31]}, "stop_token_ids[1]: must be an integer", "stop_token_ids"),
     (CompletionBody, BODY | {"logit_bias": {"5": 101}}, "logit_bias[5]: must be a number", "logit_bias"),
     (CompletionBody, BODY | {"max_tokens": 2**31}, "max_tokens: must be less than or equal to", "max_tokens"),
-    (CompletionBody, BODY | {"max_tokens": 0}, "max_tokens: must be greater than or equal to 1", "max_tokens"),
+    (CompletionBody, BODY | {"max_tokens": -1}, "max_tokens: must be greater than or equal to 0", "max_tokens"),
     (CompletionBody, BODY | {"seed": 2**64}, "seed: must be less than", "seed"),
     (CompletionBody, [], "the body: must be a valid dictionary or", None),
     (CompletionBody, {}, "prompt: field required", "prompt"),
