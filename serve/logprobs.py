@@ -24,14 +24,14 @@ def completion_logprobs(tokenizer: Tokenizer | None, delta: Delta) -> Completion
         return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
 
     tokens = [spelt(i) for i in delta.ids]
-    values: list[float | None] = [_finite(p) for p in delta.logprobs]
+    values = [_finite(p) for p in delta.logprobs]
     tops: list[dict[str, float] | None] = []
     for token, value, alternatives in zip(tokens, values, _alternatives(delta), strict=True):
         top: dict[str, float] = {}
         for i, p in alternatives:
             top.setdefault(spelt(i), _finite(p))
         tops.append(top | {token: value})
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": delta.offsets}
+    return {"tokens": tokens, "token_logprobs": [*values], "top_logprobs": tops, "text_offset": delta.offsets}
 
 
 def echoed_logprobs(
