@@ -6,12 +6,15 @@ decoder, which holds an unfinished character back and never has to correct text.
 """
 
 import codecs
+import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxspec.chat_template.dialect import Dialect, dialect_of
+from jaxspec.chat_template.reserved import ReservedStrings
 from jaxspec.chat_template.template import ChatTemplate
 from jaxspec.engine.host_rule import RuleResult
 from jaxspec.engine.output import FinishReason
@@ -20,10 +23,8 @@ from jaxspec.sampling.params import SamplingParams
 
 # Reasoning tags are added tokens that templates parse out of earlier answers; they open no role.
 _REASONING_TAGS = ("<think>", "</think>")
-# Private-use characters stand in for reserved strings while a template is rendered.
-_MARKS = range(0xE000, 0xF900)
-# Characters that are searched at once: a search holds up all other threads.
-_WINDOW = 2**16
+# Names of templates, where a folder has several.
+_DEFAULT, _TOOL_USE = "default", "tool_use"
 # A text is encoded in two goes if it has more characters than this many a token of the context.
 _CHARACTERS_A_TOKEN = 16
 
@@ -32,10 +33,21 @@ class Tokenizer:
     """The tokenizer of a model folder (`tokenizer.json`), and its chat template where it has one.
 
     All methods may be called from several threads at once: only the immutable Rust object is used.
+
+    Attributes:
+        special_ids: of special tokens, which text leaves out.
+        chat_template: the Jinja text; empty where there is none.
     """
 
-    def __init__(self, hf: Any):
-        """`hf`: a `transformers.PreTrainedTokenizerFast`."""
+    def __init__(self, hf: Any, chat_template: str | None = None):
+        """
+        Args:
+            hf: a `transformers.PreTrainedTokenizerFast`.
+            chat_template: Jinja text to use instead of the folder's own.
+
+        Raises:
+            ModelFormatError: a template or a decoder that cannot be used.
+        """
         self._hf = hf
         self._backend = hf.backend_tokenizer
         self._backend.no_truncation()
@@ -45,17 +57,17 @@ class Tokenizer:
         self._sentencepiece = _is_sentencepiece(self._backend.decoder)
         self._bytes: dict[int, bytes] = {}
         self._longest_token = max(len(t.encode("utf-8")) for t in self._backend.get_vocab(with_added_tokens=True))
-        template = _default_template(hf.chat_template)
-        self._template = ChatTemplate(template, hf.special_tokens_map) if template else None
-        reserved = {
+        sources = _templates(hf.chat_template if chat_template is None else chat_template)
+        self._templates = {name: ChatTemplate(text, hf.special_tokens_map) for name, text in sources.items()}
+        self.chat_template = "\n".join(sources.values())
+        self._added = {token.content: i for i, token in added.items()}
+        self._reserved = ReservedStrings(
             token.content
             for token in added.values()
-            if (token.special or token.content in template)
+            if (token.special or token.content in self.chat_template)
             and token.content.strip()
             and token.content not in _REASONING_TAGS
-        }
-        self._reserved = re.compile("|".join(re.escape(s) for s in sorted(reserved, key=len, reverse=True)) or r"(?!)")
-        self._longest_reserved = max(map(len, reserved), default=0)
+        )
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -74,6 +86,27 @@ class Tokenizer:
         except Exception as e:  # the Rust parser raises bare Exception
             raise ModelFormatError(f"cannot read the tokenizer in {folder}: {e}") from e
         return cls(hf)
+
+    def with_chat_template(self, source: str) -> "Tokenizer":
+        """The same vocabulary with another template.
+
+        Raises:
+            ModelFormatError: it is no template.
+        """
+        return Tokenizer(self._hf, source)
+
+    @functools.cached_property
+    def dialect(self) -> Dialect:
+        """What the chat template wants to be given."""
+
+        def render(messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+            return self._template(variables).render(messages, add_generation_prompt=True, variables=variables)
+
+        return dialect_of(render) if self._templates else Dialect(tools=False)
+
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """The ids of those of the texts that are added tokens."""
+        return frozenset(self._added[token] for token in tokens if token in self._added)
 
     @property
     def hugging_face(self) -> Any:
@@ -148,9 +181,14 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True, limit: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        limit: int | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Renders the folder's own chat template (`jaxspec.chat_template`) and encodes the result.
+        """Renders the chat template (`jaxspec.chat_template`) and encodes the result.
 
         Contents cannot forge a role: where one spells a special token, or an added token that the template uses (some
         vocabularies do not mark their role tokens as special), the spelling is encoded as plain characters. Contents
@@ -158,16 +196,14 @@ class Tokenizer:
 
         Args:
             limit: as in `encode`.
+            variables: other variables of the template, such as `tools` and `enable_thinking`: values of JSON.
 
         Raises:
             InvalidRequestError: there is no template, it rejects the messages, or they are far too long.
         """
-        if self._template is None:
-            raise InvalidRequestError(
-                "this model has no chat template: use /v1/completions (LLM.generate) with a prompt", param="messages"
-            )
-        plain, marks = self._mark_reserved(messages)
-        text = self._template.render(plain, add_generation_prompt=add_generation_prompt)
+        template = self._template(variables or {})
+        (plain, others), marks = self._reserved.marked([list(messages), dict(variables or {})])
+        text = template.render(plain, add_generation_prompt=add_generation_prompt, variables=others)
         if limit is not None:
             self._refuse_too_long(text, limit, "messages")
         if not marks:
@@ -182,54 +218,29 @@ class Tokenizer:
             ids += following.ids
         return ids
 
-    def _mark_reserved(
-        self, messages: Sequence[Mapping[str, str]]
-    ) -> tuple[list[dict[str, str]], dict[str, Sequence[str]]]:
-        """Replaces reserved strings in all message fields by private-use characters: (messages, mark -> string)."""
-        values = [value for m in messages for value in m.values()]
-        found = {hit.group() for value in values for hit in self._reserved_in(value)}
-        if not found:
-            return [dict(m) for m in messages], {}
-        used = {c for value in values for window in _windows(value) for c in set(window) if ord(c) in _MARKS}
-        free = (chr(c) for c in _MARKS if chr(c) not in used)
-        mark_of = dict(zip(sorted(found), free, strict=False))
-        if len(mark_of) < len(found):
-            raise InvalidRequestError("the messages use too many private-use characters", param="messages")
-
-        def marked(value: str) -> str:
-            pieces, end = [], 0
-            for hit in self._reserved_in(value):
-                pieces += [value[end : hit.start()], mark_of[hit.group()]]
-                end = hit.end()
-            return "".join([*pieces, value[end:]])
-
-        plain = [{k: marked(v) for k, v in m.items()} for m in messages]
-        return plain, {mark: literal for literal, mark in mark_of.items()}
-
-    def _reserved_in(self, text: str) -> Iterator[re.Match[str]]:
-        """The reserved strings of a text, one window after the other."""
-        position = 0
-        while position < len(text):
-            border = position + _WINDOW
-            for hit in self._reserved.finditer(text, position, border + self._longest_reserved):
-                if hit.start() >= border:
-                    break
-                position = hit.end()
-                yield hit
-            position = max(position, border)
+    def _template(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """A folder may have one of its own for chats with tools."""
+        if not self._templates:
+            raise InvalidRequestError(
+                "this model has no chat template: use /v1/completions (LLM.generate) with a prompt", param="messages"
+            )
+        return self._templates[_TOOL_USE if variables.get("tools") and _TOOL_USE in self._templates else _DEFAULT]
 
 
-def _windows(text: str) -> Iterator[str]:
-    return (text[start : start + _WINDOW] for start in range(0, len(text), _WINDOW))
+def _templates(template: str | Mapping[str, str] | None) -> dict[str, str]:
+    """By name. A folder may have several."""
+    named = template if isinstance(template, Mapping) else {_DEFAULT: template or ""}
+    known = {name: named[name] for name in (_DEFAULT, _TOOL_USE) if named.get(name)}
+    return known if _DEFAULT in known else {}
 
 
-def _default_template(template: str | Mapping[str, str] | None) -> str:
-    """A folder may have several, by name."""
-    return template.get("default", "") if isinstance(template, Mapping) else template or ""
-
-
-def text_stream(tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> "TextStream | None":
+def text_stream(
+    tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams, shown: frozenset[int] = frozenset()
+) -> "TextStream | None":
     """The host rule that gives a request its text; None where the model has no tokenizer.
+
+    Args:
+        shown: special tokens that are part of the text also where it leaves the others out.
 
     Raises:
         InvalidRequestError: stop strings, and no tokenizer.
@@ -238,7 +249,7 @@ def text_stream(tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: 
         if params.stop:
             raise InvalidRequestError("this model has no tokenizer: stop strings need one", param="stop")
         return None
-    return TextStream(tokenizer, prompt_ids, params)
+    return TextStream(tokenizer, prompt_ids, params, shown)
 
 
 class TextStream:
@@ -252,10 +263,16 @@ class TextStream:
     needs_readback = False
     constraint = None
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        shown: frozenset[int] = frozenset(),
+    ):
         """`prompt_ids` matter where they end inside a character: the output then begins with its missing bytes."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown if params.skip_special_tokens else frozenset()
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._matchers = [_StopMatcher(s) for s in params.stop]

@@ -16,6 +16,7 @@ OBJECT = 64
 _BASE = 16 * 2**20
 _PER_BYTE = 16
 _PER_MESSAGE = 8000
+_PER_VALUE = 500
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, KeysView, ValuesView, ItemsView)
 
@@ -29,10 +30,11 @@ class Budget:
     Args:
         num_messages: of the chat that is rendered.
         num_bytes: of all its texts.
+        num_values: in its messages, tools and variables, at any depth.
     """
 
-    def __init__(self, num_messages: int, num_bytes: int):
-        self._left = _BASE + _PER_MESSAGE * num_messages + _PER_BYTE * num_bytes
+    def __init__(self, num_messages: int, num_bytes: int, num_values: int = 0):
+        self._left = _BASE + _PER_MESSAGE * num_messages + _PER_BYTE * num_bytes + _PER_VALUE * num_values
 
     def spend(self, units: int) -> None:
         """Once exceeded, it stays so: no `except` in a filter can go on."""
@@ -59,6 +61,23 @@ def spend(units: int) -> None:
 
 def text_size(text: str) -> int:
     return len(text) if text.isascii() else 4 * len(text)
+
+
+def extent(value: Any) -> tuple[int, int]:
+    """How many values a value of JSON holds, and how many bytes their texts have, names of fields included."""
+    count = size = 0
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        count += 1
+        if isinstance(each, str):
+            size += text_size(each)
+        elif isinstance(each, dict):
+            size += sum(map(text_size, each))
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return count, size
 
 
 def weigh(value: Any) -> None:

@@ -146,13 +146,22 @@ class ChatTemplate:
             if isinstance(e.__cause__, _UNBOUNDED):
                 raise ModelFormatError(f"the chat template {_TOO_EXPENSIVE}; {_WAY_OUT}") from e
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """
+        Args:
+            variables: others that the template may use, such as `tools` and `enable_thinking`: values of JSON.
+
         Raises:
             InvalidRequestError: the template rejects the messages, or cannot write them within its budget.
         """
         try:
-            return self._write(messages, add_generation_prompt=add_generation_prompt)
+            return self._write(messages, variables or {}, add_generation_prompt=add_generation_prompt)
         except _UNBOUNDED as e:
             raise InvalidRequestError(
                 f"the chat template of this model {_TOO_EXPENSIVE} with these messages; {_WAY_OUT}", param="messages"
@@ -163,18 +172,17 @@ class ChatTemplate:
                 f"the chat template rejects these messages: {_one_line(reason)}", param="messages"
             ) from e
 
-    def _write(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+    def _write(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool
+    ) -> str:
         plain = [dict(message) for message in messages]
-        size = sum(budget.text_size(value) for message in plain for value in message.values())
+        num_values, size = budget.extent([plain, dict(variables)])
         most = _MAX_ADDED + _MAX_REPEATED * size
-        token = budget.use(budget.Budget(len(plain), size))
+        token = budget.use(budget.Budget(len(plain), size, num_values))
+        given: dict[str, Any] = {**self._special_tokens, "tools": None, "documents": None, **variables}
         try:
             parts = self._template.generate(
-                **self._special_tokens,
-                messages=plain,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                {**given, "messages": plain, "add_generation_prompt": add_generation_prompt}
             )
             written = []
             for part in parts:

@@ -1,0 +1,151 @@
+"""The parser of one output: its thought, then its answer with tool calls in it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from serve.parsers.arguments import Schemas
+from serve.parsers.events import Event, Sink, new_call_id
+from serve.parsers.formats import ToolFormat
+from serve.parsers.harmony import TOKENS, parse_harmony
+from serve.parsers.source import Parsing, Source, attempt
+
+
+@dataclass(frozen=True)
+class ThinkTags:
+    """A thought between tags.
+
+    Attributes:
+        starts_inside: an output without the first tag begins inside the thought, whatever the prompt ends with.
+    """
+
+    open: str = "<think>"
+    close: str = "</think>"
+    starts_inside: bool = False
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return (self.open, self.close)
+
+    def begins_inside(self, prompt_end: str) -> bool:
+        """Whether an output begins inside the thought, after a prompt that ends so."""
+        end = prompt_end.rstrip()
+        if end.endswith(self.open) or end.endswith(self.close):
+            return end.endswith(self.open)
+        return self.starts_inside
+
+
+@dataclass(frozen=True)
+class Harmony:
+    """gpt-oss's messages, for thoughts as for calls."""
+
+    tokens: tuple[str, ...] = TOKENS
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """How an output is to be read.
+
+    Attributes:
+        reasoning: None: a thought is part of the answer.
+        tools: None: a call is a text.
+        schemas: of the tools that may be called.
+        parallel: more than one call counts.
+    """
+
+    reasoning: ThinkTags | Harmony | None = None
+    tools: ToolFormat | Harmony | None = None
+    schemas: Schemas = field(default_factory=dict)
+    parallel: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        return self.reasoning is None and self.tools is None
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """Special tokens that the text must have."""
+        return frozenset(tag for part in (self.reasoning, self.tools) if part for tag in part.tokens)
+
+
+class OutputParser:
+    """Fed with the text of one output in pieces; says what is in it.
+
+    Args:
+        prompt_end: the last characters of the prompt.
+
+    Attributes:
+        reasoning_end: how many characters of the text had been read when the thought ended.
+    """
+
+    def __init__(self, form: OutputFormat, prompt_end: str = "", make_id: Callable[[], str] = new_call_id):
+        self.reasoning_end = 0
+        self._form = form
+        self._source = Source()
+        self._sink = Sink(parallel=form.parallel, trims=form.tools is not None, make_id=make_id)
+        self._reading = self._read(prompt_end)
+        self._ended = False
+
+    @property
+    def num_calls(self) -> int:
+        return self._sink.num_calls
+
+    def feed(self, text: str) -> list[Event]:
+        self._source.add(text)
+        return self._go_on()
+
+    def end(self, *, cut: bool = False) -> list[Event]:
+        """What was held back.
+
+        Args:
+            cut: the output would have gone on.
+        """
+        self._source.end(cut=cut)
+        self._go_on()
+        self._sink.end()
+        return self._sink.take()
+
+    def _go_on(self) -> list[Event]:
+        if not self._ended:
+            self._ended = next(self._reading, True) is True
+        return [] if self._source.ended else self._sink.take()
+
+    def _read(self, prompt_end: str) -> Parsing[None]:
+        form = self._form
+        if isinstance(form.reasoning, Harmony) or isinstance(form.tools, Harmony):
+            self.reasoning_end = yield from parse_harmony(
+                self._source, self._sink, tools=form.tools is not None, reasoning=form.reasoning is not None
+            )
+            return
+        tag = None
+        if form.reasoning is not None:
+            tag = yield from self._thought(form.reasoning, inside=form.reasoning.begins_inside(prompt_end))
+        yield from self._answer(form.tools, tag)
+
+    def _thought(self, tags: ThinkTags, *, inside: bool) -> Parsing[str | None]:
+        """Returns the tag of a call that has ended it."""
+        source, form = self._source, self._form
+        opened = yield from attempt(source, _opening(source, tags.open))
+        if opened is None and not inside:
+            return None
+        ends = form.tools.opens if form.tools and not isinstance(form.tools, Harmony) and form.tools.ends_reasoning else ()
+        tag = yield from source.until(self._sink.reasoning, tags.close, *ends)
+        self.reasoning_end = source.consumed
+        self._sink.end_of_reasoning()
+        return tag if tag in ends else None
+
+    def _answer(self, tools: ToolFormat | None, tag: str | None) -> Parsing[None]:
+        source, sink, schemas = self._source, self._sink, self._form.schemas
+        if tools and tools.bare and tag is None:
+            yield from tools.calls(source, sink, "", schemas)
+        while True:
+            tag = tag or (yield from source.until(sink.content, *(tools.opens if tools else ())))
+            if tag is None or tools is None:
+                return
+            if not (yield from tools.calls(source, sink, tag, schemas)):
+                sink.content(tag)
+            tag = None
+
+
+def _opening(source: Source, tag: str) -> Parsing[str | None]:
+    yield from source.spaces()
+    return (yield from source.literal(tag))
