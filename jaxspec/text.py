@@ -190,6 +190,8 @@ class Tokenizer:
     ) -> list[int]:
         """Renders the chat template (`jaxspec.chat_template`) and encodes the result.
 
+        Messages are OpenAI's: `tool_calls` have their arguments as texts, and an earlier thought is `reasoning_content`.
+
         Contents cannot forge a role: where one spells a special token, or an added token that the template uses (some
         vocabularies do not mark their role tokens as special), the spelling is encoded as plain characters. Contents
         without such strings encode exactly as Hugging Face does.
@@ -202,7 +204,11 @@ class Tokenizer:
             InvalidRequestError: there is no template, it rejects the messages, or they are far too long.
         """
         template = self._template(variables or {})
-        (plain, others), marks = self._reserved.marked([list(messages), dict(variables or {})])
+        if variables and variables.get("tools") and not self.dialect.tools:
+            raise InvalidRequestError(
+                "the chat template of this model has no place for tools: serve it with --chat-template", param="tools"
+            )
+        (plain, others), marks = self._reserved.marked([self._adapted(messages), dict(variables or {})])
         text = template.render(plain, add_generation_prompt=add_generation_prompt, variables=others)
         if limit is not None:
             self._refuse_too_long(text, limit, "messages")
@@ -217,6 +223,12 @@ class Tokenizer:
             ids += spelt[mark]
             ids += following.ids
         return ids
+
+    def _adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        plain = all(m["role"] in ("user", "assistant") and "tool_calls" not in m for m in messages[1:])
+        if plain and not any(m["role"] == "developer" or "tool_calls" in m for m in messages[:1]):
+            return [dict(m) for m in messages]  # no template takes such messages in another way
+        return self.dialect.adapted(messages)
 
     def _template(self, variables: Mapping[str, Any]) -> ChatTemplate:
         """A folder may have one of its own for chats with tools."""

@@ -7,7 +7,7 @@ accepted the request.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -43,7 +43,9 @@ class Format(Protocol):
         """A first chunk of a choice, sent before any output."""
         ...
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]: ...
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+        """None: nothing of it is ready to be shown."""
+        ...
 
 
 async def answer(
@@ -60,16 +62,43 @@ async def answer(
         ApiError, InvalidRequestError: the engine did not accept the request, or failed it before anything was sent.
     """
     if body.stream:
-        generation = await _accepted(engine, request, choices, reservation)
-        if generation is None:
-            return Response(status_code=CLIENT_GONE)
-        return EventStream(engine, generation, _events(generation, body, form, _head(engine, form, chunk=True)))
+        head = {**form.head(chunk=True), **synthetic_mark(engine)}
+        return await stream_answer(
+            engine, request, choices, reservation, lambda generation: _events(generation, body, form, head)
+        )
+
+    def written(whole: list[Delta]) -> dict[str, Any]:
+        head = {**form.head(chunk=False), **synthetic_mark(engine)}
+        texts = [form.whole(choice, delta) for choice, delta in zip(choices, whole, strict=True)]
+        return {**head, "choices": texts, "usage": _usage(choices, body.choices)}
+
+    return await whole_answer(engine, request, choices, reservation, written)
+
+
+async def whole_answer(
+    engine: EngineThread,
+    request: Request,
+    choices: Sequence[Choice],
+    reservation: Reservation,
+    written: Callable[[list[Delta]], dict[str, Any]],
+) -> Response:
+    """Runs the choices to their end, and answers with what `written` makes of them."""
     whole = await until_disconnect(request.receive, _collect(engine, choices, reservation))
-    if whole is None:
+    return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(written(whole))
+
+
+async def stream_answer(
+    engine: EngineThread,
+    request: Request,
+    choices: Sequence[Choice],
+    reservation: Reservation,
+    events: Callable[[Generation], AsyncGenerator[bytes, None]],
+) -> Response:
+    """Starts the choices, and answers with the events that `events` makes of their output."""
+    generation = await _accepted(engine, request, choices, reservation)
+    if generation is None:
         return Response(status_code=CLIENT_GONE)
-    written = [form.whole(choice, delta) for choice, delta in zip(choices, whole, strict=True)]
-    head = _head(engine, form, chunk=False)
-    return JSONResponse({**head, "choices": written, "usage": _usage(choices, body.choices)})
+    return EventStream(engine, generation, events(generation))
 
 
 async def _accepted(
@@ -91,10 +120,10 @@ async def _accepted(
     return taken[0] if taken else None
 
 
-def _head(engine: EngineThread, form: Format, *, chunk: bool) -> dict[str, Any]:
+def synthetic_mark(engine: EngineThread) -> dict[str, Any]:
     """With synthetic acceptance the text is worthless, and every answer and chunk says so."""
     length = engine.model.synthetic_acceptance_length if engine.model else None
-    return form.head(chunk=chunk) | ({} if length is None else {"synthetic_acceptance_length": length})
+    return {} if length is None else {"synthetic_acceptance_length": length}
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -164,9 +193,12 @@ async def _events(
         for choice in generation.choices:
             if (opening := form.opening(choice)) is not None:
                 yield chunk([opening], with_usage=continuous)
-        async with aclosing(_with_pings(generation.deltas())) as deltas:
+        async with aclosing(with_pings(generation.deltas())) as deltas:
             async for news in deltas:
-                yield chunk([form.chunk(*news)], with_usage=continuous) if news else b": ping\n\n"
+                if news is None:
+                    yield b": ping\n\n"
+                elif (written := form.chunk(*news)) is not None:
+                    yield chunk([written], with_usage=continuous)
         if options and options.include_usage:
             yield chunk([], with_usage=True)
     except Exception as e:
@@ -176,7 +208,7 @@ async def _events(
     yield b"data: [DONE]\n\n"
 
 
-async def _with_pings(source: AsyncIterator[T]) -> AsyncGenerator[T | None, None]:
+async def with_pings(source: AsyncIterator[T]) -> AsyncGenerator[T | None, None]:
     """The items of `source`, and None whenever there was none for a while."""
     following = asyncio.ensure_future(anext(source, None))
     try:

@@ -16,20 +16,28 @@ from serve.chat import create_chat_completion
 from serve.completions import create_completion
 from serve.cors import CorsMiddleware
 from serve.engine_thread import Phase
+from serve.messages.body import CountBody, MessagesBody
+from serve.messages.handlers import count_tokens, create_message
 from serve.middleware import OPEN_PATHS, ApiKeyAuth, RequestContext, RootPath
 from serve.openapi import (
     ASKS,
     READS,
+    AnthropicErrorBody,
     ChatCompletion,
     Completion,
     Detokenization,
+    Message,
+    ResponseObject,
     Status,
+    TokenCount,
     Tokenization,
     TokenizerInfo,
     answers,
     describe,
 )
 from serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelCard, ModelList, TokenizeBody
+from serve.responses.body import ResponsesBody
+from serve.responses.handlers import create_response
 from serve.service import Service
 from serve.tokenization import describe_tokenizer, detokenize, tokenize
 from serve.version import version
@@ -50,6 +58,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.body_bytes = service.body_bytes
     errors.install(app)
     app.include_router(_openai_routes(service))
+    app.include_router(_anthropic_routes(service))
     app.include_router(_operations_routes(service))
     describe(app, needs_key=bool(service.settings.api_keys), open_paths=OPEN_PATHS)
     if service.settings.api_keys:
@@ -73,6 +82,10 @@ def _openai_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await create_chat_completion(service, request, body)
 
+    @router.post("/v1/responses", responses=answers(*READS, ok=ResponseObject, stream=True))
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        return await create_response(service, request, body)
+
     @router.post("/tokenize", responses=answers(*READS, ok=Tokenization))
     async def tokenize_text(body: TokenizeBody) -> Response:
         return await tokenize(service, body)
@@ -95,6 +108,21 @@ def _openai_routes(service: Service) -> APIRouter:
     @router.get("/v1/models/{name:path}", responses=answers(*ASKS, 404))
     async def model(name: str) -> ModelCard:
         return card(service.resolve_name(name))
+
+    return router
+
+
+def _anthropic_routes(service: Service) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute)
+    of_messages = answers(*READS, ok=Message, stream=True, error=AnthropicErrorBody)
+
+    @router.post("/v1/messages", responses=of_messages)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        return await create_message(service, request, body)
+
+    @router.post("/v1/messages/count_tokens", responses=answers(*READS, ok=TokenCount, error=AnthropicErrorBody))
+    async def count(body: CountBody) -> Response:
+        return await count_tokens(service, body)
 
     return router
 

@@ -2,15 +2,17 @@
 
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
-from jaxspec.text import Tokenizer
 from serve.answer import answer
+from serve.chat_run import ChatRun, chat_params, prepare_chat
 from serve.generation import Choice, Delta
 from serve.logprobs import chat_logprobs
+from serve.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from serve.protocol import ChatBody
 from serve.request_metrics import request_metrics
 from serve.service import Service
@@ -19,36 +21,16 @@ from serve.service import Service
 async def create_chat_completion(service: Service, request: Request, body: ChatBody) -> Response:
     arrival = time.monotonic()
     name = service.resolve_name(body.model)
-    tokenizer = service.tokenizer()
-    # None: to the end of the context.
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives)
-    messages = [m.rendered() for m in body.messages]
-    service.reject_too_long((m["content"] for m in messages), "messages")
+    params = chat_params(body)
     with service.admission.reserve(len(params)) as reservation:
-        matcher = await service.compiled_grammar(params[0].structured_outputs)
-        prompt = await service.in_pool(
-            tokenizer.apply_chat_template,
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            limit=service.model().engine.max_model_len,
-        )
-        choices = service.make_choices(
-            [prompt],
-            params,
-            priority=body.priority,
-            cache_salt=body.cache_salt or "",
-            arrival_time=arrival,
-            matcher=matcher,
-        )
-        form = _Format(name, body, tokenizer)
-        return await answer(service.engine_thread, request, body, choices, reservation, form)
+        run = await prepare_chat(service, body, params, arrival=arrival)
+        return await answer(service.engine_thread, request, body, run.choices, reservation, _Format(name, body, run))
 
 
 class _Format:
-    def __init__(self, model: str, body: ChatBody, tokenizer: Tokenizer):
+    def __init__(self, model: str, body: ChatBody, run: ChatRun):
         self._body = body
-        self._tokenizer = tokenizer
+        self._run = run
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
@@ -58,24 +40,63 @@ class _Format:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        events = self._run.events(choice, delta)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in _calls(events)]
+        text = _joined(events, Content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not text else text,
+            "refusal": None,
+        }
+        if self._run.thinks:
+            thought = _joined(events, Reasoning) or None
+            message |= {"reasoning": thought, "reasoning_content": thought}
+        if calls:
+            message["tool_calls"] = calls
         return self._choice(choice, delta, {"message": message})
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return self._choice(choice, Delta(), {"delta": {"role": "assistant", "content": ""}})
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        return self._choice(choice, delta, {"delta": {"content": delta.text} if delta.text else {}})
+    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+        events = self._run.events(choice, delta)
+        written: dict[str, Any] = {}
+        if text := _joined(events, Content):
+            written["content"] = text
+        if thought := _joined(events, Reasoning):
+            written |= {"reasoning": thought, "reasoning_content": thought}
+        if calls := _calls(events):
+            written["tool_calls"] = calls
+        if not (written or delta.finish_reason or self._body.logprobs or self._body.return_token_ids):
+            return None
+        return self._choice(choice, delta, {"delta": written})
 
     def _choice(self, choice: Choice, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         written: dict[str, Any] = {
             "index": choice.index,
             **content,
-            "logprobs": chat_logprobs(self._tokenizer, delta) if self._body.logprobs else None,
-            "finish_reason": delta.finish_reason.value if delta.finish_reason else None,
+            "logprobs": chat_logprobs(self._run.tokenizer, delta) if self._body.logprobs else None,
+            "finish_reason": self._run.finish_reason(choice, delta),
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
         if self._body.return_metrics and delta.finish_reason and choice.stats:
             written["metrics"] = request_metrics(choice.stats)
         return written
+
+
+def _joined(events: Iterable[Event], kind: type[Content] | type[Reasoning]) -> str:
+    return "".join(event.text for event in events if isinstance(event, kind))
+
+
+def _calls(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """The deltas of calls, one for each call: the first of a call has its id, type and name."""
+    deltas: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            deltas[event.index] = {"index": event.index, "id": event.id, "type": "function", "function": function}
+        elif isinstance(event, CallArguments):
+            delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += event.text
+    return list(deltas.values())

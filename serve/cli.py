@@ -16,6 +16,7 @@ import jaxspec
 from jaxspec.errors import ConfigError, JaxspecError
 from serve.flags import Parser, UsageError, add_engine_flags, engine_config, names, parse
 from serve.limits import LIMIT_FLAGS, check_limits, limit_settings
+from serve.parsers.registry import REASONING_NAMES, REASONING_PARSERS, TOOL_NAMES, TOOL_PARSERS
 from serve.peers import add_peer_flags
 from serve.sources import Resolved, resolve
 
@@ -111,6 +112,12 @@ def _add_serve_flags(parser: Parser) -> None:
     flag(server, "--root-path", "PATH", root, default="")
     prefix = "prefix of the names at /metrics (default: jaxspec; vllm for vLLM's dashboards)"
     flag(server, "--metrics-prefix", "TEXT", prefix, default="jaxspec")
+    template = "chat template: a file, or the Jinja text itself (default: the model's own)"
+    flag(server, "--chat-template", "TEMPLATE", template)
+    tools = f"format of the model's tool calls: {', '.join(TOOL_PARSERS)} or none (default: as its template has it)"
+    flag(server, "--tool-call-parser", "NAME", tools, choices=TOOL_NAMES)
+    thoughts = f"format of its reasoning: {', '.join(REASONING_PARSERS)} or none (default: as its template has it)"
+    flag(server, "--reasoning-parser", "NAME", thoughts, choices=REASONING_NAMES)
     queued = (
         "most outputs that may wait for their first step; a request counts once for each prompt and choice. "
         f"Further requests get 429 with Retry-After (default: {DEFAULT_MAX_NUM_QUEUED_REQUESTS})"
@@ -180,9 +187,10 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
     os.environ.update(resolved.variables)
     from serve import startup
     from serve.cors import Cors
-    from serve.model import ServedModel, load_model
+    from serve.model import ServedModel, load_model, with_chat_template
     from serve.server import bind, run_server
     from serve.service import ServerSettings
+    from serve.template_flag import read_template
     from serve.tls import tls_of
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -192,6 +200,7 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
             logging.getLogger(name).setLevel(arguments.uvicorn_log_level.upper())
     logger = logging.getLogger("jaxspec.serve")
     tls = tls_of(arguments)
+    template = None if arguments.chat_template is None else read_template(arguments.chat_template)
     settings = ServerSettings(
         arguments.model,
         tuple(arguments.served_model_name),
@@ -207,6 +216,8 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
             arguments.allowed_headers,
             credentials=arguments.allow_credentials,
         ),
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
         **limit_settings(arguments),
     )
     sock = bind(arguments.host, arguments.port)
@@ -231,7 +242,9 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
     progress = startup.console_progress()
     return run_server(
         settings,
-        lambda report: load_model(arguments.model, config, arguments.revision, startup.both(report, progress)),
+        lambda report: with_chat_template(
+            load_model(arguments.model, config, arguments.revision, startup.both(report, progress)), template
+        ),
         sock,
         shutdown_timeout=arguments.shutdown_timeout,
         on_ready=on_ready,

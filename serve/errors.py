@@ -1,4 +1,7 @@
-"""Errors over HTTP: every one has the body `{"error": {message, type, param, code}}`, as OpenAI's do."""
+"""Errors over HTTP: every one has the body `{"error": {message, type, param, code}}`, as OpenAI's do.
+
+Those of Anthropic's paths have its body, `{"type": "error", "error": {type, message}}`.
+"""
 
 import math
 import random
@@ -10,13 +13,25 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from jaxspec.errors import InvalidRequestError
+from serve.paths import is_anthropic, route_path
 
 RETRY_AFTER_SECONDS = 5.0
 _LONGEST_RETRY_AFTER = 60  # the official clients do not wait longer for it
 # Characters of what a user wrote that an error repeats.
 _MAX_ECHO = 64
+# Anthropic's types of errors.
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _MESSAGES = {404: "no such path", 405: "this path does not support that method"}
 
 
@@ -40,6 +55,12 @@ class ApiError(HTTPException):
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.detail, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = _ANTHROPIC_KINDS.get(
+            self.status_code, "invalid_request_error" if self.status_code < 500 else "api_error"
+        )
+        return {"type": "error", "error": {"type": kind, "message": self.detail}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status_code, self.headers)
@@ -70,6 +91,13 @@ def deadline_passed(why: str) -> ApiError:
 
 def server_error(message: str = "internal server error") -> ApiError:
     return ApiError(500, message, kind="server_error", code="server_error")
+
+
+def error_response(scope: Scope, error: ApiError) -> JSONResponse:
+    """In the form that the clients of this path want."""
+    if is_anthropic(route_path(scope)):
+        return JSONResponse(error.anthropic_body(), error.status_code, error.headers)
+    return error.response()
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -113,8 +141,8 @@ def quoted(text: str) -> str:
 def install(app: FastAPI) -> None:
     """Registers handlers for all errors except bugs, which `serve.middleware.RequestContext` catches."""
 
-    async def handle(_request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+    async def handle(request: Request, error: Exception) -> JSONResponse:
+        return error_response(request.scope, as_api_error(error))
 
     for kind in (HTTPException, RequestValidationError, InvalidRequestError):
         app.add_exception_handler(kind, handle)

@@ -12,7 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.connection import TASK_KEY
-from serve.errors import ApiError, server_error, unavailable
+from serve.errors import ApiError, error_response, server_error, unavailable
+from serve.paths import route_path
 from serve.request_info import RequestInfo, set_request_info
 from serve.service import Service
 
@@ -39,12 +40,6 @@ class RootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app({**scope, "root_path": self._root_path}, receive, send)
-
-
-def route_path(scope: Scope) -> str:
-    """The path that is routed: without --root-path, where the proxy has left it."""
-    path, root = scope["path"], scope.get("root_path", "")
-    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
 class RequestContext:
@@ -84,13 +79,14 @@ class RequestContext:
             task = asyncio.current_task()
             gone = task is not None and task.cancelling() > 0
             if not status:
-                await unavailable("the server is shutting down").response()(scope, receive, send_with_id)
+                error = unavailable("the server is shutting down")
+                await error_response(scope, error)(scope, receive, send_with_id)
                 status = CLIENT_GONE if gone else status
         except Exception:
             logger.exception("bug in a request handler, id=%s", request_id)
             if status:
                 raise  # the response has begun: uvicorn closes the connection
-            await server_error().response()(scope, receive, send_with_id)
+            await error_response(scope, server_error())(scope, receive, send_with_id)
         finally:
             self._service.in_flight -= not quiet
             if not quiet:
@@ -112,16 +108,17 @@ class ApiKeyAuth:
         if scope["type"] == "http" and route_path(scope) not in OPEN_PATHS and not self._allowed(Headers(scope=scope)):
             error = ApiError(
                 401,
-                "missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+                "missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-            await error.response()(scope, receive, send)
+            await error_response(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _allowed(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        matches = [secrets.compare_digest(digest, known) for known in self._digests]  # all, in constant time
-        return scheme.lower() == "bearer" and any(matches)
+        given = [key if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        digests = [hashlib.sha256(each.strip().encode("latin-1", "replace")).digest() for each in given]
+        matches = [secrets.compare_digest(digest, known) for digest in digests for known in self._digests]
+        return any(matches)  # all compared, in constant time; no key is empty

@@ -1,7 +1,7 @@
 """What the server needs of a model: an engine, a tokenizer, a name, and how it was loaded."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -46,6 +46,17 @@ class ServedModel:
     synthetic_acceptance_length: float | None = None
     cache_config: Mapping[str, str] = field(default_factory=dict)
     grammars: "GrammarCompiler | None" = None
+
+
+def with_chat_template(model: ServedModel, source: str | None) -> ServedModel:
+    """The model with another chat template, if one is given.
+
+    Raises:
+        ModelFormatError: the template cannot be used.
+    """
+    if source is None or model.tokenizer is None:
+        return model
+    return replace(model, tokenizer=model.tokenizer.with_chat_template(source))
 
 
 def load_model(model: str, config: "EngineConfig", revision: str | None, progress: Progress) -> ServedModel:

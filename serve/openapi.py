@@ -9,6 +9,7 @@ from typing_extensions import TypedDict
 from serve.protocol import ChatTokenLogprob, CompletionLogprobs, PromptTokenLogprob, RequestMetrics, Usage
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 _ERRORS = {
     400: "A value is wrong, or not supported: `param` names the field. Also a prompt that exceeds the context "
     "(`code` is `context_length_exceeded`), and a body that is no JSON (`invalid_json`).",
@@ -38,6 +39,18 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Every error of Anthropic's paths."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 class CompletionChoice(TypedDict):
     index: int
     text: str
@@ -58,10 +71,24 @@ class Completion(TypedDict):
     synthetic_acceptance_length: NotRequired[float]
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str  # JSON, if the model wrote it so
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null where there are only calls
     refusal: None
+    reasoning: NotRequired[str | None]  # of a model that thinks
+    reasoning_content: NotRequired[str | None]  # the same
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatLogprobs(TypedDict):
@@ -72,7 +99,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     token_ids: NotRequired[list[int]]
     metrics: NotRequired[RequestMetrics]
 
@@ -108,6 +135,77 @@ class Detokenization(TypedDict):
     prompt: str
 
 
+class MessageUsage(TypedDict):
+    input_tokens: int  # those that the prefix cache had are not among them
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(TypedDict):
+    """Anthropic's; blocks are of the types text, thinking and tool_use."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+    synthetic_acceptance_length: NotRequired[float]
+
+
+class TokenCount(TypedDict):
+    input_tokens: int
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class ResponseObject(TypedDict):
+    """OpenAI's response; items of output are of the types message, reasoning and function_call."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]]
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, str | None]
+    background: bool
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: str
+    usage: ResponseUsage
+    synthetic_acceptance_length: NotRequired[float]
+
+
 class Status(TypedDict):
     status: str
     done: NotRequired[int]
@@ -115,13 +213,15 @@ class Status(TypedDict):
     what: NotRequired[str]
 
 
-_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: OpenAI's chunks."}}}
+_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: the API's events."}}}
 # What every route that reads a body may answer, and what every route may that needs the model.
 READS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 ASKS = (401, 500, 503)
 
 
-def answers(*errors: int, ok: Any = None, stream: bool = False, description: str = "") -> dict[int | str, Any]:
+def answers(
+    *errors: int, ok: Any = None, stream: bool = False, description: str = "", error: type[BaseModel] = ErrorBody
+) -> dict[int | str, Any]:
     """The `responses` of a route."""
     success: dict[str, Any] = {"description": description or "The answer."}
     if ok is not None:
@@ -130,7 +230,7 @@ def answers(*errors: int, ok: Any = None, stream: bool = False, description: str
         success["content"] = _STREAM
     out: dict[int | str, Any] = {200: success}
     for status in sorted(errors):
-        out[status] = {"model": ErrorBody, "description": _ERRORS[status]}
+        out[status] = {"model": error, "description": _ERRORS[status]}
         if status in (429, 503):
             out[status]["headers"] = _RETRY
     return out

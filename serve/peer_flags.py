@@ -96,7 +96,6 @@ def _flag(names: str, peers: Any, here: Here, example: str = "", values: Any = N
 _ONE_HOST = "one process serves one host; run several servers and balance over them"
 _NO_GRAMMARS = "grammars are compiled by llguidance"
 _OWN_KERNELS = "the kernels are jaxspec's own; see --attention-backend and --moe-backend"
-_NO_TOOLS = "leave it out: tools and reasoning fields are not supported, and a request with tools is answered 400"
 _GRAPHS = "a step is one executable, compiled before the server is ready; on a GPU it runs as one CUDA graph"
 _NO_MEDIA = "images, audio and video are not accepted"
 
@@ -138,12 +137,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     ),
     _flag("--hf-token", VLLM, Variable("HF_TOKEN"), "hf_abc"),
     _flag("--download-dir", BOTH, Variable("HF_HUB_CACHE"), "/models"),
-    _flag(
-        "--chat-template",
-        BOTH,
-        Refused("put the template into the model's folder, as chat_template.jinja"),
-        "template.jinja",
-    ),
+    _flag("--chat-template", BOTH, Same("a file or the Jinja text"), "template.jinja"),
     _flag(
         "--chat-template-content-format",
         VLLM,
@@ -345,9 +339,11 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag("--speculative-token-map", SGLANG, Refused("a draft's own map of its vocabulary is read"), "map.pt"),
     _flag("--speculative-attention-mode", SGLANG, Ignored(_OWN_KERNELS), "decode"),
     # --- what clients see ---
-    _flag("--enable-auto-tool-choice", VLLM, Refused(_NO_TOOLS)),
-    _flag("--tool-call-parser", BOTH, Refused(_NO_TOOLS), "deepseek_v3"),
-    _flag("--reasoning-parser", BOTH, Refused(_NO_TOOLS), "deepseek_r1"),
+    _flag(
+        "--enable-auto-tool-choice", VLLM, Ignored("tools work with every model whose template has a place for them")
+    ),
+    _flag("--tool-call-parser", BOTH, Same("by default the model's; names of both peers"), "deepseek_v3"),
+    _flag("--reasoning-parser", BOTH, Same("by default the model's; names of both peers"), "deepseek_r1"),
     _flag("--guided-decoding-backend --grammar-backend", BOTH, Ignored(_NO_GRAMMARS), "xgrammar"),
     _flag("--structured-outputs-config", VLLM, Ignored(_NO_GRAMMARS), "{}"),
     _flag("--enable-prompt-tokens-details --enable-cache-report", BOTH, Ignored("usage always has the cached tokens")),

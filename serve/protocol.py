@@ -16,6 +16,7 @@ from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 from serve import tolerance
 from serve.fields import MAX_PROMPTS, Count, Int64, LogitBias, Prompt, Stop, StopTokenIds, Tokens, invalid
 from serve.structured import ResponseFormat, StructuredOutputs
+from serve.tool_fields import ToolCalls, ToolChoice, Tools, Variables
 
 MAX_CHOICES = 16
 MAX_OUTPUTS = 256  # choices times prompts of one call
@@ -207,7 +208,7 @@ def _part_text(part: Any, at: str) -> str:
     return text
 
 
-def _content(value: Any) -> str:
+def content_text(value: Any) -> str:
     """As templates expect it: text parts are joined by line ends."""
     if isinstance(value, str):
         return value
@@ -220,7 +221,7 @@ def _content(value: Any) -> str:
 
 Content = Annotated[
     str,
-    PlainValidator(_content, json_schema_input_type=str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]),
+    PlainValidator(content_text, json_schema_input_type=str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]),
 ]
 
 
@@ -234,21 +235,36 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="May be null or absent in a message of the assistant only.")
     name: str | None = None
+    reasoning: str | None = Field(None, description="An earlier thought; `reasoning_content` is the same.")
+    reasoning_content: str | None = None
+    tool_calls: ToolCalls | None = Field(None, description="Of an assistant.")
+    tool_call_id: str | None = Field(None, max_length=256, description="Of a tool's answer.")
 
     @model_validator(mode="after")
     def _check_content(self) -> "Message":
         if self.content is None and self.role != "assistant":
             raise invalid("must be a text or a list of text parts", ".content")
+        if self.tool_calls and self.role != "assistant":
+            raise invalid("only a message of the assistant has calls", ".tool_calls")
         return self
 
-    def rendered(self) -> dict[str, str]:
+    def rendered(self) -> dict[str, Any]:
         """For a template."""
-        return {"role": self.role, "content": self.content or ""} | (
-            {"name": self.name} if self.name is not None else {}
-        )
+        thought = self.reasoning or self.reasoning_content
+        others = {
+            "name": self.name,
+            "reasoning": thought,
+            "reasoning_content": thought,
+            "tool_calls": self.tool_calls,
+            "tool_call_id": self.tool_call_id,
+        }
+        return {"role": self.role, "content": self.content or ""} | {n: v for n, v in others.items() if v}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(GenerationBody):
@@ -259,6 +275,23 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Variables | None = None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Those that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the template is given beside the messages."""
+        return template_variables(self.callable_tools, self.reasoning_effort, self.chat_template_kwargs)
 
     @property
     def alternatives(self) -> int | None:
@@ -278,6 +311,17 @@ class ChatBody(GenerationBody):
         return self
 
 
+def template_variables(
+    tools: list[dict[str, Any]] | None, effort: str | None, kwargs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Variables of a chat template. An effort also turns thinking on or off, by both names that templates have for that."""
+    out: dict[str, Any] = {"tools": tools} if tools else {}
+    if effort is not None:
+        thinks = effort != "none"
+        out |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    return out | (kwargs or {})
+
+
 class TokenizeBody(Body):
     known = tolerance.TOKENIZE
     conditions = {
@@ -293,6 +337,8 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
+    tools: Tools | None = None
+    chat_template_kwargs: Variables | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> "TokenizeBody":

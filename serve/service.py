@@ -55,6 +55,7 @@ class ServerSettings:
         deadlines: of each request.
         engine_timeout: seconds that a step may take; None: no limit.
         connections: how many, and how slow they may be.
+        tool_call_parser, reasoning_parser: names of `serve.parsers.registry`; None: as the model's template has it.
     """
 
     model: str
@@ -69,6 +70,8 @@ class ServerSettings:
     deadlines: Deadlines = NO_DEADLINES
     engine_timeout: float | None = ENGINE_TIMEOUT
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -225,11 +228,15 @@ class Service:
         cache_salt: str,
         arrival_time: float,
         matcher: Any = None,
+        shown: frozenset[int] = frozenset(),
+        free_until: int | None = None,
     ) -> list[Choice]:
         """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them.
 
         Args:
             matcher: what `compiled_grammar` gave.
+            shown: special tokens that the text has even where it leaves the others out.
+            free_until: the id that ends a thought: the grammar begins after it.
 
         Raises:
             InvalidRequestError: stop strings, where the model has no tokenizer.
@@ -245,7 +252,7 @@ class Service:
                     f"{prefix}-{index}",
                     prompt_ids,
                     each,
-                    output_rule(tokenizer, prompt_ids, each, matcher),
+                    output_rule(tokenizer, prompt_ids, each, matcher, shown=shown, free_until=free_until),
                     priority=priority,
                     cache_salt=cache_salt,
                     arrival_time=arrival_time,

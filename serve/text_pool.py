@@ -76,7 +76,7 @@ def text_bytes(value: Any) -> int:
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(text_bytes, value.values()))
+        return sum(map(text_bytes, value.values())) + sum(len(name) for name in value if isinstance(name, str))
     if isinstance(value, Sequence):
         return _ID_BYTES * len(value) if value and isinstance(value[0], int) else sum(map(text_bytes, value))
     return 0

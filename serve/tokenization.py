@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxspec.errors import InvalidRequestError
 from jaxspec.text import Tokenizer
-from serve.protocol import DetokenizeBody, TokenizeBody
+from serve.protocol import DetokenizeBody, TokenizeBody, template_variables
 from serve.service import Service
 from serve.text_pool import text_bytes
 
@@ -34,7 +34,12 @@ async def tokenize(service: Service, body: TokenizeBody) -> Response:
     def encode(texts: Any) -> list[int]:
         if body.messages is None:
             return tokenizer.encode(texts, add_special_tokens=body.add_special_tokens, limit=limit)
-        return tokenizer.apply_chat_template(texts, add_generation_prompt=body.add_generation_prompt, limit=limit)
+        return tokenizer.apply_chat_template(
+            texts,
+            add_generation_prompt=body.add_generation_prompt,
+            limit=limit,
+            variables=template_variables(body.tools, None, body.chat_template_kwargs),
+        )
 
     content = await service.in_pool(_answer, texts, encode, tokenizer, limit, with_texts=body.return_token_strs)
     return Response(content, media_type="application/json")

@@ -67,14 +67,10 @@ MESSAGE = Known(
         "images": ([],),
         "partial": (False,),
         "prefix": (False,),
-        "reasoning": ("",),
-        "reasoning_content": ("",),
         "reasoning_details": ([],),
         "refusal": ("",),
         "thinking": ("",),
         "thinking_blocks": ([],),
-        "tool_call_id": ("",),
-        "tool_calls": ([],),
     },
     _NOTES | {"id", "example", "weight", "token_ids"},
 )
@@ -82,21 +78,20 @@ MESSAGE = Known(
 _NAMES = Known(
     {
         "chat_template": (),
-        "chat_template_kwargs": ({},),
         "mm_processor_kwargs": ({},),
-        "tools": ([],),
     },
     frozenset({"user", "request_id"}),
 )
+# Of chats only.
+_CHATS: Mapping[str, tuple[Any, ...]] = {"chat_template_kwargs": ({},), "tools": ([],)}
 
 TOKENIZE = _NAMES.plus({"continue_final_message": (False,)})
-DETOKENIZE = _NAMES
+DETOKENIZE = _NAMES.plus(_CHATS)
 
 GENERATION = _NAMES.plus(
     {
         # OpenAI
         "suffix": ("",),
-        "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         # vLLM
         "allowed_token_ids": (),
@@ -146,7 +141,9 @@ GENERATION = _NAMES.plus(
     ),
 )
 
-COMPLETION = GENERATION.plus({"tool_choice": ("none", "auto")}, ("parallel_tool_calls",))
+COMPLETION = GENERATION.plus(
+    {**_CHATS, "reasoning_effort": ("none",), "tool_choice": ("none", "auto")}, ("parallel_tool_calls",)
+)
 
 CHAT = GENERATION.plus(
     {
@@ -158,15 +155,54 @@ CHAT = GENERATION.plus(
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
-        "include_reasoning": (True,),
         "media_io_kwargs": ({},),
         "prompt_logprobs": (),
         "modalities": (["text"],),
         "reasoning": (),
-        "separate_reasoning": (True, False),
         "stream_reasoning": (True,),
-        "tool_choice": ("none", "auto"),
         "web_search_options": (),
+    }
+)
+
+# Anthropic's.
+MESSAGES = Known(
+    {"container": (), "mcp_servers": ([],), "output_format": ()},
+    frozenset(
+        {
+            "betas",
+            "cache_control",
+            "context_management",  # what to leave out of long chats: the client's own to do
+            "diagnostics",
+            "inference_geo",
+            "metadata",
+            "speed",
+            "user_profile_id",
+        }
+    ),
+)
+
+# OpenAI's Responses.
+RESPONSES = Known(
+    {
+        "background": (False,),
+        "context_management": ([],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
     },
-    ("parallel_tool_calls",),
+    frozenset(
+        {
+            "client_metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "stream_options",
+            "user",
+        }
+    ),
 )

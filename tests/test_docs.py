@@ -16,8 +16,10 @@ from jaxspec import SamplingParams
 from jaxspec.engine.acceptance import Acceptance
 from jaxspec.engine.engine import EngineStats
 from serve.app import create_app
+from serve.messages.body import MessagesBody
 from serve.metrics import EngineSnapshot, Metrics
 from serve.protocol import ChatBody, CompletionBody, Message, StreamOptions, TextPart, TokenizeBody
+from serve.responses.body import ReasoningOptions, ResponsesBody, TextOptions
 from serve.service import ServerSettings, Service
 from tests.doc_checks import (
     ROOT,
@@ -93,7 +95,11 @@ def test_every_parameter_of_a_request_is_described():
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     for kind in (CompletionBody, ChatBody, TokenizeBody, StreamOptions, Message, TextPart):
         names |= {*kind.model_fields, *kind.known.neutral, *kind.known.ignored}
-    assert not unnamed(sorted(names), "docs/sampling-and-api.md")
+    assert not unnamed(sorted(names), "docs/sampling-and-api.md", "docs/tools-and-agents.md")
+    names = set()
+    for other in (MessagesBody, ResponsesBody, ReasoningOptions, TextOptions):
+        names |= {*other.model_fields, *other.known.neutral, *other.known.ignored}
+    assert not unnamed(sorted(names), "docs/tools-and-agents.md")
 
 
 def test_every_endpoint_is_described():

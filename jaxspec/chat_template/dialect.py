@@ -5,7 +5,8 @@ and its message without a content as an empty text or as null. Some know no deve
 message but the first.
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,36 @@ class Dialect:
     null_content: bool = False
     developer: bool = True
     late_system: bool = True
+
+    def adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages of a chat, with arguments as texts of JSON, as this template takes them."""
+        out: list[dict[str, Any]] = []
+        for message in messages:
+            adapted = dict(message)
+            if adapted["role"] == "developer" and not self.developer:
+                adapted["role"] = "system"
+            if adapted["role"] == "system" and not self.late_system and any(m["role"] != "system" for m in out):
+                adapted["role"] = "user"
+            if adapted.get("tool_calls"):
+                adapted["tool_calls"] = [self._call(call) for call in adapted["tool_calls"]]
+                adapted["content"] = adapted.get("content") or (None if self.null_content else "")
+            out.append(adapted)
+        return out
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A model may have written arguments that are no JSON: they stay a text."""
+        function = dict(call["function"])
+        if not self.arguments_as_text:
+            function["arguments"] = _object(function["arguments"])
+        return {**call, "function": function}
+
+
+def _object(text: str) -> Any:
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def dialect_of(render: Callable[[list[dict[str, Any]], Mapping[str, Any]], str]) -> Dialect:

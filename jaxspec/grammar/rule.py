@@ -12,22 +12,30 @@ from jaxspec.text import TextStream, Tokenizer, text_stream
 
 
 def output_rule(
-    tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams, matcher: Any = None
+    tokenizer: Tokenizer | None,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    matcher: Any = None,
+    *,
+    shown: frozenset[int] = frozenset(),
+    free_until: int | None = None,
 ) -> "GrammarRule | TextStream | None":
     """The host rule that a request needs: for its text, its stop strings and its grammar.
 
     Args:
         matcher: of `params.structured_outputs`, where they are given (`GrammarCompiler.matcher`). It is not changed.
+        shown: special tokens that are part of the text also where it leaves the others out.
+        free_until: as in `GrammarRule`.
 
     Raises:
         InvalidRequestError: the model has no tokenizer for what is asked.
     """
     assert (matcher is None) == (params.structured_outputs is None)
-    text = text_stream(tokenizer, prompt_ids, params)
+    text = text_stream(tokenizer, prompt_ids, params, shown)
     if matcher is None:
         return text
     assert text is not None, "the matcher was made for a tokenizer"
-    return GrammarRule(matcher.deep_copy(), text)
+    return GrammarRule(matcher.deep_copy(), text, free_until=free_until)
 
 
 class GrammarRule:

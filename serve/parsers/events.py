@@ -130,8 +130,7 @@ class Sink:
 
     def _add(self, event: Content | Reasoning | CallArguments) -> None:
         last = self._events[-1] if self._events else None
-        if type(last) is type(event) and not isinstance(last, CallStart | None):
-            if getattr(last, "index", 0) == getattr(event, "index", 0):
-                self._events[-1] = replace(last, text=last.text + event.text)
-                return
-        self._events.append(event)
+        if isinstance(last, type(event)) and getattr(last, "index", 0) == getattr(event, "index", 0):
+            self._events[-1] = replace(last, text=last.text + event.text)
+        else:
+            self._events.append(event)

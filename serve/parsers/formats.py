@@ -11,18 +11,25 @@ _NAME = re.compile(r"[^\s<>{}\[\]\"']{1,256}")
 
 
 class ToolFormat(Protocol):
-    """
-    Attributes:
-        opens: tags that open a call, or several.
-        tokens: of its tags those that are special tokens in some vocabulary; the text must have them.
-        ends_reasoning: the tags are no text that a thought could hold, so they also end one that was not closed.
-        bare: calls may come without a tag, at the beginning of the answer.
-    """
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Tags that open a call, or several."""
+        ...
 
-    opens: tuple[str, ...]
-    tokens: tuple[str, ...]
-    ends_reasoning: bool
-    bare: bool
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Of its tags those that are special tokens in some vocabulary: the text must have them."""
+        ...
+
+    @property
+    def ends_reasoning(self) -> bool:
+        """The tags are no text that a thought could hold, so they also end one that was not closed."""
+        ...
+
+    @property
+    def bare(self) -> bool:
+        """Calls may come without a tag, at the beginning of the answer."""
+        ...
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:
         """Reads what follows an opening tag. False, with nothing read, if that is no call: then the tag is a text."""

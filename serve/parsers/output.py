@@ -127,7 +127,9 @@ class OutputParser:
         opened = yield from attempt(source, _opening(source, tags.open))
         if opened is None and not inside:
             return None
-        ends = form.tools.opens if form.tools and not isinstance(form.tools, Harmony) and form.tools.ends_reasoning else ()
+        ends = (
+            form.tools.opens if form.tools and not isinstance(form.tools, Harmony) and form.tools.ends_reasoning else ()
+        )
         tag = yield from source.until(self._sink.reasoning, tags.close, *ends)
         self.reasoning_end = source.consumed
         self._sink.end_of_reasoning()

@@ -207,6 +207,18 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
     return message
 
 
+def check_anthropic_error(response: httpx.Response, status: int, kind: str) -> str:
+    """Anthropic's form of errors; returns the message."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"type", "error"}
+    assert body["type"] == "error"
+    assert set(body["error"]) == {"type", "message"}
+    assert body["error"]["type"] == kind
+    assert "\n" not in body["error"]["message"]
+    return body["error"]["message"]
+
+
 def check_bad_requests(base_url: str) -> None:
     """Every bad input is a 4xx in OpenAI's shape, and the server still works afterwards."""
     name = model_name(base_url)

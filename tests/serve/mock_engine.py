@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,15 +35,15 @@ WORDS = ["alpha", "bêta", "γ", "日本語", "😀", "👩‍👩‍👧", " ",
 EOS = 257
 
 
-def byte_tokenizer(*, chat: bool = True) -> Tokenizer:
-    """Ids 0-255 are bytes in byte-level order, then the special tokens."""
+def byte_tokenizer(*, chat: bool = True, template: str = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
+    """Ids 0-255 are bytes in byte-level order, then the special tokens, further ones last."""
     rust = RustTokenizer(
         models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
-    rust.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template=TEMPLATE if chat else None))
+    rust.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in [*SPECIAL, *special]])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template=template if chat else None))
 
 
 class _Taken:
@@ -73,9 +73,9 @@ class MockEngine:
         fail: a step raises this.
         nan_in: prompts that begin with this id end with an error, as a NaN row does.
         gate: steps wait for it.
+        says: what every output is, instead of words by hash.
+        prompts: the texts of what it was asked.
     """
-
-    vocab_size = 256 + len(SPECIAL)
 
     def __init__(
         self,
@@ -85,6 +85,8 @@ class MockEngine:
         step_seconds: float = 0.0,
         k: int = 0,
         cached_tokens: int = 0,
+        tokenizer: Tokenizer | None = None,
+        says: str | None = None,
     ):
         self.max_model_len = max_model_len
         self.aborted: list[str] = []
@@ -95,7 +97,10 @@ class MockEngine:
         self.gate.set()
         self._max_running = max_running
         self._step_seconds = step_seconds
-        self._tokenizer = byte_tokenizer()
+        self._tokenizer = tokenizer or byte_tokenizer()
+        self.vocab_size = self._tokenizer.vocab_size
+        self.says = says
+        self.prompts: list[str] = []
         self._requests: dict[str, Request] = {}
         self._sources: dict[str, Iterator[int]] = {}
         self._num_preemptions = 0
@@ -229,6 +234,10 @@ class MockEngine:
 
     def _text(self, request: Request) -> Iterator[int]:
         """Words by hash, with an end-of-text id after about forty words."""
+        self.prompts.append(self._tokenizer.decode(request.tokens, skip_special_tokens=False))
+        if self.says is not None:
+            yield from self._tokenizer.encode(self.says)
+            yield from itertools.repeat(EOS)
         prompt = bytes(str(request.tokens), "ascii")
         count = 0
         for position in itertools.count():

@@ -13,6 +13,9 @@ from jaxspec.config import EngineConfig
 from jaxspec.errors import ModelFormatError
 from serve import cli
 from serve.flags import Parser, add_engine_flags, engine_config, parse
+from serve.model import with_chat_template
+from serve.template_flag import read_template
+from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,3 +234,32 @@ def test_no_command_prints_help(capsys):
     code, out, _ = run(capsys)
     assert code == 0
     assert "serve" in out
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("missing.jinja", "--chat-template: there is no file 'missing.jinja'"),
+        ("{{ oops", "--chat-template: the chat template is wrong in line 1"),
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "time or memory"),
+        ("\n", "--chat-template is empty"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_an_error_at_once(capsys, monkeypatch, tmp_path, value, message):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["serve", "--chat-template", value]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_template_may_be_a_file_or_a_text(tmp_path):
+    source = "{{ messages[0].content }}!"
+    (tmp_path / "template.jinja").write_text(source)
+    for value in (str(tmp_path / "template.jinja"), source):
+        assert read_template(value) == source
+    tokenizer = byte_tokenizer(chat=False)
+    model = with_chat_template(served(MockEngine(), tokenizer), source)
+    assert model.tokenizer.decode(model.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])) == "hi!"
+    assert with_chat_template(served(MockEngine(), tokenizer), None).tokenizer is tokenizer

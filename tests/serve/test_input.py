@@ -110,7 +110,7 @@ WRONG = [
     (ChatBody, {"messages": [USER, {"role": "wizard", "content": "x"}]},
      "messages[1].role: must be 'system', 'developer', 'user', 'assistant' or 'tool'", "messages"),
     (ChatBody, {"messages": [USER, {"role": "assistant", "tool_calls": [{}]}]},
-     "messages[1].tool_calls: not supported yet (only [])", "messages"),
+     "messages[1].tool_calls[0].function: must be an object", "messages"),
     (ChatBody, CHAT | {"stream": True, "stream_options": {"include_usage": 1}},
      "stream_options.include_usage: must be a valid boolean", "stream_options"),
     (ChatBody, CHAT | {"add_special_tokens": True}, "add_special_tokens: not supported yet", "add_special_tokens"),

@@ -23,6 +23,9 @@ NAMES = [
 ERRORS = {
     "/v1/completions": {400, 401, 404, 413, 415, 429, 500, 503},
     "/v1/chat/completions": {400, 401, 404, 413, 415, 429, 500, 503},
+    "/v1/responses": {400, 401, 404, 413, 415, 429, 500, 503},
+    "/v1/messages": {400, 401, 404, 413, 415, 429, 500, 503},
+    "/v1/messages/count_tokens": {400, 401, 404, 413, 415, 429, 500, 503},
     "/tokenize": {400, 401, 404, 413, 415, 500, 503},
     "/detokenize": {400, 401, 404, 413, 415, 500, 503},
     "/v1/models": {401, 500, 503},
@@ -48,7 +51,8 @@ def test_all_errors_are_described():
             assert answers["200"]["content"]
             for status, answer in answers.items():
                 if status >= "400" and path not in ("/health", "/ready"):
-                    assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+                    form = "AnthropicErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+                    assert answer["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{form}"}
             assert ("requestBody" in operation) == ("post" in methods)
     error = document["components"]["schemas"]["ErrorDetail"]
     assert set(error["properties"]) == set(error["required"]) == {"message", "type", "param", "code"}
@@ -67,7 +71,7 @@ def test_a_key_is_described_where_it_is_needed():
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [11, pytest.param(230, marks=pytest.mark.full)])
 def test_every_answer_is_as_described(start_server, examples):
-    """About nine operations and kinds of input take all the examples: in all 100 cases, or 2000."""
+    """About fifteen operations and kinds of input take all the examples."""
     server = start_server(served(MockEngine(), byte_tokenizer()))
     schema = schemathesis.openapi.from_url(f"{server.base_url}/openapi.json")
     checks = CHECKS.get_by_names(NAMES)
@@ -93,7 +97,7 @@ def test_every_answer_is_as_described(start_server, examples):
 
             check()
     assert seen.total() >= 8 * examples
-    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+    for path in set(ERRORS) - {"/v1/models", "/v1/models/{name}"}:
         assert seen[path, 200], path
         assert seen[path, 400], path
     check_completions(server.base_url)

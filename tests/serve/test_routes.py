@@ -10,7 +10,7 @@ from starlette.routing import Route
 import jaxspec
 from serve.app import create_app
 from serve.version import commit
-from tests.serve.client_checks import check_error, client
+from tests.serve.client_checks import check_anthropic_error, check_error, client
 from tests.serve.mock_engine import EOS, MockEngine, byte_tokenizer, served
 
 BODY = {"prompt": "hi", "max_tokens": 4, "temperature": 0}
@@ -40,7 +40,10 @@ def test_a_key_is_needed_everywhere_but_for_health(start_server):
             {"host": "health"},
         ):
             response = httpx.request(method, server.base_url + path, headers=headers)
-            check_error(response, 401, None, "invalid_api_key")
+            if path.startswith("/v1/messages"):
+                check_anthropic_error(response, 401, "authentication_error")
+            else:
+                check_error(response, 401, None, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
             assert response.headers["x-request-id"]
     for key in (b"Bearer first-key", b"bearer first-key"):
@@ -150,5 +153,8 @@ def test_every_route_reads_its_body_through_one_door(mock_server):
     app = create_app(mock_server.service)
     posts = [path for method, path in paths(mock_server) if method == "POST"]
     for path in posts:
-        check_error(mock_server.post(path, content=b"x"), 415, None, "unsupported_media_type")
+        if path.startswith("/v1/messages"):
+            check_anthropic_error(mock_server.post(path, content=b"x"), 415, "invalid_request_error")
+        else:
+            check_error(mock_server.post(path, content=b"x"), 415, None, "unsupported_media_type")
     assert not any(isinstance(route, Route) and route.path in ("/docs", "/redoc") for route in app.routes)

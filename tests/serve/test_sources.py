@@ -52,6 +52,7 @@ def test_every_option_has_a_variable(write, monkeypatch):
         "log_level": "error", "uvicorn_log_level": "error", "shutdown_timeout": "1.5", "ssl_cert_reqs": "1",
         "speculative_config": '{"method": "mtp"}', "allowed_origins": "*", "speculative_capture_layers": "1,2",
         "enable_mixed_batch": "0", "gpu_memory_utilization": "0.5", "synthetic_acceptance_length": "2",
+        "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
     }  # fmt: skip
     write("")
     options = cli.parsers(["serve"])[1]["serve"].own_options()
@@ -121,7 +122,8 @@ def test_one_source_says_what_speculation_is(write):
         ("port: x", "serve.yaml: argument --port: invalid int value: 'x'"),
         ("enable-prefix-caching: maybe", "serve.yaml: --enable-prefix-caching must be true or false, got 'maybe'"),
         ("config: other.yaml", "serve.yaml: a file cannot name another with config"),
-        ("tool-call-parser: x", "serve.yaml: --tool-call-parser x is not supported: leave it out"),
+        ("tool-call-parser: x", "serve.yaml: argument --tool-call-parser: invalid choice: 'x' (choose from"),
+        ("enable-lora: true", "serve.yaml: --enable-lora is not supported: merge the adapter"),
         (
             "speculative-config: {method: ngram}",
             "serve.yaml: --speculative-config: method in speculative_config must be",

@@ -104,7 +104,7 @@ def test_text_in_work_is_bounded():
 
 def test_what_a_job_counts():
     messages = [{"role": "user", "content": "12345"}, {"role": "x", "content": "67"}]
-    assert text_bytes([messages, True, None]) == 4 + 5 + 1 + 2
+    assert text_bytes([messages, True, None]) == 4 + 5 + 1 + 2 + 2 * len("role" + "content")
     assert text_bytes([[1, 2, 3]]) == 24
     assert text_bytes([[]]) == 0
 

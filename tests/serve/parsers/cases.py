@@ -96,8 +96,7 @@ def _dsml(name: str, **parameters: tuple[str, str]) -> str:
 
 def _glm(name: str, between: str = "\n", **parameters: str) -> str:
     written = "".join(
-        f"<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>{between}"
-        for key, value in parameters.items()
+        f"<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>{between}" for key, value in parameters.items()
     )
     return f"<tool_call>{name}{between}{written}</tool_call>"
 

@@ -61,7 +61,9 @@ def text_of(events: list[Event], kind: type) -> str:
 
 def calls_of(events: list[Event]) -> list[tuple[str, str]]:
     starts = [event for event in events if isinstance(event, CallStart)]
-    return [(s.name, "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == s.index)) for s in starts]
+    return [
+        (s.name, "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == s.index)) for s in starts
+    ]
 
 
 def cuts(text: str, seed: int, most: int = 6) -> list[str]:
@@ -239,7 +241,7 @@ SIGNS = [
     ("kimi_k2", "<|tool_call_begin|>"),
     ("hermes", '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'),
     ("qwen3_coder", "<tool_call>\n<function=example_function_name>"),
-    ("llama3_json", "<|start_header_id|> with \"name\" and its \"parameters\""),
+    ("llama3_json", '<|start_header_id|> with "name" and its "parameters"'),
     ("minimax_m2", "<minimax:tool_call>"),
     ("glm45", "<tool_call>{name}\n<arg_key>"),
     ("gpt-oss", "<|start|>assistant<|channel|>final<|message|>"),

@@ -1,0 +1,132 @@
+"""What all chat endpoints do: from a chat to choices of the engine, and from their output to what is in it."""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxspec.engine.output import FinishReason
+from jaxspec.errors import InvalidRequestError
+from jaxspec.sampling.params import SamplingParams
+from jaxspec.text import Tokenizer
+from serve.generation import Choice, Delta
+from serve.parsers.events import Event, Reasoning
+from serve.parsers.output import OutputFormat, OutputParser, ThinkTags
+from serve.parsers.registry import reasoning_parser, tool_parser
+from serve.protocol import ChatBody
+from serve.service import Service
+
+# The prompt's last tokens: they say whether the template has opened a thought.
+_LAST_IDS = 16
+
+
+@dataclass(frozen=True)
+class ChatRun:
+    """
+    Attributes:
+        parsers: of each choice, by its index.
+        thinks: thoughts are told from answers.
+    """
+
+    tokenizer: Tokenizer
+    choices: Sequence[Choice]
+    parsers: Sequence[OutputParser]
+    thinks: bool
+    include_reasoning: bool
+
+    def events(self, choice: Choice, delta: Delta) -> list[Event]:
+        """What is in the newest output of a choice, and at its end what had been held back."""
+        parser = self.parsers[choice.index]
+        found = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            found += parser.end(cut=delta.finish_reason is FinishReason.LENGTH)
+        return [event for event in found if self.include_reasoning or not isinstance(event, Reasoning)]
+
+    def reasoning_tokens(self, choice: Choice, offsets: Sequence[int]) -> int:
+        """How many tokens of an output belong to its thought. `offsets`: of each, the characters before it."""
+        return bisect.bisect_left(offsets, self.parsers[choice.index].reasoning_end)
+
+    def finish_reason(self, choice: Choice, delta: Delta) -> str | None:
+        if delta.finish_reason is FinishReason.STOP and self.parsers[choice.index].num_calls:
+            return "tool_calls"
+        return delta.finish_reason.value if delta.finish_reason else None
+
+
+def chat_params(body: ChatBody) -> list[SamplingParams]:
+    """Parameters of each choice; without a limit they go on to the end of the context."""
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives)
+
+
+async def prepare_chat(
+    service: Service, body: ChatBody, params: Sequence[SamplingParams], *, arrival: float
+) -> ChatRun:
+    """Renders and encodes the chat.
+
+    Raises:
+        InvalidRequestError: the template rejects it, or it is too long, or the format of the model's calls is not known.
+        ApiError: too much text is in work, or a deadline has passed.
+    """
+    tokenizer = service.tokenizer()
+    form, tags = output_format(service, body)
+    matcher = await service.compiled_grammar(params[0].structured_outputs)
+    if matcher is not None and body.callable_tools:
+        raise InvalidRequestError(
+            "tools together with a grammar (response_format, structured_outputs) are not supported", param="tools"
+        )
+    prompt = await encode_chat(service, body)
+    prompt_end = tokenizer.decode(prompt[-_LAST_IDS:], skip_special_tokens=False)
+    choices = service.make_choices(
+        [prompt],
+        params,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        arrival_time=arrival,
+        matcher=matcher,
+        shown=tokenizer.ids_of(tags),
+        free_until=_end_of_thought(tokenizer, form, prompt_end),
+    )
+    parsers = [OutputParser(form, prompt_end) for _ in choices]
+    return ChatRun(tokenizer, choices, parsers, form.reasoning is not None, body.include_reasoning)
+
+
+def _end_of_thought(tokenizer: Tokenizer, form: OutputFormat, prompt_end: str) -> int | None:
+    """The id that ends the thought with which an output begins, if it begins with one: a grammar is for the answer."""
+    thoughts = form.reasoning
+    if not isinstance(thoughts, ThinkTags) or not thoughts.begins_inside(prompt_end):
+        return None
+    return next(iter(tokenizer.ids_of([thoughts.close])), None)
+
+
+async def encode_chat(service: Service, body: ChatBody) -> list[int]:
+    """The prompt's ids; raises as `prepare_chat` does."""
+    messages = [m.rendered() for m in body.messages]
+    service.reject_too_long((m["content"] for m in messages), "messages")
+    return await service.in_pool(
+        service.tokenizer().apply_chat_template,
+        messages,
+        add_generation_prompt=body.add_generation_prompt,
+        limit=service.model().engine.max_model_len,
+        variables=body.variables,
+    )
+
+
+def output_format(service: Service, body: ChatBody) -> tuple[OutputFormat, frozenset[str]]:
+    """How outputs are to be read, and the tags that their text must have for that.
+
+    Raises:
+        InvalidRequestError: tools, and nothing says how the model calls them.
+    """
+    template = service.tokenizer().chat_template
+    thoughts = reasoning_parser(service.settings.reasoning_parser, template)
+    form = OutputFormat(thoughts if body.separate_reasoning else None, parallel=body.parallel_tool_calls)
+    tags = frozenset(thoughts.tokens if thoughts else ())  # also where the thought stays in the answer
+    if not body.callable_tools:
+        return form, tags
+    tools = tool_parser(service.settings.tool_call_parser, template)
+    if tools is None:
+        raise InvalidRequestError(
+            "how this model calls tools is not known: start the server with --tool-call-parser", param="tools"
+        )
+    functions = [tool["function"] for tool in body.callable_tools]
+    form = replace(form, tools=tools, schemas={f["name"]: f["parameters"] for f in functions})
+    return form, tags | form.tokens

@@ -1,0 +1,223 @@
+"""Types of the fields about tools and templates. As in `serve.fields`, the first wrong place is named, with one cause."""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+
+from serve.fields import invalid
+
+MAX_TOOLS = 512
+MAX_CALLS = 512  # of one message
+MAX_VARIABLES = 64
+_MAX_ID = 256
+TOOL_NAME = r"[A-Za-z0-9_.:/-]{1,128}"
+_NAME = re.compile(TOOL_NAME, re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}", re.ASCII)
+# What templates are given by other fields, or by the model.
+_TAKEN = frozenset(
+    [
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "pad_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
+    ]
+)
+# Fields of tools and calls that change nothing here.
+_FUNCTION_NOTES = frozenset({"strict", "cache_control"})
+_CALL_NOTES = frozenset({"index", "provider_specific_fields", "cache_control", "extra_content"})
+NEEDS_GRAMMAR = "is not supported yet (it needs a grammar of the model's calls): use 'auto' or 'none'"
+
+Json = dict[str, Any]
+
+
+def check_object(value: Any, at: str) -> Json:
+    if not isinstance(value, dict):
+        raise invalid("must be an object", at)
+    return value
+
+
+def check_name(value: Any, at: str) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise invalid("must be a name of 1 to 128 letters, digits and _ - . : /", at)
+    return value
+
+
+def check_text(value: Any, at: str) -> str:
+    if not isinstance(value, str):
+        raise invalid("must be a text", at)
+    return value
+
+
+def check_id(value: Any, at: str) -> str:
+    if not 0 < len(check_text(value, at)) <= _MAX_ID:
+        raise invalid(f"must be a text of 1 to {_MAX_ID} characters", at)
+    return value
+
+
+def check_list(value: Any, most: int, what: str, at: str = "") -> list[Any]:
+    if not isinstance(value, list):
+        raise invalid("must be a list", at)
+    if len(value) > most:
+        raise invalid(f"has {len(value)} {what}, and at most {most} are accepted", at)
+    return value
+
+
+def only(value: Json, known: tuple[str, ...], notes: frozenset[str], at: str) -> None:
+    """Refuses a field that is not known."""
+    for name, each in value.items():
+        if name not in known and name not in notes and each is not None:
+            raise invalid("unknown parameter", f"{at}.{name[:64]}")
+
+
+def function_tool(name: str, description: str | None, parameters: Json | None) -> Json:
+    """A tool as templates are given it."""
+    function: Json = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def read_function(function: Json, at: str) -> Json:
+    """A tool of an object with name, description and parameters."""
+    name = check_name(function.get("name"), f"{at}.name")
+    description, parameters = function.get("description"), function.get("parameters")
+    if description is not None:
+        check_text(description, f"{at}.description")
+    if parameters is not None:
+        check_object(parameters, f"{at}.parameters")
+    return function_tool(name, description, parameters)
+
+
+def unique_names(tools: list[Json]) -> list[Json]:
+    seen = set()
+    for i, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if name in seen:
+            raise invalid("is the name of an earlier tool too", f"[{i}]")
+        seen.add(name)
+    return tools
+
+
+def _tools(value: Any) -> list[Json]:
+    found = []
+    for i, tool in enumerate(check_list(value, MAX_TOOLS, "tools")):
+        check_object(tool, f"[{i}]")
+        if tool.get("type") != "function":
+            raise invalid("must be 'function'", f"[{i}].type")
+        only(tool, ("type", "function"), _FUNCTION_NOTES, f"[{i}]")
+        at = f"[{i}].function"
+        function = check_object(tool.get("function"), at)
+        only(function, ("name", "description", "parameters"), _FUNCTION_NOTES, at)
+        found.append(read_function(function, at))
+    return unique_names(found)
+
+
+def _tool_choice(value: Any) -> str:
+    if value not in ("none", "auto"):
+        if value == "required" or isinstance(value, dict):
+            raise invalid(NEEDS_GRAMMAR)
+        raise invalid("must be 'none' or 'auto'")
+    return value
+
+
+def _tool_calls(value: Any) -> list[Json]:
+    """As templates are given them, but with the arguments as the client wrote them."""
+    found = []
+    for i, call in enumerate(check_list(value, MAX_CALLS, "calls")):
+        at = f"[{i}]"
+        check_object(call, at)
+        if call.get("type", "function") != "function":
+            raise invalid("must be 'function'", f"{at}.type")
+        only(call, ("type", "id", "function"), _CALL_NOTES, at)
+        function = check_object(call.get("function"), f"{at}.function")
+        only(function, ("name", "arguments"), _CALL_NOTES, f"{at}.function")
+        name = check_name(function.get("name"), f"{at}.function.name")
+        arguments = check_text(function.get("arguments"), f"{at}.function.arguments")
+        made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        found.append(({"id": check_id(call["id"], f"{at}.id")} if call.get("id") is not None else {}) | made)
+    return found
+
+
+def _variables(value: Any) -> Json:
+    if len(check_object(value, "")) > MAX_VARIABLES:
+        raise invalid(f"has {len(value)} variables, and at most {MAX_VARIABLES} are accepted")
+    for name in value:
+        if not _VARIABLE.fullmatch(name):
+            raise invalid("must have names of 1 to 64 letters, digits and _ as keys")
+        if name in _TAKEN:
+            raise invalid("is set by the server or by another field", f".{name}")
+    return value
+
+
+_NAME_SCHEMA = {"type": "string", "pattern": f"^{TOOL_NAME}$"}
+_OBJECT = {"type": "object"}
+FUNCTION_SCHEMA: Json = {
+    "type": "object",
+    "properties": {
+        "name": _NAME_SCHEMA,
+        "description": {"type": "string"},
+        "parameters": {"type": "object", "description": "A JSON schema."},
+        "strict": {"description": "Accepted; arguments are not held to the schema yet."},
+    },
+    "required": ["name"],
+}
+_CALL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "minLength": 1, "maxLength": _MAX_ID},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": _NAME_SCHEMA, "arguments": {"type": "string"}},
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["function"],
+}
+Tools = Annotated[
+    list[Json],
+    PlainValidator(_tools),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "maxItems": MAX_TOOLS,
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "function"}, "function": FUNCTION_SCHEMA},
+                "required": ["type", "function"],
+            },
+        }
+    ),
+]
+ToolChoice = Annotated[str, PlainValidator(_tool_choice), WithJsonSchema({"enum": ["none", "auto"]})]
+ToolCalls = Annotated[
+    list[Json],
+    PlainValidator(_tool_calls),
+    WithJsonSchema({"type": "array", "maxItems": MAX_CALLS, "items": _CALL_SCHEMA}),
+]
+Variables = Annotated[
+    Json,
+    PlainValidator(_variables),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_VARIABLES,
+            "propertyNames": {
+                "pattern": "^[A-Za-z][A-Za-z0-9_]{0,63}$",
+                "not": {"enum": sorted(_TAKEN)},
+            },
+        }
+    ),
+]
