@@ -102,7 +102,9 @@ class Tokenizer:
         def render(messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
             return self._template(variables).render(messages, add_generation_prompt=True, variables=variables)
 
-        return dialect_of(render) if self._templates else Dialect(tools=False)
+        if not self._templates:
+            return Dialect(tools=False)
+        return dialect_of(render, names_thinking="message.thinking" in self.chat_template)
 
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """The ids of those of the texts that are added tokens."""
@@ -225,8 +227,8 @@ class Tokenizer:
         return ids
 
     def _adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        plain = all(m["role"] in ("user", "assistant") and "tool_calls" not in m for m in messages[1:])
-        if plain and not any(m["role"] == "developer" or "tool_calls" in m for m in messages[:1]):
+        plain = all(m["role"] in ("user", "assistant") and m.keys() <= {"role", "content"} for m in messages[1:])
+        if plain and all(m["role"] != "developer" and m.keys() <= {"role", "content"} for m in messages[:1]):
             return [dict(m) for m in messages]  # no template takes such messages in another way
         return self.dialect.adapted(messages)
 

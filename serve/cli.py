@@ -187,7 +187,7 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
     os.environ.update(resolved.variables)
     from serve import startup
     from serve.cors import Cors
-    from serve.model import ServedModel, load_model, with_chat_template
+    from serve.model import Progress, ServedModel, load_model, with_chat_template, with_formats
     from serve.server import bind, run_server
     from serve.service import ServerSettings
     from serve.template_flag import read_template
@@ -239,12 +239,15 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
     def on_ready(model: ServedModel) -> None:
         startup.announce_ready(model, settings.names[0], url, with_key=bool(keys))
 
+    def load(report: Progress) -> ServedModel:
+        both = startup.both(report, progress)
+        model = with_chat_template(load_model(arguments.model, config, arguments.revision, both), template)
+        return with_formats(model, settings.tool_call_parser, settings.reasoning_parser)
+
     progress = startup.console_progress()
     return run_server(
         settings,
-        lambda report: with_chat_template(
-            load_model(arguments.model, config, arguments.revision, startup.both(report, progress)), template
-        ),
+        load,
         sock,
         shutdown_timeout=arguments.shutdown_timeout,
         on_ready=on_ready,

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from serve.parsers.registry import reasoning_parser_name, tool_parser_name
+
 if TYPE_CHECKING:
     from jaxspec.config import EngineConfig, Settings
     from jaxspec.engine.engine import EngineStats
@@ -57,6 +59,17 @@ def with_chat_template(model: ServedModel, source: str | None) -> ServedModel:
     if source is None or model.tokenizer is None:
         return model
     return replace(model, tokenizer=model.tokenizer.with_chat_template(source))
+
+
+def with_formats(model: ServedModel, tools: str | None, reasoning: str | None) -> ServedModel:
+    """The model, described with the parsers of its output.
+
+    Args:
+        tools, reasoning: chosen names; None: as its template has it.
+    """
+    template = model.tokenizer.chat_template if model.tokenizer else ""
+    names = {"Tool calls": tool_parser_name(tools, template), "Reasoning": reasoning_parser_name(reasoning, template)}
+    return replace(model, description={**model.description, **{label: name for label, name in names.items() if name}})
 
 
 def load_model(model: str, config: "EngineConfig", revision: str | None, progress: Progress) -> ServedModel:

@@ -224,3 +224,32 @@ def test_a_rejection_is_in_the_templates_words_and_short():
 def test_errors_of_a_template_name_the_line(source, line):
     with pytest.raises(ModelFormatError, match=line):
         ChatTemplate(source, TOKENS)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% for name, value in tool.function.parameters.items() %}"
+    "{{ name }}={{ value }}{% endfor %}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}{{ reasoning_effort | default('medium') }}{% if enable_thinking is defined and not enable_thinking %}"
+    "<think></think>{% endif %}"
+)
+
+
+def test_tools_calls_and_variables_are_written_as_transformers_writes_them():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": [1, None, "é"]}}}
+    messages = [*HI, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "x"}]
+    variables = {"tools": [TOOL], "reasoning_effort": "high", "enable_thinking": False}
+    template = ChatTemplate(WITH_TOOLS, TOKENS)
+    expected, _ = render_jinja_template(
+        [messages], chat_template=WITH_TOOLS, add_generation_prompt=True, **variables, **TOKENS
+    )
+    assert [template.render(messages, add_generation_prompt=True, variables=variables)] == expected
+    assert template.render(HI, add_generation_prompt=True) == "user:himedium"
+
+
+def test_many_tools_are_within_the_budget():
+    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(512)]
+    template = ChatTemplate(WITH_TOOLS, TOKENS)
+    assert len(template.render(HI, add_generation_prompt=True, variables={"tools": tools})) > 10**6

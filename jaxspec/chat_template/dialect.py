@@ -33,6 +33,7 @@ class Dialect:
         null_content: of an earlier message that only calls tools; else an empty text.
         developer: it knows that role; else a developer is a system.
         late_system: it takes a system message after others.
+        names_thinking: an earlier thought is `thinking`, too.
     """
 
     tools: bool = True
@@ -40,6 +41,7 @@ class Dialect:
     null_content: bool = False
     developer: bool = True
     late_system: bool = True
+    names_thinking: bool = False
 
     def adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages of a chat, with arguments as texts of JSON, as this template takes them."""
@@ -53,6 +55,10 @@ class Dialect:
             if adapted.get("tool_calls"):
                 adapted["tool_calls"] = [self._call(call) for call in adapted["tool_calls"]]
                 adapted["content"] = adapted.get("content") or (None if self.null_content else "")
+            # gpt-oss's template refuses a thought beside both calls and a text.
+            thought = adapted.get("reasoning_content")
+            if self.names_thinking and thought and not (adapted.get("content") and adapted.get("tool_calls")):
+                adapted["thinking"] = thought
             out.append(adapted)
         return out
 
@@ -72,10 +78,13 @@ def _object(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def dialect_of(render: Callable[[list[dict[str, Any]], Mapping[str, Any]], str]) -> Dialect:
+def dialect_of(
+    render: Callable[[list[dict[str, Any]], Mapping[str, Any]], str], *, names_thinking: bool = False
+) -> Dialect:
     """
     Args:
         render: writes messages, and variables such as `tools`, with the template.
+        names_thinking: as in `Dialect`.
     """
 
     def shows(words: str, *messages: dict[str, Any], **variables: Any) -> bool:
@@ -105,4 +114,5 @@ def dialect_of(render: Callable[[list[dict[str, Any]], Mapping[str, Any]], str])
         null_content=null,
         developer=shows(_WORDS, {"role": "developer", "content": _WORDS}, _USER),
         late_system=shows(_WORDS, _USER, {"role": "assistant", "content": "yes"}, system, _USER),
+        names_thinking=names_thinking,
     )

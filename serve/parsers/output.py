@@ -58,10 +58,6 @@ class OutputFormat:
     parallel: bool = True
 
     @property
-    def is_plain(self) -> bool:
-        return self.reasoning is None and self.tools is None
-
-    @property
     def tokens(self) -> frozenset[str]:
         """Special tokens that the text must have."""
         return frozenset(tag for part in (self.reasoning, self.tools) if part for tag in part.tokens)

@@ -71,25 +71,25 @@ _REASONING_SIGNS = (
 
 
 def tool_parser(chosen: str | None, template: str) -> ToolFormat | Harmony | None:
-    """
-    Args:
-        chosen: one of `TOOL_NAMES`; None: as the model's template has it.
-    """
-    name = _chosen(chosen, _TOOL_ALIASES, _TOOL_SIGNS, template)
+    name = tool_parser_name(chosen, template)
     return TOOL_PARSERS[name] if name else None
 
 
 def reasoning_parser(chosen: str | None, template: str) -> ThinkTags | Harmony | None:
-    name = _chosen(chosen, _REASONING_ALIASES, _REASONING_SIGNS, template)
+    name = reasoning_parser_name(chosen, template)
     return REASONING_PARSERS[name] if name else None
 
 
-def tool_parser_name(chosen: str | None, template: str) -> str:
-    return _chosen(chosen, _TOOL_ALIASES, _TOOL_SIGNS, template) or NONE
+def tool_parser_name(chosen: str | None, template: str) -> str | None:
+    """
+    Args:
+        chosen: one of `TOOL_NAMES`; None: as the model's template has it.
+    """
+    return _chosen(chosen, _TOOL_ALIASES, _TOOL_SIGNS, template)
 
 
-def reasoning_parser_name(chosen: str | None, template: str) -> str:
-    return _chosen(chosen, _REASONING_ALIASES, _REASONING_SIGNS, template) or NONE
+def reasoning_parser_name(chosen: str | None, template: str) -> str | None:
+    return _chosen(chosen, _REASONING_ALIASES, _REASONING_SIGNS, template)
 
 
 def _chosen(

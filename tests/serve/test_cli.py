@@ -13,7 +13,7 @@ from jaxspec.config import EngineConfig
 from jaxspec.errors import ModelFormatError
 from serve import cli
 from serve.flags import Parser, add_engine_flags, engine_config, parse
-from serve.model import with_chat_template
+from serve.model import with_chat_template, with_formats
 from serve.template_flag import read_template
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
@@ -263,3 +263,6 @@ def test_a_template_may_be_a_file_or_a_text(tmp_path):
     model = with_chat_template(served(MockEngine(), tokenizer), source)
     assert model.tokenizer.decode(model.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])) == "hi!"
     assert with_chat_template(served(MockEngine(), tokenizer), None).tokenizer is tokenizer
+    described = with_formats(model, "hermes", None).description
+    assert described["Tool calls"] == "hermes"
+    assert "Reasoning" not in described

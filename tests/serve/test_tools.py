@@ -232,6 +232,11 @@ def test_a_template_with_an_argument_text_and_a_null_content():
     broken = {"type": "function", "function": {"name": "f", "arguments": "{oops"}}
     ids = objects.apply_chat_template([USER, {"role": "assistant", "content": "", "tool_calls": [broken]}])
     assert '"arguments": "{oops"' in objects.decode(ids)
+    harmony = byte_tokenizer(
+        template="{% for message in messages %}{{ message.thinking or '' }}|{{ message.content }}{% endfor %}"
+    )
+    ids = harmony.apply_chat_template([USER, {"role": "assistant", "content": "a", "reasoning_content": "hm"}])
+    assert harmony.decode(ids) == "|Rain?hm|a"
     strict = byte_tokenizer(
         template="{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] or (m.role == 'system' and not "
         "loop.first) %}{{ raise_exception('no') }}{% endif %}{{ m.role }}:{{ m.content }} {% endfor %}"
