@@ -116,11 +116,6 @@ class Tokenizer:
         return self._hf
 
     @property
-    def chat_template(self) -> str | None:
-        """The source of the template that `apply_chat_template` renders."""
-        return _default_template(self._hf.chat_template) or None
-
-    @property
     def special_tokens(self) -> dict[str, str | None]:
         """bos_token, eos_token, pad_token and unk_token, as text."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

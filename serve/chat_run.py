@@ -83,18 +83,27 @@ async def prepare_chat(
         arrival_time=arrival,
         matcher=matcher,
         shown=tokenizer.ids_of(tags),
-        free_until=_end_of_thought(tokenizer, form, prompt_end),
+        free_until=None if matcher is None else _end_of_thought(tokenizer, form, prompt_end),
     )
     parsers = [OutputParser(form, prompt_end) for _ in choices]
     return ChatRun(tokenizer, choices, parsers, form.reasoning is not None, body.include_reasoning)
 
 
 def _end_of_thought(tokenizer: Tokenizer, form: OutputFormat, prompt_end: str) -> int | None:
-    """The id that ends the thought with which an output begins, if it begins with one: a grammar is for the answer."""
+    """The id that ends the thought with which an output begins, if it begins with one: a grammar is for the answer.
+
+    Raises:
+        InvalidRequestError: the thought's end is not one token.
+    """
     thoughts = form.reasoning
     if not isinstance(thoughts, ThinkTags) or not thoughts.begins_inside(prompt_end):
         return None
-    return next(iter(tokenizer.ids_of([thoughts.close])), None)
+    for token_id in tokenizer.ids_of([thoughts.close]):
+        return token_id
+    raise InvalidRequestError(
+        f"{thoughts.close} is no token of this model, so a grammar cannot begin after it: turn thinking off",
+        param="response_format",
+    )
 
 
 async def encode_chat(service: Service, body: ChatBody) -> list[int]:

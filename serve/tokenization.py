@@ -75,7 +75,7 @@ def describe_tokenizer(service: Service) -> Response:
     info = tokenizer.special_tokens | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": service.model().engine.max_model_len,
-        "chat_template": tokenizer.chat_template,
+        "chat_template": tokenizer.chat_template or None,
     }
     return JSONResponse(info)
 

@@ -142,13 +142,17 @@ def _thinking(value: Any) -> bool:
     return kind != "disabled"
 
 
-def _effort(value: Any) -> str | None:
-    if check_object(value, "").get("format") is not None:
-        raise invalid("needs grammars, which are not supported yet", ".format")
-    effort = value.get("effort")
+def _output_config(value: Any) -> Json:
+    """Fields of a chat."""
+    effort, form = check_object(value, "").get("effort"), value.get("format")
     if effort not in (None, "low", "medium", "high", "xhigh", "max"):
         raise invalid("must be 'low', 'medium', 'high', 'xhigh' or 'max'", ".effort")
-    return effort
+    if form is None:
+        return {"reasoning_effort": effort}
+    if check_object(form, ".format").get("type") != "json_schema":
+        raise invalid("must be 'json_schema'", ".format.type")
+    schema = {"name": "output", "schema": check_object(form.get("schema"), ".format.schema")}
+    return {"reasoning_effort": effort, "response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _blocks(*kinds: Json) -> Json:
@@ -206,8 +210,8 @@ ToolChoice = Annotated[
 ]
 Thinking = Annotated[bool, PlainValidator(_thinking), WithJsonSchema(_typed("enabled", "adaptive", "disabled"))]
 OutputConfig = Annotated[
-    str | None,
-    PlainValidator(_effort),
+    Json,
+    PlainValidator(_output_config),
     WithJsonSchema({"type": "object", "properties": {"effort": {"enum": ["low", "medium", "high", "xhigh", "max"]}}}),
 ]
 
@@ -236,7 +240,7 @@ class CountBody(Body):
                 "model": self.model,
                 "messages": merged,
                 "tools": self.tools,
-                "reasoning_effort": self.output_config,
+                **(self.output_config or {}),
                 **(self.tool_choice or {}),
                 **fields,
             }

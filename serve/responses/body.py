@@ -16,6 +16,7 @@ from serve.tool_fields import (
     check_list,
     check_object,
     check_text,
+    only,
     read_function,
     unique_names,
 )
@@ -53,22 +54,39 @@ class ReasoningOptions(Body):
 
 
 def _text_format(value: Any) -> Json:
-    if check_object(value, "").get("type") != "text":
-        raise invalid("needs grammars, which are not supported yet: use 'text'", ".type")
-    return value
+    """`response_format` of a chat: there the schema is an object of its own."""
+    given = check_object(value, "")
+    if given.get("type") not in ("text", "json_object", "json_schema"):
+        raise invalid("must be 'text', 'json_object' or 'json_schema'", ".type")
+    only(given, ("type", "name", "schema", "strict", "description"), frozenset(), "")
+    if given["type"] != "json_schema":
+        return {"type": given["type"]}
+    check_object(given.get("schema"), ".schema")
+    name = check_text(given.get("name"), ".name")
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": given["schema"]}}
+
+
+_FORMAT_SCHEMA: Json = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "name": {"type": "string", "minLength": 1},
+                "schema": {"type": "object"},
+                "strict": {"type": "boolean"},
+            },
+            "required": ["type", "name", "schema"],
+        },
+    ]
+}
 
 
 class TextOptions(Body):
     known = tolerance.Known({"verbosity": ("medium", "low", "high")})
 
-    format: (
-        Annotated[
-            Json,
-            PlainValidator(_text_format),
-            WithJsonSchema({"type": "object", "properties": {"type": {"const": "text"}}, "required": ["type"]}),
-        ]
-        | None
-    ) = None
+    format: Annotated[Json, PlainValidator(_text_format), WithJsonSchema(_FORMAT_SCHEMA)] | None = None
 
 
 _CALL_ID: Json = {"type": "string", "minLength": 1, "maxLength": 256}
@@ -176,5 +194,6 @@ class ResponsesBody(Body):
                 "tool_choice": self.tool_choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+                "response_format": self.text.format if self.text else None,
             }
         )

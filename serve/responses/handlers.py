@@ -15,7 +15,7 @@ from serve.responses.body import ResponsesBody
 from serve.responses.writer import ResponseWriter
 from serve.service import Service
 
-_PARAMS = {"messages": "input"}
+_PARAMS = {"messages": "input", "structured_outputs": "text", "response_format": "text"}
 
 
 async def create_response(service: Service, request: Request, body: ResponsesBody) -> Response:

@@ -148,6 +148,11 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": _PARTS[kind], "text": text, **others}
 
 
+def _format(body: ResponsesBody) -> dict[str, Any]:
+    asked: dict[str, Any] = body.text.format if body.text and body.text.format else {"type": "text"}
+    return {"type": asked["type"], **asked.get("json_schema", {})}
+
+
 def _as_asked(body: ResponsesBody) -> dict[str, Any]:
     """What a response repeats of its request, and what never changes here."""
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in body.tools or []]
@@ -167,7 +172,7 @@ def _as_asked(body: ResponsesBody) -> dict[str, Any]:
         "background": False,
         "store": False,
         "temperature": body.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _format(body)},
         "tool_choice": body.tool_choice or "auto",
         "tools": tools,
         "top_p": body.top_p,

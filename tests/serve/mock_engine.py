@@ -175,10 +175,10 @@ class MockEngine:
             if request.num_output and self.windows:
                 request.windows[accepted] += 1
                 self.windows[accepted] += 1
+            accepted = 0 if request.constraint else accepted
             ids = list(itertools.islice(self._sources[request.id], 1 + accepted))
             if request.constraint:
                 ids = [_allowed(request, ids[0], self.vocab_size)]
-                accepted = 0
             if request.params.prompt_logprobs is not None and not request.num_output:
                 for i, token in list(enumerate(request.tokens))[1:]:
                     likeliest = self._alternatives(token, request.params.prompt_logprobs)
@@ -254,6 +254,8 @@ def _allowed(request: Request, wanted: int, vocab_size: int) -> int:
     assert request.constraint
     words = np.empty((1, mask_words(vocab_size)), np.int32)
     request.constraint.fill_masks((), words)
+    if (words == -1).all():  # no grammar yet
+        return wanted
     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
     assert len(allowed), "nothing is allowed"
     assert allowed[-1] < vocab_size

@@ -198,7 +198,8 @@ WRONG = [
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema: must be an object"),
     ({"tool_choice": {"type": "any"}}, "tool_choice.type: is not supported yet"),
     ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.type: is not supported yet"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: is not supported yet"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: must be 'json_schema'"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "cannot be compiled"),
     ({"thinking": {"type": "some"}}, "thinking.type: must be"),
     ({"stop_sequence": ["x"]}, "did you mean 'stop_sequences'?"),
     ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "the maximum context length is"),
@@ -250,3 +251,10 @@ def test_a_disconnect_frees_the_request(start_server, stream):
     server.wait_until(lambda: not engine.has_work)
     assert len(engine.aborted) == 1
     server.wait_until(lambda: server.service.in_flight == 0)
+
+
+def test_a_schema_is_kept_to(mock_server):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    body = ASK | {"max_tokens": 100, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    (block,) = mock_server.post(PATH, body).json()["content"]
+    assert json.loads(block["text"])["a"] in (1, 2)

@@ -151,7 +151,8 @@ WRONG = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0]: this server keeps no items"),
     ({"input": [{"type": "x" * 99}]}, "input", "input[0].type: items of this type are not supported"),
     ({"input": [{"role": "wizard", "content": ""}]}, "input", "input[0].role: must be"),
-    ({"text": {"format": {"type": "json_object"}}}, "text", "text.format.type: is not supported yet"),
+    ({"text": {"format": {"type": "xml"}}}, "text", "text.format.type: must be 'text', 'json_object' or"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}}, "text", "cannot be compiled"),
     ({"tool_choice": "required"}, "tool_choice", "is not supported yet"),
     ({"include": ["message.output_text.logprobs"]}, "include", "include[0]: log-probabilities"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name: must be a name"),
@@ -201,3 +202,11 @@ def test_metadata_comes_back(caller):
     answer = caller.post(PATH, ASK | {"metadata": {"a": "b"}, "instructions": "Be kind."}).json()
     assert (answer["metadata"], answer["instructions"], answer["store"]) == ({"a": "b"}, "Be kind.", False)
     assert json.dumps(answer)
+
+
+def test_a_schema_is_kept_to(mock_server):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "name": "thing", "schema": schema, "strict": True}
+    answer = client(mock_server.base_url).responses.create(**ASK, text={"format": form})
+    assert json.loads(answer.output_text)["a"] in (1, 2)
+    assert answer.text.format.name == "thing"

@@ -58,7 +58,7 @@ def test_the_deltas_of_a_stream(caller):
             assert first["type"] == "function"
             assert first["function"]["name"] == "get_weather"
             assert all(set(call) == {"index", "function"} and set(call["function"]) == {"arguments"} for call in others)
-            assert len(others) > 1  # the arguments come in pieces
+            assert "".join(call["function"]["arguments"] for call in [first, *others]) == ARGUMENTS
         last = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index][-1]
         assert last["finish_reason"] == "tool_calls"
     assert all(c["choices"][0]["delta"] or c["choices"][0]["finish_reason"] for c in chunks)
@@ -244,3 +244,30 @@ def test_a_template_with_an_argument_text_and_a_null_content():
     said = [("developer", "a"), ("user", "b"), ("system", "c")]
     ids = strict.apply_chat_template([{"role": role, "content": content} for role, content in said])
     assert strict.decode(ids) == "system:a user:b user:c "
+
+
+CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
+
+
+def test_a_grammar_begins_after_the_thought(start_server):
+    """The prompt opens a thought; the model ends it and would end its output there."""
+    inside = HERMES + "<think>\n"
+    _, model = chat_engine("rain?</think>", template=inside)
+    server = start_server(model)
+    for answer in (
+        client(server.base_url).chat.completions.create(**CHAT, extra_body=CHOICE),
+        accumulated(server.base_url, **CHAT, extra_body=CHOICE),
+    ):
+        message = answer.choices[0].message
+        assert message.reasoning == "rain?"
+        assert message.content in ("yes", "no")
+    _, model = chat_engine("rain?</think>", template=inside, special=False)
+    server = start_server(model)
+    error = check_error(server.post("/v1/chat/completions", CHAT | CHOICE), 400, "response_format")
+    assert "</think> is no token of this model" in error
+
+
+def test_tools_and_a_grammar_exclude_each_other(caller):
+    error = check_error(caller.post("/v1/chat/completions", WITH_TOOLS | CHOICE), 400, "tools")
+    assert "together with a grammar" in error
+    assert caller.post("/v1/chat/completions", WITH_TOOLS | CHOICE | {"tool_choice": "none"}).status_code == 200
