@@ -1,10 +1,12 @@
 """What a format of tool calls is, and what several families share."""
 
 import re
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from serve.parsers.arguments import Schemas
 from serve.parsers.events import Sink
+from serve.parsers.grammar import CallGrammar, Frame
 from serve.parsers.source import Parsing, Source
 
 _NAME = re.compile(r"[^\s<>{}\[\]\"']{1,256}")
@@ -29,6 +31,14 @@ class ToolFormat(Protocol):
     @property
     def bare(self) -> bool:
         """Calls may come without a tag, at the beginning of the answer."""
+        ...
+
+    def frame(self, grammar: CallGrammar) -> Frame:
+        """What stands around calls, where they are required."""
+        ...
+
+    def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        """The grammar of one call of a function, whose parameters have this JSON schema."""
         ...
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:

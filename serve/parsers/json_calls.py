@@ -1,10 +1,13 @@
 """Calls as JSON objects of name and arguments: Hermes (Qwen 2.5 and 3) and Llama 3."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from serve.parsers.arguments import Schemas
 from serve.parsers.events import Sink
 from serve.parsers.formats import call_name
+from serve.parsers.grammar import CallGrammar, Frame
 from serve.parsers.source import Parsing, Source, attempt
 
 
@@ -39,12 +42,14 @@ class JsonCalls:
         opens: see `ToolFormat`.
         close: the tag behind a call; empty: none.
         between: what separates several calls of one answer.
+        arguments: the key of the arguments, as models write it; both are read.
         known_only: only names of tools make an object a call: without tags it may be any object.
     """
 
     opens: tuple[str, ...]
     close: str = ""
     between: str = ""
+    arguments: str = "arguments"
     known_only: bool = False
     bare: bool = False
     ends_reasoning: bool = False
@@ -52,6 +57,16 @@ class JsonCalls:
     @property
     def tokens(self) -> tuple[str, ...]:
         return (*self.opens, self.close) if self.close else self.opens
+
+    def frame(self, grammar: CallGrammar) -> Frame:
+        return Frame(between=f"/{self.between} ?/" if self.between else grammar.text("\n"))
+
+    def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        head, value = f'{{"name": "{name}", "{self.arguments}": ', grammar.value(parameters)
+        if not self.close:
+            return f"{grammar.text(head)} {value} {grammar.text('}')}"
+        before, after = grammar.text("\n" + head), grammar.text("}\n")
+        return f"{grammar.tag(self.opens[0])} {before} {value} {after} {grammar.tag(self.close)}"
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:
         if not (yield from self._one(source, sink, tag, schemas)):
@@ -130,4 +145,4 @@ class JsonCalls:
 
 
 HERMES = JsonCalls(opens=("<tool_call>",), close="</tool_call>")
-LLAMA3_JSON = JsonCalls(opens=("<|python_tag|>",), between=";", known_only=True, bare=True)
+LLAMA3_JSON = JsonCalls(opens=("<|python_tag|>",), between=";", arguments="parameters", known_only=True, bare=True)

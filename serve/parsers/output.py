@@ -1,11 +1,13 @@
 """The parser of one output: its thought, then its answer with tool calls in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from serve.parsers.arguments import Schemas
 from serve.parsers.events import Event, Sink, new_call_id
 from serve.parsers.formats import ToolFormat
+from serve.parsers.grammar import CallGrammar, Frame
 from serve.parsers.harmony import TOKENS, parse_harmony
 from serve.parsers.source import Parsing, Source, attempt
 
@@ -39,6 +41,19 @@ class Harmony:
     """gpt-oss's messages, for thoughts as for calls."""
 
     tokens: tuple[str, ...] = TOKENS
+
+    def frame(self, grammar: CallGrammar) -> Frame:
+        """A thought may come first; the last call's end also ends the output, and is left to the model."""
+        tag, text = grammar.tag, grammar.text
+        header = f"{tag('<|channel|>')} {text('analysis')} {tag('<|message|>')}"
+        thought = f"({header} {grammar.free('<|end|>')} {tag('<|start|>')} {text('assistant')})?"
+        return Frame(thought, f"{tag('<|call|>')} {tag('<|start|>')} {text('assistant')}", "")
+
+    def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        tag, text = grammar.tag, grammar.text
+        to = text(f"commentary to=functions.{name} ")
+        json_follows = f"{tag('<|constrain|>')} {text('json')} {tag('<|message|>')}"
+        return f"{tag('<|channel|>')} {to} {json_follows} {grammar.value(parameters)}"
 
 
 @dataclass(frozen=True)

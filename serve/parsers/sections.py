@@ -1,11 +1,14 @@
 """Calls as name and JSON between tags of their own, in a section: DeepSeek V3 and R1, V3.1, Kimi K2."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from serve.parsers.arguments import Schemas
 from serve.parsers.events import Sink
 from serve.parsers.formats import call_name
+from serve.parsers.grammar import CallGrammar, Frame
 from serve.parsers.source import Parsing, Source, attempt
 
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+):(\d{1,9})")
@@ -47,6 +50,17 @@ class Sections:
     @property
     def tokens(self) -> tuple[str, ...]:
         return (*self.section, *self.call, self.middle)
+
+    def frame(self, grammar: CallGrammar) -> Frame:
+        return Frame(grammar.tag(self.section[0]), "", grammar.tag(self.section[1]))
+
+    def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        tag, text, arguments = grammar.tag, grammar.text, grammar.value(parameters)
+        if self.has_kind:
+            head = f"{text('function')} {tag(self.middle)} {text(name + chr(10) + '```json' + chr(10))}"
+            return f"{tag(self.call[0])} {head} {arguments} {text(chr(10) + '```')} {tag(self.call[1])}"
+        head = f"{text(f'functions.{name}:')} /[0-9]{{1,4}}/" if self.has_id else text(name)
+        return f"{tag(self.call[0])} {head} {tag(self.middle)} {arguments} {tag(self.call[1])}"
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:  # noqa: ARG002
         header = yield from attempt(source, self._first(source, tag))

@@ -1,10 +1,13 @@
 """Calls whose arguments stand one by one between tags: Qwen3-Coder, MiniMax-M2, GLM-4.5, DeepSeek V3.2."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from serve.parsers.arguments import ArgumentsWriter, Schemas
+from serve.parsers.arguments import ArgumentsWriter, Schemas, types_of
 from serve.parsers.events import Sink
 from serve.parsers.formats import call_name
+from serve.parsers.grammar import CallGrammar, Frame
 from serve.parsers.source import Parsing, Source, attempt
 
 
@@ -38,6 +41,26 @@ class TaggedCalls:
     @property
     def tokens(self) -> tuple[str, ...]:
         return tuple(tag for wrap in self.wraps for tag in wrap)
+
+    def frame(self, grammar: CallGrammar) -> Frame:
+        before, after = map(grammar.tag, self.wraps[0])
+        line = grammar.text("\n")
+        if self.wrap_is_optional:  # each call has its own
+            return Frame(f"{before} {line}", f"{line} {after} {line} {before} {line}", f"{line} {after}")
+        return Frame(f"{before} {line}", line, f"{line} {after}")
+
+    def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        text = grammar.text
+        edge = "\n" if self.trims else ""
+
+        def parameter(key: str, schema: Mapping[str, Any]) -> str:
+            is_text = "string" in types_of(schema, parameters) or not types_of(schema, parameters)
+            end = self.names[0] if is_text else self.names[-1]
+            value = grammar.bare_value(schema, parameters, edge + self.parameter[1])
+            return f"{text(self.parameter[0] + key + end + edge)} {value} {text(chr(10))}"
+
+        head = text(f"{self.call[0]}{name}{self.call[1]}\n")
+        return f"{head} {grammar.parameters(parameters, parameter)} {text(self.call[2])}"
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:
         wrapped = tag != self.call[0]
@@ -94,6 +117,20 @@ class GlmCalls:
     tokens: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     ends_reasoning: bool = False
     bare: bool = False
+
+    def frame(self, grammar: CallGrammar) -> Frame:
+        return Frame(between=grammar.text("\n"))
+
+    def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        tag, text = grammar.tag, grammar.text
+
+        def parameter(key: str, schema: Mapping[str, Any]) -> str:
+            value = grammar.bare_value(schema, parameters, "</arg_value>")
+            head = f"{tag('<arg_key>')} {text(key)} {tag('</arg_key>')} {text(chr(10))} {tag('<arg_value>')}"
+            return f"{head} {value} {text(chr(10))}"
+
+        head = f"{tag('<tool_call>')} {text(name + chr(10))}"
+        return f"{head} {grammar.parameters(parameters, parameter)} {tag('</tool_call>')}"
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:  # noqa: ARG002
         found = yield from attempt(source, self._header(source))
