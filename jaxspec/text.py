@@ -110,6 +110,11 @@ class Tokenizer:
         """The ids of those of the texts that are added tokens."""
         return frozenset(self._added[token] for token in tokens if token in self._added)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token that is spelt so, if there is one: no other text can spell it."""
+        token_id = self._added.get(text)
+        return token_id if token_id in self.special_ids else None
+
     @property
     def hugging_face(self) -> Any:
         """The `transformers.PreTrainedTokenizerFast`, for libraries that read one. Not to be changed."""

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
 from serve.generation import Choice, Delta
 from serve.parsers.events import Event, Reasoning
+from serve.parsers.grammar import required_calls
 from serve.parsers.output import OutputFormat, OutputParser, ThinkTags
 from serve.parsers.registry import reasoning_parser, tool_parser
 from serve.protocol import ChatBody
@@ -68,11 +70,14 @@ async def prepare_chat(
     """
     tokenizer = service.tokenizer()
     form, tags = output_format(service, body)
-    matcher = await service.compiled_grammar(params[0].structured_outputs)
-    if matcher is not None and body.callable_tools:
+    if params[0].structured_outputs is not None and body.callable_tools:
         raise InvalidRequestError(
             "tools together with a grammar (response_format, structured_outputs) are not supported", param="tools"
         )
+    if (names := body.required_tools) is not None:
+        calls = _required_calls(tokenizer, form, names, parallel=body.parallel_tool_calls and len(names) > 1)
+        params = [replace(each, structured_outputs=calls) for each in params]
+    matcher = await service.compiled_grammar(params[0].structured_outputs, param="tools" if names else None)
     prompt = await encode_chat(service, body)
     prompt_end = tokenizer.decode(prompt[-_LAST_IDS:], skip_special_tokens=False)
     choices = service.make_choices(
@@ -87,6 +92,20 @@ async def prepare_chat(
     )
     parsers = [OutputParser(form, prompt_end) for _ in choices]
     return ChatRun(tokenizer, choices, parsers, form.reasoning is not None, body.include_reasoning)
+
+
+def _required_calls(
+    tokenizer: Tokenizer, form: OutputFormat, names: Sequence[str], *, parallel: bool
+) -> StructuredOutputsParams:
+    """The grammar of an answer that calls at least one of the functions.
+
+    Raises:
+        InvalidRequestError: the schemas are too long.
+    """
+    assert form.tools is not None
+    schemas = {name: form.schemas[name] for name in names}
+    text = required_calls(form.tools, schemas, tokenizer.special_id, parallel=parallel)
+    return StructuredOutputsParams(grammar=text)
 
 
 def _end_of_thought(tokenizer: Tokenizer, form: OutputFormat, prompt_end: str) -> int | None:

@@ -198,7 +198,7 @@ class ResponseObject(TypedDict):
     store: bool
     temperature: float | None
     text: dict[str, Any]
-    tool_choice: str
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float | None
     truncation: str

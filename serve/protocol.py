@@ -16,7 +16,7 @@ from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 from serve import tolerance
 from serve.fields import MAX_PROMPTS, Count, Int64, LogitBias, Prompt, Stop, StopTokenIds, Tokens, invalid
 from serve.structured import ResponseFormat, StructuredOutputs
-from serve.tool_fields import ToolCalls, ToolChoice, Tools, Variables
+from serve.tool_fields import ToolCalls, ToolChoice, Tools, Variables, required_names
 
 MAX_CHOICES = 16
 MAX_OUTPUTS = 256  # choices times prompts of one call
@@ -297,6 +297,17 @@ class ChatBody(GenerationBody):
     def alternatives(self) -> int | None:
         """`SamplingParams.logprobs` of the two fields."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def required_tools(self) -> list[str] | None:
+        """The functions of which one has to be called; None where none has to be."""
+        return required_names(self.tool_choice, self.tools or [])
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> "ChatBody":
+        if self.required_tools and (self.response_format or self.structured_outputs):
+            raise invalid("a required call does not go with response_format or structured_outputs", ".tool_choice")
+        return self
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> "ChatBody":

@@ -206,8 +206,11 @@ class Service:
         work = self.texts.run(partial(function, *args, **kwargs), text_bytes([*args, *kwargs.values()]))
         return await self.settings.deadlines.bound_waiting(work, request_info().arrival)
 
-    async def compiled_grammar(self, asked: StructuredOutputsParams | None) -> Any:
+    async def compiled_grammar(self, asked: StructuredOutputsParams | None, *, param: str | None = None) -> Any:
         """A matcher at the start of what is asked, compiled off the event loop; None where nothing is.
+
+        Args:
+            param: the field that errors name, where the grammar is not what the client wrote.
 
         Raises:
             InvalidRequestError: it cannot be compiled, or this model serves none.
@@ -217,7 +220,15 @@ class Service:
         grammars = self.model().grammars
         if grammars is None:
             raise InvalidRequestError("this model serves no structured outputs", param="structured_outputs")
-        return await self.in_pool(lambda _source: grammars.matcher(asked), asked.source)
+        try:
+            return await self.in_pool(lambda _source: grammars.matcher(asked), asked.source)
+        except InvalidRequestError as error:
+            if param is None:
+                raise
+            reason = str(error).partition(": ")[2]
+            raise InvalidRequestError(
+                f"the schemas of these {param} cannot be held to: {reason}", param=param
+            ) from error
 
     def make_choices(
         self,

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
+from jaxspec.errors import shown
 from serve.fields import invalid
 
 MAX_TOOLS = 512
@@ -36,7 +37,7 @@ _TAKEN = frozenset(
 # Fields of tools and calls that change nothing here.
 _FUNCTION_NOTES = frozenset({"strict", "cache_control"})
 _CALL_NOTES = frozenset({"index", "provider_specific_fields", "cache_control", "extra_content"})
-NEEDS_GRAMMAR = "is not supported yet (it needs a grammar of the model's calls): use 'auto' or 'none'"
+CHOICES = ("none", "auto", "required")
 
 Json = dict[str, Any]
 
@@ -124,12 +125,41 @@ def _tools(value: Any) -> list[Json]:
     return unique_names(found)
 
 
-def _tool_choice(value: Any) -> str:
-    if value not in ("none", "auto"):
-        if value == "required" or isinstance(value, dict):
-            raise invalid(NEEDS_GRAMMAR)
-        raise invalid("must be 'none' or 'auto'")
+def named_choice(name: str) -> Json:
+    """The choice of one function, in a chat's words."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def _tool_choice(value: Any) -> str | Json:
+    if isinstance(value, dict):
+        if value.get("type") != "function":
+            raise invalid("must be 'function'", ".type")
+        only(value, ("type", "function"), frozenset(), "")
+        function = check_object(value.get("function"), ".function")
+        only(function, ("name",), frozenset(), ".function")
+        return named_choice(check_name(function.get("name"), ".function.name"))
+    if value not in CHOICES:
+        raise invalid("must be 'none', 'auto', 'required' or a function")
     return value
+
+
+def required_names(choice: str | Json | None, tools: list[Json]) -> list[str] | None:
+    """The functions of which one has to be called; None where none has to be.
+
+    Raises:
+        PydanticCustomError: there is no such tool.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if isinstance(choice, dict):
+        name = choice["function"]["name"]
+        if name not in names:
+            raise invalid(f"there is no tool {shown(name)}", ".tool_choice")
+        return [name]
+    if choice != "required":
+        return None
+    if not names:
+        raise invalid("'required' needs tools", ".tool_choice")
+    return names
 
 
 def _tool_calls(value: Any) -> list[Json]:
@@ -169,7 +199,7 @@ FUNCTION_SCHEMA: Json = {
         "name": _NAME_SCHEMA,
         "description": {"type": "string"},
         "parameters": {"type": "object", "description": "A JSON schema."},
-        "strict": {"description": "Accepted; arguments are not held to the schema yet."},
+        "strict": {"description": "Accepted; arguments are held to the schema where a call is required."},
     },
     "required": ["name"],
 }
@@ -201,7 +231,21 @@ Tools = Annotated[
         }
     ),
 ]
-ToolChoice = Annotated[str, PlainValidator(_tool_choice), WithJsonSchema({"enum": ["none", "auto"]})]
+_NAMED_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": _NAME_SCHEMA}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+ToolChoice = Annotated[
+    str | Json,
+    PlainValidator(_tool_choice),
+    WithJsonSchema(
+        {"anyOf": [{"enum": [*CHOICES]}, _NAMED_SCHEMA], "description": "A function must be one of `tools`."}
+    ),
+]
 ToolCalls = Annotated[
     list[Json],
     PlainValidator(_tool_calls),

@@ -10,13 +10,13 @@ from serve.fields import Count, Stop, invalid
 from serve.protocol import MAX_MESSAGES, MAX_PARTS, Body, ChatBody
 from serve.tool_fields import (
     MAX_TOOLS,
-    NEEDS_GRAMMAR,
     Json,
     check_id,
     check_list,
     check_name,
     check_object,
     check_text,
+    named_choice,
     read_function,
     unique_names,
 )
@@ -123,16 +123,20 @@ def _tools(value: Any) -> list[Json]:
     return unique_names(found)
 
 
+_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+
+
 def _tool_choice(value: Any) -> Json:
     kind = check_object(value, "").get("type")
-    if kind in ("any", "tool"):
-        raise invalid(NEEDS_GRAMMAR, ".type")
-    if kind not in ("auto", "none"):
-        raise invalid("must be 'auto' or 'none'", ".type")
+    if kind not in _CHOICES:
+        raise invalid(f"must be one of {', '.join(_CHOICES)}", ".type")
+    choice: str | Json = _CHOICES[kind]
+    if kind == "tool":
+        choice = named_choice(check_name(value.get("name"), ".name"))
     single = value.get("disable_parallel_tool_use") or False
     if not isinstance(single, bool):
         raise invalid("must be true or false", ".disable_parallel_tool_use")
-    return {"tool_choice": kind, "parallel_tool_calls": not single}
+    return {"tool_choice": choice, "parallel_tool_calls": not single}
 
 
 def _thinking(value: Any) -> bool:
@@ -206,7 +210,18 @@ def _typed(*kinds: str, **fields: Json) -> Json:
 ToolChoice = Annotated[
     Json,
     PlainValidator(_tool_choice),
-    WithJsonSchema(_typed("auto", "none", disable_parallel_tool_use={"type": "boolean"})),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _typed("auto", "none", "any", disable_parallel_tool_use={"type": "boolean"}),
+                {
+                    **_typed("tool", name={"type": "string"}, disable_parallel_tool_use={"type": "boolean"}),
+                    "required": ["type", "name"],
+                    "description": "The name must be one of `tools`.",
+                },
+            ]
+        }
+    ),
 ]
 Thinking = Annotated[bool, PlainValidator(_thinking), WithJsonSchema(_typed("enabled", "adaptive", "disabled"))]
 OutputConfig = Annotated[

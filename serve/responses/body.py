@@ -9,13 +9,15 @@ from serve.fields import invalid
 from serve.protocol import Body, ChatBody, Effort
 from serve.responses.items import read_input
 from serve.tool_fields import (
+    CHOICES,
     FUNCTION_SCHEMA,
     MAX_TOOLS,
     Json,
-    ToolChoice,
     check_list,
+    check_name,
     check_object,
     check_text,
+    named_choice,
     only,
     read_function,
     unique_names,
@@ -38,6 +40,17 @@ def _tools(value: Any) -> list[Json]:
 
 def _refuse(_value: Any) -> None:
     raise invalid(_NO_MEMORY)
+
+
+def _tool_choice(value: Any) -> str | Json:
+    if isinstance(value, dict):
+        if value.get("type") != "function":
+            raise invalid("must be 'function'", ".type")
+        only(value, ("type", "name"), frozenset(), "")
+        return {"type": "function", "name": check_name(value.get("name"), ".name")}
+    if value not in CHOICES:
+        raise invalid("must be 'none', 'auto', 'required' or a function")
+    return value
 
 
 def _include(value: Any) -> list[str]:
@@ -149,6 +162,23 @@ Tools = Annotated[
         }
     ),
 ]
+ToolChoice = Annotated[
+    str | Json,
+    PlainValidator(_tool_choice),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": [*CHOICES]},
+                {
+                    "type": "object",
+                    "properties": {"type": {"const": "function"}, "name": _FUNCTION["properties"]["name"]},
+                    "required": ["type", "name"],
+                },
+            ],
+            "description": "A function must be one of `tools`.",
+        }
+    ),
+]
 NoMemory = Annotated[None, PlainValidator(_refuse), WithJsonSchema({"type": "null"})]
 Included = Annotated[
     list[str],
@@ -179,7 +209,7 @@ class ResponsesBody(Body):
 
     def chat(self) -> ChatBody:
         """The chat that is meant. What the developer says first is one system message: templates want one at most."""
-        rest = list(self.input)
+        rest, choice = list(self.input), self.tool_choice
         first = [self.instructions] if self.instructions else []
         while rest and rest[0]["role"] in ("system", "developer"):
             first.append(rest.pop(0)["content"])
@@ -191,7 +221,7 @@ class ResponsesBody(Body):
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "tools": self.tools,
-                "tool_choice": self.tool_choice,
+                "tool_choice": named_choice(choice["name"]) if isinstance(choice, dict) else choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
                 "response_format": self.text.format if self.text else None,

@@ -153,7 +153,6 @@ WRONG = [
     ({"input": [{"role": "wizard", "content": ""}]}, "input", "input[0].role: must be"),
     ({"text": {"format": {"type": "xml"}}}, "text", "text.format.type: must be 'text', 'json_object' or"),
     ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}}, "text", "cannot be compiled"),
-    ({"tool_choice": "required"}, "tool_choice", "is not supported yet"),
     ({"include": ["message.output_text.logprobs"]}, "include", "include[0]: log-probabilities"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools[0].name: must be a name"),
     ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
