@@ -55,11 +55,17 @@ class Completion:
 class LLM:
     """A model, loaded and warmed up.
 
+    Attributes:
+        sampling_defaults: parameters that apply to a request which does not name them, by name.
+
     Args:
         model: "demo" (the embedded one), a converted folder, a Hugging Face folder or a hub id.
         config: engine options; single options may be given by name instead, as in `LLM("demo", max_num_seqs=4)`.
         speculative_config: speculation as vLLM has it: see `with_speculative_config`.
         revision: hub revision, for hub ids.
+        generation_config: where the sampling parameters of `get_default_sampling_params` come from: "auto" (the model's own
+            generation_config.json), "none" or "vllm" (nowhere), or a folder with such a file.
+        override_generation_config: single values of these, as in `{"temperature": 0.6}`; None takes one away.
         progress: called with (done, total, what) while weights load and steps compile; see `jaxspec.progress`.
         use_tqdm: show bars meanwhile, on standard error (default: if that is a terminal, and `progress` is not given).
         probe, observer: see `Runner` and `Engine`; for `compare`.
@@ -75,6 +81,8 @@ class LLM:
         *,
         speculative_config: Mapping[str, Any] | None = None,
         revision: str | None = None,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         use_tqdm: bool | None = None,
         probe: bool = False,
@@ -88,6 +96,7 @@ class LLM:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
         from jaxspec.grammar.compiler import GrammarCompiler
         from jaxspec.loading.engine import build_engine
+        from jaxspec.loading.generation_config import sampling_defaults
         from jaxspec.loading.resolve import DEMO, resolve_model
         from jaxspec.loading.tokenizer_files import load_tokenizer
 
@@ -96,6 +105,8 @@ class LLM:
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
         self.tokenizer = load_tokenizer(self.folder)
+        defaults = sampling_defaults(self.folder, str(generation_config), override_generation_config)
+        self.sampling_defaults: Mapping[str, float] = defaults.values
         self._counter = itertools.count()
         if progress is None and wants_bar(use_tqdm):
             progress = StartBar()
@@ -107,7 +118,18 @@ class LLM:
         seconds = time.monotonic() - started
         logger.info("init engine (load weights, create kv cache, warmup model) took %.2f seconds", seconds)
         kernels = (f"{name} {'/'.join(sorted(ran))}" for name, ran in sorted(self.engine.runner.kernels.items()))
-        self._description = {"Model": f"{model} ({self.folder})", **description, "Kernels": ", ".join(kernels)}
+        self._description = {
+            "Model": f"{model} ({self.folder})",
+            **description,
+            "Kernels": ", ".join(kernels),
+            "Sampling defaults": str(defaults),
+        }
+        logger.info("Default sampling parameters of requests: %s", defaults)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of `generate` and `chat` where none are given: the model's own (`generation_config`)."""
+        defaults: dict[str, Any] = dict(self.sampling_defaults)
+        return SamplingParams(**defaults)
 
     def generate(
         self,
@@ -119,13 +141,18 @@ class LLM:
         """Completions of one or many prompts (texts or token ids), in their order.
 
         Args:
+            params: by default `get_default_sampling_params()`; nothing is added to those that are given.
             use_tqdm: show a bar of the prompts that are done (default: if standard error is a terminal).
 
         Raises:
             InvalidRequestError: a prompt or parameter that cannot be served; then nothing is generated.
         """
         batch = _as_batch(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        each = (
+            list(params)
+            if isinstance(params, Sequence)
+            else [params or self.get_default_sampling_params()] * len(batch)
+        )
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="params")
         requests = [self.make_request(prompt, p) for prompt, p in zip(batch, each, strict=True)]

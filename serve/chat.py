@@ -21,7 +21,7 @@ from serve.service import Service
 async def create_chat_completion(service: Service, request: Request, body: ChatBody) -> Response:
     arrival = time.monotonic()
     name = service.resolve_name(body.model)
-    params = chat_params(body)
+    params = chat_params(service, body)
     with service.admission.reserve(len(params)) as reservation:
         run = await prepare_chat(service, body, params, arrival=arrival)
         return await answer(service.engine_thread, request, body, run.choices, reservation, _Format(name, body, run))

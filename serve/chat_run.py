@@ -53,10 +53,11 @@ class ChatRun:
         return delta.finish_reason.value if delta.finish_reason else None
 
 
-def chat_params(body: ChatBody) -> list[SamplingParams]:
+def chat_params(service: Service, body: ChatBody) -> list[SamplingParams]:
     """Parameters of each choice; without a limit they go on to the end of the context."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives)
+    defaults = service.model().sampling_defaults
+    return body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives, defaults=defaults)
 
 
 async def prepare_chat(

@@ -14,7 +14,7 @@ from typing import Any
 
 import jaxspec
 from jaxspec.errors import ConfigError, JaxspecError
-from serve.flags import Parser, UsageError, add_engine_flags, engine_config, names, parse
+from serve.flags import Parser, UsageError, add_engine_flags, engine_config, json_object, names, parse
 from serve.limits import LIMIT_FLAGS, check_limits, limit_settings
 from serve.parsers.registry import REASONING_NAMES, REASONING_PARSERS, TOOL_NAMES, TOOL_PARSERS
 from serve.peers import add_peer_flags
@@ -100,6 +100,13 @@ def _add_serve_flags(parser: Parser) -> None:
         "YAML file of flags and their values, which the environment ($JAXSPEC_PORT, ...) and the command line override"
     )
     flag(parser, "--config", "FILE", config, type=Path)
+    defaults = (
+        "where requests take the sampling parameters from that they leave out: auto (the model's generation_config.json, "
+        "the default), none or vllm (nowhere), or a folder with such a file"
+    )
+    flag(parser, "--generation-config", "WHERE", defaults, default="auto")
+    override = 'single values of these, as in {"temperature": 0.6}; null takes one away'
+    flag(parser, "--override-generation-config", "JSON", override, type=json_object)
     server = parser.add_argument_group("server")
     flag(server, "--host", "ADDRESS", "address to listen on (default: 127.0.0.1)", default="127.0.0.1")
     flag(server, "--port", "N", f"port (default: {DEFAULT_PORT}; 0: any free)", type=int, default=DEFAULT_PORT)
@@ -182,6 +189,10 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
     arguments = resolved.arguments
     config, _ = engine_config(arguments)
     _check_serve(arguments)
+    if arguments.override_generation_config is not None:
+        from jaxspec.loading.generation_config import check_override
+
+        check_override(arguments.override_generation_config)
     keys = api_keys(arguments)
     # Before anything is imported that reads them.
     os.environ.update(resolved.variables)
@@ -239,12 +250,20 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
     def on_ready(model: ServedModel) -> None:
         startup.announce_ready(model, settings.names[0], url, with_key=bool(keys))
 
+    progress = startup.console_progress()
+
     def load(report: Progress) -> ServedModel:
-        both = startup.both(report, progress)
-        model = with_chat_template(load_model(arguments.model, config, arguments.revision, both), template)
+        loaded = load_model(
+            arguments.model,
+            config,
+            arguments.revision,
+            startup.both(report, progress),
+            generation_config=arguments.generation_config,
+            override_generation_config=arguments.override_generation_config,
+        )
+        model = with_chat_template(loaded, template)
         return with_formats(model, settings.tool_call_parser, settings.reasoning_parser)
 
-    progress = startup.console_progress()
     return run_server(
         settings,
         load,

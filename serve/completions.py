@@ -28,7 +28,12 @@ async def create_completion(service: Service, request: Request, body: Completion
     for prompt in body.prompts:
         _reject_too_long(service, prompt)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = body.sampling_params(max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=body.scored)
+    params = body.sampling_params(
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        defaults=service.model().sampling_defaults,
+        prompt_logprobs=body.scored,
+    )
     with service.admission.reserve(len(body.prompts) * len(params)) as reservation:
         matcher = await service.compiled_grammar(params[0].structured_outputs)
         prompts = [await _ids(service, each, add_special_tokens=body.add_special_tokens) for each in body.prompts]

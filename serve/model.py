@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from serve.parsers.registry import reasoning_parser_name, tool_parser_name
 
@@ -39,6 +39,7 @@ class ServedModel:
     synthetic_acceptance_length: the engine's option: where it is set, every answer says so.
     cache_config: of the KV pages, for /metrics, by vLLM's names.
     grammars: compile structured outputs; None: these are refused.
+    sampling_defaults: parameters that apply to a request which does not name them.
     """
 
     engine: EngineLike
@@ -48,6 +49,7 @@ class ServedModel:
     synthetic_acceptance_length: float | None = None
     cache_config: Mapping[str, str] = field(default_factory=dict)
     grammars: "GrammarCompiler | None" = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def with_chat_template(model: ServedModel, source: str | None) -> ServedModel:
@@ -72,12 +74,18 @@ def with_formats(model: ServedModel, tools: str | None, reasoning: str | None) -
     return replace(model, description={**model.description, **{label: name for label, name in names.items() if name}})
 
 
-def load_model(model: str, config: "EngineConfig", revision: str | None, progress: Progress) -> ServedModel:
-    """Loads and warms up. Imports jax, so it runs on the engine thread, long after the port is bound."""
+def load_model(
+    model: str, config: "EngineConfig", revision: str | None, progress: Progress, **defaults: Any
+) -> ServedModel:
+    """Loads and warms up. Imports jax, so it runs on the engine thread, long after the port is bound.
+
+    Args:
+        defaults: generation_config and override_generation_config of `LLM`.
+    """
     from jaxspec.compat import compiles
     from jaxspec.llm import LLM
 
-    llm = LLM(model, config, revision=revision, progress=progress)
+    llm = LLM(model, config, revision=revision, progress=progress, **defaults)
     return ServedModel(
         llm.engine,
         llm.tokenizer,
@@ -86,6 +94,7 @@ def load_model(model: str, config: "EngineConfig", revision: str | None, progres
         config.synthetic_acceptance_length,
         cache_config(llm.engine.settings, config),
         llm.grammars,
+        llm.sampling_defaults,
     )
 
 

@@ -144,26 +144,19 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         Refused("text parts are joined into one text", ("auto", "string")),
         "openai",
     ),
+    _flag("--generation-config", VLLM, Same("none is vllm"), "vllm"),
     _flag(
-        "--generation-config",
+        "--override-generation-config",
         VLLM,
-        Refused(
-            "sampling parameters come from requests; of generation_config.json only the end-of-text ids count",
-            ("vllm",),
-        ),
-        "auto",
+        Same("temperature, top_p, top_k, min_p and repetition_penalty"),
+        '{"top_k":5}',
     ),
-    _flag(
-        "--override-generation-config --preferred-sampling-params",
-        BOTH,
-        Refused("sampling parameters come from requests: set them in the client"),
-        "{}",
-    ),
+    _flag("--preferred-sampling-params", SGLANG, Alias("--override-generation-config"), '{"top_p":0.9}'),
     _flag(
         "--sampling-defaults",
         SGLANG,
-        Refused("sampling parameters come from requests: use openai", ("openai",)),
-        "model",
+        Collected("sampling_defaults", "`--generation-config`: auto for model, none for openai"),
+        "openai",
     ),
     _flag(
         "--rope-scaling --rope-theta --hf-config-path",

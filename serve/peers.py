@@ -153,6 +153,8 @@ def finish(given: argparse.Namespace) -> None:
         given.model = taken["model_flag"]
     if "tokenizer_flag" in taken:
         given.tokenizer = taken["tokenizer_flag"]
+    if "sampling_defaults" in taken:
+        given.generation_config = _generation_config(taken["sampling_defaults"])
     if "max_total_tokens" in taken:
         # And the page that is for padding.
         pages = pages_for(_whole("--max-total-tokens", taken["max_total_tokens"]), PAGE_SIZE) + 1
@@ -187,6 +189,13 @@ def _finish_speculation(given: argparse.Namespace, taken: dict[str, str]) -> Non
         raise UsageError(f"--speculative-algorithm {algorithm} needs a draft: give --speculative-draft-model-path")
     if "num_speculative_tokens" not in given:
         given.num_speculative_tokens = DEFAULT_SPECULATIVE_TOKENS
+
+
+def _generation_config(sampling_defaults: str) -> str:
+    meant = {"model": "auto", "openai": "none"}
+    if sampling_defaults not in meant:
+        raise UsageError(f"--sampling-defaults must be model or openai, got {sampling_defaults[:64]!r}")
+    return meant[sampling_defaults]
 
 
 def _whole(flag: str, text: Any) -> Any:

@@ -7,6 +7,7 @@ A parameter that would change the output and is not supported is an error, as is
 might be a misspelt parameter); values that ask for nothing pass (`serve.tolerance`), and null is as if absent.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -121,9 +122,17 @@ class GenerationBody(Body):
         return self.n or 1
 
     def sampling_params(
-        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        defaults: Mapping[str, float],
+        prompt_logprobs: int | None = None,
     ) -> list[SamplingParams]:
         """Parameters of each choice. With a seed, choice i uses seed + i: choice 0 is what n = 1 would give.
+
+        Args:
+            defaults: the model's own, for what the request leaves unsaid.
 
         Raises:
             InvalidRequestError: a value out of range.
@@ -139,6 +148,7 @@ class GenerationBody(Body):
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "logit_bias": self.logit_bias or {},
             "structured_outputs": self.structured_outputs or self.response_format,
+            **defaults,
             **given,
         }
         if self.seed is None:

@@ -181,6 +181,17 @@ def test_completions_are_made_of_outputs_alone(demo_llm, monkeypatch):
         assert len(one.text_offsets) == len(one.ids) == len(one.accepted)
 
 
+def test_without_parameters_the_models_own_apply(demo_llm, monkeypatch):
+    assert demo_llm.get_default_sampling_params() == SamplingParams(temperature=0.8, top_p=0.95)
+    assert demo_llm.describe()["Sampling defaults"] == "temperature 0.8, top_p 0.95 (from generation_config.json)"
+    asked = []
+    add = demo_llm.engine.add
+    monkeypatch.setattr(demo_llm.engine, "add", lambda *r: (asked.extend(each.params for each in r), add(*r)))
+    demo_llm.generate(PROMPT)
+    demo_llm.generate(PROMPT, SamplingParams(max_tokens=2))
+    assert asked == [demo_llm.get_default_sampling_params(), SamplingParams(max_tokens=2)]
+
+
 @pytest.mark.slow
 def test_seeds(demo_llm):
     def text(seed, others=()):

@@ -48,6 +48,8 @@ LATENCIES = {
 }
 DEFAULT_CONCURRENCY = 8
 DEFAULT_VOCAB_SIZE = 1000
+# What a server would take from the model's generation_config.json is not measured.
+NO_DEFAULTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _KEY_VARIABLE = "JAXSPEC_API_KEY"
 _EXAMPLES = 5
 _LAG_MS = 100
@@ -120,6 +122,7 @@ def make_requests(arguments: argparse.Namespace, model: str) -> list[dict[str, A
             "prompt": tokenizer.decode(prompt) if tokenizer else prompt,
             "max_tokens": int(output_lens[i]),
             "temperature": arguments.temperature,
+            **NO_DEFAULTS,
             "seed": seed + i,
             "stream": True,
             # vLLM's names; the chunks then say how many tokens they hold.

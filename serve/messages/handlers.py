@@ -29,7 +29,7 @@ async def create_message(service: Service, request: Request, body: MessagesBody)
     arrival = time.monotonic()
     name = service.resolve_name(body.model)
     chat = _chat(body)
-    params = chat_params(chat)
+    params = chat_params(service, chat)
     with service.admission.reserve(1) as reservation:
         run = await prepare_chat(service, chat, params, arrival=arrival)
         engine = service.engine_thread

@@ -25,7 +25,7 @@ async def create_response(service: Service, request: Request, body: ResponsesBod
         chat = body.chat()
     except ValidationError as e:
         raise invalid_body(e) from e
-    params = chat_params(chat)
+    params = chat_params(service, chat)
     with service.admission.reserve(1) as reservation:
         try:
             run = await prepare_chat(service, chat, params, arrival=arrival)

@@ -196,6 +196,7 @@ def test_requests_depend_on_the_seed_only(scripted, tmp_path):
     assert {len(b["prompt"]) for b in first} <= set(range(3, 10))
     assert all(0 <= i < 1000 for b in first for i in b["prompt"])
     assert {"stream": True, "temperature": 0.0, "model": "scripted"}.items() <= first[0].items()
+    assert {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}.items() <= first[0].items()
     assert "ignore_eos" not in first[0]
     gaps = make_arrivals(20_000, 50, 0)
     assert gaps[0] == 0

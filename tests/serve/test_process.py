@@ -27,7 +27,7 @@ import serve.model
 from jaxspec.errors import ModelFormatError
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
-def load(model, config, revision, progress):
+def load(model, config, revision, progress, **_defaults):
     if model == "broken":
         raise ModelFormatError("the folder\\nhas no config.json")
     for i in range(3):
