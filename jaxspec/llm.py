@@ -5,7 +5,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
-        """Completions of one or many prompts (texts or token ids), in their order.
+        """Completions of one or many prompts (texts or token ids), in their order; where n > 1, n of each, side by side.
 
         Args:
             params: by default `get_default_sampling_params()`; nothing is added to those that are given.
@@ -155,11 +156,73 @@ class LLM:
         )
         if len(each) != len(batch):
             raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="params")
-        requests = [self.make_request(prompt, p) for prompt, p in zip(batch, each, strict=True)]
+        requests = [
+            self.make_request(prompt, one) for prompt, p in zip(batch, each, strict=True) for one in p.choices()
+        ]
         if not wants_bar(use_tqdm):
             return self.run(requests)
         with contextlib.closing(PromptsBar(len(requests))) as bar:
             return self.run(requests, bar)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool | None = None,
+    ) -> list[Completion]:
+        """Answers to one conversation or to many, through the model's chat template; otherwise as `generate`.
+
+        Args:
+            messages: `{"role": ..., "content": ...}`, oldest first, both texts.
+            add_generation_prompt: the template opens the assistant's answer.
+
+        Raises:
+            InvalidRequestError: as `generate`; also messages that are none, and a model without a chat template.
+        """
+        prompts = [self.chat_prompt(each, add_generation_prompt=add_generation_prompt) for each in _as_chats(messages)]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation, for `generate` and `stream`.
+
+        Raises:
+            InvalidRequestError: see `chat`.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("the model has no tokenizer, so it cannot chat: use generate", param="messages")
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise InvalidRequestError(f"messages[{index}] must have role and content", param="messages")
+            for name in ("role", "content"):
+                if not isinstance(message.get(name), str):
+                    raise InvalidRequestError(f"messages[{index}].{name} must be a text", param="messages")
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, limit=self.engine.max_model_len
+        )
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The outputs for one prompt, one a step, as they come. Who stops reading aborts the request.
+
+        Raises:
+            InvalidRequestError: as `generate`, and for n > 1.
+        """
+        params = params or self.get_default_sampling_params()
+        if params.n != 1:
+            raise InvalidRequestError("a stream has one output: use generate", param="n")
+        request = self.make_request(prompt, params)
+        request_id = request.id
+        self.engine.add(request)
+        try:
+            while True:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        yield output
+                        if output.finish_reason is not None:
+                            return
+        finally:
+            self.engine.abort(request_id)
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A request for `run`.
@@ -259,6 +322,11 @@ class _Run:
             acceptance=last.stats.acceptance,
             synthetic_acceptance_length=synthetic_acceptance_length,
         )
+
+
+def _as_chats(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    chats: list[Any] = list(messages)
+    return [chats] if not chats or isinstance(chats[0], Mapping) else chats
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

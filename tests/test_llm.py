@@ -192,6 +192,50 @@ def test_without_parameters_the_models_own_apply(demo_llm, monkeypatch):
     assert asked == [demo_llm.get_default_sampling_params(), SamplingParams(max_tokens=2)]
 
 
+def test_several_outputs_of_a_prompt_have_seeds_of_their_own(demo_llm):
+    """Outputs of one prompt lie side by side; each is what its own seed gives alone, and the first what n = 1 gives."""
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
+    several = demo_llm.generate([PROMPT, "class"], replace(params, n=3))
+    assert [c.prompt_ids for c in several] == [
+        tuple(demo_llm.tokenizer.encode(prompt)) for prompt in (PROMPT, "class") for _ in range(3)
+    ]
+    alone = demo_llm.generate([PROMPT] * 3, [replace(params, seed=seed) for seed in (7, 8, 9)])
+    assert [c.ids for c in several[:3]] == [c.ids for c in alone]
+    assert len({c.ids for c in several[:3]}) == 3
+    assert len({c.ids for c in demo_llm.generate(PROMPT, replace(params, n=3, seed=None))}) == 3
+    for wrong in (0, 1025, 1.5, True):
+        with pytest.raises(InvalidRequestError, match="n must be a whole number from 1 to 1024"):
+            SamplingParams(n=wrong)
+    with pytest.raises(InvalidRequestError, match="one output"):
+        demo_llm.run([demo_llm.make_request(PROMPT, replace(params, n=2))])
+
+
+def test_chat_goes_through_the_template(demo_llm):
+    messages = [{"role": "user", "content": "Write a loop."}]
+    ids = demo_llm.tokenizer.apply_chat_template(messages)
+    (answer,) = demo_llm.chat(messages, GREEDY)
+    assert answer.prompt_ids == tuple(ids)
+    assert answer == demo_llm.generate([ids], GREEDY)[0]
+    other = [*messages, {"role": "assistant", "content": "x"}, {"role": "user", "content": "Again."}]
+    first, second = demo_llm.chat([messages, other], GREEDY)
+    assert (first.ids, second.prompt_ids) == (answer.ids, tuple(demo_llm.tokenizer.apply_chat_template(other)))
+    for wrong, name in (([{"role": "user"}], "content"), ([{"content": "x", "role": 1}], "role")):
+        with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.{name} must be a text"):
+            demo_llm.chat(wrong, GREEDY)
+
+
+def test_a_stream_is_the_text_in_parts(demo_llm):
+    (whole,) = demo_llm.generate(PROMPT, GREEDY)
+    outputs = list(demo_llm.stream(PROMPT, GREEDY))
+    assert "".join(o.new_text for o in outputs) == whole.text
+    assert tuple(i for o in outputs for i in o.new_ids) == whole.ids
+    assert outputs[-1].finish_reason == "length"
+    with contextlib.closing(demo_llm.stream(PROMPT, GREEDY)) as stream:
+        next(stream)
+    assert not any(o.finish_reason != "abort" for o in demo_llm.engine.step())
+    assert not demo_llm.engine.has_work
+
+
 @pytest.mark.slow
 def test_seeds(demo_llm):
     def text(seed, others=()):

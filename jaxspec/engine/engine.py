@@ -137,6 +137,8 @@ class Engine:
         if prompt_len == 0:
             raise InvalidRequestError("the prompt is empty: it must hold at least one token", param="prompt")
         params = request.params
+        if params.n != 1:
+            raise InvalidRequestError("a request of the engine has one output: see SamplingParams.choices", param="n")
         for name, ids in (
             ("prompt", request.tokens),
             ("stop_token_ids", params.stop_token_ids),

@@ -3,7 +3,7 @@
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.structured import StructuredOutputsParams
@@ -16,6 +16,8 @@ MAX_STOP_TOKEN_IDS = 12
 MAX_LOGIT_BIAS = 300
 # Alternatives that a step reports for each position.
 MAX_LOGPROBS = 20
+# Outputs of one prompt. The server has a lower limit.
+MAX_CHOICES = 1024
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class SamplingParams:
         structured_outputs: what the output has to look like; it ends when it does.
         greedy_drafts: draft the likeliest tokens although the request samples. Lossless too: such a draft is accepted
             with the target's probability of it.
+        n: outputs of the prompt, 1 to 1024, each with a seed of its own: see `choices`.
     """
 
     max_tokens: int | None = 16
@@ -75,6 +78,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     greedy_drafts: bool = False
     structured_outputs: StructuredOutputsParams | None = None
+    n: int = 1
 
     def __post_init__(self):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -88,6 +92,7 @@ class SamplingParams:
                 got = reprlib.repr(getattr(self, param))  # bounded: a list may be long
                 raise InvalidRequestError(f"{param} must be {wanted}, got {got}", param=param)
 
+        check(type(self.n) is int and 1 <= self.n <= MAX_CHOICES, "n", f"a whole number from 1 to {MAX_CHOICES}")
         check(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "at least 0")
         check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
         check(self.top_k >= -1, "top_k", "-1 or 0 (all tokens) or a positive number")
@@ -126,3 +131,15 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def choices(self) -> "tuple[SamplingParams, ...]":
+        """The parameters of each of the n outputs, which have n = 1 themselves.
+
+        With a seed, output i has seed + i: output 0 is what n = 1 would give. Without one each draws its own.
+        """
+        if self.n == 1:
+            return (self,)
+        first = replace(self, n=1)
+        if self.seed is None:
+            return (first,) * self.n
+        return (first, *(replace(first, seed=(self.seed + i) % 2**64) for i in range(1, self.n)))
