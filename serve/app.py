@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
@@ -35,9 +35,11 @@ from serve.openapi import (
     answers,
     describe,
 )
+from serve.page import page_response
 from serve.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelCard, ModelList, TokenizeBody
 from serve.responses.body import ResponsesBody
 from serve.responses.handlers import create_response
+from serve.server_info import ServerInfo, describe_server
 from serve.service import Service
 from serve.tokenization import describe_tokenizer, detokenize, tokenize
 from serve.version import version
@@ -155,6 +157,15 @@ def _operations_routes(service: Service) -> APIRouter:
     @router.get("/version", responses=answers(401, 500))
     async def show_versions() -> dict[str, str]:
         return {"version": __version__, **versions}
+
+    @router.get("/", response_class=HTMLResponse, responses=answers(500))
+    async def page() -> Response:
+        """A chat in a browser, and what the engine does. It loads nothing from anywhere else."""
+        return page_response()
+
+    @router.get("/server_info", responses=answers(*ASKS))
+    async def server_info() -> ServerInfo:
+        return describe_server(service)
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=answers(401, 500))
     async def metrics() -> Response:

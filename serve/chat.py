@@ -80,6 +80,8 @@ class _Format:
         }
         if self._body.return_token_ids:
             written["token_ids"] = delta.ids
+        if self._body.return_draft_runs:
+            written["draft_runs"] = choice.draft_runs.add(delta.text, delta.offsets, delta.accepted)
         if self._body.return_metrics and delta.finish_reason and choice.stats:
             written["metrics"] = request_metrics(choice.stats)
         return written

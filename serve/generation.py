@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from jaxspec.engine.host_rule import HostRule
 from jaxspec.engine.output import Alternatives, FinishReason, PromptLogprob, RequestOutput, RequestStats
 from jaxspec.sampling.params import SamplingParams
+from serve.drafts import DraftRuns
 from serve.errors import ApiError, server_error
 from serve.request_info import request_info
 from serve.request_metrics import PromptGroup
@@ -43,6 +44,7 @@ class Delta:
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[Alternatives] = field(default_factory=list)  # empty where none were asked for
     offsets: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)  # of each id: a draft that the target agreed with
     prompt_logprobs: tuple[PromptLogprob, ...] | None = None  # told once
     finish_reason: FinishReason | None = None
 
@@ -61,6 +63,7 @@ class Delta:
         self.logprobs += output.new_logprobs
         self.alternatives += output.new_alternatives
         self.offsets += output.new_text_offsets or [0] * len(output.new_ids)
+        self.accepted += (i < output.num_accepted for i in range(len(output.new_ids)))
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.finish_reason = output.finish_reason
 
@@ -70,6 +73,7 @@ class Delta:
         self.logprobs += other.logprobs
         self.alternatives += other.alternatives
         self.offsets += other.offsets
+        self.accepted += other.accepted
         self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
         self.finish_reason = other.finish_reason
 
@@ -82,6 +86,7 @@ class Choice:
     Attributes:
         scheduled: the engine has planned its first step.
         stats: the engine's figures, once the choice has ended.
+        draft_runs: cuts the text that goes to the client, where it asked for that.
     """
 
     def __init__(self, index: int, submission: Submission):
@@ -93,6 +98,7 @@ class Choice:
         self.scheduled = False
         self.last_token_time: float | None = None
         self.stats: RequestStats | None = None
+        self.draft_runs = DraftRuns()
 
     @property
     def has_news(self) -> bool:

@@ -19,9 +19,9 @@ from serve.service import Service
 
 logger = logging.getLogger("jaxspec.access")
 
-# Load balancers poll these without a key.
-OPEN_PATHS = frozenset({"/health", "/ready"})
-_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+# Load balancers poll the first two without a key; the page at / asks for the key, and holds no data.
+OPEN_PATHS = frozenset({"/health", "/ready", "/"})
+_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/server_info"})
 # Of a path and of a method, in the log.
 _LOGGED_CHARACTERS = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
+from serve.drafts import DraftRun
 from serve.protocol import ChatTokenLogprob, CompletionLogprobs, PromptTokenLogprob, RequestMetrics, Usage
 
 FinishReason = Literal["stop", "length"]
@@ -59,6 +60,7 @@ class CompletionChoice(TypedDict):
     token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, PromptTokenLogprob] | None]]
     metrics: NotRequired[RequestMetrics]
+    draft_runs: NotRequired[list[DraftRun]]
 
 
 class Completion(TypedDict):
@@ -102,6 +104,7 @@ class ChatChoice(TypedDict):
     finish_reason: ChatFinishReason | None
     token_ids: NotRequired[list[int]]
     metrics: NotRequired[RequestMetrics]
+    draft_runs: NotRequired[list[DraftRun]]
 
 
 class ChatCompletion(TypedDict):

@@ -106,6 +106,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     return_metrics: bool = False
+    return_draft_runs: bool = False
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "GenerationBody":
@@ -129,7 +130,7 @@ class GenerationBody(Body):
         defaults: Mapping[str, float],
         prompt_logprobs: int | None = None,
     ) -> list[SamplingParams]:
-        """Parameters of each choice. With a seed, choice i uses seed + i: choice 0 is what n = 1 would give.
+        """Parameters of each choice: see `SamplingParams.choices`.
 
         Args:
             defaults: the model's own, for what the request leaves unsaid.
@@ -151,11 +152,7 @@ class GenerationBody(Body):
             **defaults,
             **given,
         }
-        if self.seed is None:
-            return [SamplingParams(**options)] * self.choices
-        first = SamplingParams(**options, seed=self.seed)
-        seeds = ((self.seed + i) % 2**64 for i in range(1, self.choices))
-        return [first, *(SamplingParams(**options, seed=seed) for seed in seeds)]
+        return list(SamplingParams(**options, n=self.choices, seed=self.seed).choices())
 
 
 class CompletionBody(GenerationBody):

@@ -64,7 +64,7 @@ def test_a_key_is_described_where_it_is_needed():
 
     assert wanting(description()) == set()
     document = description(api_keys=("secret",))
-    assert wanting(document) == set(document["paths"]) - {"/health", "/ready"}
+    assert wanting(document) == set(document["paths"]) - {"/health", "/ready", "/"}
     assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
 
 
