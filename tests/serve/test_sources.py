@@ -51,6 +51,7 @@ def test_every_option_has_a_variable(write, monkeypatch):
         "config": "serve.yaml", "model": "org/name", "served_model_name": "a,b", "metrics_prefix": "vllm",
         "log_level": "error", "uvicorn_log_level": "error", "shutdown_timeout": "1.5", "ssl_cert_reqs": "1",
         "speculative_config": '{"method": "mtp"}', "allowed_origins": "*", "speculative_capture_layers": "1,2",
+        "override_generation_config": '{"top_k": 5}',
         "enable_mixed_batch": "0", "gpu_memory_utilization": "0.5", "synthetic_acceptance_length": "2",
         "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
     }  # fmt: skip
