@@ -43,8 +43,8 @@ class Format(Protocol):
         """A first chunk of a choice, sent before any output."""
         ...
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        """None: nothing of it is ready to be shown."""
+    def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """Usually one; none where nothing is ready to be shown."""
         ...
 
 
@@ -197,7 +197,8 @@ async def _events(
             async for news in deltas:
                 if news is None:
                     yield b": ping\n\n"
-                elif (written := form.chunk(*news)) is not None:
+                    continue
+                for written in form.chunks(*news):
                     yield chunk([written], with_usage=continuous)
         if options and options.include_usage:
             yield chunk([], with_usage=True)

@@ -58,7 +58,8 @@ class _Format:
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return self._choice(choice, Delta(), {"delta": {"role": "assistant", "content": ""}})
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """The end of an answer with calls has a chunk of its own: openai-python would miss the end of a call otherwise."""
         events = self._run.events(choice, delta)
         written: dict[str, Any] = {}
         if text := _joined(events, Content):
@@ -67,9 +68,21 @@ class _Format:
             written |= {"reasoning": thought, "reasoning_content": thought}
         if calls := _calls(events):
             written["tool_calls"] = calls
-        if not (written or delta.finish_reason or self._body.logprobs or self._body.return_token_ids):
-            return None
-        return self._choice(choice, delta, {"delta": written})
+        if not (written or delta.finish_reason or self._shows_tokens):
+            return []
+        whole = self._choice(choice, delta, {"delta": written})
+        if not (calls and delta.finish_reason):
+            return [whole]
+        last = {**whole, "delta": {}, "logprobs": None}
+        for name, nothing in (("token_ids", []), ("draft_runs", [])):
+            if name in last:
+                last[name] = nothing
+        return [{name: value for name, value in whole.items() if name != "metrics"} | {"finish_reason": None}, last]
+
+    @property
+    def _shows_tokens(self) -> bool:
+        """Each token is told of, also where its text is held back."""
+        return bool(self._body.logprobs or self._body.return_token_ids or self._body.return_draft_runs)
 
     def _choice(self, choice: Choice, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         written: dict[str, Any] = {

@@ -93,8 +93,8 @@ class _Format:
         """Log-probabilities of the prompt are known with the first output only, and come with its text."""
         return self._choice(choice, Delta()) if self._body.echo and self._body.logprobs is None else None
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        return self._choice(choice, delta)
+    def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        return [self._choice(choice, delta)]
 
     def _choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         """The first of a choice begins with the prompt, where that is to be echoed."""

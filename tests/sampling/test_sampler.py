@@ -123,7 +123,7 @@ def test_logprobs_are_of_the_raw_distribution():
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
