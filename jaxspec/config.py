@@ -80,7 +80,7 @@ class EngineConfig:
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     compilation_cache_dir: str | None = _option(
         None,
-        "folder for compiled steps, on a GPU (default: xla in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: keep none)",
+        "folder for compiled steps (default: executables in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: keep none)",
     )
     seed: int = _option(0, "seed that requests without one draw theirs from")
 

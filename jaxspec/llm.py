@@ -69,6 +69,7 @@ class LLM:
         override_generation_config: single values of these, as in `{"temperature": 0.6}`; None takes one away.
         progress: called with (done, total, what) while weights load and steps compile; see `jaxspec.progress`.
         use_tqdm: show bars meanwhile, on standard error (default: if that is a terminal, and `progress` is not given).
+        wait_for_all: False: on a GPU some buckets may still compile when this returns, and larger ones serve until then.
         probe, observer: see `Runner` and `Engine`; for `compare`.
 
     Raises:
@@ -86,6 +87,7 @@ class LLM:
         override_generation_config: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         use_tqdm: bool | None = None,
+        wait_for_all: bool = True,
         probe: bool = False,
         observer: Any = None,
         **options: Any,
@@ -115,7 +117,7 @@ class LLM:
         self.engine, description = build_engine(self.folder, config, progress=progress, probe=probe, observer=observer)
         self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size, self.engine.eos_token_ids)
         compiling = _Compiling(progress)
-        self.engine.warm_up(compiling.finished, announce=compiling.begins)
+        self.engine.warm_up(compiling.finished, announce=compiling.begins, wait_for_all=wait_for_all)
         seconds = time.monotonic() - started
         logger.info("init engine (load weights, create kv cache, warmup model) took %.2f seconds", seconds)
         kernels = (f"{name} {'/'.join(sorted(ran))}" for name, ran in sorted(self.engine.runner.kernels.items()))

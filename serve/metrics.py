@@ -200,6 +200,7 @@ class Metrics(Collector):
         for name, text, value in (
             ("num_requests_running", "Requests with KV pages", stats.num_running),
             ("num_requests_waiting", "Requests without KV pages", stats.num_waiting),
+            ("buckets_pending", "Steps that are still compiled while larger ones serve", stats.buckets_pending),
             ("kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1", stats.kv_cache_usage),
         ):
             yield self._gauge(name, text, {"": value})
@@ -221,6 +222,11 @@ class Metrics(Collector):
             ("num_preemptions", "Requests that lost their KV pages to others", stats.num_preemptions),
             ("jit_compiles", "XLA compilations", self.snapshot.compiles),
             ("jit_compiles_after_warmup", "XLA compilations that warm-up missed", self.snapshot.compiles_after_warmup),
+            (
+                "jit_compiles_while_serving",
+                "XLA compilations of steps for which larger ones served until then",
+                stats.compiles_while_serving,
+            ),
         ):
             counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), value)

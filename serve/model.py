@@ -85,7 +85,7 @@ def load_model(
     from jaxspec.compat import compiles
     from jaxspec.llm import LLM
 
-    llm = LLM(model, config, revision=revision, progress=progress, **defaults)
+    llm = LLM(model, config, revision=revision, progress=progress, wait_for_all=False, **defaults)
     return ServedModel(
         llm.engine,
         llm.tokenizer,

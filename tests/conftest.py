@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,6 +38,11 @@ else:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.5 / workers:.3f}")
+
+# Compiled steps are kept for this run alone, in one folder for all of its workers, which inherit it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _kept = tempfile.TemporaryDirectory(prefix="jaxspec-tests-")
+    os.environ["JAXSPEC_CACHE"] = _kept.name
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -84,12 +90,13 @@ def few_buckets(patch: pytest.MonkeyPatch, *, decode: bool = True) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_llm(tmp_path_factory: pytest.TempPathFactory):
-    """The embedded demo model in float32, loaded and compiled once for all tests."""
+def demo_llm():
+    """The embedded demo model in float32, loaded and compiled once for all tests of all workers."""
     from jaxspec import LLM
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXSPEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        # Other tests' steps are not optimised, which no key knows.
+        patch.setenv("JAXSPEC_CACHE", f"{os.environ['JAXSPEC_CACHE']}/optimised")
         optimise_steps(patch)
         few_buckets(patch)
         return LLM("demo", dtype="float32", max_model_len=1024, max_num_batched_tokens=64, seed=0)

@@ -41,6 +41,8 @@ class EngineStats:
     acceptance: Acceptance | None = None  # over all requests; None without speculation
     num_steps: int = 0  # steps read
     prefill_tokens: int = 0  # prompt tokens that these steps computed, those of a preempted request again
+    buckets_pending: int = 0  # that are still loaded or compiled while larger ones serve
+    compiles_while_serving: int = 0  # of such buckets; not among the compilations that warm-up missed
 
 
 class Engine:
@@ -97,9 +99,11 @@ class Engine:
         """Something is left to do, if only to read steps that were dispatched before the last request ended."""
         return bool(self._requests or self._finished_early or self.runner.in_flight)
 
-    def warm_up(self, progress: Progress | None = None, *, announce: Progress | None = None) -> None:
-        """Compiles and runs every bucket; later compilations are counted as faults. See `Runner.warm_up`."""
-        self.runner.warm_up(progress, announce=announce)
+    def warm_up(
+        self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
+    ) -> None:
+        """Compiles and runs buckets; later compilations are counted as faults. See `Runner.warm_up`."""
+        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all)
         compiles.mark_warm()
 
     def add(self, *requests: Request) -> None:
@@ -222,6 +226,8 @@ class Engine:
             acceptance=acceptance_of(self._windows, self._drafted),
             num_steps=self._num_steps,
             prefill_tokens=self._prefill_tokens,
+            buckets_pending=self.runner.num_pending,
+            compiles_while_serving=compiles.num_apart,
         )
 
     def dispatch(self, plan: StepPlan, began: float) -> None:
@@ -265,7 +271,7 @@ class Engine:
                 outputs.append(self._emit(step, row, request, emitted, accepted, read))
         if self.step_log is not None:
             times = StepTimes(planned, dispatched, reading, read, time.monotonic())
-            bucket = bucket_for(self.runner.buckets, step.plan)
+            bucket = step.bucket or bucket_for(self.runner.buckets, step.plan)
             waiting = len(self.scheduler.waiting)
             self.step_log.write(step.plan, bucket, times, step.emitted, step.accepted, waiting=waiting)
         return outputs

@@ -1,11 +1,13 @@
 """Masks of constrained requests: filled on the host before a step that lets them choose, uploaded to their slots."""
 
-from typing import Protocol
+import functools
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.engine.executables import ExecutableStore
 from jaxspec.engine.plan import NO_ID, StepPlan
 from jaxspec.engine.request import Request
 
@@ -57,7 +59,7 @@ class MaskUpload:
         self._sizes = sorted({size for size in UPLOAD_SLOTS if size < most} | {most})
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
-    def warm_up(self, masks: jax.Array) -> jax.Array:
+    def warm_up(self, masks: jax.Array, store: ExecutableStore) -> jax.Array:
         """Compiles every size and runs it on padding; returns the masks for further use."""
         sharding = self._shape.sharding
         row = self._shape.shape[1:]
@@ -65,7 +67,9 @@ class MaskUpload:
             slots = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=sharding)
             words = jax.ShapeDtypeStruct((size, *row), jnp.int32, sharding=sharding)
             copy = jax.jit(_copy, donate_argnums=0, out_shardings=sharding)
-            self._compiled[size] = copy.lower(self._shape, slots, words).compile()
+            self._compiled[size] = store.load_or_make(
+                store.key("masks", self._shape, size), functools.partial(_compile, copy, self._shape, slots, words)
+            )
             masks = self(masks, np.zeros(0, np.int32), np.zeros((0, *row), np.int32), size=size)
         return masks
 
@@ -75,6 +79,10 @@ class MaskUpload:
         pad = size - len(slots)
         # Slot 0 is padding: nobody reads its masks.
         return self._compiled[size](masks, np.pad(slots, (0, pad)), np.pad(words, ((0, pad), (0, 0), (0, 0))))
+
+
+def _compile(function: Any, *shapes: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+    return function.lower(*shapes).compile()
 
 
 def _copy(masks: jax.Array, slots: jax.Array, words: jax.Array) -> jax.Array:

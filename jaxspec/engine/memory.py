@@ -9,7 +9,9 @@ import jax
 
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.executables import ExecutableStore
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.warmup import largest_buckets
 from jaxspec.errors import ConfigError
 
 # For what other executables allocate besides, and for gaps between the allocator's blocks.
@@ -17,14 +19,28 @@ MARGIN_BYTES = 256 << 20
 logger = logging.getLogger("jaxspec.memory")
 
 
-def largest_buckets(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Those that no other bucket of the table covers: one, where prompts and decodes share steps."""
+def smallest_pool(settings: Settings) -> Settings:
+    """With as many pages as one request may need: those that steps are measured with."""
+    return replace(settings, num_pages=pages_for(settings.max_model_len) + 1)
 
-    def covers(a: Bucket, b: Bucket) -> bool:
-        sizes = [(bucket.prefill_tokens, bucket.prefill_rows, bucket.decode_rows) for bucket in (a, b)]
-        return all(x >= y for x, y in zip(*sizes, strict=True)) and (a.variant == "full" or b.variant == "lean")
 
-    return tuple(b for b in table if not any(covers(a, b) for a in table if a != b))
+def free_bytes(
+    measure: Callable[[], int], store: ExecutableStore, key: str | None, devices: Sequence[Any], *, slack: int = 1 << 26
+) -> int:
+    """What `measure` gives, or gave at an earlier start that kept it.
+
+    Args:
+        key: of all that the steps follow from: model, settings, devices and their memory.
+        devices: on which the weights are, and nothing else. If more is in use than there was then, it is measured again.
+    """
+    in_use = max(device.memory_stats()["bytes_in_use"] for device in devices)
+    kept = store.load_record(key)
+    if kept is not None and in_use <= kept["bytes_in_use"] + slack:
+        logger.info("what the largest steps need was measured by an earlier start")
+        return kept["free_bytes"]
+    measured = measure()
+    store.save_record(key, {"free_bytes": measured, "bytes_in_use": in_use})
+    return measured
 
 
 def measure_free_bytes(
@@ -44,7 +60,7 @@ def measure_free_bytes(
     Raises:
         ConfigError: such a step does not fit beside the weights with any number of pages.
     """
-    settings = replace(settings, num_pages=pages_for(settings.max_model_len) + 1)
+    settings = smallest_pool(settings)
     buckets = largest_buckets(bucket_table(settings))
     logger.info("measuring what the largest steps need: %s", "; ".join(bucket.words for bucket in buckets))
     try:

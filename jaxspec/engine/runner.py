@@ -1,12 +1,7 @@
 """Runs steps on the device: compiles every bucket ahead of time, dispatches plans, reads their outputs in order."""
 
 import collections
-import concurrent.futures
 import contextlib
-import itertools
-import os
-import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +11,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.compile_cache import FileStore
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.executables import Executable, ExecutableStore
 from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.scoring import Scores, following_ids, score, unpack, wants_scores
-from jaxspec.engine.state import StepState, state_shapes, zero_state
+from jaxspec.engine.state import StepState, compile_zeros, state_shapes
 from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, StepArrays, make_step
+from jaxspec.engine.warmup import Preparation, first_buckets
 from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
@@ -47,6 +45,7 @@ class StepOutput:
             of the plan asked for alternatives.
         scores: of the prompt tokens, where a row of the plan asked.
         probe: where the runner was built with `probe`.
+        bucket: that it ran in.
     """
 
     plan: StepPlan
@@ -60,6 +59,7 @@ class StepOutput:
     top_logprobs: np.ndarray | None = None
     scores: Scores | None = None
     probe: Probe | None = None
+    bucket: Bucket | None = None
 
     def alternatives(self, row: int, kept: int, count: int) -> tuple[Alternatives, ...]:
         """The `count` likeliest ids at each of a row's first `kept` positions; empty for a count of 0."""
@@ -104,6 +104,7 @@ class Runner:
         buckets: those to compile (default: the table of the settings).
         skip_dead: see `make_step`.
         probe: also return a `Probe` of every token (slower).
+        files: where compiled steps stay for later starts; None: nowhere.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Runner:
         buckets: tuple[Bucket, ...] | None = None,
         skip_dead: bool = True,
         probe: bool = False,
+        files: FileStore | None = None,
     ):
         assert (settings.window > 1) == (draft is not None)
         specs = model.cache_specs()
@@ -134,11 +136,16 @@ class Runner:
         self._shapes = state_shapes(
             model, settings, mesh, draft=draft[0] if draft else None, num_speculative_tokens=self.window - 1
         )
-        self.state: StepState = zero_state(self._shapes)
+        self.store = ExecutableStore(files, mesh)
+        shapes = self._shapes
+        zeros = self.store.load_or_make(self.store.key("zeros", shapes), lambda: compile_zeros(shapes))
+        self.state: StepState = zeros()
         self.layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._scores: dict[int, jax.stages.Compiled] = {}  # by the number of prompt tokens
         self._upload = MaskUpload(self.state.masks)
+        self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
+        self._preparation = Preparation(self._load, self._make, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.kernels: dict[str, set[str]] = {}
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -154,8 +161,15 @@ class Runner:
         """Steps dispatched but not read."""
         return len(self._queue)
 
-    def warm_up(self, progress: Progress | None = None, *, announce: Progress | None = None) -> None:
-        """Compiles every bucket and runs each on padding alone, which touches page 0 and slot 0 only.
+    @property
+    def num_pending(self) -> int:
+        """Buckets that a thread still prepares; larger ones serve in their place."""
+        return self._preparation.num_pending
+
+    def warm_up(
+        self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
+    ) -> None:
+        """Gets the executable of every bucket and runs each on padding alone, which touches page 0 and slot 0 only.
 
         Buckets compile in parallel threads; they run one at a time, because they share the donated state.
 
@@ -163,32 +177,26 @@ class Runner:
             progress: called when a bucket is ready.
             announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
                 at the same time as `progress`.
+            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and the rest follow while steps run.
+                Their first runs are steps of requests. (A CPU has few buckets, and no cores to spare.)
         """
-        started = time.monotonic()
-        self.state = self.state._replace(masks=self._upload.warm_up(self.state.masks))
-        numbers, told = itertools.count(1), threading.Lock()
+        self.state = self.state._replace(masks=self._upload.warm_up(self.state.masks, self.store))
+        first = self.buckets if wait_for_all or not self.settings.on_gpu else first_buckets(self.buckets)
+        rest = [bucket for bucket in self.buckets if bucket not in first]
 
-        def compile_told(bucket: Bucket) -> jax.stages.Compiled:
-            with told:
-                if announce:
-                    announce(next(numbers), len(self.buckets), bucket.words)
-            return self.compile(bucket)
+        def use(bucket: Bucket, executable: Executable) -> None:
+            self._install(bucket, executable)
+            if bucket.prefill_tokens and bucket.variant == "full":
+                self._prepare_score(bucket)
+            for _ in range(WARMUP_RUNS):
+                self.run_padding(bucket).packed.block_until_ready()
 
-        pool = concurrent.futures.ThreadPoolExecutor(max_workers=min(len(self.buckets), os.cpu_count() or 1))
-        try:
-            compiling = {pool.submit(compile_told, bucket): bucket for bucket in self.buckets}
-            for done, future in enumerate(concurrent.futures.as_completed(compiling), 1):
-                bucket = compiling[future]
-                self._steps[bucket] = future.result()
-                if bucket.prefill_tokens and bucket.variant == "full":
-                    self._compile_score(bucket)
-                for _ in range(WARMUP_RUNS):
-                    self.run_padding(bucket).packed.block_until_ready()
-                with told:
-                    if progress:
-                        progress(done, len(self.buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
-        finally:
-            pool.shutdown(cancel_futures=True)
+        self._preparation.run(first, use, progress, announce)
+        self.store.flush()
+        if rest:
+            self._preparation.go_on(rest)
+        else:
+            self._preparation.save()
 
     def run_padding(self, bucket: Bucket) -> StepArrays:
         """A step without requests, which touches page 0 and slot 0 only."""
@@ -210,9 +218,16 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order."""
-        bucket = bucket_for(self.buckets, plan)
+        for late, executable in self._preparation.take():
+            self._install(late, executable)
+        scored = any(map(wants_scores, plan.prefill))
+        # A bucket that came late scores nothing.
+        ready = tuple(
+            b for b in self.buckets if b in self._steps and not (scored and b.prefill_tokens not in self._scores)
+        )
+        bucket = bucket_for(ready, plan)
         step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
-        if any(map(wants_scores, plan.prefill)):
+        if scored:
             score_chunks = self._scores[bucket.prefill_tokens]
             following = following_ids(plan.prefill, bucket.prefill_tokens)
             step.scores = score_chunks(self._leaves, step.arrays.hidden, following)
@@ -248,6 +263,7 @@ class Runner:
             top_logprobs=None if top_bits is None else np.ascontiguousarray(top_bits).view(np.float32),
             scores=None if step.scores is None else unpack(np.asarray(step.scores)),
             probe=probe,
+            bucket=step.bucket,
         )
 
     def token_offsets(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -258,7 +274,7 @@ class Runner:
         return np.cumsum(lengths) - lengths, decode
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        """The step of a bucket."""
+        """The step of a bucket, compiled anew."""
         step = make_step(
             self.graphdefs,
             self.layouts[bucket],
@@ -277,23 +293,16 @@ class Runner:
 
         jitted = jax.jit(flat_step, donate_argnums=1, out_shardings=out_shardings)
         backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
-        tokens = bucket.prefill_tokens + bucket.decode_rows * self.window
-        # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
-        # themselves where it pays: see `worth_merging`.
-        options: dict[str, str | bool] = (
-            {} if tokens <= MOST_MERGED_TOKENS else {"xla_gpu_dot_merger_threshold_mb": "0"}
-        )
         try:
             with self._exact(), use(backends) as chosen:
-                compiled = jitted.lower(self._leaves, self._shapes, inputs).compile(options)
+                compiled = jitted.lower(self._leaves, self._shapes, inputs).compile(self._xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
-        for operation, implementations in chosen.items():
-            self.kernels.setdefault(operation, set()).update(implementations)
+        self._chosen[bucket] = {name: frozenset(ran) for name, ran in chosen.items()}
         return compiled
 
-    def _compile_score(self, bucket: Bucket) -> None:
-        """What scores a chunk of so many tokens, run once."""
+    def _prepare_score(self, bucket: Bucket) -> None:
+        """What scores a chunk of so many tokens, loaded or compiled, and run once."""
         P = bucket.prefill_tokens
         if P in self._scores:
             return
@@ -304,9 +313,12 @@ class Runner:
             return score(self.graphdefs[0], jax.tree.unflatten(structure, leaves)[0], hidden_PH, following_P)
 
         following = np.zeros(P, np.int32)
+        jitted = jax.jit(flat_score, out_shardings=self._replicated)
         with self._exact():
-            jitted = jax.jit(flat_score, out_shardings=self._replicated)
-            self._scores[P] = jitted.lower(self._leaves, hidden, following).compile()
+            key = self.store.key("score", self.graphdefs, self._leaves, hidden, P, self._mesh)
+            self._scores[P] = self.store.load_or_make(
+                key, lambda: jitted.lower(self._leaves, hidden, following).compile()
+            )
         self._scores[P](self._leaves, hidden, following).block_until_ready()
 
     def _exact(self) -> contextlib.AbstractContextManager:
@@ -314,6 +326,32 @@ class Runner:
         if self.settings.dtype == "float32":
             return jax.default_matmul_precision("highest")
         return contextlib.nullcontext()
+
+    def _make(self, bucket: Bucket) -> Executable:
+        return Executable(self.compile(bucket), self._chosen.get(bucket, {}))
+
+    def _xla_options(self, bucket: Bucket) -> dict[str, str | bool]:
+        # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
+        # themselves where it pays: see `worth_merging`.
+        merged = bucket.tokens(self.window) <= MOST_MERGED_TOKENS
+        return {} if merged else {"xla_gpu_dot_merger_threshold_mb": "0"}
+
+    def _key(self, bucket: Bucket) -> str | None:
+        return self.store.key(
+            "step", self.graphdefs, self._leaves, self._shapes, bucket, self.settings, self._mesh, self._probe,
+            self._skip_dead, self._xla_options(bucket),
+        )  # fmt: skip
+
+    def _load(self, bucket: Bucket) -> Executable | None:
+        return self.store.load(self._key(bucket))
+
+    def _save(self, bucket: Bucket, executable: Executable) -> None:
+        self.store.save(self._key(bucket), executable)
+
+    def _install(self, bucket: Bucket, executable: Executable) -> None:
+        self._steps[bucket] = executable.compiled
+        for operation, implementations in executable.kernels.items():
+            self.kernels.setdefault(operation, set()).update(implementations)
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
         # A NumPy array: the call itself copies it, with less host time than a separate `device_put`.

@@ -101,6 +101,10 @@ def state_shapes(
     return StepState(**shapes)
 
 
-def zero_state(shapes: StepState) -> StepState:
-    """Zeros everywhere: a masked key still multiplies its value by 0, so fresh pages must be finite."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
+def compile_zeros(shapes: StepState) -> jax.stages.Compiled:
+    """Makes a state of zeros: a masked key still multiplies its value by 0, so fresh pages must be finite."""
+
+    def zeros() -> StepState:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda s: s.sharding, shapes)).lower().compile()

@@ -11,13 +11,15 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
-from jaxspec import compile_cache
+from jaxspec.compile_cache import FileStore, open_store
 from jaxspec.config import PAGE_SIZE, EngineConfig, Settings, flagged, np_dtype, resolve, resolve_dtype
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.memory import measure_free_bytes
+from jaxspec.engine.executables import ExecutableStore
+from jaxspec.engine.memory import free_bytes, measure_free_bytes, smallest_pool
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError
@@ -65,10 +67,18 @@ def build_engine(
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.weight_bytes / 2**30, seconds)
 
     def make_runner(settings: Settings, buckets: tuple[Bucket, ...] | None = None) -> Runner:
-        return Runner(model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe)
+        return Runner(model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe, files=plan.files)
 
     if plan.on_gpu and config.num_gpu_blocks_override is None:
-        settings = plan.settings(measure_free_bytes(make_runner, settings, plan.page_bytes, plan.mesh.devices.flat))
+        devices = list(plan.mesh.devices.flat)
+        store = ExecutableStore(plan.files, plan.mesh)
+        modules = [nnx.graphdef(module) for module in (model, *(draft[:1] if draft else ()))]
+        limits = [device.memory_stats()["bytes_limit"] for device in devices]
+        key = store.key("memory", modules, smallest_pool(settings), plan.mesh, probe, limits)
+        measured = free_bytes(
+            lambda: measure_free_bytes(make_runner, settings, plan.page_bytes, devices), store, key, devices
+        )
+        settings = plan.settings(measured)
     _log_pool(plan, settings)
     runner = make_runner(settings)
     engine = Engine(
@@ -89,6 +99,7 @@ class _Plan:
     Attributes:
         parameters: of the model and its draft.
         caches: of all layers, the draft's included.
+        files: where compiled steps are kept.
     """
 
     config: EngineConfig
@@ -100,6 +111,7 @@ class _Plan:
     draft: DraftPlan | None
     parameters: int
     caches: tuple[CacheSpec, ...]
+    files: FileStore | None
 
     @property
     def page_bytes(self) -> int:
@@ -132,7 +144,6 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     tp = config.tensor_parallel_size
     mesh = _make_mesh(tp)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
-    _use_compile_cache(config, on_gpu)
     dtype = resolve_dtype(config, on_gpu=on_gpu)
     model_config = read_model_config(folder)
     checkpoint = open_checkpoint(folder)
@@ -148,6 +159,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         draft=draft,
         parameters=count_parameters(model) + (count_parameters(draft.model) if draft else 0),
         caches=model.cache_specs() + ((draft.model.cache_spec,) if draft else ()),
+        files=open_store(config.compilation_cache_dir),
     )
 
 
@@ -159,14 +171,6 @@ def _make_mesh(tensor_parallel_size: int) -> Mesh:
             f"but there are {len(devices)}"
         )
     return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR_AXIS,))
-
-
-def _use_compile_cache(config: EngineConfig, on_gpu: bool) -> None:
-    if on_gpu:
-        compile_cache.enable(config.compilation_cache_dir)
-    elif config.compilation_cache_dir not in (None, compile_cache.OFF):
-        # On a CPU, jaxlib has crashed while it wrote one executable and compiled another.
-        raise ConfigError(f"{flagged('compilation_cache_dir')} is for GPUs: leave it out on a CPU")
 
 
 def _log_pool(plan: _Plan, settings: Settings) -> None:

@@ -43,6 +43,7 @@ class MockRunner:
         self.settings, self.vocab = settings, vocab
         self.window = settings.window
         self.buckets = bucket_table(settings)
+        self.num_pending = 0
         self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self.plans: list[StepPlan] = []
         self.touched: dict[int, int] = {}

@@ -1,0 +1,186 @@
+"""Before the first request: every bucket's executable is loaded or compiled, and run on padding.
+
+A server need not wait for all of them. It is ready with those that hold every plan and the usual numbers of decode rows;
+a thread gets the others, and the runner takes each into its table between two steps. Until then the next larger bucket
+serves.
+"""
+
+import atexit
+import concurrent.futures
+import itertools
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from jaxspec.compat import compiles
+from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.executables import Executable
+from jaxspec.progress import Progress
+
+logger = logging.getLogger("jaxspec.warmup")
+
+# A decode step of one request, and of a few; the largest number is always among the first.
+FIRST_DECODE_ROWS = (1, 8)
+# Python gives its lock to a waiting thread after this long (5 ms by default): a step must not wait for a tracing thread.
+_SWITCH_SECONDS = 0.0005
+# Most that the end of the process waits for a compilation, which cannot be interrupted.
+_STOP_SECONDS = 30
+
+
+def covers(a: Bucket, b: Bucket) -> bool:
+    """Whether `a` holds every plan that `b` holds."""
+    sizes = [(bucket.prefill_tokens, bucket.prefill_rows, bucket.decode_rows) for bucket in (a, b)]
+    return all(x >= y for x, y in zip(*sizes, strict=True)) and (a.variant == "full" or b.variant == "lean")
+
+
+def largest_buckets(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Those that no other bucket of the table covers: one, where prompts and decodes share steps."""
+    return tuple(b for b in table if not any(covers(a, b) for a in table if a != b))
+
+
+def first_buckets(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Those that a server is ready with: the largest, and of decode steps those of 1, 8 and the most rows.
+
+    Of buckets of equal sizes the one that covers the others: together they hold every plan that the table holds.
+    """
+    decode = [b for b in table if not b.prefill_rows]
+    most = max((b.decode_rows for b in decode), default=0)
+    first = {b for b in decode if b.decode_rows in (*FIRST_DECODE_ROWS, most)}
+    first = {b for b in first if not any(covers(a, b) and a.rows == b.rows for a in first - {b})}
+    return tuple(b for b in table if b in first | set(largest_buckets(table)))
+
+
+class Preparation:
+    """Gets executables of buckets: those that are kept, else newly compiled ones, which are then kept.
+
+    Where executables are kept on a CPU, nothing compiles meanwhile: see `run`.
+
+    Args:
+        load: what is kept for a bucket, or None.
+        make: a new executable.
+        save: keeps one.
+
+    Attributes:
+        num_pending: buckets that are still to come from the thread that `go_on` starts.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Bucket], Executable | None],
+        make: Callable[[Bucket], Executable],
+        save: Callable[[Bucket, Executable], None],
+    ):
+        self._load, self._make, self._save = load, make, save
+        self._stopping = threading.Event()
+        self._prepared: queue.SimpleQueue[tuple[Bucket, Executable]] = queue.SimpleQueue()
+        self._unsaved: list[tuple[Bucket, Executable]] = []
+        self._thread: threading.Thread | None = None
+        self.num_pending = 0
+
+    def run(
+        self,
+        buckets: Sequence[Bucket],
+        use: Callable[[Bucket, Executable], None],
+        progress: Progress | None = None,
+        announce: Progress | None = None,
+    ) -> None:
+        """Loads what is kept, then compiles the rest, each in parallel threads.
+
+        Args:
+            use: gets one executable at a time, on this thread.
+            progress, announce: see `Runner.warm_up`.
+        """
+        started = time.monotonic()
+        numbers, done, told = itertools.count(1), itertools.count(1), threading.Lock()
+
+        def used(bucket: Bucket, executable: Executable) -> None:
+            use(bucket, executable)
+            with told:
+                if progress:
+                    progress(next(done), len(buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
+
+        def make_told(bucket: Bucket) -> Executable:
+            with told:
+                if announce:
+                    announce(next(numbers), len(buckets), bucket.words)
+            return self._make(bucket)
+
+        missing = []
+        for bucket, kept in _in_threads(self._load, buckets):
+            if kept is None:
+                missing.append(bucket)
+            else:
+                next(numbers)
+                used(bucket, kept)
+        if len(missing) < len(buckets):
+            logger.info("%d of %d steps were compiled by an earlier start", len(buckets) - len(missing), len(buckets))
+        for bucket, executable in _in_threads(make_told, [b for b in buckets if b in missing]):
+            used(bucket, executable)
+            self._unsaved.append((bucket, executable))
+
+    def save(self) -> None:
+        """Keeps what `run` has compiled."""
+        while self._unsaved and not self._stopping.is_set():
+            self._save(*self._unsaved.pop())
+
+    def go_on(self, buckets: Sequence[Bucket]) -> None:
+        """Prepares more buckets, and saves, on a thread that gives way to this one; `take` has what is prepared."""
+        self.num_pending = len(buckets)
+        self._thread = threading.Thread(target=self._go_on, args=(buckets,), name="warm-up", daemon=True)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Waits for the compilation that runs, and begins no other: the process may not end while XLA compiles."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_SECONDS)
+
+    def take(self) -> list[tuple[Bucket, Executable]]:
+        """What has been prepared since the last call."""
+        out = []
+        while self.num_pending and not self._prepared.empty():
+            out.append(self._prepared.get())
+            self.num_pending -= 1
+        return out
+
+    def _go_on(self, buckets: Sequence[Bucket]) -> None:
+        started = time.monotonic()
+        try:
+            with compiles.apart():
+                for number, bucket in enumerate(buckets, 1):
+                    if self._stopping.is_set():
+                        return
+                    executable = self._load(bucket)
+                    how = "loaded" if executable else "compiled"
+                    if executable is None:
+                        executable = self._make(bucket)
+                        self._unsaved.append((bucket, executable))
+                    self._prepared.put((bucket, executable))
+                    seconds = time.monotonic() - started
+                    logger.info(
+                        "%s %d of %d while serving, after %.1f s: %s", how, number, len(buckets), seconds, bucket
+                    )
+                self.save()
+        except Exception:
+            logger.exception("a step could not be compiled while serving: larger ones go on serving in its place")
+
+
+T = TypeVar("T")
+
+
+def _in_threads(work: Callable[[Bucket], T], buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, T]]:
+    pool = concurrent.futures.ThreadPoolExecutor(max_workers=max(1, min(len(buckets), os.cpu_count() or 1)))
+    try:
+        working = {pool.submit(work, bucket): bucket for bucket in buckets}
+        for future in concurrent.futures.as_completed(working):
+            yield working[future], future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,193 @@
+"""Kept executables: a second process traces nothing; keys tell apart what differs; damaged ones are compiled again."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxspec.compat import CompileCounter
+from jaxspec.compile_cache import FileStore
+from jaxspec.config import Settings
+from jaxspec.engine import fingerprint
+from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
+from jaxspec.engine.executables import Executable, ExecutableStore
+from jaxspec.engine.fingerprint import NotKeptError, canonical
+from jaxspec.engine.memory import free_bytes
+from jaxspec.engine.warmup import Preparation, first_buckets
+
+MESH = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+GPU = Settings(
+    max_model_len=512, max_num_seqs=128, max_num_batched_tokens=2048, num_pages=99, dtype="bfloat16", on_gpu=True
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    tmp_path.chmod(0o700)
+    return ExecutableStore(FileStore(tmp_path), MESH)
+
+
+def started(folder: Path, seed: int) -> dict:
+    command = [sys.executable, "-m", "tests.engine.kept_process", str(folder)]
+    environment = os.environ | {"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_second_process_traces_and_compiles_nothing(tmp_path):
+    first, second = (started(tmp_path, seed) for seed in (1, 2))
+    assert all(first["counts"].values())
+    assert not any(second["counts"].values())
+    assert second["packed"] == first["packed"]
+    assert second["kernels"] == first["kernels"]
+    assert not second["lowered"]
+    for file in tmp_path.iterdir():
+        file.write_bytes(file.read_bytes()[:-9])
+    third = started(tmp_path, 3)
+    assert third["packed"] == first["packed"]
+    # Text of modules does not depend on the process: two developers' compilers see the same.
+    assert third["lowered"] == first["lowered"]
+
+
+def test_a_loaded_executable_computes_the_same_and_a_damaged_one_is_absent(store, tmp_path, caplog):
+    key = store.key("double", (1, 2))
+    made = jax.jit(lambda x: x * 2).lower(jnp.ones(3)).compile()
+    assert store.load(key) is None
+    store.save(key, Executable(made, {"moe": frozenset({"mosaic"})}))
+    kept = store.load(key)
+    assert kept.compiled(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert kept.kernels == {"moe": {"mosaic"}}
+    FileStore(tmp_path).write(key, b"sound, but no executable")
+    assert store.load(key) is None
+    assert "not used" in caplog.text
+
+
+def test_keys_differ_where_anything_does(store, monkeypatch):
+    bucket = bucket_table(GPU)[0]
+    values = [bucket, GPU, jax.ShapeDtypeStruct((2, 3), jnp.float32)]
+    key = store.key("step", *values)
+    assert key == store.key("step", *values)
+    others = {
+        store.key("step", *reversed(values)),
+        store.key("zeros", *values),
+        store.key("step", dataclasses.replace(bucket, decode_rows=3), *values[1:]),
+        store.key("step", bucket, dataclasses.replace(GPU, num_pages=98), values[2]),
+        store.key("step", *values[:2], jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)),
+    }
+    with jax.default_matmul_precision("highest"):
+        others.add(store.key("step", *values))
+    monkeypatch.setattr("jaxspec.engine.fingerprint.source_digest", lambda: "other sources")
+    fingerprint.forget_process()
+    others.add(store.key("step", *values))
+    monkeypatch.undo()
+    fingerprint.forget_process()
+    assert key not in others
+    assert len(others) == 7
+    assert None not in others
+
+
+def test_equal_sets_and_objects_are_described_equally():
+    assert canonical({"b": 1, "a": frozenset("xyz")}) == canonical({"a": frozenset("zyx"), "b": 1})
+    assert canonical((1, True)) != canonical((1, 1))
+
+
+class Foreign:
+    pass
+
+
+@dataclasses.dataclass
+class ForeignSpec:
+    size: int
+
+
+@pytest.mark.parametrize("value", [Foreign(), ForeignSpec(1), ForeignSpec, lambda: 0])
+def test_what_is_defined_elsewhere_is_not_kept(store, value):
+    """Its source is in no key."""
+    with pytest.raises(NotKeptError):
+        canonical(value)
+    assert store.key("step", value) is None
+    store.save(None, Executable(None, {}))
+    assert store.load(None) is None
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("seqs", [1, 6, 8, 128])
+def test_the_first_buckets_hold_every_plan_of_the_table(mixed, seqs):
+    table = bucket_table(dataclasses.replace(GPU, mixed=mixed, max_num_seqs=seqs))
+    first = first_buckets(table)
+    assert len(first) <= 4
+    assert {b.decode_rows for b in first if not b.prefill_rows} == {rows for rows in (1, 8, seqs) if rows <= seqs}
+    for b in table:
+        sizes = {"prefill_tokens": b.prefill_tokens, "prefill_rows": b.prefill_rows, "decode_rows": b.decode_rows}
+        choose_bucket(first, **sizes, full=b.variant == "full")  # raises where none holds it
+
+
+A, B, C = (Bucket(0, 0, rows, "full") for rows in (1, 2, 3))
+
+
+def test_kept_executables_are_loaded_and_the_others_made_and_kept():
+    kept, used, told = {A: "kept a"}, {}, []
+    preparation = Preparation(kept.get, lambda bucket: f"made {bucket.decode_rows}", kept.__setitem__)
+    preparation.run(
+        (A, B), used.__setitem__, lambda *report: told.append(report[:2]), lambda *begun: told.append(begun[:2])
+    )
+    assert used == {A: "kept a", B: "made 2"}
+    assert told == [(1, 2), (2, 2), (2, 2)]
+    assert set(kept) == {A}  # nothing is written while anything may compile
+    preparation.save()
+    assert kept[B] == "made 2"
+
+
+def test_the_rest_come_from_a_thread_and_a_failure_is_logged(caplog):
+    kept = {}
+
+    def make(bucket):
+        if bucket == C:
+            raise RuntimeError("no memory")
+        return f"made {bucket.decode_rows}"
+
+    preparation = Preparation(kept.get, make, kept.__setitem__)
+    preparation.run((A,), lambda *_: None)
+    preparation.go_on((B, C))
+    deadline = time.monotonic() + 30
+    while "larger ones go on serving" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    preparation.stop()
+    assert preparation.take() == [(B, "made 2")]
+    assert preparation.take() == []
+    assert preparation.num_pending == 1
+    assert "larger ones go on serving" in caplog.text
+
+
+def test_compilations_apart_are_no_faults():
+    counter = CompileCounter()
+    counter.mark_warm()
+    before = counter.total
+    with counter.apart():
+        jax.jit(lambda x: x + 41).lower(1).compile()
+    assert (counter.total - before, counter.num_apart, counter.after_warmup) == (1, 1, 0)
+    jax.jit(lambda x: x + 42).lower(1).compile()
+    assert (counter.total - before, counter.num_apart, counter.after_warmup) == (2, 1, 1)
+
+
+def test_free_memory_is_measured_once_unless_more_is_in_use(store):
+    device = SimpleNamespace(in_use=1000, memory_stats=lambda: {"bytes_in_use": device.in_use})
+    key, measured = store.key("memory", 1), iter((5, 6))
+
+    def ask():
+        return free_bytes(lambda: next(measured), store, key, [device], slack=10)
+
+    assert [ask(), ask()] == [5, 5]
+    device.in_use = 1011
+    assert [ask(), ask()] == [6, 6]
