@@ -230,6 +230,8 @@ class MockEngine:
             prefix_cache_hits=self._cache_hits,
             num_steps=self._num_steps,
             prefill_tokens=self._prefill_tokens,
+            buckets_pending=0,
+            compiles_while_serving=0,
         )
 
     def _text(self, request: Request) -> Iterator[int]:
