@@ -74,7 +74,8 @@ class _Format:
         if not (calls and delta.finish_reason):
             return [whole]
         last = {**whole, "delta": {}, "logprobs": None}
-        for name, nothing in (("token_ids", []), ("draft_runs", [])):
+        empty: dict[str, list[Any]] = {"token_ids": [], "draft_runs": []}
+        for name, nothing in empty.items():
             if name in last:
                 last[name] = nothing
         return [{name: value for name, value in whole.items() if name != "metrics"} | {"finish_reason": None}, last]
