@@ -88,6 +88,35 @@ def test_acceptance_has_a_floor(draft, k, llm_with, reference):
     assert check_layouts(llm_with(draft, k), reference) > FLOOR
 
 
+def seeded_texts(llm, reference, number=None):
+    """Random texts of seeded requests of many kinds, with at most so many drafts."""
+    options = [
+        {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.0}, {"temperature": 1.5, "top_k": 50},
+        {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.3},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=32, seed=i, ignore_eos=True, num_speculative_tokens=number, logprobs=0, **each)
+        for i, each in enumerate(options * 2)
+    ]
+    return llm.generate([r.prompt_ids for r in reference[: len(params)]], params)
+
+
+def assert_seeded_texts_are_plain(llm, demo_llm, reference):
+    """A seed's text is that of plain decoding, though many drafts are accepted."""
+    plain = seeded_texts(demo_llm, reference, 0)
+    before = llm.engine.stats().acceptance
+    for got, want in zip(seeded_texts(llm, reference), plain, strict=True):
+        assert got.ids == want.ids
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-4)
+    assert llm.engine.stats().acceptance.since(before).mean_length > 1.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("draft", "k"), DEFAULT)
+def test_seeded_text_is_that_of_plain_decoding(draft, k, llm_with, demo_llm, reference):
+    assert_seeded_texts_are_plain(llm_with(draft, k), demo_llm, reference)
+
+
 @pytest.mark.slow
 def test_a_broken_draft_changes_the_floor_and_no_text(demo_llm, reference):
     """Embedding and hidden state in the wrong order, as in the paper's formula and not as in the checkpoint."""
@@ -100,8 +129,10 @@ def test_a_broken_draft_changes_the_floor_and_no_text(demo_llm, reference):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("draft", "k"), OTHERS)
-def test_other_window_sizes(draft, k, llm_with, reference):
-    length = check_layouts(llm_with(draft, k), reference)
+def test_other_window_sizes(draft, k, llm_with, demo_llm, reference):
+    llm = llm_with(draft, k)
+    assert_seeded_texts_are_plain(llm, demo_llm, reference)
+    length = check_layouts(llm, reference)
     assert 1.6 < length <= k + 1
     if k > K:
         assert length > FLOOR

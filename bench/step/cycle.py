@@ -52,7 +52,7 @@ from jaxspec.sampling.params import SamplingParams
 READ_REPEATS = 2
 PLAIN = "plain"
 # The steps of sampling requests write log q, and greedy drafts are compared more sharply than drawn ones.
-SAMPLING = SamplingParams(temperature=1, seed=0, greedy_drafts=True, max_tokens=None, ignore_eos=True)
+SAMPLING = SamplingParams(temperature=1, greedy_drafts=True, max_tokens=None, ignore_eos=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from jaxspec.engine.state import (
     NUM_DRAFTS,
     SEED_HIGH,
     SEED_LOW,
+    SEEDED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -131,6 +132,7 @@ def _rows(state: StepState, inputs: StepInputs) -> _Rows:
         top_k=params_i[:, TOP_K],
         seeds=lax.bitcast_convert_type(params_i[:, SEED_LOW : SEED_HIGH + 1], jnp.uint32),
         greedy_drafts=params_i[:, GREEDY_DRAFTS] > 0,
+        seeded=params_i[:, SEEDED] > 0,
     )
     return _Rows(slots_R, positions_R, params_i, sampling)
 

@@ -77,8 +77,8 @@ def propose(
         log_q.append(log_q_RV)
     S = state.seq_len.shape[0]
     target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, S)
-    # Nobody looks at the q of a greedy request, and it is the largest thing that a step writes.
-    q_target_R = jnp.where(chosen.rows.temperature > 0, target_R, S)
+    # Nobody looks at the q of a greedy or seeded request, and it is the largest thing that a step writes.
+    q_target_R = jnp.where((chosen.rows.temperature > 0) & ~chosen.rows.seeded, target_R, S)
     return state._replace(
         draft_kv=cache,
         drafts=state.drafts.at[target_R].set(jnp.stack(ids, axis=1), mode="drop"),

@@ -17,10 +17,10 @@ from jaxspec.sampling.penalties import mask_words
 STOP_IDS = MAX_STOP_TOKEN_IDS + 4
 
 # Columns of params_f and params_i.
-PARAMS_F, PARAMS_I = 6, 10
+PARAMS_F, PARAMS_I = 6, 11
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(PARAMS_F)
 (
-    SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN, PROMPT_LEN, MIN_TOTAL, NUM_BIAS, NUM_DRAFTS, GREEDY_DRAFTS, CONSTRAINED,
+    SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN, PROMPT_LEN, MIN_TOTAL, NUM_BIAS, NUM_DRAFTS, GREEDY_DRAFTS, CONSTRAINED, SEEDED,
 ) = range(PARAMS_I)  # fmt: skip
 
 
@@ -36,7 +36,7 @@ class StepState(NamedTuple):
         params_f: float32 [S, PARAMS_F] temperature, top_p, min_p and penalties.
         params_i: int32 [S, PARAMS_I] seed (two words), top_k, most tokens, prompt length, length before which no stop id
             may come, number of biases, drafts of a window that count, whether these are the draft's argmax, whether `masks`
-            count.
+            count, whether the request brought its seed.
         stop_ids: int32 [S, STOP_IDS], -1 for none.
         counts: int32 [S, V] how often each id was output, and whether the prompt holds it (see `LogitRules`); right for
             requests that run in "full" buckets from their start. Like the next two, "lean" buckets leave it alone.
@@ -46,7 +46,7 @@ class StepState(NamedTuple):
         draft_kv: the draft's cache, under the same page ids. Like the next two () without speculation.
         drafts: int32 [S, k] tokens proposed to follow `last_token`.
         draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
-            requests of temperature 0.
+            requests of temperature 0 and for seeded ones.
     """
 
     kv: Cache

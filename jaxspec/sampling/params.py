@@ -38,8 +38,9 @@ class SamplingParams:
         logit_bias: id -> value in [-100, 100], added to the id's logit before the penalties; at most 300 ids.
         min_tokens: end-of-text ids, stop_token_ids and stop strings do not end the output before it has this many
             tokens.
-        seed: 64-bit seed; the same prompt, parameters and seed give the same text, whichever requests share the batch.
-            None draws a fresh one.
+        seed: 64-bit seed; the same prompt, parameters and seed give the same text, whichever requests share the batch,
+            and with any draft, any number of drafts, or none. None draws a fresh one, and the text follows the same
+            distribution.
         stop: strings that end the generation; removed from the text unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the generation, besides the model's end-of-text ids.
         ignore_eos: go on past the model's end-of-text ids.
@@ -53,7 +54,7 @@ class SamplingParams:
             all that the engine drafts. Changes the speed, not the distribution.
         structured_outputs: what the output has to look like; it ends when it does.
         greedy_drafts: draft the likeliest tokens although the request samples. Lossless too: such a draft is accepted
-            with the target's probability of it.
+            with the target's probability of it, or with a seed where the target draws it.
         n: outputs of the prompt, 1 to 1024, each with a seed of its own: see `choices`.
     """
 

@@ -4,6 +4,10 @@ Greedy rows take the target's argmax until it differs from the draft. Random row
 2211.17192, algorithm 1) and Chen et al. (arXiv 2302.01318): draft x ~ q is accepted with probability min(1, p(x)/q(x));
 at the first rejection the token is drawn from max(0, p - q), renormalised; after k acceptances a bonus token is drawn
 from p. p is after all of the request's transforms at that position; q is exactly what the draft was drawn from.
+
+Random rows of requests that bring a seed follow Daliri et al. (arXiv 2408.07978, drafter-invariant speculative decoding by
+Gumbel coupling): draft and target draw with the same noise, that of plain sampling at the position, and a draft is
+accepted where it equals the target's own draw. Every token is then the target's draw, as without a draft.
 """
 
 from typing import NamedTuple
@@ -26,7 +30,8 @@ def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
     """Draft ids int32 [R] and log q float32 [R, V] from a draft's logits [R, V], at the request's temperature.
 
     Greedy rows, and those with `greedy_drafts`, draft the argmax; their log q must not be used. Of the request's
-    transforms a draft has only the temperature: any q is lossless as long as it is the true one.
+    transforms a draft has only the temperature: any q is lossless as long as it is the true one. Seeded rows draw with
+    the noise that the target will draw with.
 
     Args:
         positions: int32 [R] absolute position of the drafted token.
@@ -34,7 +39,8 @@ def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
     temperature = temperatures(rows)
     stats = logits_stats(logits, temperature)
     greedy = (rows.temperature == 0) | rows.greedy_drafts
-    keys = noise_keys(rows.seeds, positions, jnp.full(positions.shape, int(Stream.DRAFT), jnp.int32))
+    streams = jnp.where(rows.seeded, int(Stream.BONUS), int(Stream.DRAFT))
+    keys = noise_keys(rows.seeds, positions, streams)
     drawn = gumbel_argmax(logits, jnp.arange(logits.shape[0], dtype=jnp.int32), temperature, keys, ~greedy)
     log_q = logits.astype(jnp.float32) / temperature[:, None] - stats.log_z_tempered[:, None]
     return jnp.where(greedy, stats.argmax, drawn), log_q
@@ -60,7 +66,7 @@ def verify(
         logits: [D, k + 1, V] of the target, after the request's rules; row i verifies draft i, the last one is for
             the bonus.
         drafts: int32 [D, k].
-        log_q: float32 [X, k, V] of the distributions that the drafts were drawn from.
+        log_q: float32 [X, at least k, V] of the distributions that the drafts were drawn from.
         one_hot: bool [D]: the drafts are a point mass (drafted greedily, or given); log_q is not read.
         num_drafts: int32 [D], 0 to k: how many of a window's drafts may be accepted.
         rows: the requests' parameters, [D].
@@ -97,23 +103,40 @@ def verify(
 
     # One more token: a bonus after the last draft, else the replacement of the first rejected one.
     is_bonus_D = accepted_D == num_drafts
+    synthetic_D = None
     if synthetic_length is not None:
-        accepted_D = accept_synthetically(num_drafts, rows, positions, synthetic_length)
+        accepted_D = synthetic_D = accept_synthetically(num_drafts, rows, positions, synthetic_length)
         is_bonus_D = jnp.ones(D, bool)
+
+    # A seeded row draws at each position of its window. Others draw one token, in the place of the first position.
+    coupled_D = rows.seeded & ~greedy_D
+    source_Dn = jnp.where(coupled_D[:, None], jnp.arange(n, dtype=jnp.int32), accepted_D[:, None])
+    single_D = ~(coupled_D | greedy_D)
     residual = None
     if k:
         refused_D = jnp.minimum(accepted_D, k - 1)
+        rejects_D = single_D & ~is_bonus_D
         residual = Residual(
-            log_z=_at(log_z_Dn, accepted_D),
-            excluded=jnp.where(one_hot & ~is_bonus_D, _at(drafts, refused_D), -1),
-            dense=~one_hot & ~is_bonus_D,
+            log_z=jnp.repeat(_at(log_z_Dn, accepted_D), n),
+            excluded=jnp.repeat(jnp.where(one_hot & rejects_D, _at(drafts, refused_D), -1), n),
+            dense=jnp.repeat(~one_hot & rejects_D, n),
             log_q=log_q.reshape(-1, V),
-            q_rows=(q_rows * k + refused_D).astype(jnp.int32),
+            q_rows=jnp.repeat((q_rows * log_q.shape[1] + refused_D).astype(jnp.int32), n),
         )
-    streams_D = jnp.where(is_bonus_D, int(Stream.BONUS), int(Stream.RECOVER))
-    keys = noise_keys(rows.seeds, positions + accepted_D, streams_D)
-    row_D = jnp.arange(D, dtype=jnp.int32) * n + accepted_D
-    drawn_D = gumbel_argmax(transformed, row_D, temperature_D, keys, ~greedy_D, residual)
+    streams_D = jnp.where(coupled_D | is_bonus_D, int(Stream.BONUS), int(Stream.RECOVER))
+    keys = noise_keys(
+        jnp.repeat(rows.seeds, n, axis=0), (positions[:, None] + source_Dn).reshape(-1), jnp.repeat(streams_D, n)
+    )
+    wanted_Dn = coupled_D[:, None] | (single_D[:, None] & (jnp.arange(n) == 0))
+    row_Dn = jnp.arange(D, dtype=jnp.int32)[:, None] * n + source_Dn
+    drawn_Dn = gumbel_argmax(
+        transformed, row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), residual
+    ).reshape(D, n)
+    if synthetic_D is None:
+        equal = (drafts == drawn_Dn[:, :k]) & (index_k < num_drafts[:, None])
+        coupled_accepted_D = jnp.cumprod(equal, axis=1).sum(axis=1, dtype=jnp.int32)
+        accepted_D = jnp.where(coupled_D, coupled_accepted_D, accepted_D)
+    drawn_D = jnp.where(coupled_D, _at(drawn_Dn, accepted_D), drawn_Dn[:, 0])
     last_D = jnp.where(greedy_D, _at(best_Dn, accepted_D), drawn_D)
     padded = jnp.pad(drafts, ((0, 0), (0, 1)))
     return Verified(jnp.where(jnp.arange(n) == accepted_D[:, None], last_D[:, None], padded), accepted_D)

@@ -17,8 +17,9 @@ from pallas_kernels.sampling.api import LogitsStats, gumbel_argmax, logits_stats
 class Stream(enum.IntEnum):
     """Independent streams of randomness at one position.
 
-    The noise that drew a draft must not decide about its acceptance or its replacement too: that would bias the output.
-    Plain sampling is a window without drafts, so it uses the bonus stream.
+    In rejection sampling the noise that drew a draft must not decide about its acceptance or its replacement too: that
+    would bias the output. Plain sampling is a window without drafts, so it uses the bonus stream, and so does every draw
+    of a seeded request, its drafts' included: see `rejection`.
     """
 
     BONUS = 0
@@ -31,6 +32,7 @@ class SamplingRows(NamedTuple):
     """Per row: temperature, top_p, min_p float32 [R]; top_k int32 [R] (< 1: all); seeds uint32 [R, 2].
 
     greedy_drafts bool [R]: drafts are the draft's argmax, a point mass.
+    seeded bool [R]: the request brought its seed, so its text must not depend on drafts.
     """
 
     temperature: jax.Array
@@ -39,6 +41,7 @@ class SamplingRows(NamedTuple):
     top_k: jax.Array
     seeds: jax.Array
     greedy_drafts: jax.Array
+    seeded: jax.Array
 
 
 def _key(seed: jax.Array, position: jax.Array, stream: jax.Array) -> jax.Array:

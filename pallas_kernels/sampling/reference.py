@@ -80,4 +80,7 @@ def gumbel_argmax(
     left = jnp.maximum(p - q, 0.0)
     # If p and q agree up to rounding the difference is 0 everywhere; then p itself is right.
     none_left = left.sum(axis=1, keepdims=True) == 0
-    return jnp.argmax(jnp.where(none_left, log_p, jnp.log(left)) + noise, axis=1).astype(jnp.int32)
+    adjusted = jnp.where(none_left, log_p, jnp.log(left))
+    # Where nothing is taken away, the scores are exactly those of a draw without a residual.
+    untouched = ~residual.dense & (residual.excluded < 0)
+    return jnp.argmax(jnp.where(untouched[:, None], tempered, adjusted) + noise, axis=1).astype(jnp.int32)

@@ -1,4 +1,6 @@
-"""The real step under schedules of every kind: each request's ids and log-probabilities are those of its solo run.
+"""The real step under schedules of every kind: each request's ids and log-probabilities are those of plain decoding, alone.
+
+Greedy requests and seeded ones: neither's text may depend on the draft.
 
 Arrivals, aborts, stops inside a window, shared prompts, pools that force preemption, rows that wait for their output,
 readout depths, mixed steps on and off; without a draft, with the three kinds of drafts, and with one that is right often.
@@ -18,19 +20,20 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.output import FinishReason
 from jaxspec.engine.request import Request
 from jaxspec.sampling.params import SamplingParams
-from tests.engine.scripted import eagle3_runner, pattern_runner, with_pattern
+from tests.engine.scripted import eagle3_runner, pattern_runner, plain_runner, with_pattern
 from tests.engine.tiny import EOS, VOCAB, cached, fill_cache, run, tiny_runner
 from tests.host_rules import StopAfter
 
 pytestmark = pytest.mark.slow
 
+# Each runner, and the one that decodes plainly with the same target.
 RUNNERS = {
-    "plain": lambda: tiny_runner(0),
-    "nextn, k=1": lambda: tiny_runner(1),
-    "nextn, k=3": lambda: tiny_runner(3),
-    "eagle3 llama, k=3": lambda: eagle3_runner("llama", 3),
-    "eagle3 mla, k=3": lambda: eagle3_runner("mla", 3),
-    "pattern, k=3": lambda: pattern_runner(3),
+    "plain": (lambda: tiny_runner(0), lambda: tiny_runner(0)),
+    "nextn, k=1": (lambda: tiny_runner(1), lambda: tiny_runner(0)),
+    "nextn, k=3": (lambda: tiny_runner(3), lambda: tiny_runner(0)),
+    "eagle3 llama, k=3": (lambda: eagle3_runner("llama", 3), plain_runner),
+    "eagle3 mla, k=3": (lambda: eagle3_runner("mla", 3), plain_runner),
+    "pattern, k=3": (lambda: pattern_runner(3), plain_runner),
 }
 NEW_TOKENS = 24
 # The longest request takes three pages.
@@ -64,25 +67,27 @@ def prompts():
     ]
 
 
-def requests(stops=True):
-    """Every prompt greedily, at temperature 1, and greedily with a stop id that lies inside its text."""
+def requests(plain, *, stops=True):
+    """Every prompt greedily, at temperature 1, and greedily with a stop id that lies inside its text.
+
+    plain: the runner that knows the greedy texts.
+    """
     made = []
     for i, prompt in enumerate(prompts()):
         for temperature in (0.0, 1.0):
             params = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, seed=i, ignore_eos=bool(i % 2))
             made.append((prompt, params))
-        stop = (solo("plain")[3 * i][0][8 + i],) if stops else ()
+        stop = (solo(plain, stops=False)[3 * i][0][8 + i],) if stops else ()
         made.append((prompt, dataclasses.replace(made[-2][1], stop_token_ids=stop)))
     return made
 
 
 @cached
-def solo(name):
+def solo(runner, *, stops=True):
     """(ids, log-probabilities, finish reason) of each of `requests`, alone in a clean pool, each step read at once."""
-    runner = RUNNERS[name]()
     results = []
-    with drafting(name), options(runner, prefix_caching=False):
-        for prompt, params in requests(stops=name != "plain"):
+    with options(runner, prefix_caching=False):
+        for prompt, params in requests(runner, stops=stops):
             fill_cache(runner, 0.0)
             ids, logprobs, ends = run(make_engine(runner), [Request("r", prompt, params)])
             results.append((ids["r"], logprobs["r"], ends["r"][0]))
@@ -91,10 +96,10 @@ def solo(name):
 
 def drafting(name):
     """The runner, whose pattern draft, if that is what it has, knows the greedy texts and is right about most tokens."""
-    runner = RUNNERS[name]()
+    runner, plain = (made() for made in RUNNERS[name])
     if not name.startswith("pattern"):
         return contextlib.nullcontext(runner)
-    texts = [[*prompt, *solo("plain")[3 * i][0]] for i, prompt in enumerate(prompts())]
+    texts = [[*prompt, *solo(plain)[3 * i][0]] for i, prompt in enumerate(prompts())]
     return with_pattern(runner, texts, seed=1)
 
 
@@ -126,13 +131,14 @@ ARRIVALS = st.builds(
 @settings(max_examples=5)
 @given(
     arrivals=st.lists(ARRIVALS, min_size=2, max_size=10),
-    depth=st.integers(0, 2),
+    depth=st.integers(0, 3),
     mixed=st.booleans(),
     usable=st.sampled_from(POOLS),
     poison=st.sampled_from([0.0, float("nan")]),
 )
 def test_every_request_is_as_if_alone(name, arrivals, depth, mixed, usable, poison):
-    runner, specs, want = RUNNERS[name](), requests(stops=name != "plain"), solo(name)
+    runner, plain = (made() for made in RUNNERS[name])
+    specs, want = requests(plain), solo(plain)
     with drafting(name), options(runner, readout_depth=depth, mixed=mixed):
         fill_cache(runner, poison)
         engine = make_engine(runner, usable)
@@ -171,9 +177,9 @@ def test_separate_steps_have_their_own_buckets():
     runner = tiny_runner(3, mixed=False)
     assert all(not (b.prefill_tokens and b.decode_rows) for b in runner.buckets)
     fill_cache(runner, np.nan)
-    made = [Request(f"r{i}", *spec) for i, spec in enumerate(requests())]
+    made = [Request(f"r{i}", *spec) for i, spec in enumerate(requests(tiny_runner(0)))]
     ids, _, ends = run(make_engine(runner), made)
-    for request, (want_ids, _, want_end) in zip(made, solo("nextn, k=3"), strict=True):
+    for request, (want_ids, _, want_end) in zip(made, solo(tiny_runner(0)), strict=True):
         assert (ids[request.id], ends[request.id][0]) == (want_ids, want_end)
 
 

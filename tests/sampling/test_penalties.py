@@ -106,7 +106,7 @@ def test_all_transforms_at_every_window_position(n):
 
     rows = SamplingRows(
         column("temperature", np.float32), column("top_p", np.float32), column("min_p", np.float32),
-        column("top_k", np.int32), jnp.zeros((W * n, 2), jnp.uint32), jnp.zeros(W * n, bool),
+        column("top_k", np.int32), jnp.zeros((W * n, 2), jnp.uint32), *[jnp.zeros(W * n, bool)] * 2,
     )  # fmt: skip
     drawn_from = np.asarray(distribution(got.reshape(W * n, V), rows)).reshape(W, n, V)
     masked = 0
@@ -137,6 +137,7 @@ def test_neutral_rules_are_exactly_nothing():
         jnp.zeros(W, jnp.int32),
         jnp.zeros((W, 2), jnp.uint32),
         jnp.zeros(W, bool),
+        jnp.zeros(W, bool),
     )
     np.testing.assert_array_equal(transform(raw[:, 0], rows), raw[:, 0])
 
@@ -166,6 +167,7 @@ def test_nothing_here_breaks_a_cuda_graph():
         jnp.zeros(W),
         jnp.zeros(W, jnp.int32),
         jnp.zeros((W, 2), jnp.uint32),
+        jnp.zeros(W, bool),
         jnp.zeros(W, bool),
     )
 

@@ -32,7 +32,7 @@ def softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, salt=0, greedy_drafts=False):
+def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, salt=0, greedy_drafts=False, seeded=False):
     """As NumPy arrays, like all inputs here: outside of `jax.jit` every operation would compile by itself."""
     seeds = np.stack([np.arange(R), np.full(R, salt)], axis=1).astype(np.uint32)
     return SamplingRows(
@@ -42,6 +42,7 @@ def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, salt=0, gre
         np.full(R, top_k, np.int32),
         seeds,
         np.broadcast_to(greedy_drafts, (R,)),
+        np.broadcast_to(seeded, (R,)),
     )
 
 
@@ -96,7 +97,7 @@ def test_exactly_by_enumeration(monkeypatch):
     def decide(drafts, u, noise):
         R = len(drafts)
         monkeypatch.setattr(rejection, "uniform", lambda *_: jnp.asarray(u, jnp.float32))
-        monkeypatch.setattr(reference, "gumbel", lambda *_: jnp.asarray(noise, jnp.float32))
+        monkeypatch.setattr(reference, "gumbel", lambda *_: jnp.repeat(jnp.asarray(noise, jnp.float32), 2, axis=0))
         logits = np.broadcast_to(np.log(p), (R, 2, 5)).astype(np.float32)
         log_q = np.broadcast_to(np.log(q), (R, 1, 5)).astype(np.float32)
         none, one, first = np.zeros(R, bool), np.ones(R, np.int32), np.zeros(R, np.int32)

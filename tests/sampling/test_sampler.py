@@ -32,6 +32,7 @@ def rows(R, temperature=1.0, top_p=1.0, top_k=0, seed=0, min_p=0.0):
         fill(top_k, jnp.int32),
         jnp.asarray(seeds),
         fill(False, bool),
+        fill(False, bool),
     )
 
 
