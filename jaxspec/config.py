@@ -57,6 +57,9 @@ class EngineConfig:
     num_speculative_tokens: int | None = _option(
         None, "tokens drafted per step, 0 to 7; 0 turns speculation off (default: 3 with a draft or demo, else 0)"
     )
+    adaptive_speculation: bool = _option(
+        False, "choose the tokens drafted in each step, none to num_speculative_tokens, by load and acceptance"
+    )
     speculative_model: str | None = _option(
         None,
         "an EAGLE3 draft: a folder, a hub id, demo/eagle3-llama or demo/eagle3-mla (default: the model's NextN layer)",
@@ -87,7 +90,7 @@ class EngineConfig:
     def __post_init__(self):
         for option, (least, most) in _WHOLE_NUMBERS.items():
             self._check_whole(option, least, most)
-        for option in ("enable_mixed_batch", "enable_prefix_caching"):
+        for option in ("enable_mixed_batch", "enable_prefix_caching", "adaptive_speculation"):
             if (value := getattr(self, option)) is not None and not isinstance(value, bool):
                 raise ConfigError(f"{flagged(option)} must be True or False, got {shown(value)}")
         for option in ("log_steps", "speculative_model", "compilation_cache_dir"):
@@ -235,7 +238,8 @@ class Settings:
     Attributes:
         max_slots: rows of the device state: max_num_seqs and the padding slot 0.
         num_pages: pages of the pool, the padding page 0 included.
-        window: tokens of a decode row: the newest one and its drafts.
+        adaptive_drafts: steps may have fewer drafts than num_speculative_tokens: one, or none.
+        window: most tokens of a decode row: the newest one and its drafts.
         max_pages: pages that the longest request can hold: columns of the page table.
         mixed: prompt chunks and decode rows may share a step.
         readout_depth: most steps that may be unread when the next one is dispatched.
@@ -248,6 +252,7 @@ class Settings:
     dtype: str
     on_gpu: bool
     num_speculative_tokens: int = 0
+    adaptive_drafts: bool = False
     synthetic_acceptance_length: float | None = None
     mixed: bool = True
     readout_depth: int = 0
@@ -316,6 +321,7 @@ def resolve(
         num_pages=num_pages,
         dtype=resolve_dtype(config, on_gpu=on_gpu),
         num_speculative_tokens=config.num_speculative_tokens or 0,
+        adaptive_drafts=config.adaptive_speculation and bool(config.num_speculative_tokens),
         synthetic_acceptance_length=config.synthetic_acceptance_length,
         mixed=config.enable_mixed_batch,
         readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,

@@ -232,7 +232,7 @@ class Metrics(Collector):
             counter.add_metric(list(self._labels.values()), value)
             yield counter
         if stats.acceptance is not None:
-            yield from self._speculation(stats.acceptance)
+            yield from self._speculation(stats.acceptance, stats.steps_by_drafts)
         if self.snapshot.synthetic_acceptance_length is not None:
             yield self._gauge(
                 "spec_decode_synthetic_acceptance_length",
@@ -247,13 +247,16 @@ class Metrics(Collector):
             gauge.add_metric([*self._labels.values(), *([key] if label else [])], value)
         return gauge
 
-    def _speculation(self, acceptance: "Acceptance") -> Iterable[Metric]:
-        """vLLM's four counters. Mean acceptance length is 1 + accepted / drafts; steps beside a prefill count too."""
+    def _speculation(self, acceptance: "Acceptance", steps_by_drafts: Mapping[int, int]) -> Iterable[Metric]:
+        """vLLM's four counters. Mean acceptance length is 1 + accepted / drafts; steps beside a prefill count too.
+
+        And one of our own: which number of drafts was chosen how often.
+        """
         for name, text, value in (
             ("num_drafts", "Windows verified", acceptance.num_steps),
             (
                 "num_draft_tokens",
-                "Tokens drafted: k a window, or as few as its request asked for",
+                "Tokens drafted and verified: k a window, or as few as its request or its step had",
                 acceptance.num_drafted,
             ),
             ("num_accepted_tokens", "Drafted tokens that the target agreed with", acceptance.num_accepted),
@@ -269,3 +272,10 @@ class Metrics(Collector):
         for position, accepted in enumerate(acceptance.accepted_per_position):
             by_position.add_metric([*self._labels.values(), str(position)], accepted)
         yield by_position
+        by_drafts = CounterMetricFamily(
+            f"{self._prefix}:spec_decode_num_steps", "Steps by the drafts of a row", labels=[*self._labels, "k"]
+        )
+        for k, steps in steps_by_drafts.items():
+            by_drafts.add_metric([*self._labels.values(), str(k)], steps)
+        if steps_by_drafts:
+            yield by_drafts

@@ -74,6 +74,15 @@ class PatternDraft(nnx.Module):
         ids = self._write(cache, embedded_TH, meta)
         return self._propose(ids, live.tables, live.bounds - 1), (ids,)
 
+    def write_keys(
+        self,
+        embedded_TH: jax.Array,
+        hidden_TH: jax.Array,  # noqa: ARG002
+        cache: LayerCache,
+        meta: StepMetadata,
+    ) -> LayerCache:
+        return (self._write(cache, embedded_TH, meta),)
+
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:  # noqa: ARG002
         return hidden_RH
 

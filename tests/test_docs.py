@@ -111,7 +111,7 @@ def test_every_endpoint_is_described():
 
 def test_every_metric_is_described():
     metrics = Metrics("model", "jaxspec")
-    stats = EngineStats(0, 0, 0.0, 0, 0, 0, acceptance=Acceptance((1, 0), 1))
+    stats = EngineStats(0, 0, 0.0, 0, 0, 0, acceptance=Acceptance((1, 0), 1), steps_by_drafts={0: 1})
     metrics.snapshot = EngineSnapshot(stats, compiles=0, compiles_after_warmup=0, synthetic_acceptance_length=1.0)
     families = [f for f in text_string_to_metric_families(metrics.render().decode()) if not f.name.endswith("_created")]
     names = [f.name.removeprefix("jaxspec:") + ("_total" if f.type == "counter" else "") for f in families]

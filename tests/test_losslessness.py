@@ -152,10 +152,10 @@ VIEWS = (slice(1, 3), slice(1, 2), slice(2, 3), slice(3, 4))
 def wide_runner(k):
     """The engine tests' tiny model with one bucket of many rows, so that thousands of requests take few steps."""
     rows, mesh = 32, one_device()
-    bucket = Bucket(len(PROMPT) * rows // 2, rows // 2, rows, "lean")
+    bucket = Bucket(len(PROMPT) * rows // 2, rows // 2, rows, "lean", k)
     settings = dataclasses.replace(
         SETTINGS, num_speculative_tokens=k, max_num_seqs=rows, max_model_len=SETTINGS.page_size, num_pages=rows + 2,
-        max_num_batched_tokens=bucket.tokens(k + 1),
+        max_num_batched_tokens=bucket.tokens,
     )  # fmt: skip
     model, draft = (kind(tiny_config("tiny"), jnp.float32) for kind in (CausalLM, NextN))
     drafting = (draft, numpy_params(draft, 4)) if k else None

@@ -86,5 +86,8 @@ class Echo(nnx.Module):
     def catch_up(self, embedded_TH, hidden_TH, live, cache, meta):  # noqa: ARG002
         return embedded_TH[live.tokens], cache
 
+    def write_keys(self, embedded_TH, hidden_TH, cache, meta):  # noqa: ARG002
+        return cache
+
     def logits(self, target, hidden_RH):
         return jnp.where(jnp.arange(target.config.vocab_size) == hidden_RH, 8.0, 0.0)

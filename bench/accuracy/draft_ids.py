@@ -61,6 +61,7 @@ def run_jaxspec(
         str(folder / name),
         dtype=dtype,
         num_speculative_tokens=NUM_DRAFTS,
+        adaptive_speculation=False,  # every step is looked at
         speculative_model=None if head is None else str(folder / head),
         max_model_len=1024,
         max_num_seqs=8,

@@ -82,6 +82,7 @@ class Generator:
             max_num_seqs=ROWS,
             max_num_batched_tokens=64,
             num_speculative_tokens=choice.k,
+            adaptive_speculation=False,
             readout_depth=0,
             enable_prefix_caching=False,  # the same prompts run again and again
             speculative_model=choice.model,

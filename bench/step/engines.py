@@ -38,6 +38,7 @@ def build_engine(
             max_num_batched_tokens=budget,
             num_gpu_blocks_override=most_rows * pages_for(length) + 1,
             num_speculative_tokens=k,
+            adaptive_speculation=False,
             readout_depth=0,
             enable_prefix_caching=False,  # measurements start again from the same tokens
         ),
@@ -61,7 +62,9 @@ def build_engine(
 
 def decode_bucket(buckets: tuple[Bucket, ...], rows: int) -> Bucket:
     """The bucket of a decode step of so many rows."""
-    return choose_bucket(buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=False)
+    return choose_bucket(
+        buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=False, drafts=buckets[0].drafts
+    )
 
 
 def measured_buckets(table: tuple[Bucket, ...], rows: Sequence[int]) -> tuple[Bucket, ...]:

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Counts over verified windows. A prefill step is not one; a window cut by a stop counts whole.
+    """Counts over verified windows. A prefill step is not one, nor is a decode step that had no drafts to verify.
+
+    A window cut by a stop counts whole.
 
     Attributes:
         histogram: entry i, of k + 1: windows in which the target agreed with exactly i drafts.
-        num_drafted: drafts that could have been accepted: k a window, or fewer where a request asked for fewer.
+        num_drafted: drafts that could have been accepted: k a window, or fewer where a request asked for fewer or a step
+            had fewer.
     """
 
     histogram: tuple[int, ...]

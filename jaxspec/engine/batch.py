@@ -28,6 +28,7 @@ def bucket_for(table: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
         prefill_rows=len(plan.prefill),
         decode_rows=len(plan.decode),
         full=plan.needs_full,
+        drafts=plan.drafts,
     )
 
 

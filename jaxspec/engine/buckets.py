@@ -12,7 +12,8 @@ Variant = Literal["lean", "full"]
 class Bucket:
     """Shape of one executable: up to P prompt tokens of E rows, D decode rows, and what its sampler can do.
 
-    Variant "lean" samples greedily or by temperature; "full" knows every sampling parameter and the likeliest
+    A decode row has a window of `drafts` + 1 tokens; a step verifies at most so many drafts a row, and proposes so many
+    for the next one. Variant "lean" samples greedily or by temperature; "full" knows every sampling parameter and the likeliest
     alternatives. The tokens of a row that needs no more than "lean" are the same in both.
     """
 
@@ -20,14 +21,20 @@ class Bucket:
     prefill_rows: int
     decode_rows: int
     variant: Variant
+    drafts: int = 0
+
+    @property
+    def window(self) -> int:
+        return self.drafts + 1
 
     @property
     def rows(self) -> int:
         return self.prefill_rows + self.decode_rows
 
-    def tokens(self, window: int) -> int:
-        """T: tokens of the flat arrays, for decode windows of `window` tokens."""
-        return self.prefill_tokens + self.decode_rows * window
+    @property
+    def tokens(self) -> int:
+        """T: tokens of the flat arrays."""
+        return self.prefill_tokens + self.decode_rows * self.window
 
     @property
     def words(self) -> str:
@@ -37,10 +44,12 @@ class Bucket:
         else:
             text = f"prefill, {self.prefill_tokens} tokens of up to {_count(self.prefill_rows, 'prompt')}"
             text += f", beside {_count(self.decode_rows, 'decode row')}" if self.decode_rows else ""
+        text += f", {_count(self.drafts, 'draft')}" if self.drafts else ""
         return text if self.variant == "full" else f"{text}, greedy or by temperature"
 
     def __str__(self) -> str:
-        return f"prefill {self.prefill_tokens}x{self.prefill_rows}, decode {self.decode_rows}, {self.variant}"
+        drafts = f" of {self.drafts} drafts" if self.drafts else ""
+        return f"prefill {self.prefill_tokens}x{self.prefill_rows}, decode {self.decode_rows}{drafts}, {self.variant}"
 
 
 def _count(number: int, what: str) -> str:
@@ -48,33 +57,78 @@ def _count(number: int, what: str) -> str:
 
 
 DECODE_ROWS = (1, 4, 8, 16, 32, 64, 128)
+# Decode rows by variant where the number of drafts changes from step to step, besides the most there may be: of a step
+# with the most drafts, with one (None: of no use), and with none. A wide window makes padding rows dear, so it gets more
+# sizes; the full sampler gets few.
+ADAPTIVE_ROWS: dict[Variant, tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]] = {
+    "lean": ((1, 4, 16, 64), (1, 16, 64), (1, 8, 32)),
+    "full": ((8,), None, (8, 32)),
+}
+
+
+def draft_counts(settings: Settings) -> tuple[int, ...]:
+    """The numbers of drafts that steps may have, fewest first."""
+    most = settings.num_speculative_tokens
+    return tuple(sorted({0, 1, most} if settings.adaptive_drafts else {most}))
 
 
 def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
-    """All buckets of an engine, smallest first; at most 24 on a GPU and 4 on a CPU.
+    """All buckets of an engine, smallest first; at most 24 on a GPU, and 4 on a CPU unless drafts are adaptive there.
 
     A CPU compiles for seconds a bucket and gains little from an exact fit or a lean sampler, so it gets few.
     """
     most_rows = settings.max_num_seqs
-    beside_prompts = most_rows if settings.mixed else 0
     budget = settings.max_num_batched_tokens
+    counts = draft_counts(settings)
     if not settings.on_gpu:
-        decode = sorted({1, most_rows})
-        table = [Bucket(0, 0, rows, "full") for rows in decode]
-        table += [
-            Bucket(tokens, min(4, most_rows), beside_prompts, "full") for tokens in sorted({min(64, budget), budget})
-        ]
+        decode = sorted({1, most_rows} if len(counts) == 1 else {most_rows})
+        table = [Bucket(0, 0, rows, "full", k) for rows in decode for k in counts]
+        prompts = sorted({min(64, budget), budget} if len(counts) == 1 else {budget})
+        table += [_beside_prompts(settings, size, 4, "full", k) for size in prompts for k in counts]
         return tuple(sorted(table))
-    decode = sorted({rows for rows in DECODE_ROWS if rows < most_rows} | {most_rows})
     variants: tuple[Variant, ...] = ("lean", "full")
-    table = [Bucket(0, 0, rows, variant) for rows in decode for variant in variants]
-    prefill = sorted({min(size, budget) for size in (256, budget)})
-    table += [Bucket(tokens, min(8, most_rows), beside_prompts, variant) for tokens in prefill for variant in variants]
+    prompts = sorted({min(size, budget) for size in (256, budget)})
+    if len(counts) == 1:
+        decode = _up_to(most_rows, DECODE_ROWS)
+        table = [Bucket(0, 0, rows, variant, counts[0]) for rows in decode for variant in variants]
+        table += [_beside_prompts(settings, size, 8, variant, counts[0]) for size in prompts for variant in variants]
+        return tuple(sorted(table))
+    table = []
+    for variant in variants:
+        many, one, none = ADAPTIVE_ROWS[variant]
+        for k, sizes in {0: none, 1: one, counts[-1]: many}.items():
+            table += [Bucket(0, 0, rows, variant, k) for rows in ([] if sizes is None else _up_to(most_rows, sizes))]
+        # Beside prompts one draft is not worth an executable, nor is the full sampler in windows.
+        beside = (0, counts[-1]) if variant == "lean" else (0,)
+        table += [_beside_prompts(settings, size, 8, variant, k) for size in prompts for k in beside]
     return tuple(sorted(table))
 
 
+def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
+    return sorted({size for size in sizes if size < most} | {most})
+
+
+def _beside_prompts(settings: Settings, tokens: int, prompts: int, variant: Variant, drafts: int) -> Bucket:
+    """A bucket for prompts, with decode rows if prompts and decode rows share steps."""
+    rows = settings.max_num_seqs
+    return Bucket(tokens, min(prompts, rows), rows if settings.mixed else 0, variant, drafts)
+
+
+def draft_choices(table: tuple[Bucket, ...], *, prompts: bool, full: bool) -> tuple[int, ...]:
+    """For which numbers of drafts there is a bucket for every plan of a kind, fewest first; never empty.
+
+    Args:
+        prompts: the plan has prompt tokens. full: it needs the full sampler.
+    """
+    kind = [b for b in table if b.prefill_tokens or not prompts]
+    tokens = max(b.prefill_tokens for b in kind) if prompts else 0
+    rows = max(b.decode_rows for b in kind if b.prefill_tokens >= tokens)
+    holds = (b for b in kind if b.prefill_tokens >= tokens and b.decode_rows >= rows)
+    return tuple(sorted({b.drafts for b in holds if b.variant == "full" or not full}))
+
+
 def choose_bucket(
-    table: tuple[Bucket, ...], *, prefill_tokens: int, prefill_rows: int, decode_rows: int, full: bool
+    table: tuple[Bucket, ...], *, prefill_tokens: int, prefill_rows: int, decode_rows: int, full: bool, drafts: int
 ) -> Bucket:
     """The smallest bucket that holds a plan; the scheduler only makes plans for which there is one."""
     fitting = [
@@ -83,10 +137,12 @@ def choose_bucket(
         if b.prefill_tokens >= prefill_tokens
         and b.prefill_rows >= prefill_rows
         and b.decode_rows >= decode_rows
+        and b.drafts == drafts
         and (b.variant == "full" or not full)
     ]
     if not fitting:
         raise AssertionError(
-            f"no bucket holds {prefill_tokens} prompt tokens of {prefill_rows} rows with {decode_rows} decode rows"
+            f"no bucket holds {prefill_tokens} prompt tokens of {prefill_rows} rows with {decode_rows} decode rows of "
+            f"{drafts} drafts"
         )
     return min(fitting, key=lambda b: (b.prefill_tokens + b.decode_rows, b.variant == "full"))

@@ -173,10 +173,11 @@ def _sample_or_verify(
         window = part(rows.sampling, E, E + D)
         verified = verify(
             logits_RV[E:].reshape(D, n, logits_RV.shape[1]),
-            state.drafts[slots_D],
+            state.drafts[slots_D, : n - 1],
             state.draft_log_q,
             window.greedy_drafts,
-            rows.params_i[E:, NUM_DRAFTS],
+            # What lies past the drafts that a slot holds is stale: it may be right, but never counts.
+            jnp.minimum(jnp.minimum(state.held[slots_D], rows.params_i[E:, NUM_DRAFTS]), n - 1),
             window,
             rows.positions[E:],
             full=full,

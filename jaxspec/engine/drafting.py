@@ -1,4 +1,4 @@
-"""The draft's part of a step: catch up with the target's tokens, then propose the next k.
+"""The draft's part of a step: catch up with the target's tokens, then propose the next k; or write its keys alone.
 
 The draft's cache holds, at position p, the pair (token p + 1, target's hidden state p), under the target's page ids.
 """
@@ -40,6 +40,7 @@ def propose(
     inputs: StepInputs,
     chosen: Chosen,
     *,
+    k: int,
     was_done: jax.Array,
     settings: Settings,
     skip_dead: bool,
@@ -47,26 +48,32 @@ def propose(
     """Writes the draft's KV of all T tokens and proposes k tokens for every row that has a newest token.
 
     Args:
+        k: with 0 the draft's keys are written and nothing is proposed, so that a later step can.
         was_done: bool [S] slots that were done before the step: their drafts stay as they are.
         skip_dead: attend, project and run the MLP only for the one token of each row that drafts.
     """
     slots_R = jnp.concatenate([inputs.slots, inputs.decode_slots])
     features_TH = draft.features(forwarded.hidden, tuple(forwarded.captured[i] for i in draft.capture))
-    live = _live_rows(forwarded.meta, inputs, chosen)
+    # A middle chunk has no newest token: what it drafts is never read, and must not touch its pages.
+    drafts_R = (slots_R > 0) & jnp.concatenate([inputs.final, jnp.ones(inputs.decode_slots.shape[0], bool)])
+    target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, state.seq_len.shape[0])
+    state = state._replace(held=state.held.at[target_R].set(k, mode="drop"))
     with jax.named_scope("catch_up"):
         embedded_TH = draft.embed_ids(target, next_tokens(inputs, chosen))
+        if k == 0:
+            cache = draft.write_keys(embedded_TH, features_TH, state.draft_kv, forwarded.meta)
+            return state._replace(draft_kv=cache)
+        live = _live_rows(forwarded.meta, inputs, chosen)
         if skip_dead:
             h_RH, cache = draft.catch_up(embedded_TH, features_TH, live, state.draft_kv, forwarded.meta)
         else:
             h_TH, cache = draft(embedded_TH, features_TH, state.draft_kv, forwarded.meta)
             h_RH = h_TH[live.tokens]
 
-    # A middle chunk has no newest token: what it drafts is never read, and must not touch its pages.
-    drafts_R = (slots_R > 0) & jnp.concatenate([inputs.final, jnp.ones(inputs.decode_slots.shape[0], bool)])
     tables_R = jnp.where(drafts_R[:, None], live.tables, 0)
     ids: list[jax.Array] = []
     log_q: list[jax.Array] = []
-    for i in range(state.drafts.shape[1]):
+    for i in range(k):
         with jax.named_scope("draft" if i else "catch_up"):
             if i > 0:
                 positions_R = chosen.lengths + i - 1  # drafts count forward from the newest token
@@ -75,14 +82,13 @@ def propose(
             id_R, log_q_RV = sample_draft(draft.logits(target, h_RH), chosen.rows, chosen.lengths + 1 + i)
         ids.append(id_R)
         log_q.append(log_q_RV)
-    S = state.seq_len.shape[0]
-    target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, S)
     # Nobody looks at the q of a greedy or seeded request, and it is the largest thing that a step writes.
-    q_target_R = jnp.where((chosen.rows.temperature > 0) & ~chosen.rows.seeded, target_R, S)
+    wanted_R = (chosen.rows.temperature > 0) & ~chosen.rows.seeded
+    q_target_R = jnp.where(wanted_R, target_R, state.seq_len.shape[0])
     return state._replace(
         draft_kv=cache,
-        drafts=state.drafts.at[target_R].set(jnp.stack(ids, axis=1), mode="drop"),
-        draft_log_q=state.draft_log_q.at[q_target_R].set(jnp.stack(log_q, axis=1), mode="drop"),
+        drafts=state.drafts.at[target_R, :k].set(jnp.stack(ids, axis=1), mode="drop"),
+        draft_log_q=state.draft_log_q.at[q_target_R, :k].set(jnp.stack(log_q, axis=1), mode="drop"),
     )
 
 

@@ -6,13 +6,16 @@ With a readout depth the engine dispatches steps while earlier ones run, and rea
 import collections
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of
+from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
 from jaxspec.engine.batch import bucket_for
+from jaxspec.engine.calibration import measure_costs
+from jaxspec.engine.draft_control import DraftControl
 from jaxspec.engine.handoff import FLAG_NAN
 from jaxspec.engine.masks import write_masks
 from jaxspec.engine.output import FinishReason, RequestOutput
@@ -43,6 +46,7 @@ class EngineStats:
     prefill_tokens: int = 0  # prompt tokens that these steps computed, those of a preempted request again
     buckets_pending: int = 0  # that are still loaded or compiled while larger ones serve
     compiles_while_serving: int = 0  # of such buckets; not among the compilations that warm-up missed
+    steps_by_drafts: Mapping[int, int] = field(default_factory=dict)  # with speculation: of these, by drafts a row
 
 
 class Engine:
@@ -53,6 +57,8 @@ class Engine:
         seed: of the generator that seeds requests without a seed of their own.
         observer: sees every step's output before its tokens are accepted; may be exchanged between steps.
         step_log: sees every step with its times.
+        control: chooses how many drafts each step has (default: as many as there are buckets for, by load and measured
+            costs where the settings say so).
 
     Attributes:
         scheduler: owns the requests' states, the slots and the pages; for tests and benchmarks.
@@ -67,6 +73,7 @@ class Engine:
         seed: int = 0,
         observer: Callable[[StepOutput], None] | None = None,
         step_log: StepObserver | None = None,
+        control: DraftControl | None = None,
     ):
         self.runner = runner
         self.step_log = step_log
@@ -74,7 +81,9 @@ class Engine:
         self.settings: Settings = runner.settings
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
-        self.scheduler = Scheduler(runner.settings, runner.buckets, window=runner.window)
+        if control is None and runner.settings.adaptive_drafts:
+            control = AdaptiveDrafts(runner.settings.num_speculative_tokens, runner.settings.max_slots)
+        self.scheduler = Scheduler(runner.settings, runner.buckets, control=control)
         self._requests: dict[str, Request] = {}
         self._finished_early: list[RequestOutput] = []
         # Of each unread step: when planning began, and when it was dispatched.
@@ -86,6 +95,10 @@ class Engine:
         self._prefill_tokens = 0
         self._windows = self._no_windows()
         self._drafted = 0
+        speculates = runner.settings.num_speculative_tokens > 0
+        self._steps_by_drafts = (
+            {b.drafts: 0 for b in sorted(runner.buckets, key=lambda b: b.drafts)} if speculates else {}
+        )
 
     def _no_windows(self) -> list[int]:
         return [0] * self.settings.window if self.settings.num_speculative_tokens else []
@@ -103,7 +116,11 @@ class Engine:
         self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
     ) -> None:
         """Compiles and runs buckets; later compilations are counted as faults. See `Runner.warm_up`."""
-        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all)
+        control = self.scheduler.control
+        measures = isinstance(control, AdaptiveDrafts) and control.costs is None  # what each bucket costs
+        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all or measures)
+        if measures:
+            control.costs = measure_costs(self.runner, self.vocab_size)
         compiles.mark_warm()
 
     def add(self, *requests: Request) -> None:
@@ -228,6 +245,7 @@ class Engine:
             prefill_tokens=self._prefill_tokens,
             buckets_pending=self.runner.num_pending,
             compiles_while_serving=compiles.num_apart,
+            steps_by_drafts=dict(self._steps_by_drafts),
         )
 
     def dispatch(self, plan: StepPlan, began: float) -> None:
@@ -247,12 +265,16 @@ class Engine:
         read = time.monotonic()
         self.scheduler.read(step.plan)
         self._num_steps += 1
+        if self._steps_by_drafts:
+            self._steps_by_drafts[step.plan.drafts] += 1
         self._prefill_tokens += sum(chunk.length for chunk in step.plan.prefill)
         if self.observer:
             self.observer(step)
         record_scores(step.plan.prefill, step.scores)
         rows = zip(step.emitted.tolist(), step.accepted.tolist(), step.flags.tolist(), step.plan.requests, strict=True)
         outputs = []
+        first = len(step.plan.prefill)
+        seen: list[tuple[int, int, int]] = []  # of each window: slot, drafts verified, drafts accepted
         for row, (emitted, accepted, flags, request) in enumerate(rows):
             if request.state is RequestState.FINISHED:
                 continue
@@ -260,15 +282,18 @@ class Engine:
                 self._finish(request)
                 outputs.append(request.report(read, FinishReason.ERROR, "the model produced NaN for this request"))
                 continue
-            if row < len(step.plan.prefill):
+            if row < first:
                 chunk = step.plan.prefill[row]
                 self.scheduler.publish(request, chunk.start + chunk.length)
-            elif emitted:
-                self._count_window(request, accepted)
+            elif emitted and (verified := step.plan.verified[row - first]):
+                seen.append((request.slot, verified, accepted))
+                self._count_window(request, verified, accepted)
             if request.constraint:
-                request.drafts = tuple(step.drafts[row, : request.num_drafts].tolist())
+                held = min(request.num_drafts, step.plan.drafts)
+                request.drafts = tuple(step.drafts[row, :held].tolist())
             if emitted:
                 outputs.append(self._emit(step, row, request, emitted, accepted, read))
+        self.scheduler.control.observe(seen)
         if self.step_log is not None:
             times = StepTimes(planned, dispatched, reading, read, time.monotonic())
             bucket = step.bucket or bucket_for(self.runner.buckets, step.plan)
@@ -292,11 +317,11 @@ class Engine:
             self._finish(request)
         return output
 
-    def _count_window(self, request: Request, accepted: int) -> None:
-        if request.num_drafts:
-            request.windows[accepted] += 1
-            self._windows[accepted] += 1
-            self._drafted += request.num_drafts
+    def _count_window(self, request: Request, verified: int, accepted: int) -> None:
+        request.windows[accepted] += 1
+        request.drafted += verified
+        self._windows[accepted] += 1
+        self._drafted += verified
 
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)

@@ -94,7 +94,7 @@ def lay_out(state: StepState, inputs: StepInputs, settings: Settings, n: int) ->
     tables_D = jnp.where(live_D[:, None], state.page_table[slots_D], 0)
     ids_Dn = state.last_token[slots_D][:, None]
     if n > 1:
-        ids_Dn = jnp.concatenate([ids_Dn, state.drafts[slots_D]], axis=1)
+        ids_Dn = jnp.concatenate([ids_Dn, state.drafts[slots_D, : n - 1]], axis=1)
     ids_Dn = jnp.where(live_D[:, None], ids_Dn, 0)
 
     positions_T = jnp.concatenate([positions_P, positions_Dn.reshape(-1)])

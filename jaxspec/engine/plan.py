@@ -30,12 +30,19 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step does: prompt chunks first, then decode rows; and the pages that its rows have newly been given."""
+    """What one step does: prompt chunks first, then decode rows; and the pages that its rows have newly been given.
+
+    Attributes:
+        drafts: how many drafts a decode row may verify, and how many every row proposes.
+        verified: for each decode row, the drafts that it verifies: those that it holds and its request allows.
+    """
 
     prefill: tuple[PrefillRow, ...]
     decode: tuple[Request, ...]
     page_deltas: tuple[tuple[int, int, int], ...] = ()  # (slot, column, page)
     needs_full: bool = False
+    drafts: int = 0
+    verified: tuple[int, ...] = ()
 
     @property
     def prefill_tokens(self) -> int:

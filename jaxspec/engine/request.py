@@ -41,6 +41,8 @@ class Request:
             `unread_most` how many tokens they add at least (if nothing ends the output) and at most.
         preempted_time: since when the request has waited to go on; preempted_seconds: such times, summed up.
         windows: entry i, of k + 1: verified windows with i accepted drafts; empty without speculation.
+        drafted: drafts in all of them.
+        held_drafts: how many drafts the slot holds after the steps planned so far.
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
         num_drafts: how many drafts of a window may be accepted.
         drafts: what its next window verifies, where a constraint has to know it.
@@ -67,6 +69,8 @@ class Request:
     num_cached_tokens: int = field(default=0, init=False)
     needs_reset: bool = field(default=True, init=False)
     windows: list[int] = field(default_factory=list, init=False)
+    drafted: int = field(default=0, init=False)
+    held_drafts: int = field(default=0, init=False)
     seed: int = field(default=0, init=False)
     max_total: int = field(default=0, init=False)
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
@@ -102,7 +106,7 @@ class Request:
     @property
     def acceptance(self) -> Acceptance | None:
         """None without speculation."""
-        return acceptance_of(self.windows, self.num_drafts * sum(self.windows))
+        return acceptance_of(self.windows, self.drafted)
 
     @property
     def resuming(self) -> bool:

@@ -74,7 +74,7 @@ def adjusted_logits(
     slots_E, slots_D = inputs.slots, inputs.decode_slots
     E, V = slots_E.shape[0], logits_RV.shape[1]
     no_drafts = jnp.zeros((E, 0), jnp.int32)
-    drafts_Dk = state.drafts[slots_D] if n > 1 else jnp.zeros((slots_D.shape[0], 0), jnp.int32)
+    drafts_Dk = state.drafts[slots_D, : n - 1] if n > 1 else jnp.zeros((slots_D.shape[0], 0), jnp.int32)
     first = adjust(logits_RV[:E, None], no_drafts, _rules(state, slots_E, 1), positions_R[:E])
     windows = adjust(logits_RV[E:].reshape(-1, n, V), drafts_Dk, _rules(state, slots_D, n), positions_R[E:])
     return jnp.concatenate([first[:, 0], windows.reshape(-1, V)])

@@ -212,6 +212,10 @@ class Runner:
         """int32 [X] distinct slots get the masks int32 [X, n, words] before the next step. See `Constraint`."""
         self.state = self.state._replace(masks=self._upload(self.state.masks, slots, words))
 
+    def run_packed(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
+        """A step of packed inputs, int32 [size of the bucket's layout], whose output `read` does not give."""
+        return self._run(bucket, inputs)
+
     def executable(self, bucket: Bucket) -> jax.stages.Compiled:
         """What `warm_up` has compiled for a bucket."""
         return self._steps[bucket]
@@ -248,7 +252,7 @@ class Runner:
             return np.concatenate([values[:E], values[first : first + D]])
 
         rows = live(step.arrays.packed)
-        n = self.window
+        n = step.bucket.window
         top_ids, top_bits = (None, None) if step.top is None else np.split(live(step.top), 2, axis=2)
         probe = None if step.arrays.probe is None else jax.tree.map(np.asarray, step.arrays.probe)
         return StepOutput(
@@ -270,7 +274,7 @@ class Runner:
         """Where a plan's rows begin in the step's flat token arrays: prompt rows [E], decode rows [D]."""
         bucket = bucket_for(self.buckets, plan)
         lengths = np.array([row.length for row in plan.prefill], np.int64)
-        decode = bucket.prefill_tokens + self.window * np.arange(len(plan.decode))
+        decode = bucket.prefill_tokens + bucket.window * np.arange(len(plan.decode))
         return np.cumsum(lengths) - lengths, decode
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
@@ -279,7 +283,6 @@ class Runner:
             self.graphdefs,
             self.layouts[bucket],
             self.settings,
-            window=self.window,
             probe=self._probe,
             skip_dead=self._skip_dead,
         )
@@ -333,7 +336,7 @@ class Runner:
     def _xla_options(self, bucket: Bucket) -> dict[str, str | bool]:
         # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
         # themselves where it pays: see `worth_merging`.
-        merged = bucket.tokens(self.window) <= MOST_MERGED_TOKENS
+        merged = bucket.tokens <= MOST_MERGED_TOKENS
         return {} if merged else {"xla_gpu_dot_merger_threshold_mb": "0"}
 
     def _key(self, bucket: Bucket) -> str | None:

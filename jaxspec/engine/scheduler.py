@@ -5,32 +5,34 @@ the longest decoding one is preempted: it is prefilled again later and goes on w
 
 Steps are planned while earlier ones are still unread: the host then knows each request's tokens only up to what it has
 read, and reserves pages for the most that the unread steps can add.
+
+Each step has one number of drafts, which `DraftControl` chooses before the rows are: a window has so many tokens more.
 """
 
 import bisect
 import time
-from dataclasses import replace
 
 from jaxspec.config import Settings
-from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.buckets import Bucket, draft_choices
+from jaxspec.engine.draft_control import DraftControl, FixedDrafts, Load
 from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, pages_needed
 from jaxspec.engine.prefix_cache import PrefixCache
 from jaxspec.engine.request import Request, RequestState
 
 
-def reserved_slots(known: int, *, k: int = 0, depth: int = 0) -> int:
-    """KV slots that a decoding request with `known` host-known tokens may touch before the host knows more.
+def reserved_slots(known: int, *, k: int = 0, verified: int = 0, unread_most: int = 0) -> int:
+    """KV slots that a decode step of a request with `known` host-known tokens may touch.
+
+    The step begins with at most A = known - 1 + unread_most tokens written. Its window writes the k + 1 slots from A on.
+    It leaves at most A + verified + 1 tokens, and its k - 1 later draft steps write one slot each from there on.
 
     Args:
-        k: drafted tokens a step.
-        depth: steps dispatched but not read.
+        k: drafts of the step.
+        verified: how many of its drafts the request may accept.
+        unread_most: most tokens that steps add which have been dispatched but not read.
     """
-    if k == 0:
-        return known + depth
-    verify = known + (depth + 1) * k + depth
-    draft = known + (depth + 1) * (k + 1) + k - 2
-    return max(verify, draft)
+    return known + unread_most + k + max(verified - 1, 0)
 
 
 class Scheduler:
@@ -39,14 +41,16 @@ class Scheduler:
     Attributes:
         waiting: requests without a slot, in the order in which they are admitted.
         running: requests with a slot, in state PREFILL or DECODE.
+        control: chooses how many drafts each step has.
         admits: False from a preemption until a request ends, lest requests preempt each other in turn.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
     """
 
-    def __init__(self, settings: Settings, buckets: tuple[Bucket, ...], *, window: int = 1):
+    def __init__(self, settings: Settings, buckets: tuple[Bucket, ...], *, control: DraftControl | None = None):
         self.settings = settings
-        self.window = window
-        self.cache = PrefixCache(settings.page_size, lookahead=int(window > 1)) if settings.prefix_caching else None
+        most = settings.num_speculative_tokens
+        self.control = control or FixedDrafts(most)
+        self.cache = PrefixCache(settings.page_size, lookahead=int(most > 0)) if settings.prefix_caching else None
         self.pages = PageAllocator(settings.num_pages, self.cache)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -59,6 +63,11 @@ class Scheduler:
         prefill = [b for b in buckets if b.prefill_tokens]
         self._max_prefill_rows = min(b.prefill_rows for b in prefill)
         self._max_prefill_tokens = max(b.prefill_tokens for b in prefill)
+        self._choices = {
+            (prompts, full): draft_choices(buckets, prompts=prompts, full=full)
+            for prompts in (False, True)
+            for full in (False, True)
+        }
 
     @property
     def num_free_slots(self) -> int:
@@ -72,29 +81,34 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None where no request can run before an unread step is read. Updates the requests it plans."""
         budget = self.settings.max_num_batched_tokens
+        ready = sorted(filter(self._may_decode, self.running), key=lambda r: r.order)
+        drafts = self._choose_drafts(ready)
         decode: list[Request] = []
         prefill = [] if self.settings.mixed else self._plan_prefill(budget)
         if not prefill:
-            rows = self._plan_decode(budget)
+            rows = self._plan_decode(ready, budget, drafts)
             if rows is None:
                 return None
             decode = rows
         if self.settings.mixed:
-            prefill = self._plan_prefill(budget - len(decode) * self.window)
+            prefill = self._plan_prefill(budget - len(decode) * (drafts + 1))
         if not prefill and not decode:
             return None
+        needs_full = any(_needs_full(r) for r in (*(row.request for row in prefill), *decode))
+        # What prompts turned out to run may need a bucket that has no such windows: fewer drafts are always right.
+        drafts = _at_most(drafts, self._choices[bool(prefill), needs_full])
         deltas: list[tuple[int, int, int]] = []
         for request in decode:
             deltas += self._unsent(request, len(request.pages))
         for row in prefill:
             request, end = row.request, row.start + row.length
-            covered = self.reserved(request) if row.final else end
+            covered = self._reserved_at_first(request) if row.final else end
             deltas += self._unsent(request, pages_needed(self.settings, covered))
             request.computed = end
-            if row.final:
-                request.state = RequestState.DECODE
-        plan = StepPlan(tuple(prefill), tuple(decode), tuple(deltas))
-        return replace(plan, needs_full=any(map(_needs_full, plan.requests)))
+        verified = tuple(min(drafts, request.held_drafts, request.num_drafts) for request in decode)
+        for request in (*(row.request for row in prefill if row.final), *decode):
+            request.state, request.held_drafts = RequestState.DECODE, drafts
+        return StepPlan(tuple(prefill), tuple(decode), tuple(deltas), needs_full, drafts, verified)
 
     def dispatched(self, plan: StepPlan) -> None:
         """The plan's array has been packed: the device will know these slots."""
@@ -147,27 +161,45 @@ class Scheduler:
         self.admits = False
         self.add(request)
 
-    def reserved(self, request: Request) -> int:
+    def reserved(self, request: Request, drafts: int) -> int:
         """KV slots that the request's next decode step may need. KV past its last possible token is never read."""
-        slots = reserved_slots(len(request.tokens) + request.unread_most, k=self.window - 1)
+        verified = min(drafts, request.held_drafts, request.num_drafts)
+        slots = reserved_slots(len(request.tokens), k=drafts, verified=verified, unread_most=request.unread_most)
         return min(slots, request.max_total)
 
     def reset_prefix_cache(self) -> None:
         """No request finds earlier pages any more; those of running requests stay theirs."""
         self.pages.forget_texts()
 
-    def _plan_decode(self, budget: int) -> list[Request] | None:
+    def _may_decode(self, request: Request) -> bool:
+        surely_over = len(request.tokens) + request.unread_least >= request.max_total
+        waits = request.needs_readback and request.unread_steps
+        return request.state is RequestState.DECODE and not surely_over and not waits
+
+    def _choose_drafts(self, ready: list[Request]) -> int:
+        """The number of drafts of the next step, of the rows that may decode and the prompts that may begin."""
+        prompts = [r for r in self.running if r.state is RequestState.PREFILL]
+        prompts += self.waiting[: max(self._max_prefill_rows - len(prompts), 0)]
+        if not self.settings.mixed and prompts:
+            ready = []
+        requests = [*ready, *prompts]
+        full = any(map(_needs_full, requests))
+        choices = self._choices[bool(prompts), full]
+        if len(choices) == 1 or not requests:
+            return choices[-1]
+        wanted = [r.num_drafts for r in ready]
+        most = max(r.num_drafts for r in requests)
+        return self.control.choose(Load([r.slot for r in ready], wanted, most, bool(prompts), full, choices))
+
+    def _plan_decode(self, ready: list[Request], budget: int, drafts: int) -> list[Request] | None:
         """Rows that decode. None where one lacks a page while steps are unread: the victim is known once all are read."""
         decode: list[Request] = []
-        for request in sorted(self.running, key=lambda r: r.order):
-            if request.state is not RequestState.DECODE or budget < self.window:
+        for request in ready:
+            if request.state is not RequestState.DECODE or budget < drafts + 1:  # it may have been preempted just now
                 continue
-            surely_over = len(request.tokens) + request.unread_least >= request.max_total
-            if surely_over or (request.needs_readback and request.unread_steps):
-                continue
-            if self._grow(request, decode):
+            if self._grow(request, drafts, decode):
                 decode.append(request)
-                budget -= self.window
+                budget -= drafts + 1
             elif self._unread:
                 return None
         return decode
@@ -203,7 +235,7 @@ class Scheduler:
         found, node = self._find(request)
         if len(found) > found_pages:
             return False
-        slots = max(self.reserved(request), len(request.tokens) + 1)
+        slots = max(self._reserved_at_first(request), len(request.tokens) + 1)
         self.pages.share(found)
         fresh = self.pages.allocate(pages_needed(self.settings, slots) - len(found))
         if fresh is None:
@@ -214,6 +246,7 @@ class Scheduler:
         if not request.num_preemptions:
             request.num_cached_tokens = request.computed
         request.slot, request.state = self._free_slots.pop(), RequestState.PREFILL
+        self.control.admitted(request.slot)
         self.waiting.remove(request)
         self.running.append(request)
         return True
@@ -234,13 +267,18 @@ class Scheduler:
         self.prefix_hits += len(found) * self.settings.page_size
         return found, node
 
-    def _grow(self, request: Request, planned: list[Request]) -> bool:
+    def _reserved_at_first(self, request: Request) -> int:
+        """KV slots that the request's first decode step may need, however many drafts it is going to have."""
+        most = self.settings.num_speculative_tokens
+        return min(reserved_slots(len(request.tokens), k=most, verified=most), request.max_total)
+
+    def _grow(self, request: Request, drafts: int, planned: list[Request]) -> bool:
         """Makes the request's pages cover its next step, preempting longer requests if need be.
 
         False: it was preempted itself, or no request can be preempted because steps are unread.
         """
         while True:
-            missing = pages_needed(self.settings, self.reserved(request)) - len(request.pages)
+            missing = pages_needed(self.settings, self.reserved(request, drafts)) - len(request.pages)
             if missing <= 0:
                 return True
             pages = self.pages.allocate(missing)
@@ -261,18 +299,23 @@ class Scheduler:
             self._free_slots.append(request.slot)
             self.pages.free(request.pages)
         request.slot, request.pages, request.sent_pages, request.computed, request.published = 0, [], 0, 0, 0
-        request.needs_reset = True
+        request.needs_reset, request.held_drafts = True, 0
 
     def _most_tokens(self, plan: StepPlan) -> list[tuple[Request, int]]:
         """How many tokens each row of a plan can add."""
         prefill = [(row.request, int(row.final and row.forced == NO_ID)) for row in plan.prefill]
-        return prefill + [(request, self.window) for request in plan.decode]
+        return prefill + [(r, verified + 1) for r, verified in zip(plan.decode, plan.verified, strict=True)]
 
     def _unsent(self, request: Request, upto: int) -> list[tuple[int, int, int]]:
         upto = min(upto, len(request.pages))
         deltas = [(request.slot, column, request.pages[column]) for column in range(request.sent_pages, upto)]
         request.sent_pages = max(request.sent_pages, upto)
         return deltas
+
+
+def _at_most(drafts: int, choices: tuple[int, ...]) -> int:
+    """The most of the choices that is not over `drafts`; the fewest if all are."""
+    return max((k for k in choices if k <= drafts), default=choices[0])
 
 
 def _needs_full(request: Request) -> bool:

@@ -44,7 +44,8 @@ class StepState(NamedTuple):
         masks: int32 [S, n, ceil(V / 32)] which ids a constrained slot may choose at each position of its next window, as
             bits (see `Constraint`). Written between steps.
         draft_kv: the draft's cache, under the same page ids. Like the next two () without speculation.
-        drafts: int32 [S, k] tokens proposed to follow `last_token`.
+        held: int32 [S] how many drafts each slot holds: as many as its latest step proposed.
+        drafts: int32 [S, k] tokens proposed to follow `last_token`; those past `held` are stale but legal.
         draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
             requests of temperature 0 and for seeded ones.
     """
@@ -62,6 +63,7 @@ class StepState(NamedTuple):
     bias_values: jax.Array
     masks: jax.Array
     draft_kv: LayerCache = ()
+    held: Any = ()
     drafts: Any = ()
     draft_log_q: Any = ()
 
@@ -96,6 +98,7 @@ def state_shapes(
     }
     if draft is not None:
         shapes["draft_kv"] = cache(draft.cache_spec)
+        shapes["held"] = shape((S,), jnp.int32)
         shapes["drafts"] = shape((S, num_speculative_tokens), jnp.int32)
         shapes["draft_log_q"] = shape((S, num_speculative_tokens, model.config.vocab_size), jnp.float32)
     return StepState(**shapes)

@@ -59,14 +59,13 @@ def make_step(
     layout: InputLayout,
     settings: Settings,
     *,
-    window: int = 1,
     probe: bool = False,
     skip_dead: bool = True,
 ) -> Step:
     """The step of one bucket: (params, state, inputs int32 [size]) -> (state, StepArrays).
 
     Args:
-        graphdefs: of the target and of the draft; without a draft the window is 1.
+        graphdefs: of the target and of the draft; without a draft the bucket has no drafts.
         skip_dead: in the draft's catch-up, attend for the rows that draft only (False for tests and benchmarks).
     """
 
@@ -78,6 +77,7 @@ def make_step(
         capture = () if draft is None else draft.capture
         if probe:
             capture = tuple(range(len(target.layers) + 1))
+        window = layout.bucket.window
         with jax.named_scope("target"):
             state, forwarded = forward(
                 target, state, inputs, settings, n=window, full=full, capture=capture, experts=probe
@@ -92,7 +92,7 @@ def make_step(
         if draft is not None:
             state = propose(
                 state, draft, target, forwarded, inputs, chosen,
-                was_done=was_done, settings=settings, skip_dead=skip_dead,
+                k=layout.bucket.drafts, was_done=was_done, settings=settings, skip_dead=skip_dead,
             )  # fmt: skip
         seen = None
         if probe:

@@ -32,15 +32,19 @@ _SWITCH_SECONDS = 0.0005
 _STOP_SECONDS = 30
 
 
-def covers(a: Bucket, b: Bucket) -> bool:
-    """Whether `a` holds every plan that `b` holds."""
-    sizes = [(bucket.prefill_tokens, bucket.prefill_rows, bucket.decode_rows) for bucket in (a, b)]
+def _no_smaller(a: Bucket, b: Bucket) -> bool:
+    sizes = [(each.prefill_tokens, each.prefill_rows, each.decode_rows, each.drafts) for each in (a, b)]
     return all(x >= y for x, y in zip(*sizes, strict=True)) and (a.variant == "full" or b.variant == "lean")
 
 
+def covers(a: Bucket, b: Bucket) -> bool:
+    """Whether `a` holds every plan that `b` holds."""
+    return _no_smaller(a, b) and a.drafts == b.drafts
+
+
 def largest_buckets(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Those that no other bucket of the table covers: one, where prompts and decodes share steps."""
-    return tuple(b for b in table if not any(covers(a, b) for a in table if a != b))
+    """Those that need the most memory: one, where prompts and decodes share steps."""
+    return tuple(b for b in table if not any(_no_smaller(a, b) for a in table if a != b))
 
 
 def first_buckets(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
@@ -52,7 +56,8 @@ def first_buckets(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
     most = max((b.decode_rows for b in decode), default=0)
     first = {b for b in decode if b.decode_rows in (*FIRST_DECODE_ROWS, most)}
     first = {b for b in first if not any(covers(a, b) and a.rows == b.rows for a in first - {b})}
-    return tuple(b for b in table if b in first | set(largest_buckets(table)))
+    largest = {b for b in table if not any(covers(a, b) for a in table if a != b)}
+    return tuple(b for b in table if b in first | largest)
 
 
 class Preparation:

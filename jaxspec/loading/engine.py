@@ -186,7 +186,8 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
     settings, device = runner.settings, plan.mesh.devices.flat[0]
     tokens = (settings.num_pages - 1) * settings.page_size
     pool = f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * plan.page_bytes / 2**20:.0f} MiB"
-    drafts = f"{plan.draft.name}, {settings.num_speculative_tokens} tokens a step" if plan.draft else "off"
+    most = f"{'up to ' * settings.adaptive_drafts}{settings.num_speculative_tokens} tokens a step"
+    drafts = f"{plan.draft.name}, {most}" if plan.draft else "off"
     out: dict[str, str | int] = {
         "Architecture": plan.model.architecture,
         "Parameters": f"{plan.parameters:,}",

@@ -36,3 +36,7 @@ class Attention(Protocol):
         [T, input_dim], normed -> [R, H].
         """
         ...
+
+    def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: Any) -> LayerCache:
+        """Writes the cache of all T tokens, [T, input_dim], normed, and attends for none."""
+        ...

@@ -66,6 +66,10 @@ class Block(nnx.Module):
         out_RH, cache = self.attention.catch_up(self.input_norm(x_TH), live, cache, meta, rope)
         return self.mlp.add_to(x_TH[live.tokens], out_RH, self.post_norm, meta.live[live.tokens]), cache
 
+    def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables | None) -> LayerCache:
+        """Writes the cache of all T tokens and computes nothing else of the block."""
+        return self.attention.write_keys(self.input_norm(x_TH), cache, meta, rope)
+
 
 def block_key_map(spec: LayerSpec, hidden: int, prefix: str) -> KeyMap:
     """A `Block` in checkpoints that store it under `prefix`."""

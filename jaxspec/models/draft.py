@@ -46,6 +46,15 @@ class Draft(Protocol):
         """As a call over all T tokens, but hidden states [R, H] of the live tokens alone; see `Block.catch_up`."""
         ...
 
+    def write_keys(
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
+    ) -> LayerCache:
+        """The written cache of a call over all T tokens and nothing else: what a step needs that proposes no drafts.
+
+        With it a later step can draft: it goes on from its own target's hidden states and needs none of this step's.
+        """
+        ...
+
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
         """[R, V] over the target's vocabulary; -inf for tokens that the draft cannot propose."""
         ...

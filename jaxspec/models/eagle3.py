@@ -235,6 +235,12 @@ class Eagle3(nnx.Module):
         out_RH, cache = self.attention.catch_up(pair_T2H, live, cache, meta, rope)
         return self.mlp.add_to(hidden_TH[live.tokens], out_RH, self.post_norm, meta.live[live.tokens]), cache
 
+    def write_keys(
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
+    ) -> LayerCache:
+        pair_T2H, rope = self._join(embedded_TH, hidden_TH, meta)
+        return self.attention.write_keys(pair_T2H, cache, meta, rope)
+
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
         normed_RH = self.norm(hidden_RH)
         if not self.own_head:

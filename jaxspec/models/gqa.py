@@ -122,17 +122,22 @@ class GQA(nnx.Module):
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
     ) -> tuple[jax.Array, LayerCache]:
         """See `Attention`."""
-        qkv = self.qkv[...]
-        q_RKGD = linear(x_TH[live.tokens], qkv[:, :-2])
-        kv_TK2D = linear(x_TH, qkv[:, -2:])
-        k_TKD, v_TKD = kv_TK2D[:, :, 0], kv_TK2D[:, :, 1]
+        q_RKGD = linear(x_TH[live.tokens], self.qkv[...][:, :-2])
         if self.spec.qk_norm:
-            q_RKGD, k_TKD = self.q_norm(q_RKGD), self.k_norm(k_TKD)
+            q_RKGD = self.q_norm(q_RKGD)
         cos, sin = rope
-        q_RKGD, k_TKD = apply_rope(q_RKGD, cos[live.tokens], sin[live.tokens]), apply_rope(k_TKD, cos, sin)
-        keys, values = cache
-        keys, values = write_kv(keys, values, k_TKD, v_TKD, meta.pages, meta.offsets)
+        q_RKGD = apply_rope(q_RKGD, cos[live.tokens], sin[live.tokens])
+        keys, values = self.write_keys(x_TH, cache, meta, rope)
         out = gqa_decode(
             q_RKGD[:, None], keys, values, live.tables, live.bounds[:, None], scale=self.spec.softmax_scale
         )
         return jnp.einsum("tkgd,hkgd->th", out[:, 0], self.o[...]), (keys, values)
+
+    def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables) -> LayerCache:
+        """See `Attention`."""
+        kv_TK2D = linear(x_TH, self.qkv[...][:, -2:])
+        k_TKD, v_TKD = kv_TK2D[:, :, 0], kv_TK2D[:, :, 1]
+        if self.spec.qk_norm:
+            k_TKD = self.k_norm(k_TKD)
+        keys, values = cache
+        return write_kv(keys, values, apply_rope(k_TKD, *rope), v_TKD, meta.pages, meta.offsets)

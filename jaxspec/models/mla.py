@@ -146,20 +146,24 @@ class MLA(nnx.Module):
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
     ) -> tuple[jax.Array, LayerCache]:
         """See `Attention`."""
-        (latents,) = cache
         cos, sin = rope
         if self.q_lora_rank:
             q_a_RQ = linear(x_TH[live.tokens], self.qkv_a[: self.q_lora_rank])
             q_RND = linear(self.q_norm(q_a_RQ), self.q_b[...])
-            kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :])
         else:
-            q_RND, kv_a_TC = linear(x_TH[live.tokens], self.q[...]), linear(x_TH, self.kv_a[...])
-        latents = write_latent(
-            latents, kv_a_TC, self.kv_norm.weight[...], cos, sin, meta.pages, meta.offsets, eps=self.kv_norm.eps
-        )
+            q_RND = linear(x_TH[live.tokens], self.q[...])
+        (latents,) = self.write_keys(x_TH, cache, meta, rope)
         q_RNC = mla_query(q_RND, self.w_uk[...], cos[live.tokens], sin[live.tokens])
         out_RNV = self.attend_decode(q_RNC, latents, live.tables, live.bounds[:, None])
         return jnp.einsum("tnv,hnv->th", out_RNV, self.o[...]), (latents,)
+
+    def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables) -> LayerCache:
+        """See `Attention`."""
+        (latents,) = cache
+        cos, sin = rope
+        kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :] if self.q_lora_rank else self.kv_a[...])
+        eps, weight = self.kv_norm.eps, self.kv_norm.weight[...]
+        return (write_latent(latents, kv_a_TC, weight, cos, sin, meta.pages, meta.offsets, eps=eps),)
 
     def project(self, x_TH: jax.Array, norm: RMSNorm | None = None) -> tuple[jax.Array, jax.Array]:
         """Queries [T, X], not yet rotated, and the raw down-projection [T, X], as matmuls leave them.

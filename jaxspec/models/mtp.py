@@ -66,6 +66,12 @@ class NextN(nnx.Module):
         x_RH, cache = self.layer.catch_up(x_TH, live, cache, meta, rope)
         return self.norm(x_RH), cache
 
+    def write_keys(
+        self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
+    ) -> LayerCache:
+        x_TH, rope = self._join(embedded_TH, hidden_TH, meta)
+        return self.layer.write_keys(x_TH, cache, meta, rope)
+
     def _join(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, meta: StepMetadata
     ) -> tuple[jax.Array, RopeTables | None]:

@@ -18,7 +18,7 @@ from jaxspec.engine.pages import PADDING_PAGE
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import StepOutput
-from jaxspec.engine.state import MAX_LEN, SEED_LOW
+from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS, SEED_LOW
 from jaxspec.sampling.params import MAX_LOGPROBS
 
 JUNK = -2
@@ -41,7 +41,7 @@ class MockRunner:
 
     def __init__(self, settings: Settings, vocab: int):
         self.settings, self.vocab = settings, vocab
-        self.window = settings.window
+        self.drafts = 0  # of the step that runs
         self.buckets = bucket_table(settings)
         self.num_pending = 0
         self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
@@ -57,6 +57,7 @@ class MockRunner:
         self.page_table = np.zeros((S, settings.max_pages), int)
         self.seq_len, self.last_token, self.max_len = np.zeros(S, int), np.zeros(S, int), np.zeros(S, int)
         self.done = np.zeros(S, bool)
+        self.held, self.num_drafts = np.zeros(S, int), np.zeros(S, int)
         self.seeds = [0] * S
         self.stop_ids: list[set[int]] = [set()] * S
 
@@ -68,6 +69,7 @@ class MockRunner:
         self.on_dispatch(plan)
         self.plans.append(plan)
         layout = self._layouts[bucket_for(self.buckets, plan)]
+        self.drafts = layout.bucket.drafts
         inputs = layout.split(layout.pack(plan))
         for record in inputs.resets:
             if slot := record[0]:
@@ -75,6 +77,7 @@ class MockRunner:
                 low, high = ints[SEED_LOW:][:2].view(np.uint32)
                 self.seeds[slot] = int(low) | int(high) << 32
                 self.max_len[slot], self.done[slot] = ints[MAX_LEN], False
+                self.held[slot], self.num_drafts[slot] = 99, ints[NUM_DRAFTS]  # what a former request has left
                 self.stop_ids[slot] = {int(t) for t in record[RESET_STOPS:] if t >= 0}
                 self.page_table[slot] = 0
         for slot, column, page in inputs.deltas:
@@ -88,10 +91,13 @@ class MockRunner:
             chunk = inputs.chunk_ids[offset : offset + fields[2]]
             offset += fields[2]
             rows.append((self._prefill(*fields[:2], chunk, *fields[3:]), 0))
-        rows += [self._decode(slot) for slot in inputs.decode_slots[: len(plan.decode)]]
+        for slot, verified in zip(inputs.decode_slots[: len(plan.decode)], plan.verified, strict=True):
+            if not self.done[slot]:
+                assert verified == min(self.drafts, self.held[slot], self.num_drafts[slot])
+            rows.append(self._decode(slot))
         slots = [r.slot for r in plan.requests]
         nan = np.array([r.id == self.nan_in for r in plan.requests])
-        ids = np.full((len(rows), self.window), JUNK)
+        ids = np.full((len(rows), self.drafts + 1), JUNK)
         for row, (emitted, _) in enumerate(rows):
             ids[row, : len(emitted)] = emitted
         self._queue.append(
@@ -102,7 +108,7 @@ class MockRunner:
                 np.where(self.done[slots], FLAG_DONE, 0) | np.where(nan, FLAG_NAN, 0),
                 ids,
                 -ids.astype(np.float32),
-                np.full((len(rows), self.window - 1), JUNK),
+                np.full((len(rows), self.settings.num_speculative_tokens), JUNK),
                 top_ids=np.repeat(ids[..., None], MAX_LOGPROBS, axis=2),
                 top_logprobs=np.repeat(-ids.astype(np.float32)[..., None], MAX_LOGPROBS, axis=2),
             )
@@ -132,10 +138,11 @@ class MockRunner:
     def _decode(self, slot) -> tuple[list[int], int]:
         if self.done[slot]:
             return [], 0
-        base, n = self.seq_len[slot], self.window
+        base, n = self.seq_len[slot], self.drafts + 1
         for i in range(n):  # the window: drafts are junk until they turn out to be right
             self._write(slot, base + i, self.last_token[slot] if i == 0 else JUNK, JUNK)
-        accepted = hash((self.seeds[slot], int(base))) % n
+        verified = min(self.drafts, self.held[slot], self.num_drafts[slot])
+        accepted = hash((self.seeds[slot], int(base))) % (int(verified) + 1)
         emitted: list[int] = []
         for _ in range(accepted + 1):
             token, position = self.last_token[slot], self.seq_len[slot]
@@ -154,7 +161,8 @@ class MockRunner:
 
     def _draft(self, slot) -> None:
         """Draft steps after the newest token: they write the draft's memory only."""
-        for i in range(self.window - 2):
+        self.held[slot] = self.drafts
+        for i in range(self.drafts - 1):
             self._place(slot, self.seq_len[slot] + i, self.draft_memory, JUNK)
 
     def _stops(self, slot, token) -> bool:
@@ -162,7 +170,7 @@ class MockRunner:
 
     def _write(self, slot, position, token, after) -> None:
         self._place(slot, position, self.memory, token)
-        if self.window > 1:
+        if self.settings.num_speculative_tokens:
             self._place(slot, position, self.draft_memory, after)
 
     def _place(self, slot, position, memory, value) -> None:
@@ -182,7 +190,7 @@ class MockRunner:
         positions = np.arange(length)
         places = self.page_table[slot, positions // size], positions % size
         tokens = self.memory[places].tolist()
-        if self.window > 1:
+        if self.settings.num_speculative_tokens:
             assert self.draft_memory[places].tolist()[:-1] == tokens[1:], "the draft's memory is not the request's"
         return next_token(tokens, self.seeds[slot], self.vocab)
 
@@ -193,7 +201,7 @@ class MockRunner:
         assert len({r.id for r in requests}) == len(requests)
         assert len({r.slot for r in requests}) == len(requests)
         assert all(1 <= r.slot < settings.max_slots for r in requests)
-        assert plan.prefill_tokens + len(plan.decode) * self.window <= settings.max_num_batched_tokens
+        assert plan.prefill_tokens + len(plan.decode) * (plan.drafts + 1) <= settings.max_num_batched_tokens
         self._owned = {r.slot: set(r.pages) for r in requests}
         for request in requests:
             assert PADDING_PAGE not in request.pages

@@ -26,6 +26,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
+from jaxspec.models.mtp import NextN
 from jaxspec.models.params import TENSOR_AXIS, declarations, nest, with_shardings
 from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
@@ -124,8 +125,32 @@ HEADS = {
 @cached
 def eagle3_runner(head: str, k: int, *, skip_dead: bool = True) -> Runner:
     """A random EAGLE3 head with the target's embedding and head, reading all residual streams of the tiny target."""
-    draft = Eagle3(read_eagle3_config(HEADS[head]), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False)
-    return _runner("tiny", k, (draft, numpy_params(draft, 4)), skip_dead=skip_dead)
+    return _runner("tiny", k, tiny_draft(head), skip_dead=skip_dead)
+
+
+def tiny_draft(name: str) -> tuple[Draft, dict]:
+    """A random draft for the tiny target: "nextn", "llama", "mla"; or "pattern", which knows no text yet."""
+    if name == "pattern":
+        pattern = PatternDraft(VOCAB, NUM_TEXTS, SETTINGS.max_model_len)
+        return pattern, {key: jnp.asarray(value) for key, value in pattern_params(pattern, []).items()}
+    if name == "nextn":
+        draft: Draft = NextN(tiny_config("tiny"), jnp.float32)
+    else:
+        draft = Eagle3(
+            read_eagle3_config(HEADS[name]), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False
+        )
+    return draft, numpy_params(draft, 4)
+
+
+@cached
+def changing_runner(k: int, draft: str = "pattern") -> Runner:
+    """A lean bucket that holds every plan for each number of drafts that an adaptive engine knows: none, one and k."""
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, adaptive_drafts=True)
+    buckets = tuple(dataclasses.replace(b, variant="lean") for b in bucket_table(settings) if b.prefill_tokens)
+    model = CausalLM(tiny_config("tiny"), jnp.float32)
+    return warmed(
+        Runner(model, target_params("tiny"), settings, one_device(), draft=tiny_draft(draft), buckets=buckets)
+    )
 
 
 @contextlib.contextmanager

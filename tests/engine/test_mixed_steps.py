@@ -62,7 +62,6 @@ from hypothesis import strategies as st
 
 from jaxspec.engine.drafting import kv_places
 from jaxspec.engine.forward import lay_out
-from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import engine_over, greedy_requests, one_step, plan_where, sampling, snapshot
@@ -160,9 +159,7 @@ def test_permuted_rows_give_permuted_outputs(mixed):
     out, after = one_step(runner, state, plan)
     E, D = len(plan.prefill), len(plan.decode)
     order = np.roll(np.arange(D), 1)
-    other, permuted = one_step(
-        runner, state, StepPlan(plan.prefill, tuple(plan.decode[i] for i in order), plan.page_deltas, plan.needs_full)
-    )
+    other, permuted = one_step(runner, state, dataclasses.replace(plan, decode=tuple(plan.decode[i] for i in order)))
     rows = [*range(E), *(E + order)]
     for field in ("emitted", "accepted", "flags", "ids"):
         np.testing.assert_array_equal(getattr(other, field), getattr(out, field)[rows])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import Settings, pages_for
-from jaxspec.engine.buckets import bucket_table, choose_bucket
+from jaxspec.engine.buckets import bucket_table, choose_bucket, draft_choices
 from jaxspec.engine.memory import MARGIN_BYTES, largest_buckets, measure_free_bytes
 from jaxspec.errors import ConfigError
 
@@ -19,15 +19,41 @@ SETTINGS = Settings(
 PAGE_BYTES = 1000
 
 
-@given(seqs=st.integers(1, 200), budget=st.integers(256, 4096), mixed=st.booleans(), on_gpu=st.booleans())
-def test_every_bucket_is_covered_by_one_of_the_largest(seqs, budget, mixed, on_gpu):
-    settings = replace(SETTINGS, max_num_seqs=seqs, max_num_batched_tokens=budget, mixed=mixed, on_gpu=on_gpu)
+@given(
+    seqs=st.integers(1, 200), budget=st.integers(256, 4096), mixed=st.booleans(), on_gpu=st.booleans(),
+    drafts=st.integers(0, 7), adaptive=st.booleans(),
+)  # fmt: skip
+def test_tables_of_buckets(seqs, budget, mixed, on_gpu, drafts, adaptive):
+    """Few, every one covered by one of the largest, and one for every plan with the drafts that there may be."""
+    adaptive = adaptive and drafts > 0
+    settings = replace(
+        SETTINGS, max_num_seqs=seqs, max_num_batched_tokens=budget, mixed=mixed, on_gpu=on_gpu,
+        num_speculative_tokens=drafts, adaptive_drafts=adaptive,
+    )  # fmt: skip
     table = bucket_table(settings)
+    assert len(set(table)) == len(table) <= (24 if on_gpu or adaptive else 4)
     largest = largest_buckets(table)
-    assert len(largest) == (1 if mixed else 2)
+    if not adaptive:
+        assert len(largest) == (1 if mixed else 2)
     for b in table:
-        sizes = {"prefill_tokens": b.prefill_tokens, "prefill_rows": b.prefill_rows, "decode_rows": b.decode_rows}
-        choose_bucket(largest, **sizes, full=b.variant == "full")  # raises where none holds it
+        assert any(
+            a.prefill_tokens >= b.prefill_tokens and a.prefill_rows >= b.prefill_rows and a.decode_rows >= b.decode_rows
+            and a.drafts >= b.drafts and (a.variant == "full" or b.variant == "lean")
+            for a in largest
+        )  # fmt: skip
+    for prompts in (False, True):
+        for full in (False, True):
+            choices = draft_choices(table, prompts=prompts, full=full)
+            for k in choices:  # raises where there is none
+                rows = 0 if prompts and not mixed else seqs
+                sizes = {"prefill_tokens": budget * prompts, "prefill_rows": int(prompts), "decode_rows": rows}
+                choose_bucket(table, **sizes, full=full, drafts=k)
+            if not adaptive:
+                assert choices == (drafts,)
+            elif not prompts and not full:
+                assert choices == tuple(sorted({0, 1, drafts}))
+            else:
+                assert choices[0] == 0
 
 
 @dataclass

@@ -48,7 +48,7 @@ Tests without a file are in this one; files are under tests/.
           engine/test_equality.py::test_an_exact_eagle3_head_is_accepted_at_every_position
           convert/test_draft.py::test_how_many_tokens
   - one function says how many slots may be in flight
-          engine/test_scheduler.py::test_reserved_slots_is_the_exact_maximum
+          engine/test_reserved_slots.py::test_reserved_slots_is_the_exact_maximum
   - a step leaves the host's view of its requests alone
           test_each_row_advances_by_its_own_count
   - acceptance counters obey their identities
@@ -65,6 +65,7 @@ Tests without a file are in this one; files are under tests/.
 
 import contextlib
 import copy
+import dataclasses
 import re
 from pathlib import Path
 
@@ -304,7 +305,7 @@ def test_padding_rows_see_the_padding_page_only():
         bucket = runner.buckets[-1]
         layout = runner.layouts[bucket]
         jitted = jax.jit(lambda state, flat: lay_out(state, layout.split(flat), runner.settings, N)[1])
-        few = type(plan)((), plan.decode[:5])
+        few = dataclasses.replace(plan, decode=plan.decode[:5], verified=plan.verified[:5])
         meta = jitted(state, layout.pack(few))
         vc = state.seq_len[[r.slot for r in few.decode]]
         np.testing.assert_array_equal(meta.decode_bounds[:5], vc[:, None] + 1 + np.arange(N))

@@ -27,18 +27,19 @@ SIZES = {
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("k", [0, 3])
-def test_a_decode_step_is_one_launch(k, rows):
+@pytest.mark.parametrize(("k", "drafts"), [(0, 0), (3, 3), (3, 1), (3, 0)])
+def test_a_decode_step_is_one_launch(k, drafts, rows):
+    """With `drafts` of at most k; with none the draft's keys are written all the same."""
     mesh = one_device()
     weights = draw(HF_CONFIG | SIZES, mesh, np.dtype(jax.numpy.bfloat16))
     settings = dataclasses.replace(SETTINGS, dtype="bfloat16", on_gpu=True, num_speculative_tokens=k)
-    bucket = Bucket(0, 0, rows, "lean")
+    bucket = Bucket(0, 0, rows, "lean", drafts)
     draft = weights.draft if k else None
     runner = Runner(weights.model, weights.params, settings, mesh, draft=draft, buckets=(bucket,))
     runner.warm_up()
     wanted = {"mla_decode", "mla_query", "kv_write", "moe", "moe_route"} | ({"norm_linear"} if rows == 1 else set())
     assert {name for name, chosen in runner.kernels.items() if chosen == {"mosaic"}} >= wanted
-    padding = StepPlan((), ())
+    padding = StepPlan((), (), drafts=drafts)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):

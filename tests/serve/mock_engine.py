@@ -174,6 +174,7 @@ class MockEngine:
             accepted = len(request.tokens) % 3 if request.num_output or not self.windows else 0
             if request.num_output and self.windows:
                 request.windows[accepted] += 1
+                request.drafted += request.num_drafts
                 self.windows[accepted] += 1
             accepted = 0 if request.constraint else accepted
             ids = list(itertools.islice(self._sources[request.id], 1 + accepted))
@@ -232,6 +233,7 @@ class MockEngine:
             prefill_tokens=self._prefill_tokens,
             buckets_pending=0,
             compiles_while_serving=0,
+            steps_by_drafts={len(self.windows) - 1: self._num_steps} if self.windows else {},
         )
 
     def _text(self, request: Request) -> Iterator[int]:

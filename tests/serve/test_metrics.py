@@ -1,5 +1,6 @@
 """What /metrics counts."""
 
+import re
 from collections import defaultdict
 
 import httpx
@@ -285,3 +286,7 @@ def test_without_speculation_there_are_no_figures_of_it():
     assert "spec_decode" not in metrics.render().decode()
     metrics.publish(EngineSnapshot(EngineStats(0, 0, 0.0, 0, 0, 0, acceptance=Acceptance((1, 0), 1)), 0, 0))
     assert "spec_decode" in metrics.render().decode()
+    stats = EngineStats(0, 0, 0.0, 0, 0, 0, acceptance=Acceptance((1, 0), 1), steps_by_drafts={0: 5, 1: 2, 3: 9})
+    metrics.publish(EngineSnapshot(stats, 0, 0))
+    found = re.findall(r'spec_decode_num_steps_total\{.*k="(\d)".*\} (\d+)', metrics.render().decode())
+    assert found == [("0", "5"), ("1", "2"), ("3", "9")]

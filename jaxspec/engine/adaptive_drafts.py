@@ -1,0 +1,168 @@
+"""The number of drafts of each step, chosen for throughput: from what steps cost and from what was accepted lately.
+
+A step with k drafts a row costs c(k) seconds and yields, of each row, 1 + p_1 + p_1 p_2 + ... + p_1 .. p_k tokens, where p_i
+is the probability that draft i is accepted if those before it are. The k with the most tokens a second is chosen. p_i is
+estimated for each request, from its own windows and from those of all requests lately.
+
+With few drafts or none nothing is learned about the others. So from time to time, for a fixed small part of all time, some
+steps have more: a probe. It ends as soon as it shows that more drafts do not pay, or that they do.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxspec.engine.costs import StepCosts
+from jaxspec.engine.draft_control import Load, at_least
+from jaxspec.engine.probe import Probe
+
+# Windows, and windows of all requests, after which what was seen counts for 1/e.
+HORIZON, SHARED_HORIZON = 128.0, 512.0
+# A request's estimate begins with that of all requests, as if from so many windows of its own.
+SHARED_WEIGHT = 32.0
+# The estimate of all requests begins with this probability, as if from so many windows. At later positions it begins with
+# the estimate one position earlier.
+PRIOR, PRIOR_WEIGHT = 0.7, 4.0
+# Another number of drafts must promise so much more, lest estimates that are nearly equal change it in every step.
+MARGIN = 0.01
+# The part of all time that probes may cost, and the steps that a probe usually takes: one that proposes, one that verifies,
+# and what is in flight by then.
+PROBE_SHARE, PROBE_STEPS = 0.004, 3
+# Windows that what a probe saw counts for at most.
+PROBE_WEIGHT = 32.0
+
+
+class AdaptiveDrafts:
+    """A `DraftControl` that maximises expected tokens a second.
+
+    Args:
+        most: drafts of a step at most.
+        slots: of the engine's state, the padding slot included.
+        costs: of steps; until they are known every step has the most drafts.
+
+    Attributes:
+        costs: may be set later.
+    """
+
+    def __init__(self, most: int, slots: int, costs: StepCosts | None = None):
+        self.costs = costs
+        self._most = most
+        # Of each slot's windows, and of all, by position: how often the position was reached, how often accepted.
+        self._reached, self._hits = np.zeros((slots, most)), np.zeros((slots, most))
+        self._all_reached, self._all_hits = np.zeros(most), np.zeros(most)
+        self._shared = self._shared_estimate()
+        self._current: int | None = None  # drafts of decode steps, probes left out
+        self._probe: Probe | None = None
+        self._allowance = 0.0  # seconds that the next probe may cost
+        self._prompt_share = 0.0  # of steps lately
+
+    def admitted(self, slot: int) -> None:
+        self._reached[slot] = self._hits[slot] = 0.0
+
+    def choose(self, load: Load) -> int:
+        ceiling = at_least(load.most, load.choices)
+        choices = [k for k in load.choices if k <= ceiling]
+        rows = max(len(load.slots), 1)
+        self._prompt_share += (load.prompts - self._prompt_share) / 32
+        costs = self.costs
+        seconds = {k: costs and costs.seconds(rows, k, prompts=load.prompts, full=load.full) for k in choices}
+        if len(choices) == 1 or not all(seconds.values()):
+            return choices[-1]
+        known: dict[int, float] = {k: value for k, value in seconds.items() if value}
+        tokens = self._tokens(load)
+        drafts = self._best(load, rows, tokens, known)
+        return self._probed(load, drafts, choices, known)
+
+    def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
+        if not windows:
+            return
+        slots, verified, accepted = np.array(windows).T
+        position = np.arange(self._most)
+        reached = (verified[:, None] > position) & (accepted[:, None] >= position)
+        hits = reached & (accepted[:, None] > position)
+        # Only positions that were reached forget: what is known of the others is all there is.
+        kept = np.where(reached, 1 - 1 / HORIZON, 1.0)
+        self._reached[slots] = self._reached[slots] * kept + reached
+        self._hits[slots] = self._hits[slots] * kept + hits
+        counts, all_hits = reached.sum(axis=0), hits.sum(axis=0)
+        kept = np.exp(-counts / SHARED_HORIZON)
+        added = SHARED_HORIZON * (1 - kept) / np.maximum(counts, 1)
+        self._all_reached = self._all_reached * kept + added * counts
+        self._all_hits = self._all_hits * kept + added * all_hits
+        if self._probe is not None:
+            self._probe.add(counts, all_hits)
+            self._judge(self._probe)
+        self._shared = self._shared_estimate()
+
+    def _shared_estimate(self) -> np.ndarray:
+        """Probabilities [most] of a request of which nothing is known."""
+        out, before = np.empty(self._most), PRIOR
+        for i in range(self._most):
+            weight = self._all_reached[i] + PRIOR_WEIGHT
+            before = out[i] = (self._all_hits[i] + PRIOR_WEIGHT * before) / weight
+        return out
+
+    def _tokens(self, load: Load) -> np.ndarray:
+        """Expected tokens of a decode step with 0 to `most` drafts, [most + 1], if the one before it had as many."""
+        if not load.slots:  # the prompts' own first drafts
+            return 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(self._shared))])
+        slots, wanted = np.asarray(load.slots), np.asarray(load.wanted)
+        reached = self._reached[slots]
+        p = (self._hits[slots] + SHARED_WEIGHT * self._shared) / (reached + SHARED_WEIGHT)
+        accepted = np.cumprod(p, axis=1)
+        if wanted.min() < self._most:
+            accepted = np.where(np.arange(self._most) < wanted[:, None], accepted, 0.0)
+        return len(slots) + np.concatenate([[0.0], np.cumsum(accepted.sum(axis=0))])
+
+    def _best(self, load: Load, rows: int, tokens: np.ndarray, seconds: dict[int, float]) -> int:
+        """The drafts with the most tokens, less what could be had elsewhere in the same time."""
+        current = self._current
+        if not load.prompts:
+            rate = max(tokens[k] / value for k, value in seconds.items())
+            worth = {k: tokens[k] - rate * value for k, value in seconds.items()}
+        else:
+            # Time is worth what decode steps make of it. A step with fewer drafts than those around it also leaves the next
+            # one with fewer to verify.
+            assert self.costs is not None
+            alone = {k: self.costs.seconds(rows, k, full=load.full) for k in seconds}
+            rate = max(tokens[k] / (alone[k] or value) for k, value in seconds.items())
+            after = tokens[current] if current is not None else 0.0
+            follows = (1 - self._prompt_share) * np.maximum(after - tokens, 0.0)
+            worth = {k: tokens[k] - rate * value - follows[k] for k, value in seconds.items()}
+        best = max(worth, key=lambda k: worth[k])
+        if current in worth and worth[best] - worth[current] < MARGIN * tokens[current]:
+            best = current
+        if not load.prompts:
+            self._current = best
+        return best
+
+    def _probed(self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float]) -> int:
+        """`drafts`, or more of them where a probe runs or begins."""
+        self._allowance += PROBE_SHARE * seconds[drafts]
+        probe = self._probe
+        if probe is not None and probe.base != drafts:
+            probe = self._probe = None
+        if probe is None:
+            more = [k for k in choices if k > drafts]
+            if not more or not load.slots:
+                return drafts
+            if self._allowance < PROBE_STEPS * (seconds[more[0]] - seconds[drafts]):
+                return drafts
+            later = {k: value for k, value in seconds.items() if k >= drafts}
+            probe = self._probe = Probe(drafts, more[0], self._shared, later, MARGIN)
+        if probe.drafts not in choices:
+            return drafts
+        self._allowance -= seconds[probe.drafts] - seconds[drafts]
+        return probe.drafts
+
+    def _judge(self, probe: Probe) -> None:
+        """Ends a probe that has seen enough. Where more drafts pay, what it saw takes the place of what was known."""
+        verdict = probe.verdict
+        if verdict is None:
+            return
+        self._probe = None
+        if verdict:
+            at = slice(probe.base, None)
+            scale = min(1.0, PROBE_WEIGHT / probe.reached[probe.base])
+            self._all_reached[at], self._all_hits[at] = scale * probe.reached[at], scale * probe.hits[at]
+            self._reached[:, at] = self._hits[:, at] = 0.0
