@@ -117,10 +117,11 @@ class Engine:
     ) -> None:
         """Compiles and runs buckets; later compilations are counted as faults. See `Runner.warm_up`."""
         control = self.scheduler.control
-        measures = isinstance(control, AdaptiveDrafts) and control.costs is None  # what each bucket costs
-        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all or measures)
-        if measures:
-            control.costs = measure_costs(self.runner, self.vocab_size)
+        adaptive = control if isinstance(control, AdaptiveDrafts) and control.costs is None else None
+        # What each bucket costs can be measured once all are there.
+        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all or adaptive is not None)
+        if adaptive is not None:
+            adaptive.costs = measure_costs(self.runner, self.vocab_size)
         compiles.mark_warm()
 
     def add(self, *requests: Request) -> None:
