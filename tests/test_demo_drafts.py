@@ -88,12 +88,14 @@ def test_acceptance_has_a_floor(draft, k, llm_with, reference):
     assert check_layouts(llm_with(draft, k), reference) > FLOOR
 
 
-def seeded_texts(llm, reference, number=None):
-    """Random texts of seeded requests of many kinds, with at most so many drafts."""
+def seeded_texts(llm, reference, number=None, *, full=True):
+    """Random texts of seeded requests of many kinds, with at most so many drafts; `full`: that need the full sampler."""
     options = [
         {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.0}, {"temperature": 1.5, "top_k": 50},
         {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.3},
     ]  # fmt: skip
+    if not full:
+        options = [{"temperature": temperature} for temperature in (0.7, 1.0, 1.2, 1.5)]
     params = [
         SamplingParams(max_tokens=32, seed=i, ignore_eos=True, num_speculative_tokens=number, logprobs=0, **each)
         for i, each in enumerate(options * 2)
@@ -103,9 +105,10 @@ def seeded_texts(llm, reference, number=None):
 
 def assert_seeded_texts_are_plain(llm, demo_llm, reference):
     """A seed's text is that of plain decoding, though many drafts are accepted."""
-    plain = seeded_texts(demo_llm, reference, 0)
+    full = any(bucket.variant == "full" for bucket in llm.engine.runner.buckets)
+    plain = seeded_texts(demo_llm, reference, 0, full=full)
     before = llm.engine.stats().acceptance
-    for got, want in zip(seeded_texts(llm, reference), plain, strict=True):
+    for got, want in zip(seeded_texts(llm, reference, full=full), plain, strict=True):
         assert got.ids == want.ids
         np.testing.assert_allclose(got.logprobs, want.logprobs, atol=2e-4)
     assert llm.engine.stats().acceptance.since(before).mean_length > 1.4
