@@ -95,6 +95,8 @@ EVERY = [(s, depth, mixed) for s in SEQUENCES for depth in range(4) for mixed in
 def check(draft, cases):
     runner = changing_runner(K, draft)
     accepted = preempted = 0
+    plain_texts()
+    make_engine(runner, Forced(cases[0][0]), None)  # fills the pages, with operations that compile once
     before = compiles.total
     for i, (sequence, depth, mixed) in enumerate(cases):
         engine = check_sequence(runner, sequence, depth=depth, mixed=mixed, usable=(None, 4, 5)[i % 3])
@@ -109,7 +111,7 @@ def check(draft, cases):
 def test_text_does_not_depend_on_the_number_of_drafts():
     """A sample of `EVERY`: none, one and k drafts in any order, read late, in mixed steps, under preemption."""
     with with_pattern(changing_runner(K), plain_texts()[2], seed=1):
-        assert check("pattern", random.Random(0).sample(EVERY, 6)) > 0
+        assert check("pattern", random.Random(0).sample(EVERY, 4)) > 0
 
 
 @pytest.mark.full

@@ -121,16 +121,20 @@ def test_what_is_defined_elsewhere_is_not_kept(store, value):
     assert store.load(None) is None
 
 
+@pytest.mark.parametrize(
+    "drafts", [{}, {"num_speculative_tokens": 3, "adaptive_drafts": True}], ids=["fixed", "adaptive"]
+)
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("seqs", [1, 6, 8, 128])
-def test_the_first_buckets_hold_every_plan_of_the_table(mixed, seqs):
-    table = bucket_table(dataclasses.replace(GPU, mixed=mixed, max_num_seqs=seqs))
+def test_the_first_buckets_hold_every_plan_of_the_table(mixed, seqs, drafts):
+    table = bucket_table(dataclasses.replace(GPU, mixed=mixed, max_num_seqs=seqs, **drafts))
     first = first_buckets(table)
-    assert len(first) <= 4
-    assert {b.decode_rows for b in first if not b.prefill_rows} == {rows for rows in (1, 8, seqs) if rows <= seqs}
+    assert len(first) <= (12 if drafts else 4)
+    if not drafts:
+        assert {b.decode_rows for b in first if not b.prefill_rows} == {rows for rows in (1, 8, seqs) if rows <= seqs}
     for b in table:
         sizes = {"prefill_tokens": b.prefill_tokens, "prefill_rows": b.prefill_rows, "decode_rows": b.decode_rows}
-        choose_bucket(first, **sizes, full=b.variant == "full")  # raises where none holds it
+        choose_bucket(first, **sizes, full=b.variant == "full", drafts=b.drafts)  # raises where none holds it
 
 
 A, B, C = (Bucket(0, 0, rows, "full") for rows in (1, 2, 3))
