@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from jaxspec.errors import JaxspecError
+from jaxspec.errors import JaxspecError, plain
 
 # The commands of each room, each with a module of its name there.
 ROOMS = {
@@ -64,8 +64,15 @@ def print_commands() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one benchmark; returns its exit code: 1 for an error that the user can fix, and for a check that fails."""
+    """Runs one benchmark; returns its exit code.
+
+    1 for an error that the user can fix, and for a check that fails; 2 for a benchmark that there is not.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
+    known = [name for commands in ROOMS.values() for name in commands]
+    if argv and not argv[0].startswith("-") and argv[0] not in known:
+        print(f"error: unknown benchmark {plain(argv[0])} (there are {', '.join(known)})", file=sys.stderr)
+        return 2
     commands = parser(argv)
     # After `--` come flags for a program that the benchmark starts. Cut here: argparse would read them as positionals.
     cut = argv.index("--") if "--" in argv else len(argv)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# How much of a value that a user or a file gave an error may repeat.
+# How much of a value that a user or a file gave an error or the log may repeat.
 SHOWN_CHARACTERS = 64
 
 
@@ -23,6 +23,10 @@ class ModelFormatError(JaxspecError):
 
 class ConfigError(JaxspecError):
     """An engine option, or a combination of options, that cannot work."""
+
+
+class UsageError(JaxspecError):
+    """A command line, or another place of options, that makes no sense: exit code 2."""
 
 
 class InvalidRequestError(JaxspecError, ValueError):

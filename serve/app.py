@@ -73,6 +73,12 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
+def route_names(app: FastAPI) -> list[str]:
+    """Method and path of each route, for the log."""
+    paths = app.openapi()["paths"].items()
+    return sorted(f"{method.upper()} {path}" for path, methods in paths for method in methods)
+
+
 def _openai_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 

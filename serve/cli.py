@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jaxspec
-from jaxspec.errors import ConfigError, JaxspecError
-from serve.flags import Parser, UsageError, add_engine_flags, engine_config, json_object, names, parse
+from jaxspec.errors import ConfigError, JaxspecError, UsageError, shown
+from serve.flags import Parser, add_engine_flags, engine_config, json_object, names, parse
 from serve.limits import LIMIT_FLAGS, check_limits, limit_settings
 from serve.parsers.registry import REASONING_NAMES, REASONING_PARSERS, TOOL_NAMES, TOOL_PARSERS
 from serve.peers import add_peer_flags
@@ -287,7 +287,7 @@ def _check_serve(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--max-num-queued-requests must be at least 1, got {arguments.max_num_queued_requests}")
     check_limits(arguments)
     if arguments.root_path and not re.fullmatch(r"(/[\w.~-]+)+/?", arguments.root_path, re.ASCII):
-        raise ConfigError(f"--root-path must be a path such as /api, got {arguments.root_path[:64]!r}")
+        raise ConfigError(f"--root-path must be a path such as /api, got {shown(arguments.root_path)}")
 
 
 def resolve_serve(argv: Sequence[str]) -> Resolved:

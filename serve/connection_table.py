@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from serve.connection import Connection
 from serve.errors import ApiError
-from serve.limits import MAX_CONNECTIONS
+from serve.limits import KEEP_ALIVE_TIMEOUT, MAX_CONNECTIONS
 from serve.log_limit import LimitedLogger
 
 logger = logging.getLogger("jaxspec.http")
@@ -44,7 +44,7 @@ class ConnectionLimits:
     max_connections: int = MAX_CONNECTIONS
     header_timeout: float = 20.0
     body_timeout: float = 60.0
-    keep_alive_timeout: float = 75.0  # longer than clients keep idle connections, so that they close first
+    keep_alive_timeout: float = KEEP_ALIVE_TIMEOUT
     send_timeout: float = 60.0
     max_unsent_bytes: int = 256 * 2**20
     max_head_bytes: int = 16 * 2**10

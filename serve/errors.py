@@ -15,13 +15,11 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from jaxspec.errors import InvalidRequestError
+from jaxspec.errors import SHOWN_CHARACTERS, InvalidRequestError
 from serve.paths import is_anthropic, route_path
 
 RETRY_AFTER_SECONDS = 5.0
 _LONGEST_RETRY_AFTER = 60  # the official clients do not wait longer for it
-# Characters of what a user wrote that an error repeats.
-_MAX_ECHO = 64
 # Anthropic's types of errors.
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
@@ -125,17 +123,19 @@ def invalid_body(error: ValidationError) -> ApiError:
     field = str(location[0]) if location else at[1:]
     place = one_line("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location) + at)[1:]
     reason = first["msg"].replace("Input should", "must", 1)
-    return ApiError(400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=field[:_MAX_ECHO] or None)
+    return ApiError(
+        400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=field[:SHOWN_CHARACTERS] or None
+    )
 
 
-def one_line(text: str, most: int = 2 * _MAX_ECHO) -> str:
+def one_line(text: str, most: int = 2 * SHOWN_CHARACTERS) -> str:
     """What a user wrote, or a template: bounded, and what is not printable is escaped."""
     return repr(text[:most])[1:-1] + ("..." if len(text) > most else "")
 
 
 def quoted(text: str) -> str:
     """What a user wrote, in quotes."""
-    return f"'{one_line(text, _MAX_ECHO)}'"
+    return f"'{one_line(text, SHOWN_CHARACTERS)}'"
 
 
 def install(app: FastAPI) -> None:

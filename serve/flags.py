@@ -11,8 +11,8 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from jaxspec.config import EngineConfig, with_speculative_config
-from jaxspec.errors import ConfigError
-from serve.peers import AttentionBackend, UsageError, translate_words
+from jaxspec.errors import ConfigError, UsageError, plain, shown
+from serve.peers import AttentionBackend, translate_words
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 # Numbers that may be written as vLLM has them: 4k is 4000, 4K is 4096.
@@ -75,7 +75,7 @@ def unknown_word(parser: Parser, word: str) -> str:
     what = "flag" if flag.startswith("-") else "argument"
     close = similar(flag, parser.flags()) if flag.startswith("--") else None
     hint = f"did you mean {close}?" if close else f"see {parser.prog} --help"
-    return f"unknown {what} {flag[:64]} ({hint})"
+    return f"unknown {what} {plain(flag)} ({hint})"
 
 
 def similar(flag: str, known: Iterable[str]) -> str | None:
@@ -136,7 +136,7 @@ def size(text: str) -> int:
         number = float(match[1]) * (1000 if unit.islower() else 1024) ** " kmg".index(unit.lower() or " ")
     if number != int(number):
         raise argparse.ArgumentTypeError(
-            f"must be a whole number such as 4096, 4k (4000) or 4K (4096), got {text[:64]!r}"
+            f"must be a whole number such as 4096, 4k (4000) or 4K (4096), got {shown(text)}"
         )
     return int(number)
 

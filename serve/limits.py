@@ -10,6 +10,8 @@ from jaxspec.errors import ConfigError
 # After warm-up nothing compiles, and a step has a budget of tokens: one that takes this long is stuck, not busy.
 ENGINE_TIMEOUT = 300.0
 MAX_CONNECTIONS = 4096
+# Longer than clients keep idle connections, so that they close first.
+KEEP_ALIVE_TIMEOUT = 75.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ LIMIT_FLAGS = (
         float,
         ENGINE_TIMEOUT,
         0,
-        "an engine step that takes longer is stuck: requests fail and the process ends with exit code 1 "
+        "an engine step, or the answer of the event loop, that takes longer is stuck: requests fail and the process ends "
+        "with exit code 1 "
         f"(default: {ENGINE_TIMEOUT:g}; 0: no limit)",
     ),
     LimitFlag(
@@ -59,6 +62,13 @@ LIMIT_FLAGS = (
         1,
         "most open connections; further ones get 503. The limit of descriptors (ulimit -n) may be lower "
         f"(default: {MAX_CONNECTIONS})",
+    ),
+    LimitFlag(
+        "--timeout-keep-alive",
+        float,
+        KEEP_ALIVE_TIMEOUT,
+        1,
+        f"how long a connection may be idle between two requests (default: {KEEP_ALIVE_TIMEOUT:g})",
     ),
 )
 
@@ -84,5 +94,7 @@ def limit_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "deadlines": Deadlines(arguments.request_timeout or None, arguments.queue_timeout or None),
         "engine_timeout": arguments.engine_timeout or None,
-        "connections": ConnectionLimits(max_connections=arguments.max_connections),
+        "connections": ConnectionLimits(
+            max_connections=arguments.max_connections, keep_alive_timeout=arguments.timeout_keep_alive
+        ),
     }

@@ -11,6 +11,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxspec.errors import SHOWN_CHARACTERS
 from serve.connection import TASK_KEY
 from serve.errors import ApiError, error_response, server_error, unavailable
 from serve.paths import route_path
@@ -22,8 +23,6 @@ logger = logging.getLogger("jaxspec.access")
 # Load balancers poll the first two without a key; the page at / asks for the key, and holds no data.
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/server_info"})
-# Of a path and of a method, in the log.
-_LOGGED_CHARACTERS = 64
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -93,7 +92,7 @@ class RequestContext:
                 seconds = time.monotonic() - start
                 route = getattr(scope.get("route"), "path", None)
                 self._service.metrics.http.record(scope["method"], route, status, seconds)
-                method, path = scope["method"][:_LOGGED_CHARACTERS], scope["path"][:_LOGGED_CHARACTERS]
+                method, path = scope["method"][:SHOWN_CHARACTERS], scope["path"][:SHOWN_CHARACTERS]
                 logger.info("%s %r %d %.3fs id=%s", method, path, status, seconds, request_id)
 
 

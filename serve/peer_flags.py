@@ -352,6 +352,8 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag("--config", BOTH, Same("the same YAML: names of flags and their values")),
     _flag("--api-key", BOTH, Same(), "key"),
     _flag("--admin-api-key", SGLANG, Ignored("no path is for administrators only"), "key"),
+    _flag("--h11-max-incomplete-event-size", VLLM, Ignored("the head of a request may have 16 KiB"), "65536"),
+    _flag("--h11-max-header-count", VLLM, Ignored("the head of a request may have 16 KiB"), "256"),
     _flag("--root-path", VLLM, Same(), "/api"),
     _flag("--fastapi-root-path", SGLANG, Alias("--root-path"), "/api"),
     _flag("--ssl-certfile --ssl-keyfile --ssl-ca-certs --ssl-keyfile-password", BOTH, Same(), "file"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, PAGE_SIZE, pages_for
+from jaxspec.errors import SHOWN_CHARACTERS, UsageError, plain, shown
 from serve.peer_flags import (
     PEER_ATTENTION_BACKENDS,
     PEER_FLAGS,
@@ -25,10 +26,6 @@ _OPTIMIZATION = re.compile(r"-O=?(\d)")
 _DOTTED = "--speculative-config."
 # Algorithms of SGLang that a draft of ours stands for, and whether a draft has to be named.
 _ALGORITHMS = {"EAGLE": False, "NEXTN": False, "MTP": False, "EAGLE3": True}
-
-
-class UsageError(Exception):
-    """A command line that makes no sense: exit code 2."""
 
 
 def note(namespace: argparse.Namespace, line: str) -> None:
@@ -53,7 +50,7 @@ class _Refuse(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ARG002
         if values not in self._passes:
-            value = f" {values}"[:64] if isinstance(values, str) else ""
+            value = f" {values}"[:SHOWN_CHARACTERS] if isinstance(values, str) else ""
             raise UsageError(f"{option_string}{value} is not supported: {self._instead}")
 
 
@@ -84,7 +81,7 @@ class AttentionBackend(argparse.Action):
             )
             values = "auto"
         elif values not in self._backends:
-            parser.error(f"argument {option_string}: {values[:64]!r} is none of {', '.join(self._backends)}")
+            parser.error(f"argument {option_string}: {shown(values)} is none of {', '.join(self._backends)}")
         setattr(namespace, self.dest, values)
 
 
@@ -149,7 +146,7 @@ def finish(given: argparse.Namespace) -> None:
     taken = {name: vars(given).pop(name) for name in _COLLECTED if name in given}
     if "model_flag" in taken:
         if getattr(given, "model", taken["model_flag"]) != taken["model_flag"]:
-            raise UsageError(f"the model is given twice: {given.model[:64]} and --model {taken['model_flag'][:64]}")
+            raise UsageError(f"the model is given twice: {plain(given.model)} and --model {plain(taken['model_flag'])}")
         given.model = taken["model_flag"]
     if "tokenizer_flag" in taken:
         given.tokenizer = taken["tokenizer_flag"]
@@ -182,7 +179,7 @@ def _finish_speculation(given: argparse.Namespace, taken: dict[str, str]) -> Non
         return
     if algorithm.upper() not in _ALGORITHMS:
         raise UsageError(
-            f"--speculative-algorithm {algorithm[:64]} is not supported: use EAGLE3 with --speculative-draft-model-path, or "
+            f"--speculative-algorithm {plain(algorithm)} is not supported: use EAGLE3 with --speculative-draft-model-path, or "
             "NEXTN for the model's own layer"
         )
     if _ALGORITHMS[algorithm.upper()] and "speculative_model" not in given:
@@ -203,5 +200,5 @@ def _whole(flag: str, text: Any) -> Any:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UsageError(f"{flag} must be a whole number, got {text[:64]!r}")
+        raise UsageError(f"{flag} must be a whole number, got {shown(text)}")
     return int(text)

@@ -14,14 +14,17 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
+from fastapi import FastAPI
 
 from jaxspec.errors import ConfigError, JaxspecError
-from serve.app import create_app
+from serve.app import create_app, route_names
 from serve.connection_table import ACCEPT_BURST, raise_descriptor_limit
 from serve.engine_thread import Phase
 from serve.errors import unavailable
+from serve.loop_watch import LoopWatch
 from serve.model import Progress, ServedModel
 from serve.service import ServerSettings, Service
+from serve.step_watch import stack_of
 
 logger = logging.getLogger("jaxspec.serve")
 
@@ -95,7 +98,9 @@ def run_server(
 
     raise_descriptor_limit()
     service = Service(settings, load, on_phase=on_phase)
-    server = _Server(http_config(service), service, shutdown_timeout)
+    config = http_config(service)
+    logger.info("Routes: %s", ", ".join(route_names(cast(FastAPI, config.app))))
+    server = _Server(config, service, shutdown_timeout)
     server.run(sockets=[sock])
     server.dismiss()
     failure = service.engine_thread.failure
@@ -134,16 +139,22 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, shutdown_timeout: float):
         super().__init__(config)
+        self._thread = threading.current_thread()  # whose event loop this is
         self._service = service
         self._shutdown_timeout = shutdown_timeout
         self._drain_task: asyncio.Task[None] | None = None
         self._last_resort: threading.Timer | None = None
+        self._loop_watch: LoopWatch | None = None
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or []:
             sock.listen(BACKLOG)  # asyncio takes few at a time, but those that come at once may wait in the system
+        timeout = self._service.settings.engine_timeout
+        if timeout is not None:
+            self._loop_watch = LoopWatch(asyncio.get_running_loop(), timeout, self._frozen)
+            self._loop_watch.start()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -184,6 +195,8 @@ class _Server(uvicorn.Server):
         """The event loop has ended in time."""
         if self._last_resort is not None:
             self._last_resort.cancel()
+        if self._loop_watch is not None:
+            self._loop_watch.stop()
 
     async def _drain(self, timeout: float, patience: float) -> None:
         service = self._service
@@ -206,10 +219,20 @@ class _Server(uvicorn.Server):
 
     def _end_within(self, seconds: float) -> None:
         """The last resort is a thread: the event loop may be busy, or wait for a step, a template, a tokenizer."""
-        self.dismiss()
+        if self._last_resort is not None:
+            self._last_resort.cancel()
         self._last_resort = threading.Timer(seconds, self._exit_now)
         self._last_resort.daemon = True
         self._last_resort.start()
+
+    def _frozen(self, seconds: float) -> None:
+        """On the watch's thread: nobody can be told any more, but whoever started the process can start another."""
+        logger.error(
+            "the event loop has not answered for %g s (--engine-timeout); it is at\n%s",
+            seconds,
+            stack_of(self._thread),
+        )
+        _end_process(1)
 
     def _exit_now(self) -> None:
         os._exit(1 if self._service.engine_thread.failure else self.exit_code)

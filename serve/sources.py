@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config import EngineConfig
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, UsageError, plain, shown
 from serve import peers
 from serve.flags import Parser, dashed, engine_config, similar, unknown_word
-from serve.peers import UsageError
 
 COMMAND_LINE = "the command line"
 PREFIX = "JAXSPEC_"
@@ -101,7 +100,7 @@ def resolve(parser: Parser, given: argparse.Namespace, environ: Mapping[str, str
     sources.pop("tokenizer", None)
     if tokenizer != values.get("model"):
         raise UsageError(
-            f"--tokenizer {tokenizer[:64]} is not supported: the tokenizer is the one in the model's folder"
+            f"--tokenizer {plain(tokenizer)} is not supported: the tokenizer is the one in the model's folder"
         )
     return Resolved(argparse.Namespace(**values), sources, notes, variables)
 
@@ -162,7 +161,7 @@ def _words_of_text(action: argparse.Action, text: str) -> list[str]:
 def _switch(action: argparse.Action, value: Any) -> list[str]:
     """The words that turn a switch on or off."""
     if not isinstance(value, bool):
-        raise UsageError(f"{action.option_strings[0]} must be true or false, got {str(value)[:64]!r}")
+        raise UsageError(f"{action.option_strings[0]} must be true or false, got {shown(value)}")
     on, off = action.option_strings[0], f"--no-{action.option_strings[0][2:]}"
     if value:
         return [on]
@@ -230,7 +229,7 @@ def _words_of_yaml(parser: Parser, key: str, value: Any, path: Path) -> list[str
     except KeyError:
         close = similar(flag, parser.flags())
         hint = f" (did you mean {close[2:]}?)" if close else ""
-        raise UsageError(f"{path}: unknown option {key[:64]!r}{hint}") from None
+        raise UsageError(f"{path}: unknown option {shown(key)}{hint}") from None
     if value is None:
         return []
     if action.nargs == 0:

@@ -18,12 +18,13 @@ _PIECE = 4096
 
 
 async def tokenize(service: Service, body: TokenizeBody) -> Response:
-    """
+    """Of any text, whether or not the context holds it: to count tokens is what most ask for.
+
     Raises:
-        InvalidRequestError: the text is so long that the context holds less than half of it.
+        InvalidRequestError: the text is too long to be tokenised in one call.
     """
     service.resolve_name(body.model)
-    tokenizer, limit = service.tokenizer(), service.model().engine.max_model_len
+    tokenizer, max_model_len = service.tokenizer(), service.model().engine.max_model_len
     texts: Any = body.prompt if body.messages is None else [m.rendered() for m in body.messages]
     if text_bytes(texts) > MAX_TEXT_BYTES:
         raise InvalidRequestError(
@@ -33,15 +34,14 @@ async def tokenize(service: Service, body: TokenizeBody) -> Response:
 
     def encode(texts: Any) -> list[int]:
         if body.messages is None:
-            return tokenizer.encode(texts, add_special_tokens=body.add_special_tokens, limit=limit)
+            return tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)
         return tokenizer.apply_chat_template(
             texts,
             add_generation_prompt=body.add_generation_prompt,
-            limit=limit,
             variables=template_variables(body.tools, None, body.chat_template_kwargs),
         )
 
-    content = await service.in_pool(_answer, texts, encode, tokenizer, limit, with_texts=body.return_token_strs)
+    content = await service.in_pool(_answer, texts, encode, tokenizer, max_model_len, with_texts=body.return_token_strs)
     return Response(content, media_type="application/json")
 
 

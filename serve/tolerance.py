@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxspec.errors import SHOWN_CHARACTERS
 from serve.fields import invalid
-
-_MAX_ECHO = 64
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Known:
             if value is None or name in self.ignored:
                 continue
             if name not in self.neutral:
-                short = name[:_MAX_ECHO]
+                short = name[:SHOWN_CHARACTERS]
                 close = difflib.get_close_matches(short, [*fields, *self.neutral], n=1)
                 hint = f": did you mean {close[0]!r}?" if close else ""
                 raise invalid(f"unknown parameter{hint}", f"{at}.{short}")

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import bench.__main__
 import jaxspec
+from jaxspec.errors import UsageError
 from serve import cli
-from serve.flags import UsageError, parse
+from serve.flags import parse
 
 ROOT = Path(jaxspec.__file__).parents[1]
 _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

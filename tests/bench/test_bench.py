@@ -21,6 +21,7 @@ from jaxspec.loading.parts import EMBED, HEAD, MTP
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import count_parameters
 from jaxspec.models.registry import read_config
+from serve import cli
 
 
 def test_help_lists_the_benchmarks(capsys):
@@ -42,6 +43,17 @@ def test_without_a_command_each_is_a_line(capsys):
     for room in ROOMS.values():
         for name, text in room.items():
             assert [name, *text.split()] in lines
+
+
+@pytest.mark.parametrize("command", [main, lambda argv: cli.main(["bench", *argv])], ids=["module", "jaxspec"])
+def test_an_unknown_benchmark_is_told_all_that_there_are(capsys, command):
+    assert command(["nosuch" * 100, "--out", "x"]) == 2
+    out, err = capsys.readouterr()
+    names = ", ".join(name for room in ROOMS.values() for name in room)
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: unknown benchmark 'nosuchnosuch")
+    assert err.endswith(f"(there are {names})\n")
+    assert len(err) < 100 + len(names)
 
 
 def test_records_go_to_the_current_folder_but_in_the_repository_to_its_results(tmp_path, capsys, monkeypatch):

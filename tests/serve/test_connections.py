@@ -160,7 +160,7 @@ def read_all_of_stream(connection: socket.socket) -> bytes:
 @pytest.mark.slow
 def test_streams_that_nobody_reads_are_bounded_together(start, opened):
     engine = MockEngine(max_model_len=200_000)
-    server = start(ConnectionLimits(), engine, max_all_unread_bytes=2**19)
+    server = start(ConnectionLimits(), engine, max_unread_bytes=2**40, max_all_unread_bytes=2**19)
     for _ in range(4):
         opened(connect(server.base_url, receive_buffer=4096)).sendall(
             post(LONG | {"max_tokens": 150_000, "logprobs": 5})

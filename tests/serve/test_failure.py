@@ -222,6 +222,18 @@ def test_a_bug_in_a_handler_is_a_500_with_an_id(mock_server, monkeypatch, stream
     assert response.headers["x-request-id"] == "find-me"
 
 
+def test_a_bug_in_a_stream_says_nothing_of_itself(mock_server, monkeypatch):
+    def broken(*_arguments: object) -> None:
+        raise RuntimeError("secret at 0x7fffdeadbeef")
+
+    monkeypatch.setattr("serve.completions.completion_logprobs", broken)
+    _, events = sse(mock_server.base_url, "/v1/completions", BODY | {"logprobs": 0, "stream": True})
+    assert json.loads(events[-2])["error"] == {
+        "message": "internal server error", "type": "server_error", "param": None, "code": "server_error",
+    }  # fmt: skip
+    assert events[-1] == "[DONE]"
+
+
 def test_all_prompts_of_a_call_are_accepted_or_none(start_server):
     engine = MockEngine()
     server = start_server(served(engine, byte_tokenizer()))

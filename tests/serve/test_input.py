@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
+from pydantic import ValidationError
 
-from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from serve import body as body_module
 from serve.body import parse_body
 from serve.errors import ApiError
 from serve.json_size import MOST, excess, measure
 from serve.protocol import ChatBody, CompletionBody, DetokenizeBody
 from tests.serve.client_checks import check_completions, check_error
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
+from tests.serve.raw import connect, post
 
 BODY = {"prompt": "hi", "max_tokens": 4, "temperature": 0}
 USER = {"role": "user", "content": "hi"}
@@ -113,14 +117,23 @@ WRONG = [
      "messages[1].tool_calls[0].function: must be an object", "messages"),
     (ChatBody, CHAT | {"stream": True, "stream_options": {"include_usage": 1}},
      "stream_options.include_usage: must be a valid boolean", "stream_options"),
+    (CompletionBody, BODY | {"stop": ["x"] * 17}, "stop: at most 16 strings are accepted", "stop"),
+    (CompletionBody, BODY | {"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)},
+     f"stop_token_ids: must be a list of at most {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids"),
+    (CompletionBody, BODY | {"logit_bias": {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}},
+     f"logit_bias: must be an object of at most {MAX_LOGIT_BIAS} token ids", "logit_bias"),
+    (CompletionBody, BODY | {"prompt": ["x"] * 5, "n": 16}, "prompt: too many prompts in one call", "prompt"),
+    (ChatBody, {"messages": [USER] * 4097}, "messages: list should have at most 4096 items", "messages"),
+    (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
+     "messages[0].content: has 1025 parts, and at most 1024 are accepted", "messages"),
     (ChatBody, CHAT | {"add_special_tokens": True}, "add_special_tokens: not supported yet", "add_special_tokens"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "body", "message", "param"), WRONG)
-def test_errors_name_the_place_and_one_cause(kind, body, message, param):
+@pytest.mark.parametrize(("kind", "content", "message", "param"), WRONG)
+def test_errors_name_the_place_and_one_cause(kind, content, message, param):
     with pytest.raises(ApiError) as caught:
-        parse_body(kind, json.dumps(body).encode())
+        parse_body(kind, json.dumps(content).encode())
     error = caught.value.body()["error"]
     assert error["message"].startswith(message)
     assert error["param"] == param
@@ -133,6 +146,33 @@ def test_a_list_costs_one_error(element):
     with pytest.raises(ApiError) as caught:
         parse_body(CompletionBody, f'{{"prompt": [1, {",".join([element] * 60_000)}]}}'.encode())
     assert caught.value.detail == "prompt[1]: must be an integer from 0 to 2147483647"
+
+
+def test_messages_cost_one_error():
+    with pytest.raises(ValidationError) as caught:
+        ChatBody.model_validate({"messages": [USER, *[{"role": "wizard", "content": "x"}] * 1000]})
+    assert caught.value.error_count() == 1
+
+
+def test_nobody_waits_for_the_parser(start_server, monkeypatch):
+    server = start_server(served(MockEngine(), byte_tokenizer()))
+    parse, go_on = body_module.parse_body, threading.Event()
+
+    def slow(kind, data):
+        if len(data) > 100_000:
+            assert go_on.wait(30)
+        return parse(kind, data)
+
+    monkeypatch.setattr(body_module, "parse_body", slow)
+    big = connect(server.base_url)
+    big.sendall(post(BODY | {"metadata": "x" * 200_000}))
+    server.wait_until(lambda: server.service.in_flight == 1)
+    for _ in range(20):
+        assert server.get("/health").status_code == 200
+        assert server.post("/v1/completions", BODY).status_code == 200
+    go_on.set()
+    assert big.recv(12) == b"HTTP/1.1 200"
+    big.close()
 
 
 def test_what_a_user_wrote_is_not_repeated_at_length(mock_server):
@@ -184,9 +224,15 @@ def test_the_length_of_a_prompt_is_checked_before_its_choices_are_made(mock_serv
     assert "600 tokens" in message
     assert "512 tokens" in message
     check_error(mock_server.post("/detokenize", {"tokens": [7] * 600}), 400, "tokens", "context_length_exceeded")
-    check_error(mock_server.post("/tokenize", {"prompt": "x" * 20_000}), 400, "prompt", "context_length_exceeded")
+    long = CHAT | {"messages": [USER | {"content": "x" * 20_000}]}
+    check_error(mock_server.post("/v1/chat/completions", long), 400, "messages", "context_length_exceeded")
+
+
+def test_tokens_are_counted_beyond_the_context(mock_server):
+    answer = mock_server.post("/tokenize", {"prompt": "x" * 20_000}).json()
+    assert (answer["count"], len(answer["tokens"]), answer["max_model_len"]) == (20_000, 20_000, 512)
     long = {"messages": [USER | {"content": "x" * 20_000}]}
-    check_error(mock_server.post("/tokenize", long), 400, "messages", "context_length_exceeded")
+    assert mock_server.post("/tokenize", long).json()["count"] > 20_000
 
 
 def test_special_tokens_can_be_left_out_of_a_completion(mock_server):

@@ -290,3 +290,10 @@ def test_without_speculation_there_are_no_figures_of_it():
     metrics.publish(EngineSnapshot(stats, 0, 0))
     found = re.findall(r'spec_decode_num_steps_total\{.*k="(\d)".*\} (\d+)', metrics.render().decode())
     assert found == [("0", "5"), ("1", "2"), ("3", "9")]
+
+
+def test_what_clients_make_up_is_no_label(mock_server):
+    assert httpx.request("BREW", f"{mock_server.base_url}/canary-path").status_code == 404
+    text = mock_server.get("/metrics").text
+    assert "BREW" not in text
+    assert "canary-path" not in text

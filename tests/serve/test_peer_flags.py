@@ -8,10 +8,10 @@ import pytest
 
 import jaxspec
 from jaxspec.config import EngineConfig
+from jaxspec.errors import UsageError
 from serve import cli
 from serve.flags import engine_config, similar, size
 from serve.peer_flags import PEER_FLAGS, Alias, Collected, Ignored, PeerFlag, Refused, Same, Switch, Variable, markdown
-from serve.peers import UsageError
 from serve.sources import Resolved
 
 DOCS = Path(jaxspec.__file__).parents[1] / "docs"

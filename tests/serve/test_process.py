@@ -39,6 +39,8 @@ def load(model, config, revision, progress, **_defaults):
     tokenizer = byte_tokenizer()
     if model == "stuck":
         engine.gate.clear()
+    if model == "frozen":
+        tokenizer.least_tokens = lambda _text: time.sleep(100)  # called on the event loop
     if model == "busy":
         engine.max_model_len = 100_000
         encode = tokenizer.encode
@@ -247,6 +249,22 @@ def test_a_stuck_step_ends_the_process(start):
 
 
 @pytest.mark.slow
+def test_a_frozen_event_loop_ends_the_process(start):
+    """But not one that was suspended, together with its watch."""
+    process = start("frozen", "--port", "0", "--engine-timeout", "1")
+    url = process.base_url
+    process.signal(signal.SIGSTOP)
+    time.sleep(2.5)
+    process.signal(signal.SIGCONT)
+    assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+    with pytest.raises(httpx.TransportError):
+        httpx.post(f"{url}/v1/completions", json=SLOW, timeout=20)
+    assert process.exit_code() == 1
+    assert "the event loop has not answered for 1 s (--engine-timeout)" in process.output
+    assert "reject_too_long" in process.output  # where it is
+
+
+@pytest.mark.slow
 def test_half_open_connections_do_not_starve_a_server_with_few_descriptors(start):
     process = start("mock", "--port", "0", descriptors=256)
     url = process.base_url
@@ -270,7 +288,13 @@ def test_deadlines_are_what_the_flags_say(start):
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("request-timeout", "-1"), ("queue-timeout", "nan"), ("max-connections", "0"), ("shutdown-timeout", "inf")],
+    [
+        ("request-timeout", "-1"),
+        ("queue-timeout", "nan"),
+        ("max-connections", "0"),
+        ("timeout-keep-alive", "0"),
+        ("shutdown-timeout", "inf"),
+    ],
 )
 def test_limits_that_cannot_be(capsys, flag, value):
     assert main(["serve", f"--{flag}", value]) == 1
@@ -325,6 +349,9 @@ def test_what_start_up_prints(start):
     ):
         assert expected in lines, process.output
     assert any(line.endswith("s] compiling") for line in lines)
+    routes = next(line for line in lines if "Routes: " in line)
+    for route in ("GET /health", "GET /metrics", "POST /v1/chat/completions", "POST /tokenize"):
+        assert route in routes
     assert "curl" in lines[-1] or "curl" in process.output
     assert "secret-key" not in process.output
     assert httpx.get(f"{url}/v1/models").status_code == 401

@@ -3,10 +3,9 @@
 import pytest
 
 from jaxspec.config import EngineConfig
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, UsageError
 from serve import cli
 from serve.flags import engine_config
-from serve.peers import UsageError
 from serve.sources import COMMAND_LINE, Resolved, variable_of
 
 
