@@ -19,6 +19,8 @@ _MANY_CHUNKS = 1024
 _LEAST_CHUNK_BYTES = 64
 # A reader makes progress if it takes this much before the send timeout is over.
 _PROGRESS_BYTES = 16 * 1024
+# TLS ends with a word from both sides. A client that does not say it may not keep the connection.
+_CLOSING_SECONDS = 1.0
 # How long the client of a refused connection has to read why, before the socket is closed on its unread request.
 _REFUSED_SECONDS = 1.0
 
@@ -142,6 +144,8 @@ class Connection(H11Protocol):
                 self.transport.close()
         elif phase[0] == "body" and waited > limits.body_timeout:
             self.refuse(_too_late("body", limits.body_timeout))
+        elif phase[0] == "closing" and not self.unsent and waited > _CLOSING_SECONDS:
+            self.abort()
         elif phase[0] == "refused" and waited > _REFUSED_SECONDS:
             self.transport.close()
 
@@ -176,6 +180,8 @@ class Connection(H11Protocol):
 
     def _phase_name(self) -> str:
         """What the connection waits for. uvicorn itself closes one that is idle between two requests."""
+        if self.transport.is_closing():
+            return "closing"
         if self._refused:
             return "refused"
         if self.conn.their_state is h11.SEND_BODY:  # also after an early answer, such as 413

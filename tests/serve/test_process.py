@@ -93,7 +93,7 @@ class Process:
 
     @property
     def base_url(self) -> str:
-        self.wait_for("/v1/completions")
+        self.wait_for("/v1/completions -H")
         return self.output.split(" at ")[1].split(". Try")[0]
 
     def signal(self, number: int) -> None:
