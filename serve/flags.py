@@ -166,7 +166,7 @@ def json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as e:
         raise argparse.ArgumentTypeError(f"is not valid JSON: {e}") from e
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:64]!r}")
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
     return value
 
 

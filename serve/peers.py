@@ -191,7 +191,7 @@ def _finish_speculation(given: argparse.Namespace, taken: dict[str, str]) -> Non
 def _generation_config(sampling_defaults: str) -> str:
     meant = {"model": "auto", "openai": "none"}
     if sampling_defaults not in meant:
-        raise UsageError(f"--sampling-defaults must be model or openai, got {sampling_defaults[:64]!r}")
+        raise UsageError(f"--sampling-defaults must be model or openai, got {shown(sampling_defaults)}")
     return meant[sampling_defaults]
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from jaxspec.errors import shown
+from jaxspec.errors import SHOWN_CHARACTERS, shown
 from serve.fields import invalid
 
 MAX_TOOLS = 512
@@ -78,7 +78,7 @@ def only(value: Json, known: tuple[str, ...], notes: frozenset[str], at: str) ->
     """Refuses a field that is not known."""
     for name, each in value.items():
         if name not in known and name not in notes and each is not None:
-            raise invalid("unknown parameter", f"{at}.{name[:64]}")
+            raise invalid("unknown parameter", f"{at}.{name[:SHOWN_CHARACTERS]}")
 
 
 def function_tool(name: str, description: str | None, parameters: Json | None) -> Json:
