@@ -12,7 +12,7 @@ from serve import body as body_module
 from serve.body import parse_body
 from serve.errors import ApiError
 from serve.json_size import MOST, excess, measure
-from serve.protocol import ChatBody, CompletionBody, DetokenizeBody
+from serve.protocol import MAX_OUTPUTS, ChatBody, CompletionBody, DetokenizeBody
 from tests.serve.client_checks import check_completions, check_error
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 from tests.serve.raw import connect, post
@@ -122,7 +122,8 @@ WRONG = [
      f"stop_token_ids: must be a list of at most {MAX_STOP_TOKEN_IDS} token ids", "stop_token_ids"),
     (CompletionBody, BODY | {"logit_bias": {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}},
      f"logit_bias: must be an object of at most {MAX_LOGIT_BIAS} token ids", "logit_bias"),
-    (CompletionBody, BODY | {"prompt": ["x"] * 5, "n": 16}, "prompt: too many prompts in one call", "prompt"),
+    (CompletionBody, BODY | {"prompt": ["x"] * 32, "n": MAX_OUTPUTS // 32 + 1},
+     "prompt: too many prompts in one call", "prompt"),
     (ChatBody, {"messages": [USER] * 4097}, "messages: list should have at most 4096 items", "messages"),
     (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}]},
      "messages[0].content: has 1025 parts, and at most 1024 are accepted", "messages"),
