@@ -61,7 +61,7 @@ def test_each_field(mock_server, asked, pattern):
         answer = mock_server.post(path, body | asked | {"max_tokens": 100})
         assert answer.status_code == 200, answer.text
         choice = answer.json()["choices"][0]
-        assert re.fullmatch(pattern, choice.get("text") or choice["message"]["content"])
+        assert re.fullmatch(pattern, choice["text"] if "text" in choice else choice["message"]["content"])
         assert choice["finish_reason"] == "stop" or pattern.endswith("*")
 
 
