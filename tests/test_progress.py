@@ -45,8 +45,10 @@ class Engine:
 
     settings = SimpleNamespace(synthetic_acceptance_length=None)
     runner = SimpleNamespace(kernels={"moe": {"reference"}})
+    vocab_size, eos_token_ids = 16, (0,)
 
-    def warm_up(self, progress, *, announce):
+    def warm_up(self, progress, *, announce, wait_for_all):
+        assert wait_for_all
         announce(1, 2, "decode, 1 row")
         announce(2, 2, "decode, 8 rows")
         progress(1, 2, "prefill 0x0, decode 1, full: 2.0 s")

@@ -39,7 +39,7 @@ Tests without a file are in this one; files are under tests/.
           engine/test_speculation.py::test_preemption_changes_nothing
           engine/test_scheduler.py::test_preemption_at_every_step
   - R9: the largest step fits: it is run, and measured, before the pool of pages is made
-          engine/test_pool_size.py::test_every_bucket_is_covered_by_one_of_the_largest
+          engine/test_pool_size.py::test_tables_of_buckets
           engine/test_pool_size.py::test_pages_get_what_the_largest_steps_leave
   - R10: NaN ends its own request, with an error, a line in the log and a count; nobody else sees it
           engine/test_engine.py::test_a_nan_row_ends_its_own_request_only
