@@ -44,8 +44,8 @@ def test_errors_are_those_of_anthropic(start_server, anthropic):
     client = anthropic.Anthropic(base_url=server.base_url, api_key="key", max_retries=0)
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**ASK | {"model": "claude"})
-    with pytest.raises(anthropic.BadRequestError, match="is not supported yet"):
-        client.messages.create(**WITH_TOOLS, tool_choice={"type": "any"})
+    with pytest.raises(anthropic.BadRequestError, match="there is no tool 'other'"):
+        client.messages.create(**WITH_TOOLS, tool_choice={"type": "tool", "name": "other"})
     wrong = anthropic.Anthropic(base_url=server.base_url, auth_token="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError):
         wrong.messages.create(**ASK)
