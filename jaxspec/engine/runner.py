@@ -142,6 +142,7 @@ class Runner:
         self.state: StepState = zeros()
         self.layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
+        self._ready: tuple[Bucket, ...] = ()  # those that have their step, in the table's order
         self._scores: dict[int, jax.stages.Compiled] = {}  # by the number of prompt tokens
         self._upload = MaskUpload(self.state.masks)
         self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
@@ -226,10 +227,8 @@ class Runner:
             self._install(late, executable)
         scored = any(map(wants_scores, plan.prefill))
         # A bucket that came late scores nothing.
-        ready = tuple(
-            b for b in self.buckets if b in self._steps and not (scored and b.prefill_tokens not in self._scores)
-        )
-        bucket = bucket_for(ready, plan)
+        able = tuple(b for b in self._ready if b.prefill_tokens in self._scores) if scored else self._ready
+        bucket = bucket_for(able, plan)
         step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
         if scored:
             score_chunks = self._scores[bucket.prefill_tokens]
@@ -353,6 +352,7 @@ class Runner:
 
     def _install(self, bucket: Bucket, executable: Executable) -> None:
         self._steps[bucket] = executable.compiled
+        self._ready = tuple(b for b in self.buckets if b in self._steps)
         for operation, implementations in executable.kernels.items():
             self.kernels.setdefault(operation, set()).update(implementations)
 
