@@ -77,6 +77,10 @@ class StepInputs(NamedTuple):
         return self.prefill[:, 5]
 
     @property
+    def cached(self) -> jax.Array:
+        return self.prefill[:, 6]
+
+    @property
     def delta_slots(self) -> jax.Array:  # [M], like the next two
         return self.deltas[:, 0]
 
@@ -113,7 +117,7 @@ class StepInputs(NamedTuple):
         return self.biases[:, MAX_LOGIT_BIAS:]
 
 
-PREFILL_FIELDS = 6
+PREFILL_FIELDS = 7
 # Where a reset record's parts begin.
 RESET_INTS = 1 + PARAMS_F
 RESET_STOPS = RESET_INTS + PARAMS_I
@@ -162,7 +166,7 @@ class InputLayout:
         for e, row in enumerate(plan.prefill):
             slot = row.request.slot
             views.chunk_ids[offset : offset + row.length] = row.request.tokens[row.start : row.start + row.length]
-            views.prefill[e] = (slot, row.start, row.length, row.final, row.forced, row.next_id)
+            views.prefill[e] = (slot, row.start, row.length, row.final, row.forced, row.next_id, row.cached)
             if row.request.needs_reset:
                 views.resets[e] = reset_record(row.request)
                 if len(views.biases):

@@ -62,7 +62,7 @@ def busy_inputs(runner: Runner, bucket: Bucket, vocab_size: int) -> np.ndarray:
         inputs.chunk_ids[:] = np.random.default_rng(0).integers(0, vocab_size, bucket.prefill_tokens)
         length = min(bucket.prefill_tokens // prompts, runner.settings.max_model_len - 1)
         for row in range(prompts):
-            inputs.prefill[row] = (row + 1, 0, length, 1, -1, -1)
+            inputs.prefill[row] = (row + 1, 0, length, 1, -1, -1, 0)
     decode = min(bucket.decode_rows, slots - prompts)
     inputs.decode_slots[:decode] = prompts + 1 + np.arange(decode)
     return flat

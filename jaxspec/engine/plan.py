@@ -18,6 +18,7 @@ class PrefillRow:
         final: it holds the last known token, so a next token follows.
         forced: the token to take instead of sampling one: a preempted request goes on with its own text.
         next_id: the token after the chunk where it is known (middle chunks), which drafts read; NO_ID otherwise.
+        cached: how many tokens before the chunk no step has read, because the prefix cache had them, and penalties count.
     """
 
     request: Request
@@ -26,6 +27,7 @@ class PrefillRow:
     final: bool
     forced: int = NO_ID
     next_id: int = NO_ID
+    cached: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,14 @@ from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust
 
 
 def reset_rules(state: StepState, inputs: StepInputs, slots_E: jax.Array) -> StepState:
-    """Empty counts and the biases of new requests. `slots_E` is out of range for rows that start none."""
+    """Empty counts and the biases of new requests. `slots_E` is out of range for rows that start none.
+
+    Where cached tokens have been counted already (see `CountUpload`), the counts stay.
+    """
+    uncounted_E = jnp.where(inputs.cached > 0, state.counts.shape[0], slots_E)
     values = lax.bitcast_convert_type(inputs.bias_values, jnp.float32)
     return state._replace(
-        counts=state.counts.at[slots_E].set(0, mode="drop"),
+        counts=state.counts.at[uncounted_E].set(0, mode="drop"),
         bias_ids=state.bias_ids.at[slots_E].set(inputs.bias_ids, mode="drop"),
         bias_values=state.bias_values.at[slots_E].set(values, mode="drop"),
     )

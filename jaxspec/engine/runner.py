@@ -15,6 +15,7 @@ from jaxspec.compile_cache import FileStore
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
 from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.output import Alternatives
@@ -145,6 +146,7 @@ class Runner:
         self._ready: tuple[Bucket, ...] = ()  # those that have their step, in the table's order
         self._scores: dict[int, jax.stages.Compiled] = {}  # by the number of prompt tokens
         self._upload = MaskUpload(self.state.masks)
+        self._count = CountUpload(self.state.counts, settings.max_model_len)
         self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
         self._preparation = Preparation(self._load, self._make, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()
@@ -181,7 +183,10 @@ class Runner:
             wait_for_all: False: on a GPU only the `first_buckets` are ready then, and the rest follow while steps run.
                 Their first runs are steps of requests. (A CPU has few buckets, and no cores to spare.)
         """
-        self.state = self.state._replace(masks=self._upload.warm_up(self.state.masks, self.store))
+        self.state = self.state._replace(
+            masks=self._upload.warm_up(self.state.masks, self.store),
+            counts=self._count.warm_up(self.state.counts, self.store),
+        )
         first = self.buckets if wait_for_all or not self.settings.on_gpu else first_buckets(self.buckets)
         rest = [bucket for bucket in self.buckets if bucket not in first]
 
@@ -229,6 +234,9 @@ class Runner:
         # A bucket that came late scores nothing.
         able = tuple(b for b in self._ready if b.prefill_tokens in self._scores) if scored else self._ready
         bucket = bucket_for(able, plan)
+        for row in plan.prefill:
+            if row.cached:
+                self.state = self.state._replace(counts=self._count(self.state.counts, row))
         step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
         if scored:
             score_chunks = self._scores[bucket.prefill_tokens]

@@ -212,16 +212,18 @@ class Scheduler:
         for request in [*started, *self.waiting]:
             if budget <= 0 or len(rows) == self._max_prefill_rows:
                 break
+            cached = 0
             if request.state is RequestState.WAITING:
                 if not self._admit(request, found_pages):
                     break  # later ones wait too: a long prompt must not starve
                 found_pages -= request.published
+                cached = _counted_cached(request)
             start, target = request.computed, request.prefill_target
             length = min(budget, target - start)
             final = start + length == target
             forced = request.tokens[-1] if final and request.resuming else NO_ID
             next_id = NO_ID if final else request.tokens[start + length]
-            rows.append(PrefillRow(request, start, length, final, forced, next_id))
+            rows.append(PrefillRow(request, start, length, final, forced, next_id, cached))
             budget -= length
         return rows
 
@@ -253,13 +255,9 @@ class Scheduler:
 
     def _find(self, request: Request) -> tuple[list[int], int | str]:
         """Pages of the prefix cache that hold the request's beginning. At least one token is computed again."""
-        params = request.params
-        # Penalties count tokens as they pass through a step.
-        counts_prompt = params.repetition_penalty != 1
-        counts_output = bool(params.presence_penalty or params.frequency_penalty)
         # Nothing passes through a step again just to be scored: what is to be scored is not looked up.
-        scored = params.prompt_logprobs is not None and not request.resuming
-        if self.cache is None or counts_prompt or scored or (request.resuming and counts_output):
+        scored = request.params.prompt_logprobs is not None and not request.resuming
+        if self.cache is None or scored:
             return [], request.cache_salt
         most = (request.prefill_target - 1) // self.settings.page_size
         found, node = self.cache.match(request.tokens, most, request.cache_salt)
@@ -316,6 +314,17 @@ class Scheduler:
 def _at_most(drafts: int, choices: tuple[int, ...]) -> int:
     """The most of the choices that is not over `drafts`; the fewest if all are."""
     return max((k for k in choices if k <= drafts), default=choices[0])
+
+
+def _counted_cached(request: Request) -> int:
+    """Of a request that begins or resumes: how many tokens the prefix cache had, if its penalties see any of them."""
+    params = request.params
+    unseen = request.computed
+    if params.repetition_penalty != 1:
+        unseen = 0
+    elif params.presence_penalty or params.frequency_penalty:
+        unseen = request.prompt_len
+    return request.computed if request.computed > unseen else 0
 
 
 def _needs_full(request: Request) -> bool:

@@ -90,7 +90,7 @@ class MockRunner:
         for fields in inputs.prefill[: len(plan.prefill)]:
             chunk = inputs.chunk_ids[offset : offset + fields[2]]
             offset += fields[2]
-            rows.append((self._prefill(*fields[:2], chunk, *fields[3:]), 0))
+            rows.append((self._prefill(*fields[:2], chunk, *fields[3:6]), 0))
         for slot, verified in zip(inputs.decode_slots[: len(plan.decode)], plan.verified, strict=True):
             if not self.done[slot]:
                 assert verified == min(self.drafts, self.held[slot], self.num_drafts[slot])

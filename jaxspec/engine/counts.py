@@ -1,0 +1,74 @@
+"""Tokens that the prefix cache had, in the counts of penalties: no step reads them, so they are counted before one does.
+
+Only for requests whose penalties see these tokens; others keep their prefix hits without any of this.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.engine.executables import ExecutableStore
+from jaxspec.engine.plan import PrefillRow
+from jaxspec.sampling.penalties import PROMPT_BIT
+
+# An upload counts at most so many tokens of one slot; longer texts take several.
+UPLOAD_TOKENS = (256, 4096)
+# Before its ids: slot, position of the first id, how many ids there are, length of the prompt.
+HEADER = 4
+
+
+class CountUpload:
+    """Compiled additions to one slot's counts, for a few numbers of tokens. They hold the donated counts for a moment.
+
+    Args:
+        counts: the state's, int32 [S, V], for their shape and sharding.
+        max_tokens: most tokens that a request can have.
+    """
+
+    def __init__(self, counts: jax.Array, max_tokens: int):
+        self._shape = jax.ShapeDtypeStruct(counts.shape, counts.dtype, sharding=counts.sharding)
+        self._sizes = sorted({min(size, max_tokens) for size in UPLOAD_TOKENS})
+        self._compiled: dict[int, jax.stages.Compiled] = {}
+
+    def warm_up(self, counts: jax.Array, store: ExecutableStore) -> jax.Array:
+        """Compiles every size and runs it on padding; returns the counts for further use."""
+        for size in self._sizes:
+            key = store.key("counts", self._shape, size)
+            self._compiled[size] = store.load_or_make(key, functools.partial(self._compile, size))
+            counts = self._compiled[size](counts, np.zeros(HEADER + size, np.int32))
+        return counts
+
+    def __call__(self, counts: jax.Array, row: PrefillRow) -> jax.Array:
+        """The counts [S, V] with those of the row's slot replaced by what its first `row.cached` tokens give."""
+        request = row.request
+        most = self._sizes[-1]
+        for start in range(0, row.cached, most):
+            ids = request.tokens[start : min(start + most, row.cached)]
+            size = next(s for s in self._sizes if s >= len(ids))
+            packed = np.zeros(HEADER + size, np.int32)
+            packed[:HEADER] = request.slot, start, len(ids), request.prompt_len
+            packed[HEADER : HEADER + len(ids)] = ids
+            counts = self._compiled[size](counts, packed)
+        return counts
+
+    def _compile(self, size: int) -> jax.stages.Compiled:
+        sharding = self._shape.sharding
+        packed = jax.ShapeDtypeStruct((HEADER + size,), jnp.int32, sharding=sharding)
+        return jax.jit(_count, donate_argnums=0, out_shardings=sharding).lower(self._shape, packed).compile()
+
+
+def _count(counts: jax.Array, packed: jax.Array) -> jax.Array:
+    """Counts [S, V] after an upload, int32 [HEADER + size]; the first one of a text begins by clearing its slot."""
+    slot, start, length, prompt_len = packed[:HEADER]
+    ids = packed[HEADER:]
+    index = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    nowhere = counts.shape[1]  # the scatter drops it
+    row = jnp.where(start == 0, 0, counts[slot])
+    in_prompt = start + index < prompt_len
+    live = index < length
+    # As in a step: a prompt comes before all output, so its ids are at 0 or marked already.
+    row = row.at[jnp.where(live & in_prompt, ids, nowhere)].max(PROMPT_BIT, mode="drop")
+    row = row.at[jnp.where(live & ~in_prompt, ids, nowhere)].add(1, mode="drop")
+    return counts.at[slot].set(row)
