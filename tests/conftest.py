@@ -27,6 +27,9 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
     # The threads of XLA's pool. Each warpgroup of an interpreted kernel that waits at a barrier blocks one of them, and
     # with as few threads as a small machine has cores they wait forever.
     os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
+
+    # PyTorch's threads wait for each other in loops, beside other workers for most of the time; and its models are tiny.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 else:
     # On a GPU, timing candidates for every matmul is most of a compilation, and any candidate is right. Graphs stay
     # graphs while they are traced.
