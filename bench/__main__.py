@@ -25,6 +25,7 @@ ROOMS = {
     },
     "serving": {
         "serve": "load on an OpenAI-compatible server: latencies at the client, throughput, refusals, acceptance",
+        "ready": "a server's start, cold and warm, and what requests sent at once meet",
         "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",
     },
     "accuracy": {

@@ -30,6 +30,7 @@ class StreamReader:
     Attributes:
         times: when each chunk with tokens came, in the unit of `feed`.
         counts: how many tokens each of them held.
+        ids: of all tokens, as far as the server tells them.
         usage: of the last chunk that had one.
         error: message of an error event.
     """
@@ -37,6 +38,7 @@ class StreamReader:
     def __init__(self) -> None:
         self.times: list[float] = []
         self.counts: list[int] = []
+        self.ids: list[int] = []
         self.exact = True
         self.done = False
         self.finish_reason: str | None = None
@@ -75,6 +77,7 @@ class StreamReader:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             if choice.get("token_ids") is not None:
                 count = len(choice["token_ids"])
+                self.ids += choice["token_ids"]
             elif event.get("usage"):
                 count = self.usage.get("completion_tokens", 0) - before
             else:
@@ -120,6 +123,29 @@ class Outcome:
     message: str = ""
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session: `new` ids after all that was said, so many `tokens` back, sent after a `pause` (s)."""
+
+    new: list[int]
+    tokens: int
+    pause: float = 0.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """Requests one after another, each of which sends the whole conversation.
+
+    Attributes:
+        arrival: seconds after the start of the load at which the first is sent.
+        body: of each request, without prompt and length.
+    """
+
+    arrival: float
+    body: Mapping[str, Any]
+    turns: tuple[Turn, ...]
+
+
 async def complete(client: httpx.AsyncClient, body: Mapping[str, Any], timeout: float, lag: float = 0.0) -> Outcome:
     """Sends one completion and reads its stream to the end. Failures of the server or the network are outcomes, not exceptions.
 
@@ -159,6 +185,16 @@ def _message(body: bytes) -> str:
         return body.decode("utf-8", "replace").strip()
 
 
+def _client(url: str, headers: Mapping[str, str], *, trust_env: bool) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=url,
+        headers={"accept-encoding": "identity", **headers},  # a compressor would hold chunks back
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        trust_env=trust_env,
+    )
+
+
 async def run_load(
     url: str,
     headers: Mapping[str, str],
@@ -176,16 +212,7 @@ async def run_load(
         timeout: seconds for each request.
         trust_env: whether the proxies of the environment are used.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    # A compressor would hold chunks back.
-    headers = {"accept-encoding": "identity", **headers}
-    async with httpx.AsyncClient(
-        base_url=url,
-        headers=headers,
-        limits=limits,
-        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-        trust_env=trust_env,
-    ) as client:
+    async with _client(url, headers, trust_env=trust_env) as client:
         if arrivals is not None:
             start = time.perf_counter()
 
@@ -203,3 +230,34 @@ async def run_load(
 
         await asyncio.gather(*(work() for _ in range(concurrency or 1)))
         return [outcomes[i] for i in range(len(bodies))]
+
+
+async def run_sessions(
+    url: str, headers: Mapping[str, str], sessions: Sequence[Session], *, timeout: float, trust_env: bool = True
+) -> list[Outcome]:
+    """Holds all sessions; a session ends with its last turn, or with the first that fails. Outcomes are in their order.
+
+    Args:
+        timeout: seconds for each request.
+        trust_env: whether the proxies of the environment are used.
+    """
+    async with _client(url, headers, trust_env=trust_env) as client:
+        start = time.perf_counter()
+
+        async def hold(session: Session) -> list[Outcome]:
+            outcomes: list[Outcome] = []
+            said: list[int] = []
+            due = session.arrival
+            for turn in session.turns:
+                due += turn.pause
+                await asyncio.sleep(start + due - time.perf_counter())
+                said = said + turn.new
+                body = {**session.body, "prompt": said, "max_tokens": turn.tokens}
+                outcomes.append(await complete(client, body, timeout, max(time.perf_counter() - start - due, 0.0)))
+                if outcomes[-1].failure is not None:
+                    break
+                said = said + outcomes[-1].stream.ids
+                due = time.perf_counter() - start
+            return outcomes
+
+        return [outcome for held in await asyncio.gather(*map(hold, sessions)) for outcome in held]

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +125,16 @@ class Endpoint:
             return None
         return read_counters(response.text) if response.status_code == 200 else None
 
+    def value(self, name: str) -> float | None:
+        """Of a gauge or counter, summed over its labels, by its name after any prefix; None without it."""
+        try:
+            families = text_string_to_metric_families(self._get("/metrics").text)
+            samples = [s for family in families for s in family.samples]
+        except (httpx.HTTPError, ValueError):
+            return None
+        values = [s.value for s in samples if s.name.rpartition(":")[2] == name]
+        return sum(values) if values else None
+
     def version(self) -> dict[str, Any] | None:
         """What the server says at /version, which is not part of OpenAI's API."""
         try:
@@ -141,25 +151,31 @@ def server_command(model: str, flags: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def local_server(command: Sequence[str]) -> Iterator[str]:
+def local_server(
+    command: Sequence[str], env: Mapping[str, str] = os.environ, on_listening: Callable[[], None] = lambda: None
+) -> Iterator[str]:
     """Runs a server for as long as the context; yields its URL once it is ready. Its output until then goes to stderr.
+
+    Args:
+        env: of its process.
+        on_listening: called, in another thread, when it has said its address.
 
     Raises:
         ConfigError: the server ends before it is ready.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONPATH": path},
+        env={**env, "PYTHONPATH": path},
         start_new_session=True,  # Ctrl-C is for the client, which then stops the server
     )
     output: _Output | None = None
     try:
-        output = _Output(process)
+        output = _Output(process, on_listening)
         yield output.wait_until_ready()
         if process.poll() is not None:
             print(f"the server ended by itself with code {process.returncode}:\n{output.tail}", file=sys.stderr)
@@ -182,8 +198,9 @@ def _stop(process: subprocess.Popen[str]) -> None:
 class _Output:
     """Reads everything that a server prints: a full pipe would block it."""
 
-    def __init__(self, process: subprocess.Popen[str]):
+    def __init__(self, process: subprocess.Popen[str], on_listening: Callable[[], None]):
         self._process = process
+        self._on_listening = on_listening
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._url: str | None = None
         self._ready = False
@@ -202,6 +219,7 @@ class _Output:
                 sys.stderr.write(line)
             if self._url is None and line.startswith("Listening on "):
                 self._url = line.removeprefix("Listening on ").strip()
+                self._on_listening()
 
     def wait_until_ready(self) -> str:
         while True:

@@ -4,7 +4,7 @@ The server is the one at --url, or a `jaxspec serve` of this checkout that runs 
 flags after `--`. Prompts are random token ids (texts with --tokenizer). Each length is a number or drawn evenly from
 MIN:MAX; the same seed sends the same requests at the same times. Requests arrive at random with a mean rate
 (--request-rate, Poisson arrivals, whether earlier ones have ended or not), or a number of them is kept running
-(--concurrency).
+(--concurrency). With --profile the load is that of a kind of use: see bench/serving/profiles.py.
 
 Reported of complete answers, each with mean, median and 99th percentile:
 
@@ -25,8 +25,9 @@ finish_reason, or not as many tokens as asked for with --ignore-eos.
 import argparse
 import asyncio
 import collections
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ LATENCIES = {
     "end_to_end": "end-to-end latency",
 }
 DEFAULT_CONCURRENCY = 8
+PROFILE_NAMES = ("reasoning", "agentic")
+_PREFIX_COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total")
 DEFAULT_VOCAB_SIZE = 1000
 # What a server would take from the model's generation_config.json is not measured.
 NO_DEFAULTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -80,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=_positive, default=DEFAULT_VOCAB_SIZE, metavar="N", help=vocab)
     text = "send texts: random tokens of this tokenizer, whose number the server may count differently (or demo)"
     add("--tokenizer", metavar="FOLDER", help=text)
+    profiles = "a load that stands for a kind of use: " + ", ".join(PROFILE_NAMES)
+    add("--profile", choices=PROFILE_NAMES, help=f"{profiles}; lengths and number of requests are its own")
+    add("--scale", type=float, default=1.0, metavar="X", help="of a profile's lengths (default: 1)")
+    add("--duration", type=float, metavar="SECONDS", help="in which a profile's sessions begin (default: its own)")
+    add("--turns", type=_positive, metavar="N", help="of a profile's sessions (default: its own)")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for a request (default: 600)")
     record.add_arguments(parser)
 
@@ -117,20 +125,24 @@ def make_requests(arguments: argparse.Namespace, model: str) -> list[dict[str, A
     bodies = []
     for i in range(count):
         prompt = ids.choice(usable, input_lens[i]).tolist()
-        body: dict[str, Any] = {
-            "model": model,
-            "prompt": tokenizer.decode(prompt) if tokenizer else prompt,
-            "max_tokens": int(output_lens[i]),
-            "temperature": arguments.temperature,
-            **NO_DEFAULTS,
-            "seed": seed + i,
-            "stream": True,
-            # vLLM's names; the chunks then say how many tokens they hold.
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "return_token_ids": True,
-        }
-        bodies.append(body | ({"ignore_eos": True} if arguments.ignore_eos else {}))
+        text = tokenizer.decode(prompt) if tokenizer else prompt
+        bodies.append(body_of(arguments, model, seed + i) | {"prompt": text, "max_tokens": int(output_lens[i])})
     return bodies
+
+
+def body_of(arguments: argparse.Namespace, model: str, seed: int) -> dict[str, Any]:
+    """What all requests have in common, and a request's seed."""
+    body = {
+        "model": model,
+        "temperature": arguments.temperature,
+        **NO_DEFAULTS,
+        "seed": seed,
+        "stream": True,
+        # vLLM's names; the chunks then say how many tokens they hold.
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "return_token_ids": True,
+    }
+    return body | ({"ignore_eos": True} if arguments.ignore_eos else {})
 
 
 def make_arrivals(count: int, rate: float, seed: int) -> list[float]:
@@ -185,37 +197,64 @@ def summarise(outcomes: "Sequence[Outcome]") -> dict[str, Any]:
     }
 
 
-def measure(endpoint: "Endpoint", arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """One run against a server that is ready."""
-    from bench.serving.client import run_load
-    from bench.serving.endpoint import acceptance
+Send = Callable[["Endpoint"], Coroutine[Any, Any, "list[Outcome]"]]
 
-    rate, count = arguments.request_rate, arguments.num_requests
+
+def _random_load(arguments: argparse.Namespace, model: str) -> tuple[Send, dict[str, Any]]:
+    """Sends independent requests; what a record says of them."""
+    from bench.serving.client import run_load
+
+    rate = arguments.request_rate
     concurrency = None if rate else arguments.concurrency or DEFAULT_CONCURRENCY
     bodies = make_requests(arguments, model)
-    before = endpoint.counters()
-    outcomes = asyncio.run(
-        run_load(
-            endpoint.url,
-            endpoint.headers,
-            bodies,
-            arrivals=make_arrivals(count, rate, arguments.seed) if rate else None,
-            concurrency=concurrency,
-            timeout=arguments.timeout,
-            trust_env=endpoint.trust_env,
+    arrivals = make_arrivals(arguments.num_requests, rate, arguments.seed) if rate else None
+
+    def send(endpoint: "Endpoint") -> Coroutine[Any, Any, "list[Outcome]"]:
+        return run_load(
+            endpoint.url, endpoint.headers, bodies, arrivals=arrivals, concurrency=concurrency,
+            timeout=arguments.timeout, trust_env=endpoint.trust_env,
+        )  # fmt: skip
+
+    lengths = {"input_len": arguments.input_len, "output_len": arguments.output_len}
+    return send, {"request_rate": rate, "concurrency": concurrency, **lengths}
+
+
+def _profile_load(arguments: argparse.Namespace, model: str) -> tuple[Send, dict[str, Any]]:
+    """The same of a profile."""
+    from bench.serving.client import run_sessions
+    from bench.serving.profiles import make_profile, make_sessions
+
+    profile = make_profile(arguments)
+    sessions = make_sessions(profile, arguments, model)
+
+    def send(endpoint: "Endpoint") -> Coroutine[Any, Any, "list[Outcome]"]:
+        return run_sessions(
+            endpoint.url, endpoint.headers, sessions, timeout=arguments.timeout, trust_env=endpoint.trust_env
         )
-    )
+
+    shape = {"profile": arguments.profile, "scale": arguments.scale, "sessions": len(sessions)}
+    return send, {"request_rate": profile.rate, "concurrency": None, **shape, **dataclasses.asdict(profile)}
+
+
+def measure(endpoint: "Endpoint", arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """One run against a server that is ready."""
+    from bench.serving.endpoint import acceptance
+
+    send, load = _profile_load(arguments, model) if arguments.profile else _random_load(arguments, model)
+    before, hits_before = endpoint.counters(), [endpoint.value(name) for name in _PREFIX_COUNTERS]
+    outcomes = asyncio.run(send(endpoint))
     accepted = acceptance(before, endpoint.counters())
+    hits = [endpoint.value(name) for name in _PREFIX_COUNTERS]
+    looked_up, found = (None if now is None else now - (then or 0) for then, now in zip(hits_before, hits, strict=True))
     return {
         "benchmark": "serve",
         "model": model,
         "server": endpoint.version(),
         "device_of_server": arguments.device,
-        "requests": count,
-        "request_rate": rate,
-        "concurrency": concurrency,
-        "input_len": arguments.input_len,
-        "output_len": arguments.output_len,
+        "requests": len(outcomes),
+        **load,
+        "drafting": accepted is not None,
+        "prefix_cache": {"looked_up": looked_up, "found": found},
         "temperature": arguments.temperature,
         "ignore_eos": arguments.ignore_eos,
         "seed": arguments.seed,
@@ -231,6 +270,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError('bench serve needs httpx: pip install httpx, or pip install -e ".[test]"') from e
     from bench.serving import endpoint as server
 
+    _check_profile(arguments)
     rate = arguments.request_rate
     if rate is not None and not 0 < rate < float("inf"):
         raise ConfigError(f"--request-rate must be a positive number of requests a second, got {rate:g}")
@@ -254,8 +294,22 @@ def run(arguments: argparse.Namespace) -> int:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     print_table(result)
     # The device of a server elsewhere is unknown to this process.
-    record.write(f"serve_{Path(result['model']).name}", result, arguments, with_device=not arguments.url)
+    name = "_".join(filter(None, ("serve", Path(result["model"]).name, arguments.profile)))
+    record.write(name, result, arguments, with_device=not arguments.url)
     return 1 if result["failed"] else 0
+
+
+def _check_profile(arguments: argparse.Namespace) -> None:
+    """A profile has lengths and times of its own, and prompts of ids."""
+    given = [f"--{name}" for name in ("duration", "turns") if getattr(arguments, name) is not None]
+    given += ["--scale"] * (arguments.scale != 1)
+    if not arguments.profile and given:
+        raise ConfigError(f"{given[0]} is for a --profile")
+    if arguments.profile and (arguments.concurrency or arguments.tokenizer):
+        raise ConfigError(f"--profile {arguments.profile} has no use for --concurrency or --tokenizer")
+    positive = (arguments.scale, 1 if arguments.duration is None else arguments.duration)
+    if not all(0 < number < float("inf") for number in positive):
+        raise ConfigError("--scale and --duration must be positive numbers")
 
 
 def _key(arguments: argparse.Namespace) -> str | None:
@@ -268,6 +322,8 @@ def _key(arguments: argparse.Namespace) -> str | None:
 def print_table(result: dict[str, Any]) -> None:
     r = result
     load = f"{r['request_rate']:g} requests/s" if r["request_rate"] else f"concurrency {r['concurrency']}"
+    if "profile" in r:
+        load = f"profile {r['profile']}, {r['sessions']} sessions"
     failures = ", ".join(f"{what}: {count}" for what, count in r["failures"].items())
     print(
         f"{r['model']}, {r['requests']} requests, {load}: {r['complete']} complete, {r['refused']} refused (429), "
@@ -290,6 +346,8 @@ def print_table(result: dict[str, Any]) -> None:
     ]
     if rows:
         print(record.table(["ms", "mean", "p50", "p99"], rows))
+    if looked_up := r["prefix_cache"]["looked_up"]:
+        print(f"prefix cache: {r['prefix_cache']['found'] / looked_up:.1%} of {looked_up:.0f} tokens found")
     if accepted := r.get("acceptance"):
         synthetic = " (synthetic: the text is worthless)" if "synthetic_length" in accepted else ""
         if accepted["windows"]:

@@ -1,7 +1,7 @@
 """Loads models, NextN layers and drafts from a Hugging Face folder or a converted one, with equal bits."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from jaxspec.loading.converted import ConvertedCheckpoint
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.hf_folder import eos_token_ids, naming, read_hf_config
 from jaxspec.loading.manifest import MANIFEST
-from jaxspec.loading.parts import EMBED, HEAD, MTP, WEIGHTS, draft_part_of, parts_of
+from jaxspec.loading.parts import EMBED, HEAD, MTP, WEIGHTS, PartTargets, draft_part_of, parts_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import Eagle3, check_d2t, is_eagle3, read_eagle3_config
@@ -44,8 +44,11 @@ class Checkpoint(Protocol):
         """The parts that it has, in model order; see `jaxspec.loading.parts`."""
         ...
 
-    def read_part(self, part: str, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> dict[ParamPath, jax.Array]:
-        """All parameters of a part under the targets' shardings and dtypes."""
+    def read_parts(self, targets: Mapping[str, PartTargets]) -> Iterator[tuple[str, dict[ParamPath, jax.Array]]]:
+        """The parameters of parts, in order, under the targets' shardings and dtypes; of each part all or none.
+
+        Later parts are read while a caller holds an earlier one, within host memory for one or two parts.
+        """
         ...
 
 
@@ -97,9 +100,9 @@ def load_params(
     targets = with_shardings(model, mesh)
     flat: dict[ParamPath, jax.Array] = {}
     parts = parts_of({path: path for path in targets})
-    for done, (part, inner) in enumerate(parts.items(), 1):
-        values = checkpoint.read_part(part, {p: targets[path] for p, path in inner.items()})
-        flat |= {inner[p]: value for p, value in values.items()}
+    wanted = {part: {p: targets[path] for p, path in inner.items()} for part, inner in parts.items()}
+    for done, (part, values) in enumerate(checkpoint.read_parts(wanted), 1):
+        flat |= {parts[part][p]: value for p, value in values.items()}
         if progress:
             progress(done, len(parts), f"{LOADING}: {part}, {done} of {len(parts)} parts")
     return model, nest(flat)
@@ -115,7 +118,8 @@ def load_nextn(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[N
     if MTP not in checkpoint.parts or not config.nextn_layers:
         raise ModelFormatError(f"{checkpoint.folder} has no NextN (MTP) layer")
     model = NextN(config, np.dtype(dtype or checkpoint.dtype))
-    return model, nest(checkpoint.read_part(MTP, with_shardings(model, mesh)))
+    ((_, values),) = checkpoint.read_parts({MTP: with_shardings(model, mesh)})
+    return model, nest(values)
 
 
 def declare_eagle3(checkpoint: Checkpoint, capture: tuple[int, ...], dtype: Any) -> Eagle3:
@@ -134,9 +138,10 @@ def load_eagle3(checkpoint: Checkpoint, mesh: Mesh, dtype: str, capture: tuple[i
     """
     model = declare_eagle3(checkpoint, capture, dtype)
     targets = with_shardings(model, mesh)
-    flat: dict[ParamPath, jax.Array] = {}
-    for part in checkpoint.parts:
-        flat |= checkpoint.read_part(part, {p: target for p, target in targets.items() if draft_part_of(p) == part})
+    parts = {
+        part: {p: target for p, target in targets.items() if draft_part_of(p) == part} for part in checkpoint.parts
+    }
+    flat = {p: value for _, values in checkpoint.read_parts(parts) for p, value in values.items()}
     if model.config.reduced:
         check_d2t(np.asarray(flat["d2t",]), model.config.model.vocab_size)
     return model, nest(flat)

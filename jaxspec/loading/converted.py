@@ -6,9 +6,13 @@
 A converted EAGLE3 draft has the part weights/draft instead, and embed and head where it brings its own.
 """
 
+import collections
+import functools
+import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,12 @@ import numpy as np
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.loading.manifest import read_manifest
-from jaxspec.loading.parts import WEIGHTS
+from jaxspec.loading.parts import WEIGHTS, PartTargets
 from jaxspec.models.keymap import ParamPath
 from jaxspec.models.params import dotted, nest
+
+# Parts that are read at once. Each is in host memory as a whole until it is on its devices.
+_AT_ONCE = 2
 
 
 class ConvertedCheckpoint:
@@ -37,12 +44,24 @@ class ConvertedCheckpoint:
         self.dtype = manifest.dtype
         self.parts = manifest.parts
 
-    def read_part(self, part: str, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> dict[ParamPath, jax.Array]:
-        """Reads one part straight to the targets' shardings and dtypes.
+    def read_parts(self, targets: Mapping[str, PartTargets]) -> Iterator[tuple[str, dict[ParamPath, jax.Array]]]:
+        """Reads parts, in order, straight to the targets' shardings and dtypes.
 
         Raises:
-            ModelFormatError: the part is damaged, or does not hold what config.json asks for.
+            ModelFormatError: a part is damaged, or does not hold what config.json asks for.
         """
+        pool = ThreadPoolExecutor(_AT_ONCE, "load")
+        try:
+            unread = iter([(part, functools.partial(self._read_part, part, inner)) for part, inner in targets.items()])
+            reading = collections.deque((part, pool.submit(read)) for part, read in itertools.islice(unread, _AT_ONCE))
+            while reading:
+                part, values = reading.popleft()
+                yield part, values.result()
+                reading.extend((part, pool.submit(read)) for part, read in itertools.islice(unread, 1))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _read_part(self, part: str, targets: PartTargets) -> dict[ParamPath, jax.Array]:
         import orbax.checkpoint as ocp
 
         def options(target: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
@@ -63,7 +82,7 @@ class ConvertedCheckpoint:
             raise ModelFormatError(
                 f"{self.folder}: part {part} cannot be read ({reason}); convert the model again"
             ) from e
-        return {p: _at(tree, p) for p in targets}
+        return jax.block_until_ready({p: _at(tree, p) for p in targets})
 
 
 def checkpointer() -> Any:
@@ -80,7 +99,7 @@ def checkpointer() -> Any:
     return ocp.Checkpointer(handler)
 
 
-def _check_shapes(part: str, stored: Any, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> None:
+def _check_shapes(part: str, stored: Any, targets: PartTargets) -> None:
     found = {tuple(key.key for key in path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(stored)}
     if odd := found.keys() ^ targets.keys():
         raise ModelFormatError(f"part {part} and config.json disagree on {dotted(min(odd, key=dotted))}")

@@ -19,14 +19,20 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in shape)
 
 
-def dequantise(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def dequantise(weight: np.ndarray, scale: np.ndarray, into: np.ndarray | None = None) -> np.ndarray:
     """float8_e4m3fn [out, in] and float32 scales [ceil(out/128), ceil(in/128)] -> bfloat16 [out, in].
 
     Goes by rows of blocks, so that no float32 copy of the whole weight exists.
+
+    Args:
+        into: C-contiguous, of the weight's size in any shape: it is filled and returned if it is bfloat16.
     """
     codes = weight.view(np.uint8)
-    out = np.empty(weight.shape, ml_dtypes.bfloat16)
+    result = into
+    if result is None or result.dtype != ml_dtypes.bfloat16:
+        result = np.empty(weight.shape, ml_dtypes.bfloat16)
+    out = result.reshape(weight.shape)
     for block, row_scale in enumerate(scale):
         rows = slice(block * BLOCK, (block + 1) * BLOCK)
         out[rows] = _E4M3[codes[rows]] * np.repeat(row_scale, BLOCK)[: weight.shape[1]]
-    return out
+    return result

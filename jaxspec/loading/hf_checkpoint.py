@@ -1,11 +1,12 @@
 """A Hugging Face folder as a checkpoint: each parameter is made from its tensors as the family's key map says.
 
-Opening it reads configurations and the shards' headers only, and raises every error that they show. Loading makes one
-parameter at a time: host memory holds that parameter and a few of its source tensors.
+Opening it reads configurations and the shards' headers only, and raises every error that they show. Loading reads
+tensors in parallel, most of them straight into their place in a parameter: see `jaxspec.loading.ahead`.
 """
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +16,18 @@ import jax
 import numpy as np
 
 from jaxspec.errors import ModelFormatError, shown
+from jaxspec.loading.ahead import THREADS, Unread, Work, empty, placed_in_order
 from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.loading.key_check import check
-from jaxspec.loading.parts import DRAFT, MTP, draft_part_of, parts_of
+from jaxspec.loading.parts import DRAFT, MTP, PartTargets, draft_part_of, parts_of
 from jaxspec.loading.safetensors_reader import SafetensorsReader
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
 from jaxspec.models.fields import section
-from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, assemble
+from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, fill
 from jaxspec.models.mtp import NextN, nextn_prefix
 from jaxspec.models.params import declarations
 from jaxspec.models.registry import family_of, read_config
-
-# Source tensors of a parameter that are read at once: a layer's experts are hundreds of tensors.
-_THREADS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +37,10 @@ class ParamSource:
     pieces: Pieces
     shape: tuple[int, ...]
     dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 Parts = dict[str, dict[ParamPath, ParamSource]]
@@ -78,36 +81,45 @@ class HFCheckpoint:
     def parts(self) -> tuple[str, ...]:
         return tuple(self.sources)
 
-    def read_part(self, part: str, targets: Mapping[ParamPath, jax.ShapeDtypeStruct]) -> dict[ParamPath, jax.Array]:
-        """The parameters of a part under the targets' shardings and dtypes, made one at a time."""
-        return {path: _place(self.assemble(part, path), target) for path, target in targets.items()}
+    def read_parts(self, targets: Mapping[str, PartTargets]) -> Iterator[tuple[str, dict[ParamPath, jax.Array]]]:
+        """The parameters of parts, in order, under the targets' shardings and dtypes.
+
+        Host memory holds about as much as the largest part beside what has been placed.
+        """
+        unread = [
+            Unread(source.nbytes, functools.partial(self._begin, source), target)
+            for part, inner in targets.items()
+            for path, target in inner.items()
+            for source in (self.sources[part][path],)
+        ]
+        most = max(sum(self.sources[part][path].nbytes for path in inner) for part, inner in targets.items())
+        placed = placed_in_order(unread, most)
+        for part, inner in targets.items():
+            yield part, {path: next(placed) for path in inner}
 
     def assemble(self, part: str, path: ParamPath) -> np.ndarray:
         """One parameter in the dtype that a converted folder stores."""
-        source = self.sources[part][path]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return assemble(source.pieces, source.shape, source.dtype, self.reader.read, pool.map)
+        value, work = self._begin(self.sources[part][path])
+        with ThreadPoolExecutor(THREADS) as pool:
+            for filled in [pool.submit(each) for each in work]:
+                filled.result()
+        return value
+
+    def _begin(self, source: ParamSource) -> tuple[np.ndarray, Sequence[Work]]:
+        value = empty(source.shape, source.dtype)
+        return value, [functools.partial(fill, piece, value, self.reader.read) for piece in source.pieces]
 
     def num_parameters(self, part: str) -> int:
         return sum(math.prod(source.shape) for source in self.sources[part].values())
 
     def converted_bytes(self, part: str) -> int:
         """The size of a part's parameters in a converted folder."""
-        return sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in self.sources[part].values())
+        return sum(source.nbytes for source in self.sources[part].values())
 
     def source_bytes(self, part: str) -> int:
         """The size of the tensors that a part is made from."""
         names = {piece.name for source in self.sources[part].values() for piece in source.pieces}
         return sum(self.reader.tensors[name].nbytes for name in names)
-
-
-def _place(value: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """`value` on the target's devices; each shard is cast by itself."""
-    placed = jax.make_array_from_callback(
-        target.shape, target.sharding, lambda index: value[index].astype(target.dtype, copy=False)
-    )
-    # A copy that has not finished keeps its parameter in host memory.
-    return jax.block_until_ready(placed)
 
 
 def _check_quantisation(hf: dict[str, Any]) -> None:

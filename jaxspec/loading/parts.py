@@ -7,10 +7,16 @@ of `jaxspec.models`, so that a loader holds one part at a time beside what it ha
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from jaxspec.models.keymap import ParamPath
 
 WEIGHTS = "weights"
 EMBED, HEAD, MTP, DRAFT = "embed", "head", "mtp", "draft"
+
+
+# What a loader wants of a part: path in the part -> shape, dtype and sharding.
+PartTargets = Mapping[ParamPath, jax.ShapeDtypeStruct]
 
 
 def part_of(path: ParamPath) -> tuple[str, ParamPath]:

@@ -88,12 +88,19 @@ class SafetensorsReader:
                 )
         return quantised
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, in its stored dtype; FP8 is dequantised to bfloat16."""
-        value = _read(name, self.tensors[name])
+    def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
+        """One tensor, in its stored dtype; FP8 is dequantised to bfloat16. For any number of threads.
+
+        Args:
+            into: C-contiguous, of the tensor's size in any shape: it is filled and returned if it has the dtype.
+
+        Raises:
+            ModelFormatError: a dtype that is not supported, or a file that is not what it was.
+        """
+        info = self.tensors[name]
         if name in self._scales:
-            return dequantise(value, _read(name + SCALE_SUFFIX, self._scales[name]))
-        return value
+            return dequantise(_read(name, info), _read(name + SCALE_SUFFIX, self._scales[name]), into)
+        return _read(name, info, into)
 
 
 def check_dtype(name: str, info: TensorInfo) -> None:
@@ -101,18 +108,23 @@ def check_dtype(name: str, info: TensorInfo) -> None:
         raise ModelFormatError(f"tensor {name} has dtype {info.dtype} (supported: {', '.join(DTYPES)})")
 
 
-def _read(name: str, info: TensorInfo) -> np.ndarray:
+def _read(name: str, info: TensorInfo, into: np.ndarray | None = None) -> np.ndarray:
     check_dtype(name, info)
-    buffer = np.empty(info.nbytes, np.uint8)
-    with info.file.open("rb", buffering=0) as f:
-        f.seek(info.start)
-        done = 0
-        while done < info.nbytes:  # one read returns at most 2 GiB
-            count = f.readinto(buffer[done:].data)
-            if not count:
-                raise ModelFormatError(f"{info.file} ended inside tensor {name}")
-            done += count
-    return buffer.view(DTYPES[info.dtype]).reshape(info.shape)
+    dtype = DTYPES[info.dtype]
+    out = np.empty(info.shape, dtype) if into is None or into.dtype != dtype else into
+    buffer = out.reshape(-1).view(np.uint8)
+    try:
+        with info.file.open("rb", buffering=0) as f:
+            f.seek(info.start)
+            done = 0
+            while done < info.nbytes:  # one read returns at most 2 GiB
+                count = f.readinto(buffer[done:].data)
+                if not count:
+                    raise ModelFormatError(f"{info.file} ended inside tensor {name}")
+                done += count
+    except OSError as e:
+        raise ModelFormatError(f"{info.file} cannot be read at tensor {name}: {e.strerror or e}") from e
+    return out
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

@@ -6,7 +6,7 @@ checked against a checkpoint's headers before a single weight is read.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -35,32 +35,23 @@ KeyMap = dict[ParamPath, Pieces]
 ROTARY_TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 
-def assemble(
-    pieces: Pieces,
-    shape: tuple[int, ...],
-    dtype: Any,
-    read: Callable[[str], np.ndarray],
-    run: Callable[[Callable[[Piece], None], Pieces], Iterable[None]] = map,
-) -> np.ndarray:
-    """One parameter, cast to `dtype`.
+# Gives the tensor of a name. A second argument is an array of the tensor's size, without gaps, that may be filled and
+# given back instead of a new one, if it has the tensor's dtype.
+Read = Callable[[str, np.ndarray | None], np.ndarray]
 
-    Args:
-        read: the tensor of a name.
-        run: calls a function with every piece. `map` has one source tensor in memory at a time; that of a pool reads
-            several at once.
-    """
-    out = np.empty(shape, dtype)
-    bits = f"u{out.dtype.itemsize}"
 
-    def fill(piece: Piece) -> None:
-        tensor, target = read(piece.name), out
-        if tensor.dtype == out.dtype:  # as integers: NumPy holds Python's lock while it copies bfloat16
-            tensor, target = tensor.view(bits), out.view(bits)
-        target[piece.at] = tensor.reshape(piece.view or piece.shape)[piece.take]
-
-    for _ in run(fill, pieces):
-        pass
-    return out
+def fill(piece: Piece, out: np.ndarray, read: Read) -> None:
+    """Fills one piece of a parameter, cast to its dtype. Pieces may be filled in any order, and in several threads."""
+    place = out[piece.at] if piece.take is ... else None
+    if place is not None and not (place.flags.c_contiguous and np.may_share_memory(place, out)):
+        place = None
+    tensor = read(piece.name, place)
+    if tensor is place:
+        return
+    if tensor.dtype == out.dtype:  # as integers: NumPy holds Python's lock while it copies bfloat16
+        bits = f"u{out.dtype.itemsize}"
+        tensor, out = tensor.view(bits), out.view(bits)
+    out[piece.at] = tensor.reshape(piece.view or piece.shape)[piece.take]
 
 
 def nested(parts: dict[str, KeyMap]) -> KeyMap:

@@ -163,6 +163,26 @@ def test_a_run_against_the_server(start_server, tmp_path, capsys, load):  # noqa
     assert "acceptance length" in shown
 
 
+def test_sessions_send_the_whole_conversation(start_server, tmp_path, capsys):  # noqa: F811
+    """Turns of bursts of sessions that share their beginning; the mock's ids are bytes."""
+    options = ["--profile", "agentic", "--scale", "0.01", "--duration", "0.2", "--request-rate", "10", *IDS]
+    engine = MockEngine(k=2)
+    server = start_server(served(engine, byte_tokenizer()))
+    code, result = bench(tmp_path, "--url", server.base_url, *options, "--turns", "3")
+    assert code == 0
+    assert result["complete"] == result["requests"] == 3 * result["sessions"]
+    assert result["sessions"] >= result["burst"] == 4
+    assert result["drafting"]
+    assert result["prefix_cache"]["found"] is not None
+    assert "profile agentic" in capsys.readouterr().out
+
+    tokens = {tuple(r.tokens) for r in engine.finished}
+    begins = {tuple(r.tokens[:20]) for r in engine.finished}
+    assert len(begins) == 1
+    later = [r for r in engine.finished if any(r.tokens[: len(t)] == list(t) for t in tokens if len(t) < r.prompt_len)]
+    assert len(later) == 2 * result["sessions"]  # each but the first sends the prompt and the answer before it
+
+
 def test_texts_where_a_server_needs_them(start_server, tmp_path):  # noqa: F811
     server = start_server(served(MockEngine(), byte_tokenizer()))
     options = ["--num-requests", "3", "--input-len", "9", "--output-len", "6", "--ignore-eos", "--tokenizer", "demo"]
@@ -307,6 +327,9 @@ def test_sigterm_stops_its_server(tmp_path):
         (["--url", "x", "--", "--max-num-seqs", "4"], "flags after -- are for a server that the benchmark starts"),
         (["--", "--api_key=secret"], "in $JAXSPEC_API_KEY, not as a flag"),
         (["--request-rate", "0"], "--request-rate must be a positive number"),
+        (["--turns", "2"], "--turns is for a --profile"),
+        (["--profile", "agentic", "--concurrency", "2"], "has no use for --concurrency"),
+        (["--profile", "agentic", "--scale", "0"], "must be positive numbers"),
     ],
 )
 def test_what_cannot_be_run(tmp_path, capsys, options, message):

@@ -10,7 +10,7 @@ from jaxspec.loading.key_check import check
 from jaxspec.loading.safetensors_reader import TensorInfo
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.keymap import KeyMap, Piece, assemble
+from jaxspec.models.keymap import KeyMap, Piece, fill
 from jaxspec.models.mtp import NextN, nextn_key_map
 from jaxspec.models.params import declarations
 from jaxspec.models.registry import family_of, read_config
@@ -54,15 +54,32 @@ def test_every_number_of_a_tensor_is_used_exactly_once(variant: str):
     assert all((count == 1).all() for count in used.values())
 
 
-def test_assemble_casts_and_places():
+def test_pieces_are_cast_and_placed():
+    """Whole pieces may be read straight into their place, if they have the dtype."""
     pieces = (
         Piece("a", (2, 3), at=0),
         Piece("b", (6,), at=1, view=(2, 3), take=(slice(None), [2, 0, 1])),
+        Piece("c", (4,), at=(2, slice(None), slice(0, 2)), view=(2, 2)),
+        Piece("d", (2,), at=(2, slice(None), 2)),
     )
-    tensors = {"a": np.arange(6).reshape(2, 3), "b": np.arange(6)}
-    out = assemble(pieces, (2, 2, 3), np.float32, tensors.__getitem__)
-    assert out.dtype == np.float32
-    np.testing.assert_array_equal(out, [[[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]]])
+    tensors = {"a": np.arange(6).reshape(2, 3), "b": np.arange(6), "c": np.arange(4), "d": np.array([7, 8])}
+    straight = []
+
+    def read(name: str, into: np.ndarray | None) -> np.ndarray:
+        if into is None or into.dtype != tensors[name].dtype:
+            return tensors[name]
+        assert into.flags.c_contiguous
+        into.reshape(-1)[:] = tensors[name].reshape(-1)
+        straight.append(name)
+        return into
+
+    for dtype, names in ((np.float32, []), (np.int64, ["a"])):
+        out = np.empty((3, 2, 3), dtype)
+        for piece in reversed(pieces):
+            fill(piece, out, read)
+        assert straight == names
+        expected = [[[0, 1, 2], [3, 4, 5]], [[2, 0, 1], [5, 3, 4]], [[0, 1, 7], [2, 3, 8]]]
+        np.testing.assert_array_equal(out, expected)
 
 
 def info(*shape: int) -> TensorInfo:

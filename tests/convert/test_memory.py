@@ -1,4 +1,4 @@
-"""Converting needs memory for the largest part of a model, and loading for the largest parameter beside the weights."""
+"""Converting needs memory for the largest part of a model, and loading for as much beside the weights."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def test_peak_memory_does_not_grow_with_depth(tmp_path: Path, record_property):
 
 
 @pytest.mark.slow
-def test_loading_holds_one_parameter_beside_the_weights(tmp_path: Path, record_property):
+def test_loading_holds_one_part_beside_the_weights(tmp_path: Path, record_property):
     shallow, deep = (peak_bytes(tmp_path, layers, LOAD) for layers in (1, 3))
     record_property("peak_mib", {"1 layer": shallow >> 20, "3 layers": deep >> 20})
     layer = LARGEST * 3 // 2

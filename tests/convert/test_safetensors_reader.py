@@ -115,6 +115,31 @@ def test_file_shorter_than_a_header(tmp_path: Path):
         SafetensorsReader(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.float32])
+def test_reads_into_an_array_of_the_dtype(tmp_path: Path, dtype: Any):
+    """The array may have another shape; FP8 is read as bfloat16, and fills arrays of that."""
+    rng = np.random.default_rng(0)
+    tensors = {"x": rng.normal(size=(130, 260)).astype(dtype)}
+    if dtype == ml_dtypes.float8_e4m3fn:
+        tensors["x_scale_inv"] = rng.uniform(0.5, 2, scale_shape((130, 260))).astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = SafetensorsReader(tmp_path)
+    expected = reader.read("x")
+    for other in (expected.dtype, np.float16):
+        into = np.zeros((10, 13, 260), other)
+        got = reader.read("x", into)
+        assert (got is into) == (other == expected.dtype)
+        np.testing.assert_array_equal(got.reshape(expected.shape), expected)
+
+
+def test_file_that_goes_away_while_it_is_read(tmp_path: Path):
+    save_file({"x": np.zeros(100, np.float32)}, tmp_path / "model.safetensors")
+    reader = SafetensorsReader(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors cannot be read at tensor x: No such file"):
+        reader.read("x")
+
+
 def test_file_that_shrinks_while_it_is_read(tmp_path: Path):
     save_file({"x": np.zeros(100, np.float32)}, tmp_path / "model.safetensors")
     reader = SafetensorsReader(tmp_path)
