@@ -2,7 +2,7 @@
 
 The next token is a hash of all tokens that the request's page table shows, so a wrong page, a lost page delta or a stale
 slot changes the text. How many drafts of a window are accepted is another hash. The draft's memory holds, as a draft's
-KV does, the token that follows each position.
+KV does, the token that follows each position. Of penalties it checks that each token has been counted, once.
 """
 
 import collections
@@ -60,6 +60,7 @@ class MockRunner:
         self.held, self.num_drafts = np.zeros(S, int), np.zeros(S, int)
         self.seeds = [0] * S
         self.stop_ids: list[set[int]] = [set()] * S
+        self.counted: list[list[int]] = [[] for _ in range(S)]  # positions, in the order in which they were
 
     @property
     def in_flight(self) -> int:
@@ -71,8 +72,12 @@ class MockRunner:
         layout = self._layouts[bucket_for(self.buckets, plan)]
         self.drafts = layout.bucket.drafts
         inputs = layout.split(layout.pack(plan))
-        for record in inputs.resets:
+        self.full = layout.bucket.variant == "full"
+        self._requests = {request.slot: request for request in plan.requests}
+        for fields, record in zip(inputs.prefill, inputs.resets, strict=True):
             if slot := record[0]:
+                if self.full:
+                    self.counted[slot] = list(range(fields[6]))
                 ints = record[RESET_INTS:RESET_STOPS]
                 low, high = ints[SEED_LOW:][:2].view(np.uint32)
                 self.seeds[slot] = int(low) | int(high) << 32
@@ -122,11 +127,13 @@ class MockRunner:
         for position, (token, after) in enumerate(zip(chunk, following, strict=True), start):
             self._write(slot, position, token, after)
         self.seq_len[slot] = start + len(chunk)
+        self._count(slot, start, len(chunk))
         if not final:
             assert next_id >= 0, "a middle chunk must know the token that follows"
             self._write(slot, self.seq_len[slot] - 1, chunk[-1], next_id)
             return []
         token = forced if forced >= 0 else self._sample(slot)
+        self._count(slot, self.seq_len[slot], 1)
         self._write(slot, self.seq_len[slot] - 1, chunk[-1], token)
         self.last_token[slot] = token
         self._draft(slot)
@@ -149,6 +156,7 @@ class MockRunner:
             self._write(slot, position, token, JUNK)
             self.seq_len[slot] += 1
             self.last_token[slot] = self._sample(slot)
+            self._count(slot, self.seq_len[slot], 1)
             self._write(slot, position, token, self.last_token[slot])
             emitted.append(self.last_token[slot])
             if self._stops(slot, emitted[-1]):
@@ -158,6 +166,21 @@ class MockRunner:
         self.seq_len[slot] = base + accepted + 1
         self._draft(slot)
         return emitted, accepted
+
+    def _count(self, slot, start, length) -> None:
+        if self.full:
+            self.counted[slot] += range(start, start + length)
+
+    def _check_counts(self, slot) -> None:
+        """Before a token is chosen: penalties see every token that they are about."""
+        params, length = self._requests[slot].params, self.seq_len[slot]
+        if params.repetition_penalty != 1:
+            first = 0
+        elif params.presence_penalty or params.frequency_penalty:
+            first = self._requests[slot].prompt_len
+        else:
+            return
+        assert [p for p in self.counted[slot] if p >= first] == list(range(first, length)), "wrong counts"
 
     def _draft(self, slot) -> None:
         """Draft steps after the newest token: they write the draft's memory only."""
@@ -186,6 +209,7 @@ class MockRunner:
         memory[page, position % self.settings.page_size] = value
 
     def _sample(self, slot) -> int:
+        self._check_counts(slot)
         size, length = self.settings.page_size, self.seq_len[slot]
         positions = np.arange(length)
         places = self.page_table[slot, positions // size], positions % size

@@ -89,6 +89,8 @@ def random_requests(rng: random.Random, count: int) -> list[Request]:
             stop_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.choice([0, 0, 12]))),
             num_speculative_tokens=rng.choice([None, None, 0, 1]),
             top_k=rng.choice([0, 0, 5]),
+            repetition_penalty=(1.0, 1.0, 1.2)[i % 3],
+            presence_penalty=(0.0, 0.5)[i % 2],
         )
         count = rng.randint(1, 30) if rng.random() < 0.2 else None
         needs_readback = rng.random() < 0.2
