@@ -24,7 +24,20 @@ from bench.kernel.arrays import (
 from bench.kernel.case import Case, once
 from jaxspec.config import PAGE_SIZE
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.mla_decode.shapes import CACHED, CONTEXTS, HEADS, LATENT, NOPE, ROPE, SCALE, VALUE, WINDOWS
+from pallas_kernels.mla_decode.shapes import (
+    CACHED,
+    CONTEXTS,
+    HEADS,
+    LATENT,
+    NOPE,
+    ROPE,
+    SCALE,
+    VALUE,
+    WIDE_HEADS,
+    WIDE_NOPE,
+    WIDE_VALUE,
+    WINDOWS,
+)
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.mla_prefill.shapes import CHUNKS
 
@@ -86,12 +99,14 @@ class MlaPrefill(Case):
     prefix: int
     H: int = HEADS["moonlight"]
     calls: int = 4
+    nope: int = NOPE
+    value: int = VALUE
     labels: ClassVar[tuple[str, ...]] = ("P", "prefix", "H")
 
     @property
     def flops(self) -> float:
         """Of the decompressed form, for the pairs that are not masked; decompressing is not counted."""
-        return 2.0 * (NOPE + ROPE + VALUE) * self.H * causal_pairs(self.prefix, self.P)
+        return 2.0 * (self.nope + ROPE + self.value) * self.H * causal_pairs(self.prefix, self.P)
 
     def inputs(self) -> Any:
         """Each call has its own cache and weights: XLA would decompress common ones once for all calls."""
@@ -99,10 +114,10 @@ class MlaPrefill(Case):
         marked = jnp.asarray(free)
         each = [
             (
-                normal(5 * i, (self.P, self.H, NOPE)),
+                normal(5 * i, (self.P, self.H, self.nope)),
                 normal(5 * i + 1, (self.P, self.H, ROPE)),
-                normal(5 * i + 2, (self.H, NOPE, LATENT), LATENT**-0.5),
-                normal(5 * i + 3, (self.H, VALUE, LATENT), LATENT**-0.5),
+                normal(5 * i + 2, (self.H, self.nope, LATENT), LATENT**-0.5),
+                normal(5 * i + 3, (self.H, self.value, LATENT), LATENT**-0.5),
                 paged_cache(5 * i + 4, (len(free), PAGE_SIZE, CACHED), marked),
             )
             for i in range(self.calls)
@@ -110,7 +125,7 @@ class MlaPrefill(Case):
         return each, chunk_places(tables, self.prefix, self.P)
 
     def results(self) -> Any:
-        return [jax.ShapeDtypeStruct((self.P, self.H, VALUE), jnp.bfloat16)] * self.calls
+        return [jax.ShapeDtypeStruct((self.P, self.H, self.value), jnp.bfloat16)] * self.calls
 
     def many(self, inputs: Any, results: Any) -> Any:
         del results
@@ -147,8 +162,9 @@ DECODE: dict[str, list[Case]] = {
     "quick": _decode_rows(((1, 8192), (32, 4096), (128, 4096))),
     "tiny": [MlaDecode(1, 64, 4, 1, calls=3), MlaDecode(2, 192, 4, 2, calls=3)],
 }
+_GLM = {"H": WIDE_HEADS["glm-4.7-flash"], "nope": WIDE_NOPE, "value": WIDE_VALUE}
 PREFILL: dict[str, list[Case]] = {
-    "all": [MlaPrefill(P, prefix) for P, prefix in CHUNKS],
+    "all": [*(MlaPrefill(P, prefix) for P, prefix in CHUNKS), *(MlaPrefill(*chunk, **_GLM) for chunk in CHUNKS[::3])],
     "quick": [MlaPrefill(4096, 0), MlaPrefill(2048, 2048)],
     "tiny": [MlaPrefill(64, 0, 2, 2), MlaPrefill(48, 80, 2, 2)],
 }

@@ -3,8 +3,11 @@
 # Of each token's cache entry: the latent, and the rotated key beside it.
 LATENT, ROPE = 512, 64
 CACHED = LATENT + ROPE
-# Of a head before absorption: the query's unrotated part, and the value.
+# Of a head before absorption: the query's unrotated part, and the value. DeepSeek, Kimi, Moonlight; then GLM.
 NOPE, VALUE = 128, 128
+WIDE_NOPE, WIDE_VALUE = 192, 256
+# Heads of published models with the second.
+WIDE_HEADS = {"glm-4.7-flash": 20, "glm-5": 64}
 SCALE = (NOPE + ROPE) ** -0.5
 
 HEADS = {"demo": 4, "moonlight": 16, "kimi-k2": 64, "deepseek-v3": 128}

@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, run_in_place, transpose_ref
-from pallas_kernels.mla_prefill.decompress import LATENT, NOPE, PAGE, PAGES, ROPE, VALUE, decompress, list_pages
+from pallas_kernels.mla_prefill.decompress import LATENT, PAGE, PAGES, ROPE, WIDTHS, decompress, list_pages
 from pallas_kernels.mosaic_attention import MASKED, UNSEEN, add_weighted, over_columns, params, softmax_step
 from pallas_kernels.query_tiles import HALF, TILE, Queries, padded_rows, tile_queries
 
@@ -42,8 +42,11 @@ class Pipeline(NamedTuple):
     consumer_registers: int = 240
     producer_registers: int = 24
 
-
-DEFAULT = Pipeline()
+    @classmethod
+    def of(cls, value: int) -> "Pipeline":
+        """For values of so many columns. 256 of 64 rows take half of a thread's registers, and with as many keys a block
+        of 64 fills as much shared memory as one of 128."""
+        return cls() if value <= 128 else cls(keys=64)
 
 
 def unsupported_reason(
@@ -51,8 +54,9 @@ def unsupported_reason(
 ) -> str | None:
     """Why the kernels do not support this call, or None if they do."""
     sizes = (w_uk.shape[2], w_uk.shape[1], q_rope.shape[2], w_uv.shape[1])
-    if sizes != (LATENT, NOPE, ROPE, VALUE):
-        return f"latent, nope, rope and value widths are {sizes}, not {(LATENT, NOPE, ROPE, VALUE)}"
+    supported = [(LATENT, nope, ROPE, value) for nope, value in WIDTHS]
+    if sizes not in supported:
+        return f"latent, nope, rope and value widths are {sizes}, not {' or '.join(map(str, supported))}"
     if latent.shape[1] != PAGE:
         return f"pages hold {latent.shape[1]} tokens, not {PAGE}"
     return hopper_unsupported_reason(*(x.dtype for x in (q_nope, q_rope, w_uk, w_uv, latent)))
@@ -72,7 +76,7 @@ def mla_prefill(
     *,
     scale: float,
     chunk: int | None = None,
-    pipeline: Pipeline = DEFAULT,
+    pipeline: Pipeline | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """As `api.mla_prefill`, where `unsupported_reason` is None.
@@ -81,11 +85,14 @@ def mla_prefill(
 
     Args:
         chunk: keys that are decompressed at a time, a multiple of 128 (default: as many as fit CHUNK_BYTES).
+        pipeline: default: `Pipeline.of` the values.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     E, max_pages = page_tables.shape
-    H, keys = q_nope.shape[1], pipeline.keys
-    chunk = chunk or CHUNK_BYTES // (2 * (NOPE + VALUE) * H) // (PAGES * PAGE) * (PAGES * PAGE)
+    (H, D, _), V = w_uk.shape, w_uv.shape[1]
+    pipeline = pipeline or Pipeline.of(V)
+    keys = pipeline.keys
+    chunk = chunk or CHUNK_BYTES // (2 * (D + V) * H) // (PAGES * PAGE) * (PAGES * PAGE)
     most_blocks = E * -(-max_pages * PAGE // keys)
     chunk_blocks = min(chunk // keys, most_blocks)
     # Whole tiles of `decompress`, which are more than a block if blocks have 64 keys.
@@ -111,7 +118,7 @@ def mla_prefill(
         o_TQHV, _ = attend_chunk(i32(0), None)
     else:
         T = queries.row.shape[0]
-        state = jnp.zeros((T, TILE, H, VALUE), bf16), jnp.full((T, H, TILE), UNSEEN, f32)
+        state = jnp.zeros((T, TILE, H, V), bf16), jnp.full((T, H, TILE), UNSEEN, f32)
         if chunks <= MOST_UNROLLED:
             for c in range(chunks):
                 state = attend_chunk(i32(c), state)
@@ -155,33 +162,33 @@ def attend(
     so_far: tuple[jax.Array, jax.Array] | None = None,
     *,
     scale: float,
-    pipeline: Pipeline = DEFAULT,
+    pipeline: Pipeline,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention of query tiles to ranges of key blocks, all bfloat16. Jitted, so that chunks share one lowering.
 
     Args:
-        q_nope: [P, H, NOPE], q_rope: [P, H, ROPE], P as `padded_rows` has it.
-        k_nope: [C, H, NOPE], k_rope: [C, ROPE], v: [C, H, VALUE]; finite.
+        q_nope: [P, H, D], q_rope: [P, H, ROPE], P as `padded_rows` has it.
+        k_nope: [C, H, D], k_rope: [C, ROPE], v: [C, H, V], D and V of WIDTHS; finite.
         work: int32 [T, 5] from `tile_work`.
         so_far: results for earlier keys, from which the kernel goes on; 0 and UNSEEN where there are none.
 
     Returns:
-        o [T, TILE, H, VALUE] in bfloat16 and base-2 log-sum-exp [T, H, TILE] in float32. Rows that see no key have
+        o [T, TILE, H, V] in bfloat16 and base-2 log-sum-exp [T, H, TILE] in float32. Rows that see no key have
         o = 0 and a log-sum-exp near UNSEEN; tiles without blocks are left as in `so_far`, or uninitialised.
     """
-    T, H = work.shape[0], q_nope.shape[1]
+    T, (_, H, D), V = work.shape[0], q_nope.shape, v.shape[2]
     # Heads that run at the same time share the L2 cache: at 128 heads their keys and values would not fit it.
     group = math.gcd(H, 16)
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
     keys, stages = pipeline.keys, pipeline.stages
     scratch: dict[str, Any] = {
-        "q_nope_s": smem((2, HALF, NOPE)),
+        "q_nope_s": smem((2, HALF, D)),
         "q_rope_s": smem((2, HALF, ROPE)),
-        "k_nope_s": smem((stages, keys, NOPE)),
+        "k_nope_s": smem((stages, keys, D)),
         "k_rope_s": smem((stages, keys, ROPE)),
-        "v_s": smem((stages, keys, VALUE)),
+        "v_s": smem((stages, keys, V)),
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "k_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "v_full": plgpu.Barrier(num_barriers=stages),
@@ -207,7 +214,7 @@ def attend(
     }
     of_halves = (T, H, 2, HALF)
     if so_far is None:
-        out_type = jax.ShapeDtypeStruct((T, TILE, H, VALUE), bf16), jax.ShapeDtypeStruct(of_halves, f32)
+        out_type = jax.ShapeDtypeStruct((T, TILE, H, V), bf16), jax.ShapeDtypeStruct(of_halves, f32)
         o, lse = plgpu.kernel(body, out_type=out_type, **how)(*inputs)
     else:
         o, lse = run_in_place(body, inputs, (so_far[0], so_far[1].reshape(of_halves)), **how)
@@ -242,7 +249,7 @@ def _body(
     resumes,
 ):
     """One tile of one head: warpgroup 2 copies, warpgroups 0 and 1 compute 64 query rows each."""
-    keys, stages = pipeline.keys, pipeline.stages
+    keys, stages, D, V = pipeline.keys, pipeline.stages, q_nope.shape[2], v.shape[2]
     wg = lax.axis_index("wg")
     head = lax.axis_index("group") * group + lax.axis_index("head")
     # The last tiles of a prompt see the most keys: they start first, so that short ones fill the gaps at the end.
@@ -323,7 +330,7 @@ def _body(
             )
         else:
             carry = (
-                plgpu.layout_cast(jnp.zeros((HALF, VALUE), f32), plgpu.Layout.WGMMA),
+                plgpu.layout_cast(jnp.zeros((HALF, V), f32), plgpu.Layout.WGMMA),
                 plgpu.layout_cast(jnp.full((HALF,), UNSEEN, f32), plgpu.Layout.WGMMA.reduce(1)),
                 plgpu.layout_cast(jnp.zeros((HALF,), f32), plgpu.Layout.WGMMA.reduce(1)),
             )
@@ -335,7 +342,12 @@ def _body(
 
         total = jnp.maximum(total, 1e-30)  # 0 for rows that saw no key
         lse[tile, head, wg, :] = top + jnp.log(total) * math.log2(math.e)
-        q_nope_s[wg] = (acc * over_columns(1.0 / total, acc.shape)).astype(bf16)  # its memory is free by now: staging
+        result = (acc * over_columns(1.0 / total, acc.shape)).astype(bf16)
+        # The queries' memory is free by now, and has as many columns as values or more.
+        staging = ((q_nope_s, 0, min(D, V)), (q_rope_s, D, V - D)) if V > D else ((q_nope_s, 0, V),)
+        for staged, start, columns in staging:
+            staged[wg] = result[:, start : start + columns]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_nope_s.at[wg], out)
+        for staged, start, columns in staging:
+            plgpu.copy_smem_to_gmem(staged.at[wg], out.at[:, pl.ds(start, columns)])
         plgpu.wait_smem_to_gmem(0)

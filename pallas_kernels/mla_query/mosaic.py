@@ -1,9 +1,9 @@
 """Absorbed queries on Hopper, in one Mosaic GPU kernel: a matmul for each head, and the rotation of the shared part.
 
-A decode step is bound by reading w_uk, 128 KB a head, and by the latency of a launch. So the latent's columns are the rows
-of a wgmma and the tokens its columns, of which there may be as few as 8, and a head has one block for each of its tiles:
-all read their weights and their tokens once, at the same time, without a pipeline. Further blocks of the same launch
-rotate.
+A decode step is bound by reading w_uk, 128 or 192 KiB a head, and by the latency of a launch. So the latent's columns
+are the rows of a wgmma and the tokens its columns, of which there may be as few as 8, and a head has one block for each
+of its tiles: all read their weights and their tokens once, at the same time, without a pipeline. Further blocks of the
+same launch rotate.
 
 With fewer than 8 tokens the copies reach past the last one. TMA reads zeros there and drops writes, which saves XLA's
 launches for padding; a column of a wgmma depends on its own token only.
@@ -24,7 +24,9 @@ from pallas_kernels.compat import run_in_place, transpose_ref
 from pallas_kernels.kv_write.mosaic import PARAMS, write_token
 from pallas_kernels.rotary import HALF, ROWS, rotated
 
-NOPE, ROPE, LATENT = 128, 2 * HALF, 512
+ROPE, LATENT = 2 * HALF, 512
+# Widths of a head's queries before their rotated part.
+NOPE = (128, 192)
 # Up to this many tokens are a wgmma's columns.
 MOST_COLUMNS = 128
 GRANULE = 8  # Of a wgmma's columns, and of a copy's rows.
@@ -41,17 +43,18 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, w_uk: jax.Array) -> 
     """Why the kernel does not support this call, or None if it does."""
     width = q.shape[-1]
     _, D, L = w_uk.shape
-    if (D, width - D, L) != (NOPE, ROPE, LATENT):
-        return f"it supports heads of {NOPE} + {ROPE} and latents of {LATENT}, not {D} + {width - D} and {L}"
+    if D not in NOPE or (width - D, L) != (ROPE, LATENT):
+        heads = " or ".join(f"{nope} + {ROPE}" for nope in NOPE)
+        return f"it supports heads of {heads} and latents of {LATENT}, not {D} + {width - D} and {L}"
     return hopper_unsupported_reason(q.dtype, w_uk.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def mla_query(q: jax.Array, w_uk: jax.Array, cos: jax.Array, sin: jax.Array, *, interpret: Any = False) -> jax.Array:
     """See api.py. Jitted, so that the layers of a model share one lowering. `interpret` is passed to Pallas."""
-    T, H = q.shape[:2]
+    T = q.shape[0]
     q, cos, sin = _whole(q.reshape(T, -1), cos, sin)
-    kernel = Kernel.of(q.shape[0], H)
+    kernel = Kernel.of(q.shape[0], *w_uk.shape[:2])
 
     def mla_query(*refs, **scratch):
         kernel.body(lax.axis_index("part"), *refs, **scratch)
@@ -88,7 +91,7 @@ def write_and_query(
     """See api.py. Each token's latent is a block of the same launch."""
     T = q.shape[0]
     q, cos, sin = _whole(q, cos, sin)
-    kernel = Kernel.of(q.shape[0], w_uk.shape[0])
+    kernel = Kernel.of(q.shape[0], *w_uk.shape[:2])
     writers = -(-T // (kernel.token_blocks * kernel.H))
 
     def mla_write_and_query(kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, latent, out, **scratch):
@@ -126,7 +129,7 @@ def _whole(*arrays: jax.Array) -> list[jax.Array]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """How T tokens, fewer than GRANULE or a multiple, and H heads are cut.
+    """How T tokens, fewer than GRANULE or a multiple, and H heads of `nope` columns are cut.
 
     Attributes:
         token_blocks: blocks of tokens.
@@ -138,6 +141,7 @@ class Kernel:
 
     T: int
     H: int
+    nope: int
     token_blocks: int
     columns: int
     width: int
@@ -146,13 +150,13 @@ class Kernel:
     parts: int
 
     @classmethod
-    def of(cls, T: int, H: int) -> "Kernel":
+    def of(cls, T: int, H: int, nope: int) -> "Kernel":
         token_blocks = -(-T // MOST_COLUMNS)
         columns = -(-T // (token_blocks * GRANULE)) * GRANULE
         width = 2 * M if token_blocks * H * (LATENT // (2 * M)) >= WIDE_FROM else M
         tiles, row_tiles = LATENT // width, columns // ROWS
         parts = tiles + -(-row_tiles // TILES_AT_ONCE)
-        return cls(T, H, token_blocks, columns, width, tiles, row_tiles, parts)
+        return cls(T, H, nope, token_blocks, columns, width, tiles, row_tiles, parts)
 
     @property
     def out_type(self) -> jax.ShapeDtypeStruct:
@@ -163,21 +167,21 @@ class Kernel:
         swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
         matrix = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
         return {
-            "w_s": matrix((NOPE, self.width)),
-            "x_s": matrix((self.columns, NOPE)),
+            "w_s": matrix((self.nope, self.width)),
+            "x_s": matrix((self.columns, self.nope)),
             "out_s": matrix((self.columns, self.width)),
             "arrived": plgpu.Barrier(num_arrivals=2),
         }
 
     def body(self, part, q, w_uk, cos, sin, out, *, w_s, x_s, out_s, arrived):
-        """The work of a block: q [T, at least H * 192], w_uk [H, 128, 512], cos, sin [T, 32], out [T, H, 576]."""
+        """The work of a block: q [T, at least H * (nope + 64)], w_uk [H, nope, 512], cos, sin [T, 32], out [T, H, 576]."""
         first, head = lax.axis_index("tokens") * self.columns, lax.axis_index("head")
 
         @pl.when(part < self.tiles)
         def _absorb():
             tokens, at = pl.ds(first, self.columns), pl.ds(part * self.width, self.width)
             plgpu.copy_gmem_to_smem(w_uk.at[head, :, at], w_s, arrived)
-            plgpu.copy_gmem_to_smem(q.at[tokens, pl.ds(head * (NOPE + ROPE), NOPE)], x_s, arrived)
+            plgpu.copy_gmem_to_smem(q.at[tokens, pl.ds(head * (self.nope + ROPE), self.nope)], x_s, arrived)
             plgpu.barrier_wait(arrived)
 
             def multiply(total):
@@ -202,6 +206,7 @@ class Kernel:
                     for i in range(min(TILES_AT_ONCE, self.row_tiles))
                 ]
             # All loads come before the first store: the compiler moves no load across a store.
-            for row, halves in [(row, rotated(q, (row,), head * (NOPE + ROPE) + NOPE, cos, sin, row)) for row in rows]:
+            columns = head * (self.nope + ROPE) + self.nope
+            for row, halves in [(row, rotated(q, (row,), columns, cos, sin, row)) for row in rows]:
                 for i, half in enumerate(halves):
                     out[row, head, pl.ds(LATENT + i * HALF, HALF)] = half.astype(jnp.bfloat16)

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from pallas_kernels import backend
-from pallas_kernels.mla_decode.shapes import LATENT, NOPE, ROPE, SCALE, VALUE
+from pallas_kernels.mla_decode.shapes import LATENT, NOPE, ROPE, SCALE, VALUE, WIDE_NOPE, WIDE_VALUE
 from pallas_kernels.mla_prefill import decompress, mosaic, reference
 from pallas_kernels.mla_prefill.api import mla_prefill
 
 pytestmark = pytest.mark.gpu
 
-L, R, D, V, PAGE = LATENT, ROPE, NOPE, VALUE, mosaic.PAGE
+L, R, PAGE = LATENT, ROPE, mosaic.PAGE
+NARROW, WIDE = (NOPE, VALUE), (WIDE_NOPE, WIDE_VALUE)
 E = 8
 
 RAGGED = {
@@ -34,7 +35,7 @@ RAGGED = {
 CASES = [(tokens, *case) for tokens, cases in RAGGED.items() for case in cases]
 
 
-def problem(rng, tokens, starts, chunks, heads):
+def problem(rng, tokens, starts, chunks, heads, widths=NARROW):
     """Arguments of mla_prefill in bfloat16 for E rows; all that no context owns is NaN, padding queries too."""
     padding = tokens - sum(chunks)
     rows = np.concatenate([np.repeat(np.arange(len(chunks)), chunks), [E] * padding]).astype(np.int32)
@@ -51,15 +52,16 @@ def problem(rng, tokens, starts, chunks, heads):
             tables[row, column] = page = free.pop()
             n = min(PAGE, end - column * PAGE)
             pool[page, :n] = rng.standard_normal((n, L + R), np.float32)
+    D = widths[0]
     q = rng.standard_normal((tokens, heads, D + R), np.float32)
     q[rows == E] = np.nan
-    w_uk, w_uv = rng.standard_normal((2, heads, D, L), np.float32) / L**0.5
+    w_uk, w_uv = (rng.standard_normal((heads, width, L), np.float32) / L**0.5 for width in widths)
     floats = [jnp.asarray(x, jnp.bfloat16) for x in (q[..., :D], q[..., D:], w_uk, w_uv, pool)]
     return floats, [jnp.asarray(x) for x in (tables, rows, positions, ends)]
 
 
-def check(run, tokens, starts, chunks, heads):
-    floats, ints = problem(np.random.default_rng(heads), tokens, starts, chunks, heads)
+def check(run, tokens, starts, chunks, heads, widths=NARROW):
+    floats, ints = problem(np.random.default_rng(heads), tokens, starts, chunks, heads, widths)
     got = np.asarray(jax.jit(functools.partial(run, scale=SCALE))(*floats, *ints), np.float32)
     with jax.default_matmul_precision("highest"):
         oracle = jax.jit(functools.partial(reference.mla_prefill, scale=SCALE))
@@ -80,15 +82,21 @@ def test_against_the_reference(tokens, starts, chunks, heads):
         check(mla_prefill, tokens, starts, chunks, heads)
 
 
+@pytest.mark.parametrize("heads", [20, 64])
+@pytest.mark.parametrize(("tokens", "starts", "chunks"), CASES)
+def test_wide_heads(tokens, starts, chunks, heads):
+    with backend.use(backend.Backends(attention="mosaic")):
+        check(mla_prefill, tokens, starts, chunks, heads, WIDE)
+
+
 @pytest.mark.parametrize("chunk", [1024, 10240])
 def test_requests_over_several_chunks(chunk):
     """The keys fill 13 of the 80 chunks that this shape may have (a loop), and 2 of 8 (unrolled)."""
     check(functools.partial(mosaic.mla_prefill, chunk=chunk), *CASES[3], heads=16)
 
 
-@pytest.mark.parametrize("heads", [4, 16, 128])
-def test_decompression(heads):
-    floats, (tables, _, _, ends) = problem(np.random.default_rng(heads), *CASES[3], heads)
+def check_decompression(heads, widths):
+    floats, (tables, _, _, ends) = problem(np.random.default_rng(heads), *CASES[3], heads, widths)
     w_uk, w_uv, pool = floats[2:]
     starts = mosaic.list_starts(ends, 128)
     pages = decompress.list_pages(tables, starts, ends, jnp.int32(0), 240, 128)
@@ -103,3 +111,13 @@ def test_decompression(heads):
         with jax.default_matmul_precision("highest"):
             want = np.asarray(jnp.einsum("cl,hdl->chd", rows[:, :L], weights.astype(jnp.float32)))
         np.testing.assert_allclose(ours, want, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("heads", [4, 16, 128])
+def test_decompression(heads):
+    check_decompression(heads, NARROW)
+
+
+@pytest.mark.parametrize("heads", [20, 64])
+def test_decompression_of_wide_heads(heads):
+    check_decompression(heads, WIDE)

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.kv_write import reference as kv_write
-from pallas_kernels.mla_decode.shapes import CACHED, LATENT, NOPE, ROPE
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, NOPE, ROPE, WIDE_NOPE
 from pallas_kernels.mla_query import reference
 from pallas_kernels.mla_query.api import mla_query, write_and_query
 from tests.kernels.paged_cases import arranged, relative_error
@@ -17,18 +17,18 @@ from tests.kernels.paged_cases import arranged, relative_error
 pytestmark = pytest.mark.gpu
 
 
-def inputs(T: int, H: int) -> list[jax.Array]:
+def inputs(T: int, H: int, D: int = NOPE) -> list[jax.Array]:
     rng = np.random.default_rng(T * H)
     angles = rng.uniform(0, 6, (T, 32))
     return [
-        jnp.asarray(rng.standard_normal((T, H, NOPE + ROPE), np.float32), jnp.bfloat16),
-        jnp.asarray(rng.standard_normal((H, NOPE, LATENT), np.float32) / NOPE**0.5, jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((T, H, D + ROPE), np.float32), jnp.bfloat16),
+        jnp.asarray(rng.standard_normal((H, D, LATENT), np.float32) / D**0.5, jnp.bfloat16),
         *(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)),
     ]
 
 
-def check(T: int, H: int) -> None:
-    args = inputs(T, H)
+def check(T: int, H: int, D: int = NOPE) -> None:
+    args = inputs(T, H, D)
     with jax.default_matmul_precision("highest"):
         want = np.asarray(jax.jit(reference.mla_query)(*(a.astype(jnp.float32) for a in args)))
 
@@ -51,6 +51,12 @@ def check(T: int, H: int) -> None:
 @pytest.mark.parametrize("T", [1, 8, 32, 128, 512])
 def test_sizes(T, H):
     check(T, H)
+
+
+@pytest.mark.parametrize("H", [20, 64])
+@pytest.mark.parametrize("T", [1, 5, 32, 136, 512])
+def test_wide_heads(T, H):
+    check(T, H, WIDE_NOPE)
 
 
 @pytest.mark.parametrize("T", [2, 3, 4, 5, 7, 12, 20, 40, 136, 200, 1024, 2048])

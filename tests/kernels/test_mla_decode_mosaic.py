@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import mosaic, reference
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE, VALUE
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE, VALUE, WIDE_VALUE
 from pallas_kernels.mla_decode.values import supports
 from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
 from pallas_kernels.tuning import Tuning
@@ -69,11 +69,11 @@ def test_values_of_a_few_tokens(lengths, n, sms):
     assert_no_races((got, out), kernels=2)
 
 
-@pytest.mark.parametrize(("batch", "n"), [(1, 4), (8, 1)])
-def test_lowers_for_cuda_with_values(batch, n):
+@pytest.mark.parametrize(("batch", "n", "V"), [(1, 4, VALUE), (8, 1, VALUE), (1, 4, WIDE_VALUE)])
+def test_lowers_for_cuda_with_values(batch, n, V):
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
     shapes = ((batch, n, 16, CACHED), jnp.bfloat16), ((99, 64, CACHED), jnp.bfloat16), ((batch, 9), jnp.int32)
-    shapes += ((batch, n), jnp.int32), ((16, VALUE, LATENT), jnp.bfloat16)
+    shapes += ((batch, n), jnp.int32), ((16, V, LATENT), jnp.bfloat16)
     args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 2

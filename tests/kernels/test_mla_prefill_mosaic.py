@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import backend, query_tiles
-from pallas_kernels.mla_decode.shapes import LATENT, NOPE, ROPE, SCALE, VALUE
+from pallas_kernels.mla_decode.shapes import LATENT, NOPE, ROPE, SCALE, VALUE, WIDE_NOPE, WIDE_VALUE
 from pallas_kernels.mla_prefill import api, decompress, mosaic, reference
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import flat_chunks
 
-L, R, D, V, PAGE = LATENT, ROPE, NOPE, VALUE, mosaic.PAGE
+L, R, PAGE = LATENT, ROPE, mosaic.PAGE
+NARROW, WIDE = (NOPE, VALUE), (WIDE_NOPE, WIDE_VALUE)
 
 
-def problem(rng, starts, chunks, padding, heads, max_pages):
+def problem(rng, starts, chunks, padding, heads, max_pages, widths=NARROW):
     """Arguments of mla_prefill in bfloat16; all that no context owns is NaN, the queries of padding tokens too."""
     rows, positions, ends = flat_chunks(starts, chunks, padding)
     owned = sum(-(-int(end) // PAGE) for end in ends)
@@ -33,9 +34,10 @@ def problem(rng, starts, chunks, padding, heads, max_pages):
             tables[row, column] = page = free.pop()
             n = min(PAGE, int(end) - column * PAGE)
             pool[page, :n] = rng.normal(size=(n, L + R))
+    D = widths[0]
     q = rng.normal(size=(len(rows), heads, D + R))
     q[rows == len(ends)] = np.nan
-    w_uk, w_uv = rng.normal(size=(2, heads, D, L)) / L**0.5
+    w_uk, w_uv = (rng.normal(size=(heads, width, L)) / L**0.5 for width in widths)
     floats = [jnp.asarray(x, jnp.bfloat16) for x in (q[..., :D], q[..., D:], w_uk, w_uv, pool)]
     return floats, [jnp.asarray(x) for x in (tables, rows, positions, ends)]
 
@@ -48,8 +50,8 @@ def run_interpreted(f, *args):
     return got
 
 
-def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2, max_pages=5):
-    floats, ints = problem(np.random.default_rng(len(chunks)), starts, chunks, padding, heads, max_pages)
+def check_interpreted(starts, chunks, *, padding=3, chunk=512, keys=128, heads=2, max_pages=5, widths=NARROW):
+    floats, ints = problem(np.random.default_rng(len(chunks)), starts, chunks, padding, heads, max_pages, widths)
     run = functools.partial(mosaic.mla_prefill, scale=SCALE, chunk=chunk, pipeline=mosaic.Pipeline(keys=keys))
     got = np.asarray(run_interpreted(run, *floats, *ints), np.float32)
     tokens = sum(chunks)
@@ -84,17 +86,33 @@ def test_interpreted_ragged(starts, chunks, keys):
     check_interpreted(starts, chunks, chunk=256, keys=keys)
 
 
+@interpreted
+def test_interpreted_wide_heads():
+    """Values that leave through the memory of both parts of the queries; a request's rows go on from another chunk."""
+    assert mosaic.Pipeline.of(WIDE_VALUE).keys == 64
+    check_interpreted((100,), (65,), chunk=128, keys=64, max_pages=3, heads=1, widths=WIDE)
+
+
 # The most pages of a request decide: one chunk, several unrolled (at 16 heads), or a loop.
-@pytest.mark.parametrize(("tokens", "heads", "max_pages"), [(256, 16, 64), (2048, 16, 256), (2048, 128, 256)])
-def test_lowers_for_cuda(tokens, heads, max_pages):
-    S, E = jax.ShapeDtypeStruct, 8
+@pytest.mark.parametrize(
+    ("tokens", "heads", "max_pages", "widths"),
+    [
+        (256, 16, 64, NARROW),
+        (2048, 16, 256, NARROW),
+        (2048, 128, 256, NARROW),
+        (256, 20, 32, WIDE),
+        (2048, 64, 256, WIDE),
+    ],
+)
+def test_lowers_for_cuda(tokens, heads, max_pages, widths):
+    S, E, (D, V) = jax.ShapeDtypeStruct, 8, widths
     floats = [(tokens, heads, D), (tokens, heads, R), (heads, D, L), (heads, V, L), (1000, PAGE, L + R)]
     args = [S(shape, jnp.bfloat16) for shape in floats]
     args += [S(shape, jnp.int32) for shape in ((E, max_pages), (tokens,), (tokens,), (E,))]
     run = jax.jit(functools.partial(mosaic.mla_prefill, scale=SCALE))
     text = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
-    assert ("stablehlo.while" in text) == (heads == 128)
+    assert ("stablehlo.while" in text) == (heads == 128 or (widths == WIDE and tokens == 2048))
 
 
 @settings(max_examples=60)
@@ -148,9 +166,9 @@ TILES = jax.jit(query_tiles.tile_queries, static_argnums=2)
 WORK = jax.jit(mosaic.tile_work, static_argnums=(3, 4))
 
 
-def listed(keys, first, count):
+def listed(keys, first, count, widths=NARROW):
     """Pages and up-projections, the table of `count` pages from block `first` on, and their owned rows as float32."""
-    floats, (tables, _, _, ends) = problem(np.random.default_rng(0), (0, 64, 100), (1, 64, 30), 0, 2, 3)
+    floats, (tables, _, _, ends) = problem(np.random.default_rng(0), (0, 64, 100), (1, 64, 30), 0, 2, 3, widths)
     starts = mosaic.list_starts(ends, keys)
     pages = decompress.list_pages(tables, starts, ends, jnp.int32(first), count, keys)
     rows = np.zeros((count, PAGE, L + R), np.float32)
@@ -170,10 +188,10 @@ def test_listed_pages_are_those_of_the_requests(keys, first):
 
 
 @interpreted
-@pytest.mark.parametrize(("count", "blocks"), [(6, 2), (3, 5), (0, 1)])
-def test_interpreted_decompression(count, blocks):
+@pytest.mark.parametrize(("count", "blocks", "widths"), [(6, 2, NARROW), (3, 5, NARROW), (0, 1, NARROW), (3, 2, WIDE)])
+def test_interpreted_decompression(count, blocks, widths):
     """Blocks with several tiles, a ring that wraps around, pages that do not exist, and blocks without work."""
-    floats, pages, rows, _ = listed(128, 0, 8)
+    floats, pages, rows, _ = listed(128, 0, 8, widths)
     run = functools.partial(decompress.decompress, blocks=blocks)
     k_nope, k_rope, v = (np.asarray(x, np.float32) for x in run_interpreted(run, *floats, pages, jnp.int32(count)))
     used = -(-count // 2) * 2 * PAGE

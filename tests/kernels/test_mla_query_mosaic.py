@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.kv_write import reference as kv_write
-from pallas_kernels.mla_decode.shapes import CACHED, LATENT, NOPE, ROPE
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT, NOPE, ROPE, WIDE_NOPE
 from pallas_kernels.mla_query import mosaic, reference
 from pallas_kernels.mla_query.api import mla_query
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -27,13 +27,13 @@ def inputs(T: int, H: int, D: int = NOPE, R: int = ROPE, L: int = LATENT) -> lis
 
 
 @interpreted
-@pytest.mark.parametrize("T", [1, 5, 12, 40])
-def test_interpreted_without_races(T, monkeypatch):
+@pytest.mark.parametrize(("T", "D"), [(1, NOPE), (5, NOPE), (12, NOPE), (40, NOPE), (12, WIDE_NOPE)])
+def test_interpreted_without_races(T, D, monkeypatch):
     """Part of a tile, padding to whole tiles, and two blocks of tokens with wide tiles."""
     if T == 40:
         monkeypatch.setattr(mosaic, "MOST_COLUMNS", 24)
         monkeypatch.setattr(mosaic, "WIDE_FROM", 1)
-    args = inputs(T, 2)
+    args = inputs(T, 2, D)
     # NaN in a token stays in it.
     args[0] = args[0].at[T // 2, 0, 0].set(jnp.nan if T > 1 else 1)
     got = mosaic.mla_query(*args, interpret=detect_races())
@@ -45,10 +45,13 @@ def test_interpreted_without_races(T, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(("T", "H", "merged"), [(1, 2, False), (5, 2, True), (12, 2, False), (12, 2, True)])
-def test_with_the_latents_in_one_launch(T, H, merged):
+@pytest.mark.parametrize(
+    ("T", "H", "merged", "D"),
+    [(1, 2, False, NOPE), (5, 2, True, NOPE), (12, 2, False, NOPE), (12, 2, True, NOPE), (5, 2, True, WIDE_NOPE)],
+)
+def test_with_the_latents_in_one_launch(T, H, merged, D):
     """As two kernels; with more tokens than heads and fewer; inputs in one array, with columns between, and in two."""
-    q, w_uk, cos, sin = inputs(T, H)
+    q, w_uk, cos, sin = inputs(T, H, D)
     rng = np.random.default_rng(T)
     kv_a = jnp.asarray(rng.standard_normal((T, CACHED)), jnp.bfloat16)
     norm = jnp.asarray(rng.uniform(0.5, 1.5, LATENT), jnp.bfloat16)
@@ -65,9 +68,11 @@ def test_with_the_latents_in_one_launch(T, H, merged):
 
 
 @pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize(("T", "H"), [(1, 16), (12, 16), (32, 16), (128, 128)])
-def test_lowers_for_cuda_with_the_latents(T, H, merged):
-    q, w_uk, cos, sin = jax.eval_shape(lambda: inputs(T, H))
+@pytest.mark.parametrize(
+    ("T", "H", "D"), [(1, 16, NOPE), (12, 16, NOPE), (32, 16, NOPE), (128, 128, NOPE), (4, 20, WIDE_NOPE)]
+)
+def test_lowers_for_cuda_with_the_latents(T, H, D, merged):
+    q, w_uk, cos, sin = jax.eval_shape(lambda: inputs(T, H, D))
     shapes = [((1000, 64, CACHED), jnp.bfloat16), ((T, CACHED), jnp.bfloat16), ((LATENT,), jnp.bfloat16)]
     cache, kv_a, norm = (jax.ShapeDtypeStruct(*each) for each in shapes)
     places = [jax.ShapeDtypeStruct((T,), jnp.int32)] * 2
@@ -79,9 +84,14 @@ def test_lowers_for_cuda_with_the_latents(T, H, merged):
     assert "output_operand_alias" in text  # in place
 
 
-@pytest.mark.parametrize(("T", "H"), [(1, 16), (4, 16), (12, 16), (32, 16), (136, 16), (128, 128), (2048, 4)])
-def test_lowers_for_cuda(T, H):
-    lowered = jax.jit(mosaic.mla_query).trace(*jax.eval_shape(lambda: inputs(T, H))).lower(lowering_platforms=("cuda",))
+@pytest.mark.parametrize(
+    ("T", "H", "D"),
+    [(T, H, NOPE) for T, H in [(1, 16), (4, 16), (12, 16), (32, 16), (136, 16), (128, 128), (2048, 4)]]
+    + [(4, 20, WIDE_NOPE), (128, 64, WIDE_NOPE)],
+)
+def test_lowers_for_cuda(T, H, D):
+    args = jax.eval_shape(lambda: inputs(T, H, D))
+    lowered = jax.jit(mosaic.mla_query).trace(*args).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert text.count("@mosaic_gpu_v2(") == 1
     # Only the kernel, unless rows must be padded to whole tiles.
@@ -90,7 +100,7 @@ def test_lowers_for_cuda(T, H):
 
 def test_unsupported_sizes_run_on_the_reference():
     args = inputs(3, 2, 16, 8, 32)
-    assert "heads of 128 + 64" in str(mosaic.unsupported_reason(*args[:2]))
+    assert "heads of 128 + 64 or 192 + 64" in str(mosaic.unsupported_reason(*args[:2]))
     for backend in ("auto", "triton", "reference"):
         with use(Backends(attention=backend)):
             np.testing.assert_array_equal(mla_query(*args), reference.mla_query(*args))
