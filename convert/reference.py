@@ -88,12 +88,15 @@ class TorchModel:
                 "comparing with a Hugging Face folder needs PyTorch (pip install torch); without it, compare with a "
                 "file that `jaxspec compare record` made on another machine"
             ) from e
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        wrapper = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = wrapper.get_text_config(decoder=True)
+        options: dict[str, Any] = {"attn_implementation": "eager"}
+        if config is not wrapper:  # a multimodal model: the class of its text part, under the names of that class
+            options |= {"config": config, "key_mapping": {r"^language_model\.": ""}}
         cls = getattr(transformers, (config.architectures or ["?"])[0], None)
         if cls is None:
             raise JaxspecError(f"transformers has no class {config.architectures} for {folder}")
-        options: dict[str, Any] = {"attn_implementation": "eager"}
-        if "Deepseek" in cls.__name__:
+        if hasattr(config, "num_experts_per_tok"):
             options["experts_implementation"] = "eager"
         # It would list the NextN layer's tensors, which the target class does not have.
         transformers.logging.set_verbosity_error()

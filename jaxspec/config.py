@@ -288,6 +288,7 @@ def resolve(
     config: EngineConfig,
     *,
     model_max_position: int,
+    index_topk: int | None = None,
     page_bytes: int,
     free_bytes: int,
     on_gpu: bool,
@@ -296,6 +297,7 @@ def resolve(
     """Turns options into settings.
 
     Args:
+        index_topk: see `ModelConfig`; the longest context of a model that has it.
         page_bytes: bytes of one KV page over all layers, on one device.
         free_bytes: bytes that KV pages may take on one device.
         paged: pages hold all that the model's layers keep between steps (see `CacheSpec`).
@@ -303,10 +305,17 @@ def resolve(
     Raises:
         ConfigError: options that contradict the model or each other; the text names the option to change.
     """
-    max_model_len = config.max_model_len or (model_max_position if on_gpu else min(model_max_position, 4096))
+    longest = min(model_max_position, index_topk or model_max_position)
+    max_model_len = config.max_model_len or (longest if on_gpu else min(longest, 4096))
     if max_model_len > model_max_position:
         raise ConfigError(
             f"{flagged('max_model_len')} {max_model_len} is over the model's own limit of {model_max_position} tokens"
+        )
+    if max_model_len > longest:
+        raise ConfigError(
+            f"{flagged('max_model_len')} {max_model_len} is over {longest}: with more tokens than that (index_topk) this "
+            "model attends only to those that its indexer chooses, which is not supported; with fewer it attends to all "
+            f"of them. Use at most {longest}"
         )
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)

@@ -84,6 +84,7 @@ def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
 
         (add_record_arguments if argv[1:2] == ["record"] else add_arguments)(compare)
 
+    command("models", _models, "List the architectures of models and drafts that are supported.")
     command("demo", _demo, "Generate with the embedded demo model and check it against PyTorch's recorded output.")
     command("bench", _version, "Run a benchmark (needs a checkout of the repository).")
     command("version", _version, "Print the versions of jaxspec and of what it runs on.")
@@ -322,6 +323,13 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _models(_arguments: argparse.Namespace) -> int:
+    from jaxspec.loading.supported import listing
+
+    print(listing())
+    return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import pytest
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,6 +40,14 @@ _YARN = {
     "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+# Values wider than the keys, and several ends of text.
+_GLM_LITE = _MLA | {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "qk_nope_head_dim": 24, "v_head_dim": 32,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1, "eos_token_id": [2, 3, 5], "rms_norm_eps": 1e-5,
+}  # fmt: skip
+# Sparse attention that chooses every key, since its tests have no longer contexts.
+_DSA = _V3 | {"index_topk": 128, "index_head_dim": 32, "index_n_heads": 2, "num_nextn_predict_layers": 1}
 _LLAMA = _COMMON | {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 2, "head_dim": 16,
     "mlp_bias": False,
@@ -58,6 +68,23 @@ _QUANTIZATION = {
     "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
 }  # fmt: skip
 
+# Heads and latents of MiniCPM3-4B in a narrow model. Its released long-context factors are equal for short and long.
+_MINICPM3 = _COMMON | {
+    "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "num_key_value_heads": 4, "kv_lora_rank": 256,
+    "q_lora_rank": 24, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "scale_emb": 12,
+    "scale_depth": 1.4, "dim_model_base": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "longrope", "original_max_position_embeddings": 128,
+        "short_factor": [1.0 + 0.1 * i for i in range(16)], "long_factor": [1.0 + 0.1 * i for i in range(16)],
+    },
+}  # fmt: skip
+# The text part, as inside the released file, of a multimodal model.
+_KIMI_TEXT = _V3 | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "rope_scaling": _YARN, "model_type": "kimi_k2"}
+_KIMI = {
+    "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "media_placeholder_token_id": 9,
+    "tie_word_embeddings": True, "text_config": _KIMI_TEXT | {"eos_token_id": 3},
+}  # fmt: skip
+
 # In hub spelling. "v3-fp8-dequantised" has the weights of "v3-fp8" (same seed) in bfloat16, dequantised by PyTorch.
 CONFIGS: dict[str, dict[str, Any]] = {
     "v2-lite": _V2 | {"q_lora_rank": None},
@@ -67,8 +94,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "v3": _V3,
     "v3-mtp": _V3 | {"num_nextn_predict_layers": 1},
     "v3-yarn": _V3 | {"rope_scaling": _YARN, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "glm4-lite": _GLM_LITE,
+    "v32": _DSA | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+    "glm-dsa": _DSA
+    | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "qk_nope_head_dim": 24, "v_head_dim": 32}
+    | {"n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full"]},
     "moonlight": _V3
     | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.446},
+    "kimi-k25": _KIMI,
+    "minicpm3": _MINICPM3,
     "llama": _LLAMA,
     "llama3-rope": _LLAMA | {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE},
     "qwen3": _QWEN3,
@@ -77,6 +111,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "v3-fp8-dequantised": _FP8,
 }
 VARIANTS = tuple(CONFIGS)
+# Others differ from these in names or in a default only.
+TWINS = ("v32", "kimi-k25")
+
+
+def variants(*left_out: str) -> list[Any]:
+    """Parameters of a test for each variant; those of `TWINS` are for full runs."""
+    named = (v for v in VARIANTS if v not in left_out)
+    return [pytest.param(v, marks=pytest.mark.full) if v in TWINS else v for v in named]
 
 
 def tiny_checkpoint(variant: str, folder: Path, seed: int = 0, *, spelling: Spelling = "hub", **changes: Any) -> Path:
@@ -90,11 +132,14 @@ def tiny_checkpoint(variant: str, folder: Path, seed: int = 0, *, spelling: Spel
     import torch
     import transformers
 
-    hub = copy.deepcopy(CONFIGS[variant]) | changes
+    whole = copy.deepcopy(CONFIGS[variant])
+    hub = whole.get("text_config", whole)
+    hub |= changes
     folder.mkdir(parents=True, exist_ok=True)
     cls = getattr(transformers, hub["architectures"][0])
     unknown = {"scoring_func", "moe_layer_freq", "quantization_config", "torch_dtype"}
-    unknown |= {"topk_method"} if hub["model_type"] == "deepseek_v3" else set()
+    unknown |= {"topk_method"} if hub["model_type"] != "deepseek_v2" else set()
+    unknown |= {"model_type"}
     known = {k: v for k, v in hub.items() if k not in unknown}
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
@@ -103,9 +148,10 @@ def tiny_checkpoint(variant: str, folder: Path, seed: int = 0, *, spelling: Spel
         for name, tensor in model.state_dict().items():
             tensor.copy_(_random(name, tensor.shape, generator))
     model.save_pretrained(folder)
-    _rewrite(folder, hub, generator)
+    _rewrite(folder, hub, generator, wrapped=hub is not whole)
     if spelling == "hub":
-        (folder / "config.json").write_text(json.dumps(hub | {"torch_dtype": hub.get("torch_dtype", "float32")}))
+        hub["torch_dtype"] = hub.get("torch_dtype", "float32")
+        (folder / "config.json").write_text(json.dumps(whole))
     return folder
 
 
@@ -120,8 +166,9 @@ def _random(name: str, shape: Any, generator: Any) -> "Tensor":
     return value if "embed" in name else value / math.sqrt(shape[-1])
 
 
-def _rewrite(folder: Path, hub: dict[str, Any], generator: Any) -> None:
-    """Adds what transformers does not save: the MTP layer and FP8 weights."""
+def _rewrite(folder: Path, hub: dict[str, Any], generator: Any, *, wrapped: bool) -> None:
+    """Adds what transformers does not save: the MTP layer, FP8 weights and, if wrapped, the names of a multimodal model."""
+    import torch
     from safetensors.torch import load_file, save_file
 
     file = folder / "model.safetensors"
@@ -132,6 +179,9 @@ def _rewrite(folder: Path, hub: dict[str, Any], generator: Any) -> None:
         kept = "e_score_correction_bias"
         tensors = {name: t if name.endswith(kept) else t.bfloat16() for name, t in tensors.items()}
         tensors = _quantise(tensors, keep="quantization_config" in hub)
+    if wrapped:
+        tensors = {f"language_model.{name}": t for name, t in tensors.items()}
+        tensors |= {f"{n}.weight": torch.ones(3) for n in ("vision_tower.patch_embed.proj", "mm_projector.pre_norm")}
     save_file(tensors, file, metadata={"format": "pt"})
 
 

@@ -133,6 +133,7 @@ class _Plan:
         return resolve(
             self.config,
             model_max_position=self.model.max_position,
+            index_topk=self.model.index_topk,
             page_bytes=self.page_bytes,
             free_bytes=free_bytes,
             on_gpu=self.on_gpu,
@@ -179,6 +180,13 @@ def _log_pool(plan: _Plan, settings: Settings) -> None:
     logger.info("Available KV cache memory: %.2f GiB", settings.num_pages * plan.page_bytes / 2**30)
     logger.info("%s KV cache size: %s tokens", "GPU" if plan.on_gpu else "CPU", f"{tokens:,}")
     length = settings.max_model_len
+    if plan.model.index_topk is not None and length < plan.model.max_position:
+        logger.warning(
+            "Contexts end at %d tokens, not at the model's %d: with more it attends only to those that its indexer "
+            "chooses (index_topk), which is not supported",
+            length,
+            plan.model.max_position,
+        )
     logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
 
 

@@ -25,7 +25,7 @@ from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
 from jaxspec.models.fields import section
 from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, fill
-from jaxspec.models.mtp import NextN, nextn_prefix
+from jaxspec.models.mtp import NextN
 from jaxspec.models.params import declarations
 from jaxspec.models.registry import family_of, read_config
 
@@ -125,11 +125,17 @@ class HFCheckpoint:
 def _check_quantisation(hf: dict[str, Any]) -> None:
     quantisation = section(hf, "quantization_config")
     method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", [128, 128])
-    if quantisation and (method, block) != ("fp8", [128, 128]):
+    if not quantisation or (method, block) == ("fp8", [128, 128]):
+        return
+    if (packed := quantisation.get("format")) is not None:  # of compressed-tensors; INT4 is "pack-quantized"
         raise ModelFormatError(
-            f"quantization {shown(method)} with blocks {shown(block)} is not supported "
-            "(supported: 'fp8' with blocks [128, 128])"
+            f"quantization {shown(method)} in the format {shown(packed)} is not supported; use a bfloat16 copy of the "
+            "model, or one in FP8 ('fp8' with blocks [128, 128])"
         )
+    raise ModelFormatError(
+        f"quantization {shown(method)} with blocks {shown(block)} is not supported "
+        "(supported: 'fp8' with blocks [128, 128])"
+    )
 
 
 def _sources(model: CausalLM | NextN | Eagle3, pieces: KeyMap) -> dict[ParamPath, ParamSource]:
@@ -144,8 +150,10 @@ def _model_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) ->
     config = read_config(hf)
     parts = parts_of(_sources(CausalLM(config, np.dtype(dtype)), family_of(config).key_map(config)))
     # A model that was saved with transformers keeps the NextN layer in its config and loses the layer's weights.
-    if config.nextn_layers and any(name.startswith(nextn_prefix(config)) for name in reader.tensors):
-        parts[MTP] = _sources(NextN(config, np.dtype(dtype)), family_of(config).nextn_key_map(config))
+    if config.nextn_layers:
+        keys = family_of(config).nextn_key_map(config)
+        if any(piece.name in reader.tensors for pieces in keys.values() for piece in pieces):
+            parts[MTP] = _sources(NextN(config, np.dtype(dtype)), keys)
     return parts
 
 

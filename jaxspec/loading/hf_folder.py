@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxspec.errors import ModelFormatError, shown
 from jaxspec.models.fields import CONFIG
-from jaxspec.models.hf_fields import eos_ids
+from jaxspec.models.hf_fields import eos_ids, text_part
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -97,12 +97,13 @@ def check_size(path: Path, most: int = MAX_JSON_BYTES) -> None:
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, after checking that there is a folder with one."""
+    """The folder's config.json, after checking that there is a folder with one; of a multimodal model its text part."""
     if not folder.is_dir():
         raise ModelFormatError(f"{folder} is not a folder")
     if not (folder / CONFIG).exists():
         raise ModelFormatError(f"{folder} has no {CONFIG}, so it is not a Hugging Face model folder")
-    return read_json(folder, CONFIG)
+    with naming(folder):
+        return text_part(read_json(folder, CONFIG))
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

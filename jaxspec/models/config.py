@@ -5,7 +5,7 @@ no other code depends on the kinds that exist.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from jaxspec.models.keymap import KeyMap
 
@@ -25,11 +25,12 @@ class RopeConfig:
         factor, original_max_position, beta_fast, beta_slow, mscale, mscale_all_dim: YaRN (arXiv 2309.00071), with
             DeepSeek's two temperature factors. `factor` also serves kinds "linear" and "llama3".
         low_freq_factor, high_freq_factor: kind "llama3".
+        factors: kind "longrope" (arXiv 2402.13753), a divisor of each frequency.
     """
 
     dim: int
     theta: float
-    kind: Literal["default", "linear", "yarn", "llama3"] = "default"
+    kind: Literal["default", "linear", "yarn", "llama3", "longrope"] = "default"
     interleaved: bool = False
     factor: float = 1.0
     original_max_position: int = 0
@@ -40,6 +41,7 @@ class RopeConfig:
     attention_factor: float | None = None
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    factors: tuple[float, ...] = ()
 
 
 class AttentionSpec(Protocol):
@@ -75,6 +77,20 @@ class LayerSpec:
     mlp: MLPSpec
 
 
+class Published(NamedTuple):
+    """What people know an architecture by.
+
+    Attributes:
+        models: published models of it.
+        mtp: whether its checkpoints may bring a NextN (MTP) layer, which drafts for them.
+        note: a limit of what is supported.
+    """
+
+    models: str
+    mtp: bool = False
+    note: str = ""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only language model.
@@ -82,6 +98,9 @@ class ModelConfig:
     Attributes:
         architecture: from `architectures` in config.json; it selects the family (see `registry`).
         layers, nextn_layers: specs of the decoder's layers, and of the NextN (MTP) layers in its checkpoints.
+        index_topk: keys that sparse attention chooses for a query. With at most so many cached tokens it chooses all of
+            them, which is what the layers compute; longer contexts are not supported.
+        embed_scale, logit_scale: factors of the embeddings, and of the hidden states that the head reads.
     """
 
     architecture: str
@@ -94,6 +113,9 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
+    index_topk: int | None = None
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def num_layers(self) -> int:

@@ -137,11 +137,14 @@ class CausalLM(nnx.Module):
         return ModelOutput(self.norm(x_TH), tuple(written), tuple(captured), tuple(chosen or ()))
 
     def embed_ids(self, ids_T: jax.Array) -> jax.Array:
-        return jnp.take(self.embed.weight[...], ids_T, axis=0)
+        x_TH = jnp.take(self.embed.weight[...], ids_T, axis=0)
+        return x_TH if self.config.embed_scale == 1 else x_TH * self.config.embed_scale
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
         """[R, vocab] of hidden states after the final norm, in their type."""
         weight = self.embed.weight if self.config.tie_embeddings else self.head.weight
+        if self.config.logit_scale != 1:
+            hidden_RH = hidden_RH * self.config.logit_scale
         return linear(hidden_RH, weight[...])
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:

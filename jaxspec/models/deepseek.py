@@ -1,14 +1,20 @@
-"""DeepSeek-V2 and V3 (also R1, Kimi-K2, Moonlight): latent attention, routed experts, and a NextN layer in V3."""
+"""DeepSeek-V2, V3 and V3.2 (also R1, Kimi-K2, Moonlight), GLM-4.7-Flash and GLM-5: latent attention, routed experts, and
+from V3 on a NextN layer.
+
+V3.2 and GLM-5 are V3 with an indexer, which chooses the `index_topk` keys that a query attends to. Up to so many tokens it
+chooses all of them: there the model is exactly V3, and the indexer's tensors are left unread.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from jaxspec.errors import ModelFormatError
-from jaxspec.models.config import LayerSpec, ModelConfig
-from jaxspec.models.fields import flag, real_or, require, text_or, whole, whole_or
+from jaxspec.models.config import LayerSpec, ModelConfig, Published
+from jaxspec.models.fields import flag, real_or, require, text_list, text_or, whole, whole_or, wrong
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
+    MAX_POSITION,
     common_fields,
     divisible,
     num_layers,
@@ -23,9 +29,23 @@ from jaxspec.models.mla import MLASpec
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.mtp import nextn_prefix
 
-V2, V3 = ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+V2, V3, V32 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"
+GLM_LITE, GLM_DSA = "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"
+_SHORT = "contexts up to index_topk (2048) tokens"
+ARCHITECTURES = {
+    V3: Published("DeepSeek-V3 and R1, Kimi-K2, Moonlight", mtp=True),
+    V2: Published("DeepSeek-V2, V2-Lite"),
+    V32: Published("DeepSeek-V3.2", mtp=True, note=_SHORT),
+    GLM_LITE: Published("GLM-4.7-Flash", mtp=True),
+    GLM_DSA: Published("GLM-5, 5.1, 5.2", mtp=True, note=_SHORT),
+}
 
-
+# Dense layers before the routed ones where config.json does not say, as in the transformers classes.
+_FIRST_DENSE = {GLM_LITE: 1, V32: 3, GLM_DSA: 3}
+# Keys that an indexer chooses, in the same classes.
+_INDEX_TOPK = 2048
+# Layers of GLM-5.2 that share another one's choice of keys have none of these.
+_INDEXER = r"model\.layers\.\d+\.self_attn\.indexer\.((wq_b|wk|weights_proj)\.weight|k_norm\.(weight|bias))"
 # Kimi-K2, the largest, has 384 experts in 60 layers. Each expert of each layer is three entries of the key map.
 _MAX_EXPERTS = 4096
 _MAX_EXPERTS_OF_ALL_LAYERS = 2**16
@@ -37,19 +57,30 @@ def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     common = common_fields(hf, architecture)
     layers = num_layers(hf)
     attention, dense = read_attention(hf), DenseSpec(size(hf, "intermediate_size"))
-    moe = _read_moe(hf, v3=architecture == V3)
-    num_dense = whole_or(hf, "first_k_dense_replace", 0, 0, MAX_LAYERS) if moe else layers
+    moe = _read_moe(hf, v3=architecture != V2)
     nextn = whole_or(hf, "num_nextn_predict_layers", 0, 0, _MAX_NEXTN_LAYERS)
     if moe and layers * moe.num_experts > _MAX_EXPERTS_OF_ALL_LAYERS:
         raise ModelFormatError(
             f"config.json has num_hidden_layers={layers} and n_routed_experts={moe.num_experts}; "
             f"at most {_MAX_EXPERTS_OF_ALL_LAYERS} experts in all layers are supported"
         )
+    sparse = _sparse_layers(hf, architecture, layers)
     return ModelConfig(
         **common,
-        layers=tuple(LayerSpec(attention, moe if moe and i >= num_dense else dense) for i in range(layers)),
-        nextn_layers=(LayerSpec(attention, moe or dense),) * (nextn if architecture == V3 else 0),
+        layers=tuple(LayerSpec(attention, moe if moe and i in sparse else dense) for i in range(layers)),
+        nextn_layers=(LayerSpec(attention, moe or dense),) * (nextn if ARCHITECTURES[architecture].mtp else 0),
+        index_topk=whole_or(hf, "index_topk", _INDEX_TOPK, 1, MAX_POSITION) if architecture in (V32, GLM_DSA) else None,
     )
+
+
+def _sparse_layers(hf: Mapping[str, Any], architecture: str, layers: int) -> Container[int]:
+    """The layers with routed experts."""
+    key = "mlp_layer_types"
+    if kinds := text_list(hf, key):
+        if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+            raise wrong(key, f'"dense" or "sparse" for each of {layers} layers', kinds)
+        return {i for i, kind in enumerate(kinds) if kind == "sparse"}
+    return range(whole_or(hf, "first_k_dense_replace", _FIRST_DENSE.get(architecture, 0), 0, MAX_LAYERS), layers)
 
 
 def read_attention(hf: Mapping[str, Any]) -> MLASpec:
@@ -125,7 +156,7 @@ def _read_groups(hf: Mapping[str, Any], experts: int, top_k: int) -> tuple[int, 
 
 
 def harmless(config: ModelConfig) -> re.Pattern[str]:
-    patterns = [ROTARY_TABLES]
+    patterns = [ROTARY_TABLES, *([_INDEXER] if config.index_topk else [])]
     if config.nextn_layers:  # the NextN layer's copies of the target's embedding and head
         patterns.append(re.escape(nextn_prefix(config)) + r"(embed_tokens|shared_head\.head)\.weight")
     if config.tie_embeddings:  # some writers store the head although it is the embedding

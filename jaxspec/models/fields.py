@@ -103,6 +103,17 @@ def whole_list(value: object, key: str, *, items: int, least: int, most: int, wh
     return tuple(check_whole(item, f"{key}[{i}]", least, most, where=where) for i, item in enumerate(value))
 
 
+def real_list(
+    values: Mapping[str, Any], key: str, items: int, least: float, most: float, *, where: str = CONFIG
+) -> tuple[float, ...]:
+    """Exactly `items` finite numbers, which must be there."""
+    require(values, key, where=where)
+    value = values[key]
+    if not isinstance(value, list) or len(value) != items:
+        raise wrong(key, f"a list of {items} numbers", value, where)
+    return tuple(real({key: item}, key, least, most, where=where) for item in value)
+
+
 def text_list(values: Mapping[str, Any], key: str, *, where: str = CONFIG) -> Sequence[str]:
     """Texts; none where the key is absent."""
     value = values.get(key)

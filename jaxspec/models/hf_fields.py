@@ -4,7 +4,9 @@ Both spellings are accepted: the hub's (`rope_theta` + `rope_scaling`, `torch_dt
 writes (`rope_parameters`, `dtype`, and no `scoring_func`/`topk_method`).
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxspec.errors import ModelFormatError, shown
@@ -14,10 +16,12 @@ from jaxspec.models.fields import (
     check_whole,
     flag,
     real,
+    real_list,
     real_or,
     real_or_none,
     require,
     section,
+    text_list,
     text_or,
     whole,
     whole_list,
@@ -34,9 +38,29 @@ _MAX_EOS_IDS = 1024
 _MAX_TOKEN_ID = 2**31 - 1
 _DTYPES = ("bfloat16", "float16", "float32")
 
+# The architecture whose config.json wraps that of a language model.
+KIMI_K25 = "KimiK25ForConditionalGeneration"
+# What such a file may say beside the part that it is about.
+_OF_THE_WRAPPER = ("architectures", "quantization_config", "torch_dtype", "dtype", "eos_token_id")
+
 
 def unsupported(key: str, value: object, supported: str) -> ModelFormatError:
     return ModelFormatError(f"config.json has {key}={shown(value)}, which is not supported (supported: {supported})")
+
+
+def text_part(hf: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says about its language model, under its own `architectures`; any other file as it is.
+
+    Raises:
+        ModelFormatError: a multimodal wrapper without that part.
+    """
+    if KIMI_K25 not in text_list(hf, "architectures") or ("vocab_size" in hf and "text_config" not in hf):
+        return hf
+    require(hf, key := "text_config")
+    inner = {name: value for name, value in section(hf, key).items() if value is not None}
+    require(inner, "vocab_size", where=f"{key} of {CONFIG}")
+    outer = {name: hf[name] for name in _OF_THE_WRAPPER if name in hf}
+    return outer | inner | {"architectures": hf["architectures"]}
 
 
 def size(hf: Mapping[str, Any], key: str) -> int:
@@ -115,11 +139,13 @@ def read_rope(hf: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeConf
     # Some writers repeat the base inside, most do not; 1 has no logarithm that YaRN could divide by.
     theta = real_or(raw if "rope_theta" in raw else hf, "rope_theta", 10000.0, 1.001, 1e15)
     kind: Any = raw.get("rope_type", raw.get("type", "default"))
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        raise unsupported("rope type", kind, "default, linear, yarn, llama3")
+    if kind not in ("default", "linear", "yarn", "llama3", "longrope"):
+        raise unsupported("rope type", kind, "default, linear, yarn, llama3, longrope")
     if kind == "default":
         return RopeConfig(dim, theta, interleaved=interleaved)
     where = f"{'rope_parameters' if hf.get('rope_parameters') else 'rope_scaling'} of {CONFIG}"
+    if kind == "longrope":
+        return _read_longrope(hf, raw, RopeConfig(dim, theta, kind, interleaved), where)
     low = real_or(raw, "low_freq_factor", 1.0, 1e-6, 1e6, where=where)
     high = real_or(raw, "high_freq_factor", 4.0, 1e-6, 1e6, where=where)
     if kind == "llama3" and low >= high:
@@ -140,4 +166,25 @@ def read_rope(hf: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeConf
         attention_factor=real_or_none(raw, "attention_factor", 1e-6, 1e6, where=where),
         low_freq_factor=low,
         high_freq_factor=high,
+    )
+
+
+def _read_longrope(hf: Mapping[str, Any], raw: dict[str, Any], rope: RopeConfig, where: str) -> RopeConfig:
+    """Factors of each frequency. Those for contexts beyond the original one must be those for shorter ones, as in
+    MiniCPM3: with others the length of a text would change the keys that are cached."""
+    short, long = (
+        real_list(raw, f"{kind}_factor", rope.dim // 2, 1e-6, 1e6, where=where) for kind in ("short", "long")
+    )
+    if short != long:
+        raise unsupported("long_factor", raw["long_factor"], "the same as short_factor")
+    original = whole(raw, "original_max_position_embeddings", 2, MAX_POSITION, where=where)
+    stretch = whole(hf, "max_position_embeddings", 1, MAX_POSITION) / original
+    factor = real_or(raw, "factor", stretch, 1e-6, 1e9, where=where)
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return replace(
+        rope,
+        factors=short,
+        factor=factor,
+        original_max_position=original,
+        attention_factor=real_or(raw, "attention_factor", default, 1e-6, 1e6, where=where),
     )

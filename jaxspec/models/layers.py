@@ -71,12 +71,13 @@ class ResidualMLP(Protocol):
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A SwiGLU MLP of `inner` columns."""
+    """A SwiGLU MLP of `inner` columns, its result times `scale`."""
 
     inner: int
+    scale: float = 1.0
 
     def build(self, hidden: int, declare: Declare) -> "MLP":
-        return MLP(hidden, self.inner, declare)
+        return MLP(hidden, self.inner, declare, scale=self.scale)
 
     def key_map(self, prefix: str, hidden: int) -> KeyMap:
         return {
@@ -89,15 +90,17 @@ class DenseSpec:
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate x) * up x)."""
+    """SwiGLU: down(silu(gate x) * up x) * scale."""
 
-    def __init__(self, hidden: int, inner: int, declare: Declare):
+    def __init__(self, hidden: int, inner: int, declare: Declare, *, scale: float = 1.0):
+        self.scale = scale
         self.gate_up = declare((2, inner, hidden), (None, "mlp", None))
         self.down = declare((hidden, inner), (None, "mlp"))
 
     def __call__(self, x_TH: jax.Array) -> jax.Array:
         gate_up_T2I = linear(x_TH, self.gate_up[...])
-        return linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...])
+        out_TH = linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...])
+        return out_TH if self.scale == 1 else out_TH * self.scale
 
     def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:  # noqa: ARG002
         x_TH = x_TH + attended_TH
@@ -117,6 +120,8 @@ def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:
     inv = 1.0 / base ** (np.arange(0, d, 2, dtype=np.float32) / d)
     if config.kind == "linear":
         inv = inv / config.factor
+    elif config.kind == "longrope":
+        return (inv / np.array(config.factors, np.float32)).astype(np.float32), config.attention_factor or 1.0
     elif config.kind == "llama3":
         length = config.original_max_position
         wavelength = 2 * math.pi / inv

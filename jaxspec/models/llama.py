@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.models.config import LayerSpec, ModelConfig
+from jaxspec.models.config import LayerSpec, ModelConfig, Published
 from jaxspec.models.fields import flag
 from jaxspec.models.gqa import GQASpec
 from jaxspec.models.hf_fields import (
@@ -20,7 +20,8 @@ from jaxspec.models.hf_fields import (
 from jaxspec.models.keymap import ROTARY_TABLES, any_of
 from jaxspec.models.layers import DenseSpec
 
-LLAMA, QWEN3 = ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
+ARCHITECTURES = {LLAMA: Published("Llama and models of its layout"), QWEN3: Published("Qwen3, dense")}
 
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:

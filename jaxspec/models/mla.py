@@ -33,6 +33,8 @@ class MLASpec:
     rope: RopeConfig
     # The reference implementations build the two latent norms with their class default, not with rms_norm_eps.
     latent_norm_eps: float = 1e-6
+    # Of what attention adds to the residual stream.
+    output_scale: float = 1.0
 
     @property
     def cache_dim(self) -> int:
@@ -140,7 +142,7 @@ class MLA(nnx.Module):
                 q_TNC = mla_query(q_TND[P:], w_uk, cos[P:], sin[P:])
                 decoded_TNV = self.attend_decode(q_TNC, latents, meta.decode_tables, meta.decode_bounds)
                 out_TNV = jnp.concatenate([out_TNV, decoded_TNV])
-        return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]), (latents,)
+        return self.project_out(out_TNV), (latents,)
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
@@ -155,7 +157,7 @@ class MLA(nnx.Module):
         (latents,) = self.write_keys(x_TH, cache, meta, rope)
         q_RNC = mla_query(q_RND, self.w_uk[...], cos[live.tokens], sin[live.tokens])
         out_RNV = self.attend_decode(q_RNC, latents, live.tables, live.bounds[:, None])
-        return jnp.einsum("tnv,hnv->th", out_RNV, self.o[...]), (latents,)
+        return self.project_out(out_RNV), (latents,)
 
     def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables) -> LayerCache:
         """See `Attention`."""
@@ -180,6 +182,11 @@ class MLA(nnx.Module):
             (q_TND,) = self.q_norm.into(outs[0][:, : self.q_lora_rank], self.q_b[...])
             return q_TND.reshape(T, -1), outs[0]
         return outs[0].reshape(T, -1), outs[-1]
+
+    def project_out(self, out_TNV: jax.Array) -> jax.Array:
+        """Values of the heads -> what attention adds to the residual stream, [T, H]."""
+        out_TH = jnp.einsum("tnv,hnv->th", out_TNV, self.o[...])
+        return out_TH if self.mla.output_scale == 1 else out_TH * self.mla.output_scale
 
     def attend_prefill(
         self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, latents: jax.Array, meta: StepMetadata

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxspec.errors import ModelFormatError, plain
-from jaxspec.models import deepseek, llama
-from jaxspec.models.config import ModelConfig
+from jaxspec.models import deepseek, kimi, llama, minicpm
+from jaxspec.models.config import ModelConfig, Published
 from jaxspec.models.decoder import decoder_key_map
 from jaxspec.models.fields import text_list
 from jaxspec.models.keymap import KeyMap
 from jaxspec.models.mtp import nextn_key_map
+from jaxspec.models.unsupported import explain
 
 
 class Family(NamedTuple):
@@ -21,16 +22,23 @@ class Family(NamedTuple):
         harmless: matches tensors that its checkpoints are known to hold and no model needs.
         key_map: of the target, paths of `CausalLM`.
         nextn_key_map: of the first NextN layer, paths of `NextN`.
+        published: what people know it by.
     """
 
     read_config: Callable[[Mapping[str, Any], str], ModelConfig]
     harmless: Callable[[ModelConfig], re.Pattern[str]]
     key_map: Callable[[ModelConfig], KeyMap] = decoder_key_map
     nextn_key_map: Callable[[ModelConfig], KeyMap] = nextn_key_map
+    published: Published = Published("")
 
 
 FAMILIES: dict[str, Family] = {
-    name: Family(module.read_config, module.harmless) for module in (deepseek, llama) for name in module.ARCHITECTURES
+    name: Family(module.read_config, module.harmless, published=published)
+    for module in (deepseek, llama, minicpm)
+    for name, published in module.ARCHITECTURES.items()
+} | {
+    name: Family(kimi.read_config, kimi.harmless, kimi.target_key_map, kimi.draft_key_map, published)
+    for name, published in kimi.ARCHITECTURES.items()
 }
 
 
@@ -39,16 +47,18 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def read_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of a Hugging Face `config.json`, already parsed as JSON.
+    """The configuration of a Hugging Face `config.json`, as `hf_folder.read_hf_config` returns it.
 
     Raises:
-        ModelFormatError: an architecture or option that is not supported; the text lists what is.
+        ModelFormatError: an architecture or option that is not supported; the text says what is missing.
     """
     architectures = text_list(hf, "architectures")
     for architecture in architectures:
         if architecture in FAMILIES:
             return FAMILIES[architecture].read_config(hf, architecture)
+    if not architectures:
+        raise ModelFormatError("unsupported architecture (none named in config.json); `jaxspec models` lists what is")
     raise ModelFormatError(
-        f"unsupported architecture {', '.join(map(plain, architectures[:4])) or '(none named in config.json)'}; "
-        f"supported: {', '.join(FAMILIES)}"
+        f"unsupported architecture {', '.join(map(plain, architectures[:4]))}; "
+        f"{explain(hf, architectures[0], FAMILIES)}; `jaxspec models` lists what is supported"
     )

@@ -18,7 +18,7 @@ from jaxspec.loading.resolve import EMBEDDED, resolve_model
 from jaxspec.models.params import TENSOR_AXIS
 from tests.convert.edits import edit_config, edit_tensors, tensors
 from tests.eagle3_models import tiny_draft
-from tests.tiny_models import VARIANTS
+from tests.tiny_models import variants
 
 Get = Callable[[str], Path]
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def bits(array: jax.Array) -> np.ndarray:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", variants())
 def test_models(variant: str, dtype: str, source: Get, converted: Get, devices: Mesh):
     assert_same(source(variant), converted(variant), devices, dtype)
 

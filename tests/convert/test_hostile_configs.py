@@ -44,7 +44,7 @@ OPTIONAL: dict[str, Any] = {
     "torch_dtype": "float32", "latent_norm_eps": 1e-6, "use_sliding_window": False, "mlp_bias": False,
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 64, "attention_factor": 1.0, "rope_theta": 10000.0},
-    "eagle_aux_hidden_state_layer_ids": [2, 3, 4], "num_aux_hidden_states": 3, "quantization_config": None,
+    "index_topk": 2048, "eagle_aux_hidden_state_layer_ids": [2, 3, 4], "num_aux_hidden_states": 3, "quantization_config": None,
 }  # fmt: skip
 SECONDS = 2.0
 BYTES = 200 * 2**20
@@ -186,6 +186,10 @@ def test_messages(changes: dict[str, Any], message: str, tmp_path: Path):
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 and only n_routed_experts=8"),
         ({"num_hidden_layers": 1024, "n_routed_experts": 4096}, "at most 65536 experts in all layers"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim in config.json must be even"),
+        (
+            {"mlp_layer_types": ["dense"] * 2},
+            'mlp_layer_types in config.json must be "dense" or "sparse" for each of 3',
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_each_other(changes: dict[str, Any], message: str, tmp_path: Path):

@@ -10,28 +10,29 @@ from jaxspec.loading.key_check import check
 from jaxspec.loading.safetensors_reader import TensorInfo
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
+from jaxspec.models.hf_fields import text_part
 from jaxspec.models.keymap import KeyMap, Piece, fill
-from jaxspec.models.mtp import NextN, nextn_key_map
+from jaxspec.models.mtp import NextN
 from jaxspec.models.params import declarations
 from jaxspec.models.registry import family_of, read_config
 from tests.tiny_models import CONFIGS, VARIANTS
 
 
 def harmless(variant: str) -> re.Pattern[str]:
-    config = read_config(CONFIGS[variant])
+    config = read_config(text_part(CONFIGS[variant]))
     return family_of(config).harmless(config)
 
 
 def maps(config: ModelConfig) -> list[tuple[KeyMap, CausalLM | NextN]]:
     out: list[tuple[KeyMap, CausalLM | NextN]] = [(family_of(config).key_map(config), CausalLM(config, np.float32))]
     if config.nextn_layers:
-        out.append((nextn_key_map(config), NextN(config, np.float32)))
+        out.append((family_of(config).nextn_key_map(config), NextN(config, np.float32)))
     return out
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_is_filled_exactly_once(variant: str):
-    for key_map_, model in maps(read_config(CONFIGS[variant])):
+    for key_map_, model in maps(read_config(text_part(CONFIGS[variant]))):
         declared = declarations(model)
         assert key_map_.keys() == declared.keys()
         for path, pieces in key_map_.items():
@@ -47,7 +48,7 @@ def test_every_parameter_is_filled_exactly_once(variant: str):
 def test_every_number_of_a_tensor_is_used_exactly_once(variant: str):
     """Splits keep every value, and permutations are permutations."""
     used: dict[str, np.ndarray] = {}
-    for key_map_, _ in maps(read_config(CONFIGS[variant])):
+    for key_map_, _ in maps(read_config(text_part(CONFIGS[variant]))):
         for pieces in key_map_.values():
             for p in pieces:
                 used.setdefault(p.name, np.zeros(p.shape, int)).reshape(p.view or p.shape)[p.take] += 1

@@ -20,7 +20,8 @@ from tests.engine.test_engine import assert_equal_runs
 from tests.engine.tiny import run, tiny_runner
 
 VARIANTS = (
-    "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "llama", "llama3-rope", "qwen3", "qwen3-tied",
+    "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "glm4-lite", "minicpm3", "llama", "llama3-rope", "qwen3",
+    "qwen3-tied",
 )  # fmt: skip
 KS = (1, 2, 3, 4, 7)
 # Every variant and every k, with all layouts each; every pair of variant and k is in the full matrix.

@@ -122,6 +122,25 @@ def test_the_earliest_of_several_stops_wins():
 
 
 @pytest.mark.slow
+def test_eos_list_stops_on_each():
+    """Three end-of-text ids, as GLM's models have: each is the end of some text."""
+    ids, _, texts = plain_run()
+    runner, rng, ends = pattern_runner(K), np.random.default_rng(2), set()
+    while len(ends) < 3:
+        eos = [int(token) for token in rng.choice(np.concatenate(list(ids.values())), 3)]
+        cut = {key: next((i + 1 for i, t in enumerate(text) if t in eos), None) for key, text in ids.items()}
+        ends = {ids[key][i - 1] for key, i in cut.items() if i}
+    with with_pattern(runner, texts, seed=3):
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+        batch = [Request(r.id, r.prompt_ids, params) for r in greedy_requests(VOCAB)]
+        got, _, reasons = run(engine_over(runner, eos=eos), batch)
+    assert got == {key: ids[key][:i] for key, i in cut.items()}
+    assert {key: reason for key, (reason, _) in reasons.items()} == {
+        k: "stop" if i else "length" for k, i in cut.items()
+    }
+
+
+@pytest.mark.slow
 def test_a_rejected_end_of_text_ends_nothing():
     """The end-of-text id is one that drafts propose wrongly and no text holds."""
     ids, _, texts = plain_run()

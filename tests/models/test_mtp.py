@@ -28,9 +28,16 @@ def torch_nextn(folder, ids, steps):
     from transformers.masking_utils import create_causal_mask
     from transformers.modeling_layers import MtpModel
 
-    target = transformers.DeepseekV3ForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
-    ).eval()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.mtp_layer_types, config.mtp_mlp_layer_types = ["indexed_attention"], ["sparse"]
+    config.num_mtp_layers = 1
+    target = (
+        getattr(transformers, config.architectures[0])
+        .from_pretrained(
+            folder, config=config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+        )
+        .eval()
+    )
     layer = MtpModel(target, 1).eval().layers[0]
     reader = SafetensorsReader(folder)
     prefix = f"model.layers.{target.config.num_hidden_layers}."
@@ -93,9 +100,12 @@ def metadata(start: int, count: int, *, prefill: bool) -> StepMetadata:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_hidden_states_and_drafts_equal_pytorch(tmp_path):
+@pytest.mark.parametrize(
+    "variant", ["v3-mtp", *(pytest.param(v, marks=pytest.mark.full) for v in ("glm4-lite", "v32", "glm-dsa"))]
+)
+def test_hidden_states_and_drafts_equal_pytorch(variant, tmp_path):
     """Prefilled and token by token, then three draft steps on the layer's own output."""
-    folder = tiny_checkpoint("v3-mtp", tmp_path / "hf")
+    folder = tiny_checkpoint(variant, tmp_path / "hf")
     ids = np.random.default_rng(0).integers(0, 256, T + 1).tolist()
     embedded, hidden, want, want_logits, drafted = torch_nextn(folder, ids, STEPS)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))

@@ -11,7 +11,7 @@ from convert.reference import ReferenceRun, TorchModel, choose_prompts, read_rec
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.llm import LLM
 from tests.conftest import few_buckets
-from tests.tiny_models import VARIANTS, tiny_checkpoint
+from tests.tiny_models import TWINS, VARIANTS, tiny_checkpoint
 
 # PyTorch cannot read these block scales; tests/convert shows that they are dequantised as their bfloat16 twin.
 LIVE = [v for v in VARIANTS if v != "v3-fp8"]
@@ -19,6 +19,10 @@ FAST = ("v3-yarn",)
 # Those of every kind of attention compile all buckets; of the others the largest, which holds every plan, is enough.
 EVERY_BUCKET = (*FAST, "llama", "v3-mtp")
 MAX_LOGIT_ERROR = 2e-4
+
+
+def marks(variant):
+    return [] if variant in FAST else [pytest.mark.full if variant in TWINS else pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,7 @@ def compare_with(folder, reference, *, every_bucket=False):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("variant", [v if v in FAST else pytest.param(v, marks=pytest.mark.slow) for v in LIVE])
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=marks(v)) for v in LIVE])
 @pytest.mark.parametrize("prompts", [4, pytest.param(16, marks=pytest.mark.full)])
 def test_variant_equals_pytorch(variant, prompts, tmp_path):
     """Chunks of 7 tokens, prompts of 3 to 40 and 64 new tokens, so that prefill and decode both cross a page."""
