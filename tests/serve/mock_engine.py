@@ -36,6 +36,12 @@ EOS = 257
 
 
 def byte_tokenizer(*, chat: bool = True, template: str = TEMPLATE, special: Sequence[str] = ()) -> Tokenizer:
+    """That of `byte_backend`."""
+    rust = byte_backend(special)
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template=template if chat else None))
+
+
+def byte_backend(special: Sequence[str] = ()) -> RustTokenizer:
     """Ids 0-255 are bytes in byte-level order, then the special tokens, further ones last."""
     rust = RustTokenizer(
         models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
@@ -43,7 +49,7 @@ def byte_tokenizer(*, chat: bool = True, template: str = TEMPLATE, special: Sequ
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in [*SPECIAL, *special]])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, chat_template=template if chat else None))
+    return rust
 
 
 class _Taken:

@@ -1,0 +1,67 @@
+"""Each family as people have it: a Hugging Face folder behind the server, a chat, with speculation and without.
+
+Four choices of one chat share a pool that holds fewer: prompts and windows share steps, and requests are retracted.
+"""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from jaxspec import EngineConfig
+from serve.model import load_model
+from tests.conftest import few_buckets
+from tests.eagle3_models import tiny_draft
+from tests.serve.mock_engine import SPECIAL, TEMPLATE, byte_backend
+from tests.tiny_models import tiny_checkpoint
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+VOCAB = 256 + len(SPECIAL)
+# Variant -> changes of its configuration that give it a NextN layer, or None: it has an EAGLE3 draft.
+FAMILIES = {
+    "glm4-lite": {}, "v3-mtp": {}, "v32": {}, "glm-dsa": {}, "kimi-k25": {"num_nextn_predict_layers": 1}, "minicpm3": None,
+}  # fmt: skip
+DEFAULT = ("glm4-lite",)
+CHAT = {
+    "messages": [{"role": "user", "content": "Say it in forty-one bytes and not in more"}],
+    "n": 4, "max_tokens": 24, "seed": 7, "temperature": 0.8, "ignore_eos": True, "logprobs": True,
+}  # fmt: skip
+RETRACTING = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 6}
+K = 2
+
+
+@pytest.fixture
+def folders(request, tmp_path):
+    """The model, with a tokenizer of bytes and a chat template, and its EAGLE3 draft if it needs one."""
+    changes, draft = FAMILIES[request.param], None
+    if changes is None:
+        draft = str(tiny_draft(tmp_path / "draft", vocab_size=VOCAB))
+    folder = tiny_checkpoint(request.param, tmp_path / "hf", **({"vocab_size": VOCAB} | (changes or {})))
+    PreTrainedTokenizerFast(tokenizer_object=byte_backend(), chat_template=TEMPLATE).save_pretrained(folder)
+    return str(folder), draft
+
+
+def answers(start_server, folder, **options):
+    """The tokens of each choice, and the engine's figures."""
+    config = EngineConfig(dtype="float32", max_model_len=128, enable_prefix_caching=False, **RETRACTING, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        few_buckets(patch)
+        server = start_server(load_model(folder, config, None, lambda *_: None))
+        reply = server.post("/v1/chat/completions", CHAT | {"model": "mock"})
+    assert reply.status_code == 200, reply.text
+    choices = reply.json()["choices"]
+    texts = [[(t["bytes"], t["token"]) for t in choice["logprobs"]["content"]] for choice in choices]
+    assert [len(text) for text in texts] == [CHAT["max_tokens"]] * CHAT["n"]
+    return texts, server.service.model().engine.stats()
+
+
+@pytest.mark.parametrize(
+    "folders", [v if v in DEFAULT else pytest.param(v, marks=pytest.mark.full) for v in FAMILIES], indirect=True
+)
+def test_a_chat_is_the_same_with_speculation_and_without(folders, start_server):
+    folder, draft = folders
+    want, plain = answers(start_server, folder)
+    got, stats = answers(start_server, folder, num_speculative_tokens=K, speculative_model=draft)
+    assert got == want
+    assert len({str(text) for text in want}) > 1
+    for each in (plain, stats):
+        assert each.num_preemptions > 0
+    assert stats.acceptance.num_steps > 0
