@@ -1,8 +1,10 @@
 """What all chat endpoints do: from a chat to choices of the engine, and from their output to what is in it."""
 
 import bisect
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError
@@ -71,12 +73,13 @@ async def prepare_chat(
     """
     tokenizer = service.tokenizer()
     form, tags = output_format(service, body)
-    if params[0].structured_outputs is not None and body.callable_tools:
-        raise InvalidRequestError(
-            "tools together with a grammar (response_format, structured_outputs) are not supported", param="tools"
-        )
-    if (names := body.required_tools) is not None:
-        calls = _required_calls(tokenizer, form, names, parallel=body.parallel_tool_calls and len(names) > 1)
+    asked, names = params[0].structured_outputs, body.required_tools
+    if names is not None or (asked is not None and body.callable_tools):
+        await service.compiled_grammar(asked)  # so that an error names the right schema
+        instead = asked if names is None else None
+        names = list(form.schemas) if names is None else names
+        parallel = body.parallel_tool_calls and len(names) > 1
+        calls = _calls_grammar(tokenizer, form, names, parallel=parallel, instead=instead)
         params = [replace(each, structured_outputs=calls) for each in params]
     matcher = await service.compiled_grammar(params[0].structured_outputs, param="tools" if names else None)
     prompt = await encode_chat(service, body)
@@ -95,18 +98,43 @@ async def prepare_chat(
     return ChatRun(tokenizer, choices, parsers, form.reasoning is not None, body.include_reasoning)
 
 
-def _required_calls(
-    tokenizer: Tokenizer, form: OutputFormat, names: Sequence[str], *, parallel: bool
+def _calls_grammar(
+    tokenizer: Tokenizer,
+    form: OutputFormat,
+    names: Sequence[str],
+    *,
+    parallel: bool,
+    instead: StructuredOutputsParams | None,
 ) -> StructuredOutputsParams:
     """The grammar of an answer that calls at least one of the functions.
 
+    Args:
+        instead: what an answer without calls has to be; None: there has to be a call.
+
     Raises:
-        InvalidRequestError: the schemas are too long.
+        InvalidRequestError: the schemas are too long, or `instead` is no JSON.
     """
     assert form.tools is not None
     schemas = {name: form.schemas[name] for name in names}
-    text = required_calls(form.tools, schemas, tokenizer.special_id, parallel=parallel)
+    answer = None if instead is None else _answer_schema(instead)
+    text = required_calls(form.tools, schemas, tokenizer.special_id, parallel=parallel, instead=answer)
     return StructuredOutputsParams(grammar=text)
+
+
+def _answer_schema(asked: StructuredOutputsParams) -> Mapping[str, Any]:
+    """
+    Raises:
+        InvalidRequestError: what is asked is no JSON.
+    """
+    match asked.kind:
+        case "json":
+            return json.loads(asked.source)
+        case "json_object":
+            return {"type": "object"}
+    raise InvalidRequestError(
+        f"structured_outputs.{asked.kind} together with tools is not supported: ask for JSON, or set tool_choice to none",
+        param="structured_outputs",
+    )
 
 
 def _end_of_thought(tokenizer: Tokenizer, form: OutputFormat, prompt_end: str) -> int | None:

@@ -312,8 +312,9 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> "ChatBody":
-        if self.required_tools and (self.response_format or self.structured_outputs):
-            raise invalid("a required call does not go with response_format or structured_outputs", ".tool_choice")
+        """What is asked of an answer's text by `response_format` is nothing to an answer that has to be a call."""
+        if self.required_tools and self.structured_outputs:
+            raise invalid("a required call does not go with structured_outputs", ".tool_choice")
         return self
 
     @model_validator(mode="after")

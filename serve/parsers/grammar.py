@@ -81,15 +81,18 @@ class CallGrammar:
             parts.append(rule if name in required else f"{rule}?")
         return " ".join(parts)
 
-    def whole(self, frame: Frame, calls: Sequence[str], *, parallel: bool) -> str:
+    def whole(self, frame: Frame, calls: Sequence[str], *, parallel: bool, instead: str = "") -> str:
         """The grammar of an output: one call, or with `parallel` as many as the model likes.
 
         Args:
             calls: one call of each function.
+            instead: an output without calls, where there may be one.
         """
         call = self._rule(" | ".join(calls))
         more = f"({frame.between} {call})*" if parallel else ""
         start = " ".join(filter(None, (frame.before, call, more, frame.after)))
+        if instead:
+            start = f"{self._rule(start)} | {instead}"
         rules = "\n".join(self._rules)
         return f"%llguidance {{}}\nstart: {start}\n{rules}\nANY_TEXT: /(.|\\n)*/\n"
 
@@ -109,8 +112,20 @@ class CallWriter(Protocol):
         ...
 
 
-def required_calls(form: CallWriter, schemas: Schemas, token_id: Callable[[str], int | None], *, parallel: bool) -> str:
-    """The grammar of an output that calls one of the functions, or several of them."""
+def required_calls(
+    form: CallWriter,
+    schemas: Schemas,
+    token_id: Callable[[str], int | None],
+    *,
+    parallel: bool,
+    instead: Mapping[str, Any] | None = None,
+) -> str:
+    """The grammar of an output that calls one of the functions, or several of them.
+
+    Args:
+        instead: a schema: the output may also be JSON that it accepts, and no call.
+    """
     grammar = CallGrammar(token_id)
     calls = [form.write_call(grammar, name, parameters) for name, parameters in schemas.items()]
-    return grammar.whole(form.frame(grammar), calls, parallel=parallel)
+    answer = "" if instead is None else grammar.value(instead)
+    return grammar.whole(form.frame(grammar), calls, parallel=parallel, instead=answer)

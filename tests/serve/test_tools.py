@@ -176,7 +176,7 @@ WRONG = [
     ({"tool_choice": {"type": "function", "name": "get_weather"}}, "tool_choice", "tool_choice.name: unknown parameter"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice.type: must be 'function'"),
     ({"tool_choice": "some"}, "tool_choice", "tool_choice: must be 'none', 'auto', 'required' or a function"),
-    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "does not go with"),
+    ({"tool_choice": "required", "structured_outputs": {"choice": ["a"]}}, "tool_choice", "does not go with"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "chat_template_kwargs.messages: is set by"),
     ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "names of 1 to 64 letters"),
     ({"chat_template_kwargs": {f"a{i}": 1 for i in range(65)}}, "chat_template_kwargs", "at most 64"),
@@ -267,7 +267,51 @@ def test_a_grammar_begins_after_the_thought(start_server):
     assert "</think> is no token of this model" in error
 
 
-def test_tools_and_a_grammar_exclude_each_other(caller):
-    error = check_error(caller.post("/v1/chat/completions", WITH_TOOLS | CHOICE), 400, "tools")
-    assert "together with a grammar" in error
-    assert caller.post("/v1/chat/completions", WITH_TOOLS | CHOICE | {"tool_choice": "none"}).status_code == 200
+SKY = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["blue", "grey"]}},
+    "required": ["sky"],
+    "additionalProperties": False,
+}
+FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "sky", "schema": SKY}}}
+
+
+@pytest.mark.parametrize("says", [CALL, "The sky? Blue."])
+def test_an_answer_that_is_held_to_a_schema_may_also_be_a_call(start_server, says):
+    """The grammar lets a model call, and holds it to the schema where it does not."""
+    _, model = chat_engine(says)
+    server = start_server(model)
+    for extra in ({}, {"seed": 5, "temperature": 1}):
+        for answer in (
+            client(server.base_url).chat.completions.create(**WITH_TOOLS | FORMAT | extra),
+            accumulated(server.base_url, **WITH_TOOLS | FORMAT | extra),
+        ):
+            (choice,) = answer.choices
+            if says == CALL:
+                assert [call.function.arguments for call in choice.message.tool_calls] == [ARGUMENTS]
+                assert not choice.message.content
+            else:
+                assert json.loads(choice.message.content)["sky"] in ("blue", "grey")
+                assert choice.finish_reason == "stop"
+
+
+def test_a_required_call_goes_before_a_schema(start_server):
+    _, model = chat_engine("The sky? Blue.")
+    body = WITH_TOOLS | FORMAT | {"tool_choice": "required", "parallel_tool_calls": False}
+    answer = client(start_server(model).base_url).chat.completions.create(**body).choices[0]
+    assert [list(json.loads(call.function.arguments)) for call in answer.message.tool_calls] == [["city"]]
+    assert answer.message.content is None
+
+
+def test_what_does_not_go_with_tools_is_named(caller):
+    path = "/v1/chat/completions"
+    assert "structured_outputs.choice together with tools" in check_error(
+        caller.post(path, WITH_TOOLS | CHOICE), 400, "structured_outputs"
+    )
+    assert caller.post(path, WITH_TOOLS | CHOICE | {"tool_choice": "none"}).status_code == 200
+    wrong = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}}
+    for choice in ("auto", "required"):
+        error = check_error(caller.post(path, WITH_TOOLS | wrong | {"tool_choice": choice}), 400, "structured_outputs")
+        assert "cannot be compiled" in error
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}]
+    assert "cannot be held to" in check_error(caller.post(path, CHAT | FORMAT | {"tools": tools}), 400, "tools")
