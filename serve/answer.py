@@ -39,6 +39,10 @@ class Format(Protocol):
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]: ...
 
+    def beside(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """What a whole answer has beside its choices, of the first of them."""
+        ...
+
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """A first chunk of a choice, sent before any output."""
         ...
@@ -70,7 +74,8 @@ async def answer(
     def written(whole: list[Delta]) -> dict[str, Any]:
         head = {**form.head(chunk=False), **synthetic_mark(engine)}
         texts = [form.whole(choice, delta) for choice, delta in zip(choices, whole, strict=True)]
-        return {**head, "choices": texts, "usage": _usage(choices, body.choices)}
+        beside = form.beside(choices[0], whole[0])
+        return {**head, "choices": texts, **beside, "usage": _usage(choices, body.choices)}
 
     return await whole_answer(engine, request, choices, reservation, written)
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from serve.answer import answer
 from serve.chat_run import ChatRun, chat_params, prepare_chat
 from serve.generation import Choice, Delta
-from serve.logprobs import chat_logprobs
+from serve.logprobs import chat_logprobs, prompt_logprobs
 from serve.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from serve.protocol import ChatBody
 from serve.request_metrics import request_metrics
@@ -54,6 +54,14 @@ class _Format:
         if calls:
             message["tool_calls"] = calls
         return self._choice(choice, delta, {"message": message})
+
+    def beside(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """All choices have one prompt, whose log-probabilities stand where vLLM has them."""
+        count = self._body.prompt_logprobs
+        if count is None:
+            return {}
+        ids, scores = choice.submission.prompt_ids, delta.prompt_logprobs or ()
+        return {"prompt_logprobs": prompt_logprobs(self._run.tokenizer, ids, scores, count=count)}
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return self._choice(choice, Delta(), {"delta": {"role": "assistant", "content": ""}})

@@ -59,7 +59,9 @@ def chat_params(service: Service, body: ChatBody) -> list[SamplingParams]:
     """Parameters of each choice; without a limit they go on to the end of the context."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     defaults = service.model().sampling_defaults
-    return body.sampling_params(max_tokens=max_tokens, logprobs=body.alternatives, defaults=defaults)
+    return body.sampling_params(
+        max_tokens=max_tokens, logprobs=body.alternatives, defaults=defaults, prompt_logprobs=body.prompt_logprobs
+    )
 
 
 async def prepare_chat(

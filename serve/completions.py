@@ -89,6 +89,9 @@ class _Format:
     def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         return self._choice(choice, delta)
 
+    def beside(self, choice: Choice, delta: Delta) -> dict[str, Any]:  # noqa: ARG002 - each choice has its own prompt
+        return {}
+
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """Log-probabilities of the prompt are known with the first output only, and come with its text."""
         return self._choice(choice, Delta()) if self._body.echo and self._body.logprobs is None else None

@@ -113,6 +113,7 @@ class ChatCompletion(TypedDict):
     created: int
     model: str
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[list[dict[str, PromptTokenLogprob] | None]]
     usage: Usage
     synthetic_acceptance_length: NotRequired[float]
 

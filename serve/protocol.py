@@ -94,6 +94,7 @@ class GenerationBody(Body):
     logit_bias: LogitBias | None = None
     min_tokens: Count | None = None
     num_speculative_tokens: Count | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     priority: Int64 = 0  # lower runs earlier
     cache_salt: str | None = Field(None, min_length=1, max_length=256)  # pages are shared under the same salt only
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
@@ -112,6 +113,8 @@ class GenerationBody(Body):
     def _check_combinations(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise invalid("needs stream to be true", ".stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("not supported together with stream", ".prompt_logprobs")
         if self.best_of not in (None, self.choices):
             raise invalid("not supported (only equal to n)", ".best_of")
         if self.response_format is not None and self.structured_outputs is not None:
@@ -162,13 +165,10 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None  # 0 reads the prompt only
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionBody":
-        if self.prompt_logprobs is not None and self.stream:
-            raise invalid("not supported together with stream", ".prompt_logprobs")
         if len(self.prompts) * self.choices > MAX_OUTPUTS:
             raise invalid(
                 f"too many prompts in one call: at most {MAX_PROMPTS}, and {MAX_OUTPUTS} prompts times n", ".prompt"

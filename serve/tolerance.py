@@ -155,7 +155,6 @@ CHAT = GENERATION.plus(
         "function_call": ("none",),
         "functions": ([],),
         "media_io_kwargs": ({},),
-        "prompt_logprobs": (),
         "modalities": (["text"],),
         "reasoning": (),
         "stream_reasoning": (True,),

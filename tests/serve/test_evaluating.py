@@ -76,6 +76,23 @@ def test_prompt_logprobs(mock_server, max_tokens):
     assert all(len(entry) == 1 for entry in ask(mock_server, prompt_logprobs=0)["choices"][0]["prompt_logprobs"][1:])
 
 
+def test_prompt_logprobs_of_a_chat(mock_server):
+    """Where vLLM has them: once, beside the choices."""
+    chat = {"messages": [{"role": "user", "content": "日本"}], "max_tokens": 4, "n": 2, "temperature": 0}
+    answer = mock_server.post("/v1/chat/completions", chat | {"prompt_logprobs": 2}).json()
+    ids = mock_server.post("/tokenize", {"messages": chat["messages"]}).json()["tokens"]
+    first, *told = answer["prompt_logprobs"]
+    assert first is None
+    assert [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], told, strict=True)] == [
+        -token / 256 for token in ids[1:]
+    ]
+    plain = mock_server.post("/v1/chat/completions", chat).json()
+    assert "prompt_logprobs" not in plain
+    assert answer["choices"] == plain["choices"]
+    wrong = chat | {"prompt_logprobs": 1, "stream": True}
+    check_error(mock_server.post("/v1/chat/completions", wrong), 400, "prompt_logprobs")
+
+
 def test_nothing_but_the_prompt(mock_server):
     answer = ask(mock_server, n=2)
     assert [choice["text"] for choice in answer["choices"]] == ["", ""]
