@@ -73,6 +73,12 @@ def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
     add_peer_flags(serve)
     serve.epilog = "Flags of vLLM and SGLang are understood where they have a meaning here: docs/flags.md."
 
+    chat = command("chat", _chat, "Chat with a server or a model; accepted drafts have a colour.")
+    if argv[:1] == ["chat"]:
+        from serve.terminal.command import add_arguments as add_chat_arguments
+
+        add_chat_arguments(chat)
+
     convert = command("convert", _convert, "Convert a Hugging Face checkpoint into a folder that loads fast.")
     convert.add_argument("source", metavar="SRC", help="a Hugging Face folder or a hub id")
     convert.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
@@ -330,6 +336,12 @@ def _models(_arguments: argparse.Namespace) -> int:
 
     print(listing())
     return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from serve.terminal.command import run
+
+    return run(arguments)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

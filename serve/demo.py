@@ -5,7 +5,6 @@ Speculation must not change the text, so every decoder has to write what PyTorch
 
 import argparse
 import itertools
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jaxspec
+from serve.terminal.colors import BOLD, GREEN, PLAIN, wants_escapes
 
 if TYPE_CHECKING:
     from convert.reference import ReferenceRun
@@ -35,7 +35,6 @@ DECODERS: dict[str, dict[str, Any]] = {
     "EAGLE3, Llama layer": {"num_speculative_tokens": 3, "speculative_model": "demo/eagle3-llama"},
     "EAGLE3, MLA layer": {"num_speculative_tokens": 3, "speculative_model": "demo/eagle3-mla"},
 }
-GREEN, BOLD, PLAIN = "\033[32m", "\033[1m", "\033[0m"
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def decode(name: str, llm: "LLM", reference: "Sequence[ReferenceRun]") -> Result
 
 def _print_texts(results: Sequence[Result], tokenizer: "Tokenizer") -> None:
     """The first prompts as each decoder continued them; a text that repeats is named, not printed again."""
-    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    color = wants_escapes(sys.stdout)
     print("\nThe same prompts with each decoder" + (f"; {GREEN}accepted drafts{PLAIN} are green." if color else "."))
     for prompt in range(SHOWN):
         print(RULE)
