@@ -1,5 +1,7 @@
 """Servers whose model knows tools and thinks, and that writes what a test says."""
 
+from collections.abc import Callable
+
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
 # Qwen's way: tools in a system message, calls as JSON between tags, thoughts between tags.
@@ -27,7 +29,9 @@ TWO_CALLS = f"<think>\nrain?\n</think>\n\nLet me look.\n{CALL}\n{CALL}"
 ARGUMENTS = '{"city": "Köln"}'
 
 
-def chat_engine(says: str, *, special: bool = True, template: str = HERMES, **options) -> tuple[MockEngine, object]:
+def chat_engine(
+    says: str | Callable[[str], str] | None, *, special: bool = True, template: str = HERMES, **options
+) -> tuple[MockEngine, object]:
     """An engine and what a server is started with. `special`: the tags are special tokens of the vocabulary."""
     tokenizer = byte_tokenizer(template=template, special=TAGS if special else ())
     engine = MockEngine(tokenizer=tokenizer, says=says, **{"max_model_len": 4096, **options})

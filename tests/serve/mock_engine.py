@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -79,7 +79,7 @@ class MockEngine:
         fail: a step raises this.
         nan_in: prompts that begin with this id end with an error, as a NaN row does.
         gate: steps wait for it.
-        says: what every output is, instead of words by hash.
+        says: what every output is, instead of words by hash; or a function of the prompt's text.
         prompts: the texts of what it was asked.
     """
 
@@ -92,7 +92,7 @@ class MockEngine:
         k: int = 0,
         cached_tokens: int = 0,
         tokenizer: Tokenizer | None = None,
-        says: str | None = None,
+        says: str | Callable[[str], str] | None = None,
     ):
         self.max_model_len = max_model_len
         self.aborted: list[str] = []
@@ -246,7 +246,8 @@ class MockEngine:
         """Words by hash, with an end-of-text id after about forty words."""
         self.prompts.append(self._tokenizer.decode(request.tokens, skip_special_tokens=False))
         if self.says is not None:
-            yield from self._tokenizer.encode(self.says)
+            text = self.says if isinstance(self.says, str) else self.says(self.prompts[-1])
+            yield from self._tokenizer.encode(text)
             yield from itertools.repeat(EOS)
         prompt = bytes(str(request.tokens), "ascii")
         count = 0

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import json
 import os
 import random
 import socket
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
 
+from jaxspec.grammar.rule import GrammarRule
 from serve.connection_table import ConnectionLimits
 from serve.deadlines import Deadlines
+from tests.schemas import checkable, random_schema
 from tests.serve.client_checks import sse
 from tests.serve.conftest import RunningServer
 from tests.serve.raw import connect, error_of, head, post, read_all
@@ -36,6 +40,19 @@ BAD_BODIES: list[Any] = [
     {"prompt": "x", "max_tokens": 10**9}, {"prompt": ""}, {"prompt": "x", "unknown": 1}, {"prompt": ["x"] * 100},
     {"prompt": "x", "stop": [""]}, {"prompt": "x" * 300_000}, {"prompt": "x", "model": "other"},
 ]  # fmt: skip
+CHAT = "/v1/chat/completions"
+SCHEMAS = 50
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Köln", "Bonn"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
+BAD_SCHEMAS: list[Any] = [
+    {"not": {}}, {"type": "strin"}, {"$ref": "#/$defs/none"}, {"type": "array", "uniqueItems": True}, {"pattern": "(?=x)"},
+    {"type": "object", "properties": {"a": {"if": {}, "then": {}}}}, {"enum": []}, 7,
+]  # fmt: skip
 BAD_HTTP = [
     b"nonsense\r\n\r\n",
     head(transfer_encoding="chunked", content_length=3) + b"{}",
@@ -44,12 +61,15 @@ BAD_HTTP = [
 ]
 
 
+_POOLS = ("body", "tokenizer", "long-tokenizer")
+
+
 @dataclass(frozen=True)
 class Usage:
     """Of this process, in which both sides run."""
 
     descriptors: int
-    threads: int
+    threads: int  # without those of pools of a fixed size, which start when they are needed
     resident_mib: float
 
 
@@ -57,7 +77,15 @@ def usage() -> Usage:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what is free but kept for later is not lost
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Usage(len(os.listdir("/proc/self/fd")), threading.active_count(), pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    threads = sum(not each.name.startswith(_POOLS) for each in threading.enumerate())
+    resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return Usage(len(os.listdir("/proc/self/fd")), threads, resident)
+
+
+def num_matchers() -> int:
+    """Of grammars, in requests."""
+    gc.collect()
+    return sum(type(each) is GrammarRule for each in gc.get_objects())
 
 
 @dataclass
@@ -80,7 +108,8 @@ class Soak:
         deadline = time.monotonic() + seconds
         acts: list[Callable[[random.Random], str]] = [
             self._valid, self._valid, self._canary, self._abort, self._abort, self._slow, self._half_open,
-            self._half_body, self._bad_body, self._bad_http, self._flood, self._tokenize,
+            self._half_body, self._bad_body, self._bad_http, self._flood, self._tokenize, self._constrained,
+            self._constrained, self._tools, self._tools, self._bad_schema,
         ]  # fmt: skip
 
         def work(number: int) -> None:
@@ -101,7 +130,13 @@ class Soak:
             worker.join()
 
     def settle(self) -> None:
-        """Waits until every request and connection has ended."""
+        """Waits until every request and connection has ended, and nothing of them is left."""
+        self._wait_until_idle()
+        self.server.post("/v1/completions", CANARY)  # the engine's thread knows its last outputs until the next ones
+        self._wait_until_idle()
+        self.server.wait_until(lambda: num_matchers() == 0)
+
+    def _wait_until_idle(self) -> None:
         service = self.server.service
         engine = service.engine_thread
         self.server.wait_until(lambda: service.in_flight == 0 and len(service.connections) == 0, 30)
@@ -147,11 +182,13 @@ class Soak:
         return "canary " + self._check(response.status_code, 200)
 
     def _abort(self, rng: random.Random) -> str:
-        body = self._request(rng) | {"max_tokens": 100, "ignore_eos": True}
+        body = self._request(rng) | {"max_tokens": 100}
+        constrained = rng.random() < 0.5
+        body |= {"structured_outputs": {"regex": "[a-z]{500}"}} if constrained else {"ignore_eos": True}
         with self._connection(rng) as connection:
             connection.sendall(post(body))
             time.sleep(rng.random() * 0.1)
-        return "aborted"
+        return "constrained, aborted" if constrained else "aborted"
 
     def _slow(self, rng: random.Random) -> str:
         body = {"prompt": "hi", "max_tokens": 100, "n": 8, "stream": True, "logprobs": 5, "ignore_eos": True}
@@ -204,6 +241,41 @@ class Soak:
             for connection in connections:
                 self.seen["flood " + self._check(int(connection.recv(12)[9:] or b"503"), 200)] += 1
         return "flood"
+
+    def _chat(self, rng: random.Random, body: dict[str, Any]) -> tuple[int, dict[str, Any] | None]:
+        """The status, and of a whole answer the choice."""
+        stream = rng.random() < 0.4
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 150, "temperature": 1, "stream": stream}
+        response = self.server.post(CHAT, asked | body)
+        if response.status_code == 200 and stream:
+            assert response.text.endswith("data: [DONE]\n\n")
+        return response.status_code, response.json()["choices"][
+            0
+        ] if response.status_code == 200 and not stream else None
+
+    def _constrained(self, rng: random.Random) -> str:
+        schema = random_schema(rng.randrange(SCHEMAS))
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        tools = {"tools": TOOLS} if rng.random() < 0.3 else {}
+        status, choice = self._chat(rng, {"response_format": form} | tools)
+        if choice and choice["finish_reason"] == "stop":
+            assert jsonschema_rs.is_valid(checkable(schema), json.loads(choice["message"]["content"])), choice
+            return "constrained, valid"
+        return "constrained " + self._check(status, 200)
+
+    def _tools(self, rng: random.Random) -> str:
+        named = {"type": "function", "function": {"name": "get_weather"}}
+        wanted = rng.choice(["auto", "required", named])
+        status, choice = self._chat(rng, {"tools": TOOLS, "tool_choice": wanted})
+        if choice and wanted != "auto" and choice["finish_reason"] == "tool_calls":
+            for call in choice["message"]["tool_calls"]:
+                assert json.loads(call["function"]["arguments"])["city"] in ("Köln", "Bonn"), choice
+            return "called"
+        return "tools " + self._check(status, 200)
+
+    def _bad_schema(self, rng: random.Random) -> str:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": rng.choice(BAD_SCHEMAS)}}
+        return "bad schema " + self._check(self._chat(rng, {"response_format": form})[0], 400)
 
     def _tokenize(self, rng: random.Random) -> str:
         copies = rng.choice([1, 20, 40_000])

@@ -1,15 +1,21 @@
-"""Traffic of rude clients for a while, after which no page, slot, descriptor, thread or memory is missing."""
+"""Traffic of rude clients and of constrained and calling ones for a while, after which nothing is missing.
+
+No page, slot, matcher, descriptor, thread or memory.
+"""
+
+import collections
 
 import pytest
 
 from jaxspec.compat import compiles
 from serve.model import ServedModel
-from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
+from tests.serve.chats import HERMES, chat_engine
 from tests.serve.soak import SETTINGS, Soak, stream_is_whole, usage
 
 REQUIRED = (
     "valid 200", "canary 200", "aborted", "slow reader", "half-open, told 408", "half a body, told 408",
-    "bad body 400", "bad HTTP 400", "flood 200", "flood 429", "tokenize 200",
+    "bad body 400", "bad HTTP 400", "flood 200", "flood 429", "tokenize 200", "constrained, aborted", "constrained 200",
+    "constrained, valid", "called", "tools 200", "bad schema 400",
 )  # fmt: skip
 
 
@@ -34,16 +40,18 @@ def check_soak(soak: Soak, seconds: float, *, most_mib: float) -> None:
 
 @pytest.mark.slow
 def test_soak(start_server):
-    engine = MockEngine(step_seconds=0.002, max_model_len=1024)
-    soak = Soak(start_server(served(engine, byte_tokenizer()), **SETTINGS))
-    check_soak(soak, 24.0, most_mib=100.0)
+    engine, model = chat_engine(None, step_seconds=0.002, max_model_len=1024)
+    engine.finished = collections.deque(maxlen=0)  # the mock would keep them all
+    soak = Soak(start_server(model, **SETTINGS))
+    check_soak(soak, 12.0, most_mib=100.0)
     assert len(engine.aborted) > 20
 
 
 @pytest.mark.full
 def test_soak_with_the_demo_model_for_half_an_hour(start_server, demo_llm):
     counts = lambda: (compiles.total, compiles.after_warmup)  # noqa: E731
-    model = ServedModel(demo_llm.engine, demo_llm.tokenizer, demo_llm.describe(), counts)
+    tokenizer = demo_llm.tokenizer.with_chat_template(HERMES)  # its own has no place for tools
+    model = ServedModel(demo_llm.engine, tokenizer, demo_llm.describe(), counts, grammars=demo_llm.grammars)
     server = start_server(model, **SETTINGS)
     compiled = compiles.total
     pages = demo_llm.engine.scheduler.pages
