@@ -5,9 +5,10 @@ import importlib
 import pytest
 
 from tests.serve.chats import TWO_CALLS, chat_engine
+from tests.serve.clients.conftest import MARKS
 from tests.serve.test_messages import TOOL, check_blocks
 
-pytestmark = pytest.mark.clients
+pytestmark = MARKS
 ASK = {"model": "mock", "max_tokens": 500, "messages": [{"role": "user", "content": "Rain?"}]}
 WITH_TOOLS = ASK | {"tools": [TOOL]}
 
