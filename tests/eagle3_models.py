@@ -41,9 +41,13 @@ def tiny_draft(
     own_head: bool = True,
     draft_vocab_size: int | None = None,
     seed: int = 0,
+    speculators: bool = False,
     **config: Any,
 ) -> Path:
-    """Writes a head into `folder` and returns it. `config` changes keys of config.json; None leaves one out."""
+    """Writes a head into `folder` and returns it. `config` changes keys of config.json; None leaves one out.
+
+    With `speculators` config.json has the layout of that library: the layer's own keys are nested.
+    """
     hf = CONFIGS[head] | ({"draft_vocab_size": draft_vocab_size} if draft_vocab_size else {}) | config
     hf = {key: value for key, value in hf.items() if value is not None}
     rng = np.random.default_rng(seed)
@@ -56,9 +60,26 @@ def tiny_draft(
         tensors["d2t"] = (ids - np.arange(draft_vocab_size)).astype(np.int64)
         tensors["t2d"] = np.isin(np.arange(hf["vocab_size"]), ids)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf))
+    (folder / "config.json").write_text(json.dumps(_as_speculators(hf) if speculators else hf))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+# Keys that the speculators layout has at the top; all others are the layer's.
+_OF_SPECULATORS = (
+    "draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size",
+    "eagle_aux_hidden_state_layer_ids", "tie_word_embeddings", "torch_dtype",
+)  # fmt: skip
+
+
+def _as_speculators(hf: dict[str, Any]) -> dict[str, Any]:
+    top = {key: hf[key] for key in _OF_SPECULATORS if key in hf}
+    layer = {key: value for key, value in hf.items() if key not in top and key != "architectures"}
+    verifier = {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+    return top | {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": layer,
+        "target_hidden_size": None, "speculators_config": {"algorithm": "eagle3", "verifier": verifier},
+    }  # fmt: skip
 
 
 def _normal(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -90,6 +111,12 @@ def _shapes(hf: dict[str, Any], prefix: str, own_embedding: bool, own_head: bool
     out |= {f"{prefix}mlp.{n}_proj.weight": (inner, hidden) for n in ("gate", "up")}
     out |= {f"{prefix}mlp.down_proj.weight": (hidden, inner), "norm.weight": (hidden,)}
     out["fc.weight"] = (hidden, captured * hidden)
+    if hf.get("norm_before_fc"):
+        out["input_norm.weight"] = (captured * hidden,)
+    if hf.get("use_aux_norm"):
+        out |= {f"aux_norm_{which}.weight": (hidden,) for which in ("low", "mid", "high")}
+    if hf.get("fc_norm"):
+        out |= {f"fc_norm.{i}.weight": (hidden,) for i in range(captured)}
     if own_embedding:
         out["embed_tokens.weight"] = (vocab, hidden)
     if own_head:

@@ -56,7 +56,7 @@ def make(folder: Path, seed: int = 0) -> None:
     _write(folder / "eagle3", TARGET, _random_tensors(rng, _shapes(decoder_key_map(read_config(TARGET)))))
 
     head = read_eagle3_config(EAGLE3)
-    pieces = eagle3_key_map(head, prefix="midlayer.", own_embedding=False, own_head=True)
+    pieces = eagle3_key_map(head, names=["midlayer."], own_embedding=False, own_head=True)
     tensors = _random_tensors(rng, _shapes(pieces))
     V, Vd = head.model.vocab_size, head.draft_vocab_size
     chosen = np.sort(rng.permutation(V)[:Vd])

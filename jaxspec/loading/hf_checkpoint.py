@@ -176,9 +176,8 @@ def _draft_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) ->
     elif "d2t" in reader.tensors and reader.read("d2t").any():
         raise ModelFormatError("the draft proposes the whole vocabulary, but its d2t maps tokens to others")
     own = {"own_embedding": "embed_tokens.weight" in reader.tensors, "own_head": own_head}
-    prefix = "midlayer." if any(name.startswith("midlayer.") for name in reader.tensors) else "layers.0."
     model = Eagle3(config, np.dtype(dtype), capture=tuple(range(config.num_captured)), **own)
     parts: Parts = {DRAFT: {}}
-    for path, source in _sources(model, eagle3_key_map(config, prefix=prefix, **own)).items():
+    for path, source in _sources(model, eagle3_key_map(config, names=reader.tensors, **own)).items():
         parts.setdefault(draft_part_of(path), {})[path] = source
     return parts

@@ -5,10 +5,14 @@ Formulas and names are those of the published heads, `LlamaForCausalLMEagle3` an
     x      = fc(concat of the captured residual streams)      once; later draft steps read the draft's own y
     a      = concat(input_norm(embedding), hidden_norm(x))    twice the hidden size, embedding first
     z      = x + attention(a);  y = z + mlp(post_norm(z));  logits = head(norm(y))
+
+Variants, each an option of its own: `norm_before_fc` norms what is captured as a whole, `fc_norm` each stream by itself
+(EAGLE3.1); `norm_before_residual` adds attention to hidden_norm(x) instead of x (heads of the "speculators" library);
+`norm_output` hands norm(y) to the next draft step instead of y (EAGLE3.1).
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +27,13 @@ from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import AttentionSpec, LayerSpec, ModelConfig
 from jaxspec.models.decoder import CausalLM, Embedding
-from jaxspec.models.fields import section, text_list, whole_list, whole_or, wrong
+from jaxspec.models.fields import flag, require, section, text_list, text_or, whole_list, whole_or, wrong
 from jaxspec.models.hf_fields import MAX_LAYERS, MAX_SIZE, MAX_VOCAB, common_fields, norm_eps, size
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
 from jaxspec.models.layers import DenseSpec, ResidualMLP, RMSNorm, RopeTables, linear, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
+from pallas_kernels.norm_linear.reference import rms_norm
 
 
 def _read_mla(hf: Mapping[str, Any]) -> AttentionSpec:
@@ -45,10 +50,11 @@ READERS: dict[str, Callable[[Mapping[str, Any]], AttentionSpec]] = {
 }
 # Options of other heads that would change the formulas above, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "fc_norm": (False,), "use_aux_norm": (False,), "norm_output": (False,), "norm_before_residual": (False,),
-    "norm_before_fc": (False,), "logit_scale": (1, 1.0), "use_aux_hidden_state": (True,),
-    "num_aux_hidden_states": (3,),
+    "logit_scale": (1, 1.0), "use_aux_hidden_state": (True,), "num_aux_hidden_states": (3,),
 }  # fmt: skip
+# The layers of heads in the layout of the "speculators" library, by the type that its configuration nests.
+_SPECULATORS_LAYERS = {"llama": "LlamaForCausalLMEagle3"}
+_SPECULATORS = "speculators_model_type"
 # Layers of the target that a head may read; published ones read 3.
 _MAX_CAPTURED = 64
 
@@ -61,11 +67,16 @@ class Eagle3Config:
         model: sizes of its one layer; the vocabulary and the hidden size are the target's.
         draft_vocab_size: tokens that it can propose; d2t maps them to the target's where they are fewer.
         layer_ids: the target layers named by its configuration, in either convention; None where it names none.
+        norm_before_fc, fc_norm, norm_before_residual, norm_output: see the module.
     """
 
     model: ModelConfig
     draft_vocab_size: int
     layer_ids: tuple[int, ...] | None
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
 
     @property
     def layer(self) -> LayerSpec:
@@ -86,7 +97,25 @@ def is_eagle3(hf: Mapping[str, Any]) -> bool:
     Raises:
         ModelFormatError: its `architectures` are not a list of names.
     """
-    return any(name in READERS for name in text_list(hf, "architectures"))
+    return hf.get(_SPECULATORS) == "eagle3" or any(name in READERS for name in text_list(hf, "architectures"))
+
+
+def _flattened(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a head in the layout of the "speculators" library as others have it."""
+    if hf.get(_SPECULATORS) != "eagle3":
+        return hf
+    layer, where = section(hf, "transformer_layer_config"), "transformer_layer_config of config.json"
+    require(layer, "hidden_size", "vocab_size", where=where)
+    kind = text_or(layer, "model_type", "llama", where=where)
+    if kind not in _SPECULATORS_LAYERS:
+        raise ModelFormatError(
+            f"config.json has transformer_layer_config.model_type={shown(kind)}; EAGLE3 drafts in this layout are supported "
+            f"with {', '.join(_SPECULATORS_LAYERS)}"
+        )
+    # Its heads are trained so unless they say otherwise.
+    before = hf.get("norm_before_residual")
+    own = {"architectures": [_SPECULATORS_LAYERS[kind]], "norm_before_residual": True if before is None else before}
+    return {**layer, **hf, **own}
 
 
 def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
@@ -95,6 +124,7 @@ def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
     Raises:
         ModelFormatError: an option that is not supported, or a value that none of them can have.
     """
+    hf = _flattened(hf)
     architecture = next(name for name in hf["architectures"] if name in READERS)
     inner = section(hf, "eagle_config")
     for key, neutral in _NEUTRAL.items():
@@ -120,12 +150,19 @@ def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
         )
     key = "eagle_aux_hidden_state_layer_ids"
     ids = inner.get(key, hf.get(key))
-    if ids is None:
-        return Eagle3Config(model, draft_vocab, None)
-    layer_ids = whole_list(ids, key, items=_MAX_CAPTURED, least=0, most=MAX_LAYERS)
-    if not layer_ids:
+    layer_ids = None if ids is None else whole_list(ids, key, items=_MAX_CAPTURED, least=0, most=MAX_LAYERS)
+    if layer_ids == ():
         raise wrong(key, "a list of at least one layer", ids)
-    return Eagle3Config(model, draft_vocab, layer_ids)
+    given = {**hf, **{key: value for key, value in inner.items() if value is not None}}
+    return Eagle3Config(
+        model,
+        draft_vocab,
+        layer_ids,
+        norm_before_fc=flag(given, "norm_before_fc"),
+        fc_norm=flag(given, "fc_norm") or flag(given, "use_aux_norm"),  # an older name
+        norm_before_residual=flag(given, "norm_before_residual"),
+        norm_output=flag(given, "norm_output"),
+    )
 
 
 def capture_layers(layer_ids: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
@@ -194,6 +231,10 @@ class Eagle3(nnx.Module):
         self.capture = capture
         self.own_embedding, self.own_head = own_embedding, own_head
         assert len(capture) == config.num_captured
+        if config.norm_before_fc:
+            self.fc_input_norm = RMSNorm(len(capture) * H, eps, declare)
+        if config.fc_norm:
+            self.fc_norm = declare((len(capture), H), (None, None), "ones")
         self.fc = declare((H, len(capture) * H), (None, None))
         self.input_norm = RMSNorm(H, eps, declare)
         self.hidden_norm = RMSNorm(H, eps, declare)
@@ -215,7 +256,14 @@ class Eagle3(nnx.Module):
         return self.attention.cache_spec
 
     def features(self, hidden_TH: jax.Array, captured: tuple[jax.Array, ...]) -> jax.Array:  # noqa: ARG002
-        return linear(jnp.concatenate(captured, axis=-1), self.fc[...])
+        streams_TW = jnp.concatenate(captured, axis=-1)
+        if self.config.norm_before_fc:
+            streams_TW = self.fc_input_norm(streams_TW)
+        if self.config.fc_norm:
+            streams_TAH = streams_TW.reshape(*streams_TW.shape[:-1], len(captured), -1)
+            normed_TAH = rms_norm(streams_TAH, self.fc_norm[...], self.config.model.rms_norm_eps)
+            streams_TW = normed_TAH.reshape(streams_TW.shape)
+        return linear(streams_TW, self.fc[...])
 
     def embed_ids(self, target: CausalLM, ids_T: jax.Array) -> jax.Array:
         return jnp.take(self.embed.weight[...], ids_T, axis=0) if self.own_embedding else target.embed_ids(ids_T)
@@ -223,26 +271,26 @@ class Eagle3(nnx.Module):
     def __call__(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
     ) -> tuple[jax.Array, LayerCache]:
-        """Hidden states before the final norm: later draft steps read them as they are."""
-        pair_T2H, rope = self._join(embedded_TH, hidden_TH, meta)
+        """Hidden states that `logits` and the next draft step read, before or after the final norm as the head says."""
+        pair_T2H, residual_TH, rope = self._join(embedded_TH, hidden_TH, meta)
         out_TH, cache = self.attention(pair_T2H, cache, meta, rope)
-        return self.mlp.add_to(hidden_TH, out_TH, self.post_norm, meta.live), cache
+        return self._finish(residual_TH, out_TH, meta.live), cache
 
     def catch_up(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata
     ) -> tuple[jax.Array, LayerCache]:
-        pair_T2H, rope = self._join(embedded_TH, hidden_TH, meta)
+        pair_T2H, residual_TH, rope = self._join(embedded_TH, hidden_TH, meta)
         out_RH, cache = self.attention.catch_up(pair_T2H, live, cache, meta, rope)
-        return self.mlp.add_to(hidden_TH[live.tokens], out_RH, self.post_norm, meta.live[live.tokens]), cache
+        return self._finish(residual_TH[live.tokens], out_RH, meta.live[live.tokens]), cache
 
     def write_keys(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
     ) -> LayerCache:
-        pair_T2H, rope = self._join(embedded_TH, hidden_TH, meta)
+        pair_T2H, _, rope = self._join(embedded_TH, hidden_TH, meta)
         return self.attention.write_keys(pair_T2H, cache, meta, rope)
 
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
-        normed_RH = self.norm(hidden_RH)
+        normed_RH = hidden_RH if self.config.norm_output else self.norm(hidden_RH)
         if not self.own_head:
             return target.logits(normed_RH)
         logits = linear(normed_RH, self.head.weight[...])
@@ -254,15 +302,28 @@ class Eagle3(nnx.Module):
 
     def _join(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, meta: StepMetadata
-    ) -> tuple[jax.Array, RopeTables | None]:
-        pair_T2H = jnp.concatenate([self.input_norm(embedded_TH), self.hidden_norm(hidden_TH)], axis=-1)
+    ) -> tuple[jax.Array, jax.Array, RopeTables | None]:
+        """What attention reads, [T, 2H], what its output is added to, [T, H], and its tables."""
+        normed_TH = self.hidden_norm(hidden_TH)
+        pair_T2H = jnp.concatenate([self.input_norm(embedded_TH), normed_TH], axis=-1)
+        residual_TH = normed_TH if self.config.norm_before_residual else hidden_TH
         rope = self.spec.attention.rope
-        return pair_T2H, rope_tables(rope, meta.positions) if rope else None
+        return pair_T2H, residual_TH, rope_tables(rope, meta.positions) if rope else None
+
+    def _finish(self, residual_TH: jax.Array, out_TH: jax.Array, live_T: jax.Array) -> jax.Array:
+        y_TH = self.mlp.add_to(residual_TH, out_TH, self.post_norm, live_T)
+        return self.norm(y_TH) if self.config.norm_output else y_TH
 
 
-def eagle3_key_map(config: Eagle3Config, *, prefix: str, own_embedding: bool, own_head: bool) -> KeyMap:
-    """Paths of `Eagle3` -> pieces. Its layer is stored under `prefix`, "midlayer." or "layers.0."."""
+def eagle3_key_map(config: Eagle3Config, *, names: Iterable[str], own_embedding: bool, own_head: bool) -> KeyMap:
+    """Paths of `Eagle3` -> pieces.
+
+    Args:
+        names: of the checkpoint's tensors, which tell where it stores the layer and the norms of EAGLE3.1.
+    """
+    names = set(names)
     H, Vd = config.model.hidden_size, config.draft_vocab_size
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
     out: KeyMap = {("fc",): (Piece("fc.weight", (H, config.num_captured * H)),)} | nested(
         {
             "input_norm": norm_weight(f"{prefix}input_layernorm", H),
@@ -273,6 +334,13 @@ def eagle3_key_map(config: Eagle3Config, *, prefix: str, own_embedding: bool, ow
             "norm": norm_weight("norm", H),
         }
     )
+    if config.norm_before_fc:
+        out |= nested({"fc_input_norm": norm_weight("input_norm", config.num_captured * H)})
+    if config.fc_norm:
+        older = [f"{_OLDER_NORMS}{which}.weight" for which in ("low", "mid", "high")]
+        newer = [f"fc_norm.{i}.weight" for i in range(config.num_captured)]
+        stored = older if older[0] in names and config.num_captured == len(older) else newer
+        out["fc_norm",] = tuple(Piece(name, (H,), at=i) for i, name in enumerate(stored))
     if own_embedding:
         out["embed", "weight"] = (Piece("embed_tokens.weight", (config.model.vocab_size, H)),)
     if own_head:
@@ -282,5 +350,6 @@ def eagle3_key_map(config: Eagle3Config, *, prefix: str, own_embedding: bool, ow
     return out
 
 
+_OLDER_NORMS = "aux_norm_"
 # The map back from the target's vocabulary, and the map of a draft that proposes all of it: zeros.
 EAGLE3_HARMLESS = re.compile(r"t2d|d2t|(midlayer|layers\.0)\.self_attn\.rotary_emb\.inv_freq")

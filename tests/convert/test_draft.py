@@ -81,6 +81,14 @@ def fc_norm_tensor(folder: Path) -> None:
     edit_tensors(folder, add={"fc_norm.0.weight": np.ones(H, np.float32)})
 
 
+def no_fc_norm(folder: Path) -> None:
+    edit_config(folder, fc_norm=True)
+
+
+def speculators_of_other_layers(folder: Path) -> None:
+    edit_config(folder, speculators_model_type="eagle3", transformer_layer_config={"model_type": "qwen3_next"})
+
+
 def second_layer(folder: Path) -> None:
     edit_config(folder, num_hidden_layers=2)
 
@@ -101,13 +109,14 @@ SPOILT = [
     (d2t_twice, "d2t maps two draft tokens to the same id"),
     (d2t_misshaped, r"tensor d2t has shape \[99\]; config.json asks for \[100\]"),
     (fc_norm_tensor, r"holds tensor fc_norm\.0\.weight"),
+    (no_fc_norm, r"lacks tensor fc_norm\.0\.weight"),
+    (speculators_of_other_layers, "transformer_layer_config.model_type='qwen3_next'; .* are supported with llama"),
     (second_layer, "num_hidden_layers=2; EAGLE3 drafts have 1"),
     (more_drafts_than_tokens, "draft_vocab_size=257, more than its vocab_size 256"),
     (other_target_width, "target_hidden_size=128 and hidden_size=64"),
 ]
 # Options of other heads: every one changes a formula, at the top of the configuration or inside eagle_config.
 FLAGS = {
-    "fc_norm": True, "use_aux_norm": True, "norm_output": True, "norm_before_residual": True, "norm_before_fc": True,
     "logit_scale": 0.5, "use_aux_hidden_state": False, "num_aux_hidden_states": 4,
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from jaxspec.loading.checkpoint import open_checkpoint, read_model_config
 from jaxspec.loading.hf_folder import eos_token_ids, read_hf_config
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.eagle3 import Eagle3, Eagle3Config, eagle3_key_map, read_eagle3_config
+from jaxspec.models.eagle3 import Eagle3, Eagle3Config, eagle3_key_map, is_eagle3, read_eagle3_config
 from jaxspec.models.layers import rope_frequencies
 from jaxspec.models.mtp import NextN
 from jaxspec.models.registry import family_of, read_config
@@ -37,6 +37,11 @@ DRAFTS = {
     name: config | {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
     | {"draft_vocab_size": 100, "target_hidden_size": 64}
     for name, config in eagle3_models.CONFIGS.items()
+}  # fmt: skip
+DRAFTS["speculators"] = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 100,
+    "transformer_layer_config": eagle3_models.CONFIGS["llama"], "fc_norm": True, "norm_before_fc": False,
+    "norm_output": True, "norm_before_residual": True, "use_aux_norm": False,
 }  # fmt: skip
 # Read where they are there, which they are not in all of the tiny configurations.
 OPTIONAL: dict[str, Any] = {
@@ -79,15 +84,16 @@ def build(config: ModelConfig) -> None:
 def build_draft(config: Eagle3Config) -> None:
     capture = tuple(range(config.num_captured))
     Eagle3(config, np.dtype("float32"), capture=capture, own_embedding=True, own_head=True)
-    eagle3_key_map(config, prefix="midlayer.", own_embedding=True, own_head=True)
+    eagle3_key_map(config, names=["midlayer."], own_embedding=True, own_head=True)
 
 
 def read(folder: Path, hf: dict[str, Any]) -> str | None:
     """The error of a folder with this config.json, or None. Anything but an error for users fails the test."""
     (folder / "config.json").write_text(json.dumps(hf))
     try:
-        if "Eagle3" in str(hf["architectures"]):
-            build_draft(read_eagle3_config(read_hf_config(folder)))
+        found = read_hf_config(folder)
+        if is_eagle3(found):
+            build_draft(read_eagle3_config(found))
         else:
             build(read_model_config(folder))
     except ModelFormatError as e:

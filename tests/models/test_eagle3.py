@@ -33,6 +33,20 @@ CASES = {
         "mla", {"prefix": "midlayer.", "own_embedding": True, "draft_vocab_size": 100},
         {"eagle_config": {KEY: [1, 3]}}, (2, 4),
     ),
+    # EAGLE3.1 as the MLA heads of Kimi-K2.6 have it; the same on a Llama layer, with names of older heads.
+    "mla-3.1": ("mla", {"prefix": "layers.0."}, {"fc_norm": True, "norm_output": True, KEY: [1, 3]}, (2, 4)),
+    "llama-3.1": (
+        "llama", {"prefix": "midlayer."}, {"eagle_config": {"norm_output": True}, "use_aux_norm": True, KEY: [2, 3, 4]},
+        (2, 3, 4),
+    ),
+    # Norms before the residual stream, unless the head says otherwise, and what its newer heads have besides.
+    "speculators": (
+        "llama", {"prefix": "layers.0.", "speculators": True, "own_embedding": True, "draft_vocab_size": 100},
+        {"norm_before_fc": True, KEY: [2, 3, 4]}, (2, 3, 4),
+    ),
+    "speculators-old-residual": (
+        "llama", {"prefix": "layers.0.", "speculators": True}, {"norm_before_residual": False, KEY: [2, 3, 4]}, (2, 3, 4)
+    ),
 }  # fmt: skip
 
 
@@ -112,14 +126,31 @@ def mla_attention(w, hf, a):
     return attend(q, k, kv[..., nope:], (nope + rope) ** -0.5 * mscale**2) @ get("o_proj").T
 
 
+def fused(w, hf, captured):
+    """What `fc` makes of the captured streams [T, H] each."""
+    import torch
+
+    eps, streams = hf["rms_norm_eps"], torch.cat(captured, dim=1)
+    if hf.get("norm_before_fc"):
+        streams = rms(streams, w["input_norm.weight"], eps)
+    chunks = streams.split(hf["hidden_size"], dim=1)
+    norms = [f"fc_norm.{i}.weight" for i in range(len(chunks))] if hf.get("fc_norm") else []
+    norms = [f"aux_norm_{which}.weight" for which in ("low", "mid", "high")] if hf.get("use_aux_norm") else norms
+    if norms:
+        streams = torch.cat([rms(chunk, w[name], eps) for chunk, name in zip(chunks, norms, strict=True)], dim=1)
+    return streams @ w["fc.weight"].T
+
+
 def torch_head(w, hf, embedded, x):
     """Residual streams [T, H] of a head over rows of (embedding of the next token, fused hidden state)."""
     import torch
     from torch.nn.functional import silu
 
     eps = hf["rms_norm_eps"]
-    a = torch.cat([rms(embedded, w["input_layernorm.weight"], eps), rms(x, w["hidden_norm.weight"], eps)], dim=1)
-    z = x + (mla_attention if "kv_lora_rank" in hf else llama_attention)(w, hf, a)
+    normed_x = rms(x, w["hidden_norm.weight"], eps)
+    a = torch.cat([rms(embedded, w["input_layernorm.weight"], eps), normed_x], dim=1)
+    residual = normed_x if hf.get("norm_before_residual") else x
+    z = residual + (mla_attention if "kv_lora_rank" in hf else llama_attention)(w, hf, a)
     normed = rms(z, w["post_attention_layernorm.weight"], eps)
     gate, up, down = (w[f"mlp.{n}_proj.weight"].T for n in ("gate", "up", "down"))
     return z + (silu(normed @ gate) * (normed @ up)) @ down
@@ -131,6 +162,9 @@ def torch_drafts(folder, target_folder, captured_ids, ids, steps):
     import transformers
 
     hf = read_hf_config(folder)
+    if "speculators_model_type" in hf:
+        hf = {"norm_before_residual": True} | hf["transformer_layer_config"] | hf
+    hf = hf | hf.get("eagle_config", {})
     target = transformers.AutoModelForCausalLM.from_pretrained(
         target_folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -143,11 +177,13 @@ def torch_drafts(folder, target_folder, captured_ids, ids, steps):
     with torch.no_grad():
         states = target(torch.tensor([ids]), output_hidden_states=True).hidden_states
         captured = [states[i][0, :-1] for i in captured_ids]
-        x, embedded = torch.cat(captured, dim=1) @ w["fc.weight"].T, embedding[ids[1:]]
+        x, embedded = fused(w, hf, captured), embedding[ids[1:]]
         logits, drafted = [], []
         for _ in range(steps + 1):
             y = torch_head(w, hf, embedded, x)
-            found = rms(y[-1], w["norm.weight"], hf["rms_norm_eps"]) @ head.T
+            o = rms(y, w["norm.weight"], hf["rms_norm_eps"])
+            found = o[-1] @ head.T
+            y = o if hf.get("norm_output") else y
             if "d2t" in w:
                 everything = torch.full((hf["vocab_size"],), -math.inf)
                 everything[torch.arange(len(found)) + w["d2t"]] = found
@@ -156,7 +192,7 @@ def torch_drafts(folder, target_folder, captured_ids, ids, steps):
             drafted.append(int(found.argmax()))
             rows = embedded, x
             embedded = torch.cat([embedded, embedding[drafted[-1:]]])
-            x = torch.cat([x, y[-1:]])  # later steps read the draft's own stream, not normed
+            x = torch.cat([x, y[-1:]])  # later steps read the draft's own stream, not normed before EAGLE3.1
     return [c.numpy() for c in captured], *(a.numpy() for a in (*rows, y)), torch.stack(logits).numpy(), drafted
 
 
