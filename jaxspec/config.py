@@ -25,6 +25,22 @@ def _option(default: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """Drafts that are looked up: what followed where the end of a request's text occurred before.
+
+    Attributes:
+        least, most: how many tokens of the end must be equal, and how many are looked at.
+        per_token: drafts for each equal token; None: always as many as a step may have.
+        beside_model: a model drafts where nothing is found.
+    """
+
+    least: int
+    most: int
+    per_token: float | None = None
+    beside_model: bool = False
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Options of an engine. None leaves the choice to the engine, which knows the model and the device."""
 
@@ -55,7 +71,30 @@ class EngineConfig:
         "auto", "type of weights, activations and KV pages (auto: bfloat16 on a GPU, float32 on a CPU)"
     )
     num_speculative_tokens: int | None = _option(
-        None, "tokens drafted per step, 0 to 7; 0 turns speculation off (default: 3 with a draft or demo, else 0)"
+        None,
+        "tokens drafted per step, 0 to 7; 0 turns speculation off (default: 3 with a draft, a method or demo, else 0)",
+    )
+    speculative_method: (
+        Literal["mtp", "eagle3", "ngram", "suffix", "ngram+mtp", "ngram+eagle3", "suffix+mtp", "suffix+eagle3"] | None
+    ) = _option(
+        None,
+        "what proposes tokens: mtp (the model's NextN layer), eagle3 (speculative_model), ngram or suffix (the request's own "
+        "text, without a model), or two of them (default: eagle3 with a speculative_model, else mtp)",
+    )
+    speculative_token_map: str | None = _option(
+        None,
+        "a file of JSON with token ids, the most frequent first, or counts by token id: the draft model proposes these only "
+        "(default: all that it can)",
+    )
+    speculative_vocab_size: int | None = _option(
+        None, "how many tokens of the speculative_token_map the draft model proposes (default: all of the file)"
+    )
+    prompt_lookup_max: int | None = _option(
+        None, "ngram and suffix: how many of the last tokens are compared with earlier text (default: 4 and 24)"
+    )
+    prompt_lookup_min: int | None = _option(
+        None,
+        "ngram and suffix: how many of them must be equal there (default: 2 and 1; beside a draft model 3)",
     )
     adaptive_speculation: bool = _option(
         False, "choose the tokens drafted in each step, none to num_speculative_tokens, by load and acceptance"
@@ -93,7 +132,7 @@ class EngineConfig:
         for option in ("enable_mixed_batch", "enable_prefix_caching", "adaptive_speculation"):
             if (value := getattr(self, option)) is not None and not isinstance(value, bool):
                 raise ConfigError(f"{flagged(option)} must be True or False, got {shown(value)}")
-        for option in ("log_steps", "speculative_model", "compilation_cache_dir"):
+        for option in ("log_steps", "speculative_model", "speculative_token_map", "compilation_cache_dir"):
             if (value := getattr(self, option)) is not None and not (
                 isinstance(value, (str, os.PathLike)) and str(value)
             ):
@@ -116,6 +155,7 @@ class EngineConfig:
                 "leave one of them out"
             )
         self._check_capture_layers()
+        self._check_method()
 
     def _check_whole(self, option: str, least: int, most: int) -> None:
         value = getattr(self, option)
@@ -136,6 +176,54 @@ class EngineConfig:
             isinstance(layers, (tuple, list)) and all(type(i) is int and abs(i) < _FAR for i in layers)
         ):
             raise ConfigError(f"{flagged('speculative_capture_layers')} must be layer numbers, got {shown(layers)}")
+
+    @property
+    def lookup(self) -> Lookup | None:
+        """How drafts are looked up, where the method says so."""
+        kind, _, model = (self.speculative_method or "").partition("+")
+        if kind not in _LOOKUPS or not self.num_speculative_tokens:
+            return None
+        default = _LOOKUPS[kind]
+        most, least = self.prompt_lookup_max, self.prompt_lookup_min
+        if least is None:
+            # A shorter match than this predicts worse than a model does.
+            least = min(_LEAST_BESIDE_MODEL if model else default.least, most or default.most)
+        if most is None:
+            most = max(least, default.most)
+        return replace(default, least=least, most=most, beside_model=bool(model))
+
+    def _check_method(self) -> None:
+        method = self.speculative_method
+        if method is not None and method not in SPECULATIVE_METHODS:
+            *others, last = SPECULATIVE_METHODS
+            raise ConfigError(
+                f"{flagged('speculative_method')} must be {', '.join(others)} or {last}, got {shown(method)}"
+            )
+        kinds = (method or "").split("+")
+        if "eagle3" in kinds and self.speculative_model is None:
+            raise ConfigError(
+                f"{flagged('speculative_method')} {method} needs a draft: name one with {flagged('speculative_model')}"
+            )
+        if method and "eagle3" not in kinds and self.speculative_model is not None:
+            raise ConfigError(
+                f"{flagged('speculative_method')} {method} uses no draft model, but {flagged('speculative_model')} names one: "
+                f"leave it out, or use {'eagle3' if method == 'mtp' else kinds[0] + '+eagle3'}"
+            )
+        if self.speculative_vocab_size is not None and self.speculative_token_map is None:
+            raise ConfigError(
+                f"{flagged('speculative_vocab_size')} needs the tokens to choose from: give {flagged('speculative_token_map')}"
+            )
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if kinds[0] not in _LOOKUPS and (least, most) != (None, None):
+            given = "prompt_lookup_max" if least is None else "prompt_lookup_min"
+            raise ConfigError(
+                f"{flagged(given)} is for {flagged('speculative_method')} ngram or suffix: choose one of them"
+            )
+        if least is not None and most is not None and least > most:
+            raise ConfigError(
+                f"{flagged('prompt_lookup_min')} {least} is over {flagged('prompt_lookup_max')} {most}: lower the first or "
+                "raise the second"
+            )
 
 
 def flagged(option: str) -> str:
@@ -161,6 +249,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+# By method: the endings that are compared. Those of ngram are as vLLM's and others' examples have them; those of suffix as
+# suffix decoding has them (arXiv 2411.04975), with as many drafts as tokens are equal.
+_LOOKUPS = {"ngram": Lookup(2, 4), "suffix": Lookup(1, 24, per_token=1.0)}
+_LEAST_BESIDE_MODEL = 3
+SPECULATIVE_METHODS = (
+    "mtp",
+    "eagle3",
+    *_LOOKUPS,
+    *(f"{kind}+{model}" for kind in _LOOKUPS for model in ("mtp", "eagle3")),
+)
+# More tokens than this hardly ever are equal, and each one is compared in every step.
+MAX_LOOKUP = 64
 _DEFAULTS = {option.name: option.default for option in fields(EngineConfig)}
 _FAR = 2**16
 _WHOLE_NUMBERS = {
@@ -170,6 +270,9 @@ _WHOLE_NUMBERS = {
     "num_gpu_blocks_override": (2, 2**31 - 1),
     "readout_depth": (0, MAX_READOUT_DEPTH),
     "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
+    "speculative_vocab_size": (1, 2**24),
+    "prompt_lookup_max": (1, MAX_LOOKUP),
+    "prompt_lookup_min": (1, MAX_LOOKUP),
     "tensor_parallel_size": (1, 2**16),
     "seed": (-(2**63), 2**64 - 1),
 }
@@ -180,57 +283,6 @@ _CHOICES = {
 }
 
 
-# Keys of a speculative config, their types, and the fields of `EngineConfig` that they set.
-_SPECULATIVE_KEYS: dict[str, tuple[type, str | None]] = {
-    "method": (str, None),
-    "model": (str, "speculative_model"),
-    "num_speculative_tokens": (int, "num_speculative_tokens"),
-}
-
-
-def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> EngineConfig:
-    """The options with speculation given as vLLM gives it: method "mtp" or "eagle3", model, num_speculative_tokens.
-
-    The number is 3 by default. Without a method, a model means eagle3 and no model means mtp.
-
-    Raises:
-        ConfigError: an unknown key, a wrong type, a contradiction, or an option that `config` sets too.
-    """
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"speculative_config must be an object such as {_SPECULATIVE_EXAMPLE}, got {shown(given)}")
-    for key, value in given.items():
-        if key not in _SPECULATIVE_KEYS:
-            close = difflib.get_close_matches(str(key), _SPECULATIVE_KEYS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "known are " + ", ".join(_SPECULATIVE_KEYS)
-            raise ConfigError(f"unknown key {shown(key)} in speculative_config ({hint})")
-        kind, option = _SPECULATIVE_KEYS[key]
-        if type(value) is not kind:  # bool is a subclass of int
-            wanted = {str: "a text", int: "a whole number"}[kind]
-            raise ConfigError(f"{key} in speculative_config must be {wanted}, got {shown(value)}")
-        if option and getattr(config, option) is not None:
-            raise ConfigError(f"{flagged(option)} is given twice: as an option and as {key} in speculative_config")
-    method, model = given.get("method"), given.get("model")
-    if method not in (None, "mtp", "eagle3"):
-        raise ConfigError(f"method in speculative_config must be mtp or eagle3, got {shown(method)}")
-    if method == "mtp" and (model or config.speculative_model):
-        raise ConfigError(
-            "method mtp uses the model's own NextN layer: leave the draft model out, or use method eagle3"
-        )
-    if method == "eagle3" and not model:
-        raise ConfigError(
-            f"method eagle3 needs a draft: give its model in speculative_config, as in {_SPECULATIVE_EXAMPLE}"
-        )
-    tokens = given.get("num_speculative_tokens", config.num_speculative_tokens)
-    return replace(
-        config,
-        speculative_model=model or config.speculative_model,
-        num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS if tokens is None else tokens,
-    )
-
-
-_SPECULATIVE_EXAMPLE = '{"method": "eagle3", "model": "demo/eagle3-mla", "num_speculative_tokens": 3}'
-
-
 @dataclass(frozen=True)
 class Settings:
     """Options resolved for one model on one device.
@@ -239,6 +291,7 @@ class Settings:
         max_slots: rows of the device state: max_num_seqs and the padding slot 0.
         num_pages: pages of the pool, the padding page 0 included.
         adaptive_drafts: steps may have fewer drafts than num_speculative_tokens: one, or none.
+        lookup: where drafts are looked up, how.
         window: most tokens of a decode row: the newest one and its drafts.
         max_pages: pages that the longest request can hold: columns of the page table.
         mixed: prompt chunks and decode rows may share a step.
@@ -253,6 +306,7 @@ class Settings:
     on_gpu: bool
     num_speculative_tokens: int = 0
     adaptive_drafts: bool = False
+    lookup: Lookup | None = None
     synthetic_acceptance_length: float | None = None
     mixed: bool = True
     readout_depth: int = 0
@@ -268,6 +322,11 @@ class Settings:
     @property
     def window(self) -> int:
         return self.num_speculative_tokens + 1
+
+    @property
+    def model_drafts(self) -> bool:
+        """A model proposes tokens, and keeps KV of its own for that."""
+        return self.num_speculative_tokens > 0 and (self.lookup is None or self.lookup.beside_model)
 
     @property
     def max_pages(self) -> int:
@@ -330,6 +389,7 @@ def resolve(
         num_pages=num_pages,
         dtype=resolve_dtype(config, on_gpu=on_gpu),
         num_speculative_tokens=config.num_speculative_tokens or 0,
+        lookup=config.lookup,
         adaptive_drafts=config.adaptive_speculation and bool(config.num_speculative_tokens),
         synthetic_acceptance_length=config.synthetic_acceptance_length,
         mixed=config.enable_mixed_batch,
@@ -350,6 +410,11 @@ def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_
             "running request; raise the first or lower the second"
         )
     synthetic = config.synthetic_acceptance_length
+    if synthetic is not None and config.lookup is not None:
+        raise ConfigError(
+            f"{flagged('synthetic_acceptance_length')} needs a model that always drafts, and {flagged('speculative_method')} "
+            f"{config.speculative_method} drafts where it finds something: leave one of them out"
+        )
     if synthetic is not None and not (window > 1 and 1 <= synthetic <= window):
         raise ConfigError(
             f"{flagged('synthetic_acceptance_length')} must be between 1 and {window} (num_speculative_tokens and the "

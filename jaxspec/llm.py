@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, with_options, with_speculative_config
+from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, with_options
 from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.progress import COMPILING, Progress, PromptsBar, StartBar, wants_bar
 from jaxspec.sampling.params import SamplingParams
+from jaxspec.speculative_config import with_speculative_config
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
@@ -103,7 +104,8 @@ class LLM:
         from jaxspec.loading.resolve import DEMO, resolve_model
         from jaxspec.loading.tokenizer_files import load_tokenizer
 
-        if config.num_speculative_tokens is None and (model == DEMO or config.speculative_model is not None):
+        drafts = config.speculative_model is not None or config.speculative_method is not None
+        if config.num_speculative_tokens is None and (model == DEMO or drafts):
             config = replace(config, num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS)
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from jaxspec.config import EngineConfig, with_speculative_config
+from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, UsageError, plain, shown
+from jaxspec.speculative_config import with_speculative_config
 from serve.peers import AttentionBackend, translate_words
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -109,6 +110,8 @@ def add_engine_flags(parser: Parser) -> None:
             options |= {"type": _dtype, "choices": kinds}
         elif typing.get_origin(hint) is typing.Literal:
             options["choices"] = kinds
+        elif kinds and typing.get_origin(kinds[0]) is typing.Literal:
+            options |= {"choices": typing.get_args(kinds[0]), "metavar": "METHOD"}
         elif bool in (hint, *kinds):
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -122,8 +125,8 @@ def add_engine_flags(parser: Parser) -> None:
         "--speculative-config",
         metavar="JSON",
         default=argparse.SUPPRESS,
-        help='speculation as vLLM\'s flag gives it: {"method": "mtp" or "eagle3", "model": the draft, '
-        '"num_speculative_tokens": N (default: 3)}',
+        help='speculation as vLLM\'s flag gives it: {"method": one of --speculative-method, "model": the draft, '
+        '"num_speculative_tokens": N (default: 3), "prompt_lookup_max": N, "prompt_lookup_min": N}',
     )
 
 
@@ -177,13 +180,17 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from e
 
 
+# Other names that vLLM has for methods.
+_METHODS = {"deepseek_mtp": "mtp", "ngram_gpu": "ngram"}
+
+
 def _as_ours(speculative_config: Any) -> Any:
     """Without what vLLM has for it and means nothing more here."""
     if not isinstance(speculative_config, dict):
         return speculative_config
     config = dict(speculative_config)
-    if config.get("method") == "deepseek_mtp":  # an older name
-        config["method"] = "mtp"
+    if isinstance(method := config.get("method"), str):
+        config["method"] = _METHODS.get(method, method)
     if config.get("draft_tensor_parallel_size") == 1:
         del config["draft_tensor_parallel_size"]
     return config

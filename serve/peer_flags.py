@@ -305,7 +305,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag(
         "--speculative-algorithm",
         SGLANG,
-        Collected("speculative_algorithm", "NEXTN, EAGLE, EAGLE3; others are an error"),
+        Collected("speculative_algorithm", "NEXTN, EAGLE, EAGLE3, NGRAM; others are an error"),
         "NEXTN",
     ),
     _flag(
@@ -314,6 +314,10 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         Alias("--speculative-model"),
         "demo/eagle3-mla",
     ),
+    _flag("--ngram-prompt-lookup-max", VLLM, Alias("--prompt-lookup-max"), "4"),
+    _flag("--ngram-prompt-lookup-min", VLLM, Alias("--prompt-lookup-min"), "2"),
+    _flag("--speculative-ngram-max-match-window-size", SGLANG, Alias("--prompt-lookup-max"), "12"),
+    _flag("--speculative-ngram-min-match-window-size", SGLANG, Alias("--prompt-lookup-min"), "1"),
     _flag("--speculative-num-steps", SGLANG, Collected("speculative_num_steps", "--num-speculative-tokens"), "3"),
     _flag(
         "--speculative-num-draft-tokens",
@@ -329,7 +333,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         "0.9",
     ),
     _flag("--speculative-draft-model-revision", SGLANG, Refused("download the draft and give its folder"), "main"),
-    _flag("--speculative-token-map", SGLANG, Refused("a draft's own map of its vocabulary is read"), "map.pt"),
+    _flag("--speculative-token-map", SGLANG, Same("a file of JSON: a list of ids, or counts by id"), "map.json"),
     _flag("--speculative-attention-mode", SGLANG, Ignored(_OWN_KERNELS), "decode"),
     # --- what clients see ---
     _flag(

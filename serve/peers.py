@@ -25,7 +25,7 @@ from serve.peer_flags import (
 _OPTIMIZATION = re.compile(r"-O=?(\d)")
 _DOTTED = "--speculative-config."
 # Algorithms of SGLang that a draft of ours stands for, and whether a draft has to be named.
-_ALGORITHMS = {"EAGLE": False, "NEXTN": False, "MTP": False, "EAGLE3": True}
+_ALGORITHMS = {"EAGLE": False, "NEXTN": False, "MTP": False, "EAGLE3": True, "NGRAM": False}
 
 
 def note(namespace: argparse.Namespace, line: str) -> None:
@@ -179,11 +179,13 @@ def _finish_speculation(given: argparse.Namespace, taken: dict[str, str]) -> Non
         return
     if algorithm.upper() not in _ALGORITHMS:
         raise UsageError(
-            f"--speculative-algorithm {plain(algorithm)} is not supported: use EAGLE3 with --speculative-draft-model-path, or "
-            "NEXTN for the model's own layer"
+            f"--speculative-algorithm {plain(algorithm)} is not supported: use EAGLE3 with --speculative-draft-model-path, "
+            "NEXTN for the model's own layer, or NGRAM for the request's own text"
         )
     if _ALGORITHMS[algorithm.upper()] and "speculative_model" not in given:
         raise UsageError(f"--speculative-algorithm {algorithm} needs a draft: give --speculative-draft-model-path")
+    if algorithm.upper() == "NGRAM":
+        given.speculative_method = "ngram"
     if "num_speculative_tokens" not in given:
         given.num_speculative_tokens = DEFAULT_SPECULATIVE_TOKENS
 

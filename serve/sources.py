@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxspec.config import EngineConfig
 from jaxspec.errors import ConfigError, UsageError, plain, shown
+from jaxspec.speculative_config import SPECULATIVE_OPTIONS
 from serve import peers
 from serve.flags import Parser, dashed, engine_config, similar, unknown_word
 
@@ -112,8 +113,8 @@ def _normalise(given: argparse.Namespace, label: str) -> None:
         if hasattr(given, "speculative_config"):
             config, _ = engine_config(given)
             del given.speculative_config
-            given.speculative_model = config.speculative_model
-            given.num_speculative_tokens = config.num_speculative_tokens
+            for option in SPECULATIVE_OPTIONS:
+                setattr(given, option, getattr(config, option))
     except (UsageError, ConfigError) as e:
         if label == COMMAND_LINE:
             raise

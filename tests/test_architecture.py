@@ -25,7 +25,7 @@ LAYERS = (
     ("pallas_kernels",),
     ("jaxspec.errors", "jaxspec.compat", "jaxspec.demo", "jaxspec.progress"),
     ("jaxspec.config", "jaxspec.compile_cache", "jaxspec.chat_template"),
-    ("jaxspec.models", "jaxspec.sampling"),
+    ("jaxspec.models", "jaxspec.sampling", "jaxspec.speculative_config"),
     ("jaxspec.engine",),
     ("jaxspec.text",),
     ("jaxspec.grammar",),

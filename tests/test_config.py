@@ -4,9 +4,10 @@ from dataclasses import fields
 
 import pytest
 
-from jaxspec.config import EngineConfig, with_speculative_config
+from jaxspec.config import EngineConfig, Lookup
 from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM
+from jaxspec.speculative_config import with_speculative_config
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,23 @@ from jaxspec.llm import LLM
         ({"num_speculative_tokens": 0}, {"num_speculative_tokens": 0}),
         ({"method": "eagle3", "model": "x/y"}, {"num_speculative_tokens": 3, "speculative_model": "x/y"}),
         ({"model": "x/y", "num_speculative_tokens": 5}, {"num_speculative_tokens": 5, "speculative_model": "x/y"}),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 2},
+            {
+                "num_speculative_tokens": 3,
+                "speculative_method": "ngram",
+                "prompt_lookup_max": 5,
+                "prompt_lookup_min": 2,
+            },
+        ),
+        (
+            {"method": "suffix", "suffix_decoding_max_tree_depth": 16, "suffix_decoding_max_cached_requests": 0},
+            {"num_speculative_tokens": 3, "speculative_method": "suffix", "prompt_lookup_max": 16},
+        ),
+        (
+            {"method": "ngram+eagle3", "model": "x"},
+            {"num_speculative_tokens": 3, "speculative_method": "ngram+eagle3", "speculative_model": "x"},
+        ),
     ],
 )
 def test_it_stands_for_options(given, options):
@@ -33,8 +51,18 @@ def test_it_stands_for_options(given, options):
             {},
             "unknown key 'num_speculative_token' .*did you mean 'num_speculative_tokens'",
         ),
-        ({"zzz": 3}, {}, "unknown key 'zzz' .*known are method, model, num_speculative_tokens"),
-        ({"method": "ngram"}, {}, "must be mtp or eagle3, got 'ngram'"),
+        ({"zzz": 3}, {}, "unknown key 'zzz' .*known are method, model, num_speculative_tokens, prompt"),
+        ({"method": "medusa"}, {}, "must be mtp, eagle3, ngram, suffix, .* or suffix.eagle3, got 'medusa'"),
+        ({"method": "ngram", "model": "x"}, {}, r"uses no draft model, .* leave it out, or use ngram\+eagle3"),
+        ({"method": "ngram+eagle3"}, {}, r"ngram\+eagle3 needs a draft"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, {}, "5 is over prompt_lookup_max .* 2"),
+        ({"method": "ngram", "prompt_lookup_max": 65}, {}, "must be between 1 and 64"),
+        ({"method": "mtp", "prompt_lookup_max": 2}, {}, "is for speculative_method .* ngram or suffix"),
+        (
+            {"method": "suffix", "suffix_decoding_max_cached_requests": 5},
+            {},
+            "only be 0, for drafts are looked up in the",
+        ),
         ({"method": 3}, {}, "method in speculative_config must be a text, got 3"),
         ({"model": None}, {}, "model in speculative_config must be a text, got None"),
         ({"num_speculative_tokens": "3"}, {}, "must be a whole number, got '3'"),
@@ -63,11 +91,29 @@ def test_options_fill_what_the_config_leaves_open():
     assert (config.speculative_model, config.num_speculative_tokens) == ("x", 5)
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"speculative_method": "ngram"}, Lookup(2, 4)),
+        ({"speculative_method": "ngram", "prompt_lookup_max": 1}, Lookup(1, 1)),
+        ({"speculative_method": "ngram", "prompt_lookup_min": 7}, Lookup(7, 7)),
+        ({"speculative_method": "suffix"}, Lookup(1, 24, per_token=1.0)),
+        ({"speculative_method": "ngram+mtp"}, Lookup(3, 4, beside_model=True)),
+        ({"speculative_method": "ngram+mtp", "prompt_lookup_min": 2}, Lookup(2, 4, beside_model=True)),
+        ({"speculative_method": "ngram", "num_speculative_tokens": 0}, None),
+        ({"speculative_method": "mtp"}, None),
+        ({}, None),
+    ],
+)
+def test_what_is_compared(options, found):
+    assert EngineConfig(**{"num_speculative_tokens": 3, **options}).lookup == found
+
+
 @pytest.mark.parametrize("value", ["4k", 4.5, True, [1], {}, 10**30, -1, float("nan"), b"x"])
 @pytest.mark.parametrize("option", [field.name for field in fields(EngineConfig)])
 def test_a_value_of_no_use_is_an_error_that_names_the_option_and_its_flag(option, value):
     usable = {
-        "4k": {"log_steps", "speculative_model", "compilation_cache_dir"},
+        "4k": {"log_steps", "speculative_model", "speculative_token_map", "compilation_cache_dir"},
         "4.5": {"synthetic_acceptance_length"},
         "True": {"adaptive_speculation", "enable_mixed_batch", "enable_prefix_caching"},
         "[1]": {"speculative_capture_layers"},
@@ -82,6 +128,15 @@ def test_a_value_of_no_use_is_an_error_that_names_the_option_and_its_flag(option
         LLM("demo", **{option: value})
     assert str(caught.value).startswith(f"{option} (--{option.replace('_', '-')}) must be ")
     assert "\n" not in str(caught.value)
+
+
+def test_options_that_need_a_model_that_drafts():
+    with pytest.raises(ConfigError, match=r"needs the tokens to choose from: give speculative_token_map \(--spec"):
+        EngineConfig(speculative_vocab_size=5)
+    with pytest.raises(ConfigError, match="drafts where it finds something: leave one of them out"):
+        LLM("demo", speculative_method="ngram", synthetic_acceptance_length=2.0)
+    with pytest.raises(ConfigError, match="is for drafts of a model, and no model drafts"):
+        LLM("demo", speculative_method="ngram", speculative_token_map="x")
 
 
 def test_an_unknown_option_is_named():

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from convert.reference import read_record
+from jaxspec.config import Lookup
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -149,13 +150,13 @@ def quiet(block):
 VIEWS = (slice(1, 3), slice(1, 2), slice(2, 3), slice(3, 4))
 
 
-def wide_runner(k):
+def wide_runner(k, lookup=None):
     """The engine tests' tiny model with one bucket of many rows, so that thousands of requests take few steps."""
     rows, mesh = 32, one_device()
     bucket = Bucket(len(PROMPT) * rows // 2, rows // 2, rows, "lean", k)
     settings = dataclasses.replace(
         SETTINGS, num_speculative_tokens=k, max_num_seqs=rows, max_model_len=SETTINGS.page_size, num_pages=rows + 2,
-        max_num_batched_tokens=bucket.tokens,
+        max_num_batched_tokens=bucket.tokens, lookup=lookup,
     )  # fmt: skip
     model, draft = (kind(tiny_config("tiny"), jnp.float32) for kind in (CausalLM, NextN))
     drafting = (draft, numpy_params(draft, 4)) if k else None
@@ -164,9 +165,9 @@ def wide_runner(k):
         return warmed(Runner(model, target_params("tiny"), settings, mesh, draft=drafting, buckets=(bucket,)))
 
 
-def generated(k, seed, count):
+def generated(k, seed, count, lookup=None):
     """Texts by temperature, and the accepted drafts of a window. Requests without seeds, on an engine with one."""
-    runner = wide_runner(k)
+    runner = wide_runner(k, lookup)
     with exchanged(runner, **peaked(runner)):
         engine = engine_over(runner, seed=seed)
         batch = [
@@ -190,12 +191,18 @@ def two_sample(ours, theirs, view):
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(1200, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.full)]
+    ("count", "lookup"),
+    [
+        pytest.param(1200, None, marks=pytest.mark.slow),
+        pytest.param(5000, None, marks=pytest.mark.full),
+        # A row takes what is found in its text, with no q, or the layer's drafts with theirs.
+        pytest.param(2500, Lookup(1, 2, beside_model=True), marks=pytest.mark.full),
+    ],
 )
-def test_texts_follow_the_same_distribution_with_and_without(count):
+def test_texts_follow_the_same_distribution_with_and_without(count, lookup):
     """Other seeds on the two sides, so that equal noise cannot stand in for equal distributions."""
     plain, _ = generated(0, 0, count)
-    speculated, accepted = generated(K, 1, count)
+    speculated, accepted = generated(K, 1, count, lookup)
     assert 0.5 < accepted < K - 0.5  # both acceptance and rejection had their part
     for temperature in TEMPERATURES:
         for view in VIEWS:

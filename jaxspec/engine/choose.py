@@ -77,9 +77,14 @@ def choose(
         logits_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV.astype(jnp.float32))
         adjusted_RV = adjusted_logits(logits_RV, state, inputs, rows.positions, n)
 
+    # What lies past the drafts that a slot holds is stale: it may be right, but never counts.
+    verified_D = jnp.minimum(rows.params_i[E:, NUM_DRAFTS], n - 1)
+    if n > 1:
+        verified_D = jnp.minimum(verified_D, state.held[rows.slots[E:]])
     ids_Rn, accepted_R = _sample_or_verify(
-        adjusted_RV, None if full else stats, rows, state, inputs, n=n, full=full, synthetic_length=synthetic_length
-    )
+        adjusted_RV, None if full else stats, rows, verified_D, state, inputs,
+        n=n, full=full, synthetic_length=synthetic_length,
+    )  # fmt: skip
     forced_E = inputs.forced
     is_forced_R = jnp.concatenate([forced_E >= 0, jnp.zeros(D, bool)])
     ids_Rn = ids_Rn.at[:E, 0].set(jnp.where(forced_E >= 0, forced_E, ids_Rn[:E, 0]))
@@ -95,6 +100,7 @@ def choose(
         ids=ids_Rn,
         logprobs=logprobs_Rn,
         emitted=jnp.where(produces_R & ~is_forced_R & ~nan_R, count_R, 0),
+        verified=jnp.concatenate([jnp.zeros(E, jnp.int32), verified_D]),
         accepted=accepted_R,
         flags=(FLAG_DONE * done_R + FLAG_NAN * nan_R).astype(jnp.int32),
         lengths=rows.positions + accepted_R,
@@ -141,6 +147,7 @@ def _sample_or_verify(
     logits_RV: jax.Array,
     stats: LogitsStats | None,
     rows: _Rows,
+    verified_D: jax.Array,
     state: StepState,
     inputs: StepInputs,
     *,
@@ -153,6 +160,7 @@ def _sample_or_verify(
     Args:
         logits_RV: [E + D * n, V] after the requests' rules.
         stats: of the logits where no rule has changed them.
+        verified_D: int32 [D] how many drafts of each window may be accepted.
     """
     slots_D = inputs.decode_slots
     E, D = inputs.slots.shape[0], slots_D.shape[0]
@@ -174,10 +182,11 @@ def _sample_or_verify(
         verified = verify(
             logits_RV[E:].reshape(D, n, logits_RV.shape[1]),
             state.drafts[slots_D, : n - 1],
-            state.draft_log_q,
-            window.greedy_drafts,
-            # What lies past the drafts that a slot holds is stale: it may be right, but never counts.
-            jnp.minimum(jnp.minimum(state.held[slots_D], rows.params_i[E:, NUM_DRAFTS]), n - 1),
+            None if isinstance(state.draft_log_q, tuple) else state.draft_log_q,
+            window.greedy_drafts
+            if isinstance(state.looked_up, tuple)
+            else window.greedy_drafts | state.looked_up[slots_D],
+            verified_D,
             window,
             rows.positions[E:],
             full=full,

@@ -38,7 +38,7 @@ class DraftControl(Protocol):
         ...
 
     def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
-        """The windows of a step that has been read: slot, drafts verified (at least one), drafts accepted."""
+        """The windows of a step that has been read: slot, drafts that were to be verified (at least one), and accepted."""
         ...
 
 

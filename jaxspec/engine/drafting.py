@@ -1,7 +1,10 @@
-"""The draft's part of a step: catch up with the target's tokens, then propose the next k; or write its keys alone.
+"""The last part of a step: drafts for the next one, looked up in a row's text or drawn by a model.
 
-The draft's cache holds, at position p, the pair (token p + 1, target's hidden state p), under the target's page ids.
+A model catches up with the target's tokens, then proposes the next k; or writes its keys alone. Its cache holds, at
+position p, the pair (token p + 1, target's hidden state p), under the target's page ids.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,9 @@ from jaxspec.config import Settings
 from jaxspec.engine.batch import StepInputs
 from jaxspec.engine.forward import kv_places
 from jaxspec.engine.handoff import Chosen, Forwarded
+from jaxspec.engine.lookup import look_up, read_history
 from jaxspec.engine.state import StepState
+from jaxspec.models.cache import LayerCache
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.metadata import LiveRows, StepMetadata
@@ -32,9 +37,17 @@ def next_tokens(inputs: StepInputs, chosen: Chosen) -> jax.Array:
     return jnp.concatenate([shifted_P, chosen.ids[E:].reshape(-1)])
 
 
+class _Drawn(NamedTuple):
+    """What a model proposes for R rows: ids int32 [R, k] and log q float32 [R, k, V], with k = 0 none; its written cache."""
+
+    ids: jax.Array | None
+    log_q: jax.Array | None
+    cache: LayerCache
+
+
 def propose(
     state: StepState,
-    draft: Draft,
+    draft: Draft | None,
     target: CausalLM,
     forwarded: Forwarded,
     inputs: StepInputs,
@@ -45,24 +58,84 @@ def propose(
     settings: Settings,
     skip_dead: bool,
 ) -> StepState:
-    """Writes the draft's KV of all T tokens and proposes k tokens for every row that has a newest token.
+    """Proposes k tokens for every row that has a newest token: looked up in its own text, or else drawn by the draft.
+
+    Writes the draft's KV of all T tokens.
 
     Args:
+        draft: None where drafts are only looked up.
         k: with 0 the draft's keys are written and nothing is proposed, so that a later step can.
         was_done: bool [S] slots that were done before the step: their drafts stay as they are.
         skip_dead: attend, project and run the MLP only for the one token of each row that drafts.
     """
     slots_R = jnp.concatenate([inputs.slots, inputs.decode_slots])
-    features_TH = draft.features(forwarded.hidden, tuple(forwarded.captured[i] for i in draft.capture))
     # A middle chunk has no newest token: what it drafts is never read, and must not touch its pages.
     drafts_R = (slots_R > 0) & jnp.concatenate([inputs.final, jnp.ones(inputs.decode_slots.shape[0], bool)])
-    target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, state.seq_len.shape[0])
-    state = state._replace(held=state.held.at[target_R].set(k, mode="drop"))
+    S = state.seq_len.shape[0]
+    target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, S)
+    ids_Rk, held_R = None, jnp.full(slots_R.shape, k)
+    if draft is not None:
+        drawn = _draw(
+            state,
+            draft,
+            target,
+            forwarded,
+            inputs,
+            chosen,
+            k=k,
+            drafts_R=drafts_R,
+            settings=settings,
+            skip_dead=skip_dead,
+        )
+        state, ids_Rk = state._replace(draft_kv=drawn.cache), drawn.ids
+        if drawn.log_q is not None:
+            # Nobody looks at the q of a greedy or seeded request, and it is the largest thing that a step writes.
+            wanted_R = (chosen.rows.temperature > 0) & ~chosen.rows.seeded
+            q_target_R = jnp.where(wanted_R, target_R, S)
+            log_q = state.draft_log_q.at[q_target_R, :k].set(drawn.log_q, mode="drop")
+            state = state._replace(draft_log_q=log_q)
+    if settings.lookup is not None and k:
+        meta = forwarded.meta
+        tables_R = jnp.concatenate([meta.prefill_tables, meta.decode_tables])
+        text_RH = read_history(state.history, tables_R, chosen.lengths, chosen.last)
+        found = look_up(text_RH, chosen.lengths, k, settings.lookup)
+        if ids_Rk is None:
+            ids_Rk, held_R = found.ids, found.number
+        else:
+            found_R = found.number > 0
+            ids_Rk = jnp.where(found_R[:, None], found.ids, ids_Rk)
+            held_R = jnp.where(found_R, found.number, k)
+            state = state._replace(looked_up=state.looked_up.at[target_R].set(found_R, mode="drop"))
+    state = state._replace(held=state.held.at[target_R].set(held_R, mode="drop"))
+    if ids_Rk is None:
+        return state
+    return state._replace(drafts=state.drafts.at[target_R, :k].set(ids_Rk, mode="drop"))
+
+
+def _draw(
+    state: StepState,
+    draft: Draft,
+    target: CausalLM,
+    forwarded: Forwarded,
+    inputs: StepInputs,
+    chosen: Chosen,
+    *,
+    k: int,
+    drafts_R: jax.Array,
+    settings: Settings,
+    skip_dead: bool,
+) -> _Drawn:
+    """Catches up with the step's tokens and draws k ids for each row. Arguments as in `propose`.
+
+    Args:
+        drafts_R: bool [R] the rows that have a newest token.
+    """
+    slots_R = jnp.concatenate([inputs.slots, inputs.decode_slots])
+    features_TH = draft.features(forwarded.hidden, tuple(forwarded.captured[i] for i in draft.capture))
     with jax.named_scope("catch_up"):
         embedded_TH = draft.embed_ids(target, next_tokens(inputs, chosen))
         if k == 0:
-            cache = draft.write_keys(embedded_TH, features_TH, state.draft_kv, forwarded.meta)
-            return state._replace(draft_kv=cache)
+            return _Drawn(None, None, draft.write_keys(embedded_TH, features_TH, state.draft_kv, forwarded.meta))
         live = _live_rows(forwarded.meta, inputs, chosen)
         if skip_dead:
             h_RH, cache = draft.catch_up(embedded_TH, features_TH, live, state.draft_kv, forwarded.meta)
@@ -82,14 +155,7 @@ def propose(
             id_R, log_q_RV = sample_draft(draft.logits(target, h_RH), chosen.rows, chosen.lengths + 1 + i)
         ids.append(id_R)
         log_q.append(log_q_RV)
-    # Nobody looks at the q of a greedy or seeded request, and it is the largest thing that a step writes.
-    wanted_R = (chosen.rows.temperature > 0) & ~chosen.rows.seeded
-    q_target_R = jnp.where(wanted_R, target_R, state.seq_len.shape[0])
-    return state._replace(
-        draft_kv=cache,
-        drafts=state.drafts.at[target_R, :k].set(jnp.stack(ids, axis=1), mode="drop"),
-        draft_log_q=state.draft_log_q.at[q_target_R, :k].set(jnp.stack(log_q, axis=1), mode="drop"),
-    )
+    return _Drawn(jnp.stack(ids, axis=1), jnp.stack(log_q, axis=1), cache)
 
 
 def _live_rows(meta: StepMetadata, inputs: StepInputs, chosen: Chosen) -> LiveRows:

@@ -272,11 +272,12 @@ class Engine:
         if self.observer:
             self.observer(step)
         record_scores(step.plan.prefill, step.scores)
-        rows = zip(step.emitted.tolist(), step.accepted.tolist(), step.flags.tolist(), step.plan.requests, strict=True)
+        counts = (step.emitted.tolist(), step.verified.tolist(), step.accepted.tolist(), step.flags.tolist())
+        rows = zip(*counts, step.plan.requests, strict=True)
         outputs = []
         first = len(step.plan.prefill)
-        seen: list[tuple[int, int, int]] = []  # of each window: slot, drafts verified, drafts accepted
-        for row, (emitted, accepted, flags, request) in enumerate(rows):
+        seen: list[tuple[int, int, int]] = []  # of each window: slot, drafts wanted, drafts accepted
+        for row, (emitted, verified, accepted, flags, request) in enumerate(rows):
             if request.state is RequestState.FINISHED:
                 continue
             if flags & FLAG_NAN:
@@ -286,9 +287,11 @@ class Engine:
             if row < first:
                 chunk = step.plan.prefill[row]
                 self.scheduler.publish(request, chunk.start + chunk.length)
-            elif emitted and (verified := step.plan.verified[row - first]):
-                seen.append((request.slot, verified, accepted))
-                self._count_window(request, verified, accepted)
+            elif emitted and (wanted := step.plan.verified[row - first]):
+                # What was looked up and not found is no window, but tells that drafting gained nothing.
+                seen.append((request.slot, wanted, accepted))
+                if verified:
+                    self._count_window(request, verified, accepted)
             if request.constraint:
                 held = min(request.num_drafts, step.plan.drafts)
                 request.drafts = tuple(step.drafts[row, :held].tolist())

@@ -7,6 +7,7 @@ from jax import lax
 from jaxspec.config import Settings
 from jaxspec.engine.batch import StepInputs
 from jaxspec.engine.handoff import Forwarded
+from jaxspec.engine.lookup import write_history
 from jaxspec.engine.rules import count_prefilled, reset_rules
 from jaxspec.engine.state import StepState
 from jaxspec.models.decoder import CausalLM
@@ -36,6 +37,8 @@ def forward(
     ids_T, meta = lay_out(state, inputs, settings, n)
     if full:
         state = count_prefilled(state, inputs, meta)
+    if settings.lookup is not None:
+        state = state._replace(history=write_history(state.history, ids_T, meta))
     output = target(ids_T, state.kv, meta, capture=capture, experts=experts)
     captured = dict(zip(capture, output.captured, strict=True))
     logits_RV = target.logits(output.hidden[logit_rows(inputs, n)])

@@ -36,6 +36,7 @@ class Chosen(NamedTuple):
     Attributes:
         ids, logprobs: [R, n]; the first `emitted` count, those after `accepted` are stale but legal ids.
         emitted: int32 [R] tokens that the request gains, cut at its first stop; 0 for middle chunks and dead rows.
+        verified: int32 [R] drafts that could be accepted: those that the slot held and its request allows; 0 for prompt rows.
         accepted: int32 [R] drafts that the target agreed with, before any cut; 0 for prompt rows.
         flags: int32 [R] of FLAG_DONE and FLAG_NAN.
         lengths: int32 [R] tokens whose KV is valid after the step; `last` int32 [R], the token that follows them.
@@ -46,6 +47,7 @@ class Chosen(NamedTuple):
     ids: jax.Array
     logprobs: jax.Array
     emitted: jax.Array
+    verified: jax.Array
     accepted: jax.Array
     flags: jax.Array
     lengths: jax.Array

@@ -36,7 +36,8 @@ class StepPlan:
 
     Attributes:
         drafts: how many drafts a decode row may verify, and how many every row proposes.
-        verified: for each decode row, the drafts that it verifies: those that it holds and its request allows.
+        verified: for each decode row, the drafts that it verifies: those that it holds and its request allows; at most, for
+            what is looked up may not be found.
     """
 
     prefill: tuple[PrefillRow, ...]

@@ -42,7 +42,7 @@ class Request:
         preempted_time: since when the request has waited to go on; preempted_seconds: such times, summed up.
         windows: entry i, of k + 1: verified windows with i accepted drafts; empty without speculation.
         drafted: drafts in all of them.
-        held_drafts: how many drafts the slot holds after the steps planned so far.
+        held_drafts: how many drafts the slot holds at most after the steps planned so far.
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
         num_drafts: how many drafts of a window may be accepted.
         drafts: what its next window verifies, where a constraint has to know it.

@@ -22,7 +22,7 @@ from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.scoring import Scores, following_ids, score, unpack, wants_scores
 from jaxspec.engine.state import StepState, compile_zeros, state_shapes
-from jaxspec.engine.step import ACCEPTED_SHIFT, Probe, StepArrays, make_step
+from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, Probe, StepArrays, make_step
 from jaxspec.engine.warmup import Preparation, first_buckets
 from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import CausalLM
@@ -40,7 +40,7 @@ class StepOutput:
     """A plan with what its step gave, prompt rows before decode rows.
 
     Attributes:
-        emitted, accepted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
+        emitted, verified, accepted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
         drafts: int32 [rows, k] that each row's next window verifies.
         top_ids: int32 [rows, n, MAX_LOGPROBS] likeliest ids at each position, top_logprobs float32 likewise; where a row
             of the plan asked for alternatives.
@@ -51,6 +51,7 @@ class StepOutput:
 
     plan: StepPlan
     emitted: np.ndarray
+    verified: np.ndarray
     accepted: np.ndarray
     flags: np.ndarray
     ids: np.ndarray
@@ -101,7 +102,7 @@ class Runner:
 
     Args:
         params: nested dict of the model's parameters on `mesh`.
-        draft: what proposes tokens, and its parameters, where the settings ask for speculation.
+        draft: the model that proposes tokens, and its parameters, where the settings ask for one.
         buckets: those to compile (default: the table of the settings).
         skip_dead: see `make_step`.
         probe: also return a `Probe` of every token (slower).
@@ -121,9 +122,11 @@ class Runner:
         probe: bool = False,
         files: FileStore | None = None,
     ):
-        assert (settings.window > 1) == (draft is not None)
+        assert settings.model_drafts == (draft is not None)
         specs = model.cache_specs()
-        assert all(spec.paged for spec in specs) or not (settings.prefix_caching or draft), "see `resolve`"
+        assert all(spec.paged for spec in specs) or not (settings.prefix_caching or settings.window > 1), (
+            "see `resolve`"
+        )
         self.settings = settings
         self.window = settings.window
         self.buckets = buckets or bucket_table(settings)
@@ -134,9 +137,7 @@ class Runner:
         self.use_params((target, drafter))
         self._mesh = mesh
         self._probe = probe
-        self._shapes = state_shapes(
-            model, settings, mesh, draft=draft[0] if draft else None, num_speculative_tokens=self.window - 1
-        )
+        self._shapes = state_shapes(model, settings, mesh, draft=draft[0] if draft else None)
         self.store = ExecutableStore(files, mesh)
         shapes = self._shapes
         zeros = self.store.load_or_make(self.store.key("zeros", shapes), lambda: compile_zeros(shapes))
@@ -265,8 +266,9 @@ class Runner:
         return StepOutput(
             step.plan,
             emitted=rows[:, 0],
-            accepted=rows[:, 1] >> ACCEPTED_SHIFT,
-            flags=rows[:, 1] & ((1 << ACCEPTED_SHIFT) - 1),
+            verified=rows[:, 1] >> VERIFIED_SHIFT,
+            accepted=rows[:, 1] >> ACCEPTED_SHIFT & FIELD,
+            flags=rows[:, 1] & FIELD,
             ids=rows[:, 2 : 2 + n],
             logprobs=rows[:, 2 + n : 2 + 2 * n].view(np.float32),
             drafts=rows[:, 2 + 2 * n :],

@@ -50,7 +50,9 @@ class Scheduler:
         self.settings = settings
         most = settings.num_speculative_tokens
         self.control = control or FixedDrafts(most)
-        self.cache = PrefixCache(settings.page_size, lookahead=int(most > 0)) if settings.prefix_caching else None
+        self.cache = (
+            PrefixCache(settings.page_size, lookahead=int(settings.model_drafts)) if settings.prefix_caching else None
+        )
         self.pages = PageAllocator(settings.num_pages, self.cache)
         self.waiting: list[Request] = []
         self.running: list[Request] = []

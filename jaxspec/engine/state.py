@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import Settings
+from jaxspec.engine.lookup import HISTORY
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.decoder import Cache, CausalLM
 from jaxspec.models.draft import Draft
@@ -45,9 +46,11 @@ class StepState(NamedTuple):
             bits (see `Constraint`). Written between steps.
         draft_kv: the draft's cache, under the same page ids. Like the next two () without speculation.
         held: int32 [S] how many drafts each slot holds: as many as its latest step proposed.
+        history: the ids of all tokens, under the same page ids as their KV, where drafts are looked up; () otherwise.
         drafts: int32 [S, k] tokens proposed to follow `last_token`; those past `held` are stale but legal.
         draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
-            requests of temperature 0 and for seeded ones.
+            requests of temperature 0 and for seeded ones. () where no model drafts.
+        looked_up: bool [S] the drafts were looked up and not drawn: a point mass. () unless both kinds occur.
     """
 
     kv: Cache
@@ -66,11 +69,11 @@ class StepState(NamedTuple):
     held: Any = ()
     drafts: Any = ()
     draft_log_q: Any = ()
+    history: LayerCache = ()
+    looked_up: Any = ()
 
 
-def state_shapes(
-    model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None, num_speculative_tokens: int = 0
-) -> StepState:
+def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None) -> StepState:
     """Shapes, dtypes and shardings; all but the caches is replicated."""
 
     def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -94,13 +97,19 @@ def state_shapes(
         "counts": shape((S, model.config.vocab_size), jnp.int32),
         "bias_ids": shape((S, MAX_LOGIT_BIAS), jnp.int32),
         "bias_values": shape((S, MAX_LOGIT_BIAS), jnp.float32),
-        "masks": shape((S, num_speculative_tokens + 1, mask_words(model.config.vocab_size)), jnp.int32),
+        "masks": shape((S, settings.window, mask_words(model.config.vocab_size)), jnp.int32),
     }
+    k = settings.num_speculative_tokens
+    if k:
+        shapes["held"] = shape((S,), jnp.int32)
+        shapes["drafts"] = shape((S, k), jnp.int32)
     if draft is not None:
         shapes["draft_kv"] = cache(draft.cache_spec)
-        shapes["held"] = shape((S,), jnp.int32)
-        shapes["drafts"] = shape((S, num_speculative_tokens), jnp.int32)
-        shapes["draft_log_q"] = shape((S, num_speculative_tokens, model.config.vocab_size), jnp.float32)
+        shapes["draft_log_q"] = shape((S, k, model.config.vocab_size), jnp.float32)
+    if settings.lookup is not None:
+        shapes["history"] = cache(HISTORY)
+        if draft is not None:
+            shapes["looked_up"] = shape((S,), jnp.bool_)
     return StepState(**shapes)
 
 

@@ -19,8 +19,8 @@ from jaxspec.engine.forward import forward
 from jaxspec.engine.handoff import Chosen
 from jaxspec.engine.state import StepState
 
-# The count of accepted drafts shares the packed output's flags column.
-ACCEPTED_SHIFT = 8
+# The counts of accepted and of verified drafts share the packed output's flags column, eight bits each.
+ACCEPTED_SHIFT, VERIFIED_SHIFT, FIELD = 8, 16, 255
 
 
 class Probe(NamedTuple):
@@ -38,7 +38,8 @@ class StepArrays(NamedTuple):
     """The outputs of a step that the host may read. Rows are the bucket's, prompt rows first.
 
     Attributes:
-        packed: int32 [rows, 2 + 2n + k]: tokens emitted, flags, ids, log-probabilities as bits, the new drafts.
+        packed: int32 [rows, 2 + 2n + k]: tokens emitted, flags and counts of drafts, ids, log-probabilities as bits, the new
+            drafts.
         top: int32 [rows, n, 2 * MAX_LOGPROBS]: likeliest ids, log-probabilities as bits; None in a "lean" bucket.
         hidden: [P, H] of the prompt tokens after the final norm, for `jaxspec.engine.scoring`; None in a "lean" bucket and
             without prompts.
@@ -65,7 +66,7 @@ def make_step(
     """The step of one bucket: (params, state, inputs int32 [size]) -> (state, StepArrays).
 
     Args:
-        graphdefs: of the target and of the draft; without a draft the bucket has no drafts.
+        graphdefs: of the target and of the model that drafts, if one does.
         skip_dead: in the draft's catch-up, attend for the rows that draft only (False for tests and benchmarks).
     """
 
@@ -89,7 +90,7 @@ def make_step(
             )  # fmt: skip
             was_done = state.done
             state = advance(state, inputs, chosen, full=full)
-        if draft is not None:
+        if settings.window > 1:
             state = propose(
                 state, draft, target, forwarded, inputs, chosen,
                 k=layout.bucket.drafts, was_done=was_done, settings=settings, skip_dead=skip_dead,
@@ -114,9 +115,9 @@ def drafts_of(state: StepState, inputs: StepInputs) -> jax.Array:
 
 
 def pack_output(chosen: Chosen, drafts_Rk: jax.Array) -> jax.Array:
-    """int32 [rows, 2 + 2n + k]: emitted, flags with the accepted drafts above bit 8, ids, log-probability bits, drafts."""
+    """int32 [rows, 2 + 2n + k]: emitted, flags with two counts above them, ids, log-probability bits, drafts."""
     bits_Rn = lax.bitcast_convert_type(chosen.logprobs, jnp.int32)
-    flags_R = chosen.flags + (chosen.accepted << ACCEPTED_SHIFT)
+    flags_R = chosen.flags + (chosen.accepted << ACCEPTED_SHIFT) + (chosen.verified << VERIFIED_SHIFT)
     return jnp.concatenate([chosen.emitted[:, None], flags_R[:, None], chosen.ids, bits_Rn, drafts_Rk], axis=1)
 
 

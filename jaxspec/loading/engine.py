@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.compile_cache import FileStore, open_store
-from jaxspec.config import PAGE_SIZE, EngineConfig, Settings, flagged, np_dtype, resolve, resolve_dtype
+from jaxspec.config import PAGE_SIZE, EngineConfig, Lookup, Settings, flagged, np_dtype, resolve, resolve_dtype
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executables import ExecutableStore
+from jaxspec.engine.lookup import HISTORY
 from jaxspec.engine.memory import free_bytes, measure_free_bytes, smallest_pool
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.step_log import StepLog
@@ -98,7 +99,7 @@ class _Plan:
 
     Attributes:
         parameters: of the model and its draft.
-        caches: of all layers, the draft's included.
+        caches: of all layers, the draft's included, and of the text where drafts are looked up.
         files: where compiled steps are kept.
     """
 
@@ -159,7 +160,9 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         model=model_config,
         draft=draft,
         parameters=count_parameters(model) + (count_parameters(draft.model) if draft else 0),
-        caches=model.cache_specs() + ((draft.model.cache_spec,) if draft else ()),
+        caches=model.cache_specs()
+        + ((draft.model.cache_spec,) if draft else ())
+        + ((HISTORY,) if config.lookup else ()),
         files=open_store(config.compilation_cache_dir),
     )
 
@@ -195,7 +198,8 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
     tokens = (settings.num_pages - 1) * settings.page_size
     pool = f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * plan.page_bytes / 2**20:.0f} MiB"
     most = f"{'up to ' * settings.adaptive_drafts}{settings.num_speculative_tokens} tokens a step"
-    drafts = f"{plan.draft.name}, {most}" if plan.draft else "off"
+    names = [*([_lookup_words(settings.lookup)] if settings.lookup else []), *([plan.draft.name] if plan.draft else [])]
+    drafts = f"{', else '.join(names)}, {most}" if names else "off"
     out: dict[str, str | int] = {
         "Architecture": plan.model.architecture,
         "Parameters": f"{plan.parameters:,}",
@@ -215,3 +219,7 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
         "Maximum concurrency": f"{tokens / settings.max_model_len:.2f}x at {settings.max_model_len} tokens a request",
         "Buckets": "; ".join(bucket.words for bucket in runner.buckets),
     }
+
+
+def _lookup_words(lookup: Lookup) -> str:
+    return f"looked up in the request's text by its last {lookup.least} to {lookup.most} tokens"

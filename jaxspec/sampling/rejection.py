@@ -49,7 +49,7 @@ def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
 def verify(
     logits: jax.Array,
     drafts: jax.Array,
-    log_q: jax.Array,
+    log_q: jax.Array | None,
     one_hot: jax.Array,
     num_drafts: jax.Array,
     rows: SamplingRows,
@@ -66,7 +66,8 @@ def verify(
         logits: [D, k + 1, V] of the target, after the request's rules; row i verifies draft i, the last one is for
             the bonus.
         drafts: int32 [D, k].
-        log_q: float32 [X, at least k, V] of the distributions that the drafts were drawn from.
+        log_q: float32 [X, at least k, V] of the distributions that the drafts were drawn from; None where all are a point
+            mass.
         one_hot: bool [D]: the drafts are a point mass (drafted greedily, or given); log_q is not read.
         num_drafts: int32 [D], 0 to k: how many of a window's drafts may be accepted.
         rows: the requests' parameters, [D].
@@ -78,6 +79,8 @@ def verify(
     """
     D, n, V = logits.shape
     k = n - 1
+    if log_q is None:  # one row that nobody reads
+        log_q, one_hot, q_rows = jnp.zeros((1, max(k, 1), V)), jnp.ones(D, bool), jnp.zeros(D, jnp.int32)
     q_rows = jnp.arange(D) if q_rows is None else q_rows
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
     # Masks never remove the largest logit, so greedy rows may use masked logits.

@@ -109,6 +109,7 @@ class MockRunner:
             StepOutput(
                 plan,
                 np.array([len(emitted) for emitted, _ in rows]),
+                np.array([0] * len(plan.prefill) + list(plan.verified)),
                 np.array([accepted for _, accepted in rows]),
                 np.where(self.done[slots], FLAG_DONE, 0) | np.where(nan, FLAG_NAN, 0),
                 ids,

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxspec.config import Settings
+from jaxspec.config import Lookup, Settings
 from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import StepPlan
@@ -140,6 +140,25 @@ def tiny_draft(name: str) -> tuple[Draft, dict]:
             read_eagle3_config(HEADS[name]), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False
         )
     return draft, numpy_params(draft, 4)
+
+
+# Two equal tokens are rare in a random text of 160 ids, one is not.
+LOOKUP = Lookup(1, 4)
+LOOKUP_BESIDE_MODEL = Lookup(1, 4, beside_model=True)
+
+
+@cached
+def lookup_runner(k: int, *, model: bool = False, full: bool = False) -> Runner:
+    """Drafts are looked up, and where nothing is found a random NextN layer drafts if `model` says so.
+
+    full: with the sampler of all parameters.
+    """
+    lookup = LOOKUP_BESIDE_MODEL if model else LOOKUP
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, lookup=lookup)
+    target = CausalLM(tiny_config("tiny"), jnp.float32)
+    draft = tiny_draft("nextn") if model else None
+    buckets = bucket_table(settings)[-1:] if full else one_bucket(settings)
+    return warmed(Runner(target, target_params("tiny"), settings, one_device(), draft=draft, buckets=buckets))
 
 
 @cached

@@ -3,7 +3,8 @@
 Greedy requests and seeded ones: neither's text may depend on the draft.
 
 Arrivals, aborts, stops inside a window, shared prompts, pools that force preemption, rows that wait for their output,
-readout depths, mixed steps on and off; without a draft, with the three kinds of drafts, and with one that is right often.
+readout depths, mixed steps on and off; without a draft, with the three kinds of drafts, with one that is
+right often, and with what is looked up in the text.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.output import FinishReason
 from jaxspec.engine.request import Request
 from jaxspec.sampling.params import SamplingParams
-from tests.engine.scripted import eagle3_runner, pattern_runner, plain_runner, with_pattern
+from tests.engine.scripted import eagle3_runner, lookup_runner, pattern_runner, plain_runner, with_pattern
 from tests.engine.tiny import EOS, VOCAB, cached, fill_cache, run, tiny_runner
 from tests.host_rules import StopAfter
 
@@ -34,7 +35,13 @@ RUNNERS = {
     "eagle3 llama, k=3": (lambda: eagle3_runner("llama", 3), plain_runner),
     "eagle3 mla, k=3": (lambda: eagle3_runner("mla", 3), plain_runner),
     "pattern, k=3": (lambda: pattern_runner(3), plain_runner),
+    "looked up, k=3": (lambda: lookup_runner(3), plain_runner),
+    "looked up or nextn, k=3": (lambda: lookup_runner(3, model=True), plain_runner),
+    "looked up, k=1": (lambda: lookup_runner(1), plain_runner),
+    "looked up, k=7": (lambda: lookup_runner(7), plain_runner),
 }
+# Each of the others in every run; these add no code that they do not have.
+FULL = ("looked up, k=1", "looked up, k=7")
 NEW_TOKENS = 24
 # The longest request takes three pages.
 POOLS = (3, 4, 6, 39)
@@ -127,7 +134,7 @@ ARRIVALS = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", RUNNERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) if n in FULL else n for n in RUNNERS])
 @settings(max_examples=5)
 @given(
     arrivals=st.lists(ARRIVALS, min_size=2, max_size=10),

@@ -10,6 +10,7 @@ import pytest
 
 from bench.harness.models import draw
 from bench.harness.trace import compute_events
+from jaxspec.config import Lookup
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.runner import Runner
@@ -27,14 +28,20 @@ SIZES = {
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(("k", "drafts"), [(0, 0), (3, 3), (3, 1), (3, 0)])
-def test_a_decode_step_is_one_launch(k, drafts, rows):
+@pytest.mark.parametrize(
+    ("k", "drafts", "lookup"),
+    [
+        (0, 0, None), (3, 3, None), (3, 1, None), (3, 0, None), (3, 3, Lookup(2, 4)),
+        (3, 3, Lookup(1, 24, beside_model=True)),
+    ],
+)  # fmt: skip
+def test_a_decode_step_is_one_launch(k, drafts, lookup, rows):
     """With `drafts` of at most k; with none the draft's keys are written all the same."""
     mesh = one_device()
     weights = draw(HF_CONFIG | SIZES, mesh, np.dtype(jax.numpy.bfloat16))
-    settings = dataclasses.replace(SETTINGS, dtype="bfloat16", on_gpu=True, num_speculative_tokens=k)
+    settings = dataclasses.replace(SETTINGS, dtype="bfloat16", on_gpu=True, num_speculative_tokens=k, lookup=lookup)
     bucket = Bucket(0, 0, rows, "lean", drafts)
-    draft = weights.draft if k else None
+    draft = weights.draft if settings.model_drafts else None
     runner = Runner(weights.model, weights.params, settings, mesh, draft=draft, buckets=(bucket,))
     runner.warm_up()
     wanted = {"mla_decode", "mla_query", "kv_write", "moe", "moe_route"} | ({"norm_linear"} if rows == 1 else set())

@@ -9,6 +9,7 @@ import pytest
 import jaxspec
 from jaxspec.config import EngineConfig
 from jaxspec.errors import UsageError
+from jaxspec.speculative_config import SPECULATIVE_OPTIONS
 from serve import cli
 from serve.flags import engine_config, similar, size
 from serve.peer_flags import PEER_FLAGS, Alias, Collected, Ignored, PeerFlag, Refused, Same, Switch, Variable, markdown
@@ -22,7 +23,16 @@ WITH = {
     "--tokenizer": ["demo"],
     "--tokenizer-path": ["demo"],
     "--config": ["--config", "file.yaml"],
-}
+    **{
+        name: ["--speculative-method", "ngram"]
+        for name in (
+            "--ngram-prompt-lookup-max", "--ngram-prompt-lookup-min", "--speculative-ngram-max-match-window-size",
+            "--speculative-ngram-min-match-window-size",
+        )
+    },
+}  # fmt: skip
+# What --speculative-config takes back of other sources.
+NO_SPECULATION: dict[str, object] = dict.fromkeys(SPECULATIVE_OPTIONS)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +74,7 @@ def test_every_row_is_what_the_table_says(flag: PeerFlag, name: str):
             assert resolved.notes[0].endswith(f" has no effect: {reason}")
             assert given(*words) == {}
         case Alias(to):
-            assert given(*words) == given(to, *flag.example) != {}
+            assert given(*words) == given(*WITH.get(name, []), to, *flag.example) != {}
         case Switch(option, value, shown):
             assert given(*words) == {option: value}
             ours = resolve(*shown.split()).arguments
@@ -126,16 +136,25 @@ def test_the_docs_name_the_variables():
         (["-O3", "-ep", "--enable-chunked-prefill"], {}),
         (
             ["--speculative-config.method", "eagle3", "--speculative-config.model=d"],
-            {"speculative_model": "d", "num_speculative_tokens": 3},
+            NO_SPECULATION | {"speculative_model": "d", "num_speculative_tokens": 3},
         ),
         (
             ["-sc", '{"method": "deepseek_mtp", "num_speculative_tokens": 1, "draft_tensor_parallel_size": 1}'],
-            {"speculative_model": None, "num_speculative_tokens": 1},
+            NO_SPECULATION | {"num_speculative_tokens": 1},
         ),
-        (["-sc", '{"method": "mtp"}'], {"speculative_model": None, "num_speculative_tokens": 3}),
+        (["-sc", '{"method": "mtp"}'], NO_SPECULATION | {"num_speculative_tokens": 3}),
+        (
+            ["-sc", '{"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":5,"prompt_lookup_min":2}'],
+            {"speculative_model": None, "speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5,
+             "prompt_lookup_min": 2},
+        ),
+        (
+            ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-match-window-size", "12"],
+            {"speculative_method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 12},
+        ),
         (
             ["--speculative-config.method=mtp", "--speculative-config.num_speculative_tokens", "2"],
-            {"speculative_model": None, "num_speculative_tokens": 2},
+            NO_SPECULATION | {"num_speculative_tokens": 2},
         ),
         (
             ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "d", "--speculative-num-steps", "5",
@@ -164,7 +183,7 @@ def test_what_is_meant_is_done(words, options):
         (["--chunked-prefill-size", "-1"], "must be a whole number"),
         (["a", "--model", "b"], "the model is given twice: a and --model b"),
         (["a", "--tokenizer", "b"], "--tokenizer b is not supported: the tokenizer is the one in the model's folder"),
-        (["--speculative-algorithm", "NGRAM"], "--speculative-algorithm NGRAM is not supported: use EAGLE3 with"),
+        (["--speculative-algorithm", "DFLASH"], "--speculative-algorithm DFLASH is not supported: use EAGLE3 with"),
         (["--speculative-algorithm", "EAGLE3"], "needs a draft: give --speculative-draft-model-path"),
         (["--speculative-num-steps", "3", "--speculative-num-draft-tokens", "16"], "drafts are chains, not trees"),
         (["--speculative-num-steps", "x"], "--speculative-num-steps must be a whole number, got 'x'"),

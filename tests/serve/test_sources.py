@@ -52,7 +52,7 @@ def test_every_option_has_a_variable(write, monkeypatch):
         "speculative_config": '{"method": "mtp"}', "allowed_origins": "*", "speculative_capture_layers": "1,2",
         "override_generation_config": '{"top_k": 5}',
         "enable_mixed_batch": "0", "gpu_memory_utilization": "0.5", "synthetic_acceptance_length": "2",
-        "tool_call_parser": "hermes", "reasoning_parser": "qwen3",
+        "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "speculative_method": "ngram",
     }  # fmt: skip
     write("")
     options = cli.parsers(["serve"])[1]["serve"].own_options()
@@ -125,7 +125,7 @@ def test_one_source_says_what_speculation_is(write):
         ("tool-call-parser: x", "serve.yaml: argument --tool-call-parser: invalid choice: 'x' (choose from"),
         ("enable-lora: true", "serve.yaml: --enable-lora is not supported: merge the adapter"),
         (
-            "speculative-config: {method: ngram}",
+            "speculative-config: {method: medusa}",
             "serve.yaml: --speculative-config: method in speculative_config must be",
         ),
         ("1: 2", "serve.yaml: 1 is not the name of an option"),
