@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxspec.config import EngineConfig, flagged, np_dtype
 from jaxspec.errors import ConfigError, plain
 from jaxspec.loading.checkpoint import Checkpoint, declare_eagle3, load_eagle3, load_nextn, open_checkpoint
+from jaxspec.loading.draft_vocabulary import declare_reduced, read_frequent, reduce_loaded
 from jaxspec.loading.hf_folder import naming, read_hf_config
 from jaxspec.loading.parts import MTP
 from jaxspec.loading.resolve import resolve_model
@@ -39,12 +40,31 @@ class DraftPlan:
 
 
 def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelConfig, dtype: str) -> DraftPlan | None:
-    """The draft that the options ask for; None without speculation.
+    """The model that drafts, as the options ask for; None without one.
 
     Raises:
         ConfigError, ModelFormatError: there is no such draft, or it cannot draft for this target.
     """
-    if not config.num_speculative_tokens:
+    plan = _plan_whole(config, target, target_config, dtype)
+    if config.speculative_token_map is None:
+        return plan
+    if plan is None:
+        raise ConfigError(
+            f"{flagged('speculative_token_map')} is for drafts of a model, and no model drafts: leave it out"
+        )
+    ids = read_frequent(config.speculative_token_map, config.speculative_vocab_size, target_config.vocab_size)
+
+    def load(mesh: Mesh) -> tuple[Draft, dict[str | int, Any]]:
+        draft, params = plan.load(mesh)
+        return reduce_loaded(draft, params, ids, target, target_config, mesh, dtype)
+
+    model = declare_reduced(plan.model, len(ids), target_config, dtype)
+    return DraftPlan(f"{plan.name} of {len(ids)} frequent tokens", model, load)
+
+
+def _plan_whole(config: EngineConfig, target: Checkpoint, target_config: ModelConfig, dtype: str) -> DraftPlan | None:
+    """`plan_draft` with all tokens that the draft can propose."""
+    if not config.num_speculative_tokens or (config.lookup and not config.lookup.beside_model):
         return None
     if config.speculative_model is None:
         if config.speculative_capture_layers is not None:
@@ -54,7 +74,8 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
         if MTP not in target.parts or not target_config.nextn_layers:
             raise ConfigError(
                 f"{flagged('num_speculative_tokens')} {config.num_speculative_tokens} needs a draft, and the model has no "
-                f"NextN (MTP) layer; name an EAGLE3 draft with {flagged('speculative_model')}, or use 0"
+                f"NextN (MTP) layer; name an EAGLE3 draft with {flagged('speculative_model')}, draft without a model with "
+                f"{flagged('speculative_method')} ngram, or use 0"
             )
         return DraftPlan("MTP", NextN(target_config, np_dtype(dtype)), lambda mesh: load_nextn(target, mesh, dtype))
 
