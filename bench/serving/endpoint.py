@@ -150,11 +150,19 @@ def server_command(model: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", code, "serve", model, "--port", "0", *flags]
 
 
+@dataclass(frozen=True)
+class LocalServer:
+    """A server that runs for the time of a benchmark, as a process with this id."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
 def local_server(
     command: Sequence[str], env: Mapping[str, str] = os.environ, on_listening: Callable[[], None] = lambda: None
-) -> Iterator[str]:
-    """Runs a server for as long as the context; yields its URL once it is ready. Its output until then goes to stderr.
+) -> Iterator[LocalServer]:
+    """Runs a server for as long as the context; yields it once it is ready. Its output until then goes to stderr.
 
     Args:
         env: of its process.
@@ -176,7 +184,7 @@ def local_server(
     output: _Output | None = None
     try:
         output = _Output(process, on_listening)
-        yield output.wait_until_ready()
+        yield LocalServer(output.wait_until_ready(), process.pid)
         if process.poll() is not None:
             print(f"the server ended by itself with code {process.returncode}:\n{output.tail}", file=sys.stderr)
     finally:

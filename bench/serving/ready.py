@@ -81,9 +81,9 @@ def time_server(arguments: argparse.Namespace, env: Mapping[str, str], seed: int
     before, load, started = _cpu_seconds(), os.getloadavg()[0], time.perf_counter()
     listening: list[float] = []
     command = server_command(arguments.model, arguments.engine_flags)
-    with local_server(command, env, lambda: listening.append(time.perf_counter())) as url:
+    with local_server(command, env, lambda: listening.append(time.perf_counter())) as server:
         ready = time.perf_counter() - started
-        endpoint = Endpoint(url, trust_env=False)
+        endpoint = Endpoint(server.url, trust_env=False)
         bursts = {}
         if arguments.num_requests:
             bursts["at ready"] = _burst(endpoint, arguments, 2 * seed)

@@ -287,8 +287,8 @@ def run(arguments: argparse.Namespace) -> int:
         result = measure(endpoint, arguments, arguments.model or endpoint.first_model())
     else:
         model = arguments.model or "demo"
-        with server.local_server(server.server_command(model, arguments.engine_flags)) as url:
-            endpoint = server.Endpoint(url, key, trust_env=False)
+        with server.local_server(server.server_command(model, arguments.engine_flags)) as local:
+            endpoint = server.Endpoint(local.url, key, trust_env=False)
             result = measure(endpoint, arguments, endpoint.first_model())
         # Only to name the device in the record: this process needs hardly any of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
