@@ -1,11 +1,14 @@
 """The real step on a tiny model: whatever shares the batch, a request's tokens are those of its solo run."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
 
 from jaxspec.compat import compiles
 from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.tiny import EOS, VOCAB, fill_cache, make_engine, run
 
@@ -91,17 +94,26 @@ def test_max_tokens_and_context_limit():
         assert ends["r"] == ("length", None)
 
 
+@contextlib.contextmanager
+def poisoned(runner: Runner, token: int):
+    """The embedding of one token is NaN."""
+    embed = runner.params[0]["embed"]["weight"]
+    clean = embed.get_value()
+    embed.set_value(clean.at[token].set(np.nan))
+    runner.use_params(runner.params)
+    try:
+        yield
+    finally:
+        embed.set_value(clean)
+        runner.use_params(runner.params)
+
+
 def test_a_nan_row_ends_its_own_request_only(solo):
     """A token whose embedding is NaN poisons its request; its neighbours and later users of its pages see nothing."""
     engine = make_engine()
-    runner = engine.runner
-    embed = runner.params[0]["embed"]["weight"]
-    clean = embed.get_value()
     used = {t for r in requests() for t in r.prompt_ids} | {t for ids in solo[0].values() for t in ids}
     unused = next(t for t in range(VOCAB) if t not in used)
-    embed.set_value(clean.at[unused].set(np.nan))
-    runner.use_params(runner.params)
-    try:
+    with poisoned(engine.runner, unused):
         bad = Request("bad", [9, unused, 9], SamplingParams(max_tokens=8))
         ids, logprobs, ends = run(engine, [bad, *requests()])
         assert ends["bad"][0] == "error"
@@ -109,9 +121,21 @@ def test_a_nan_row_ends_its_own_request_only(solo):
         assert ids.pop("bad") == []
         logprobs.pop("bad")
         assert_equal_runs((ids, logprobs), solo)
-    finally:
-        embed.set_value(clean)
-        runner.use_params(runner.params)
+
+
+def test_pages_that_hold_nan_are_not_shared():
+    def request() -> Request:
+        return Request("again", [9, 8, *range(10, 150)], SamplingParams(max_tokens=5, temperature=0))
+
+    want = run(make_engine(), [request()])
+    engine = make_engine()
+    with poisoned(engine.runner, 8):
+        assert run(engine, [request()])[2]["again"][0] == "error"
+    assert_equal_runs(run(engine, [request()]), want)
+    assert engine.stats().prefix_cache_queries > 0
+    assert engine.stats().prefix_cache_hits == 0
+    run(engine, [request()])  # those of the good one are
+    assert engine.stats().prefix_cache_hits > 0
 
 
 def test_nothing_compiles_after_warm_up(solo):  # noqa: ARG001 - the fixture warms helpers up

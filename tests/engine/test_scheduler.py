@@ -400,6 +400,11 @@ def test_requests_that_cannot_be_served():
     engine.add(Request("a", [1], ok))
     with pytest.raises(InvalidRequestError, match="in use"):
         engine.add(Request("a", [1], ok))
+    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):  # all of them, or none
+        engine.add(Request("b", [1], ok), Request("c", [-1], ok))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.add(Request("b", [1], ok), Request("b", [2], ok))
+    assert engine.stats().num_waiting == 1
     engine.abort("a")
     engine.abort("unknown")
     assert [out.finish_reason for out in engine.step()] == [FinishReason.ABORT]
