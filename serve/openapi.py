@@ -217,7 +217,14 @@ class Status(TypedDict):
     what: NotRequired[str]
 
 
-_STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: the API's events."}}}
+# Of one event; FastAPI describes its own streams in the same way.
+_EVENT = {
+    "type": "object",
+    "description": "With `stream`: the API's events.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+_STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
 # What every route that reads a body may answer, and what every route may that needs the model.
 READS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 ASKS = (401, 500, 503)

@@ -72,8 +72,10 @@ class TextPool:
 
 
 def text_bytes(value: Any) -> int:
-    """About how many bytes of text, or of ids, the arguments of a job hold."""
-    if isinstance(value, str | bytes):
+    """About how many bytes of text (as UTF-8, for which tokens are as many at most), or of ids, the arguments of a job hold."""
+    if isinstance(value, str):
+        return len(value) if value.isascii() else len(value.encode())
+    if isinstance(value, bytes):
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(text_bytes, value.values())) + sum(len(name) for name in value if isinstance(name, str))

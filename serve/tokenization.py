@@ -28,7 +28,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> Response:
     texts: Any = body.prompt if body.messages is None else [m.rendered() for m in body.messages]
     if text_bytes(texts) > MAX_TEXT_BYTES:
         raise InvalidRequestError(
-            f"/tokenize takes at most {MAX_TEXT_BYTES} characters at once",
+            f"/tokenize takes at most {MAX_TEXT_BYTES} bytes of text at once",
             param="prompt" if body.messages is None else "messages",
         )
 

@@ -20,6 +20,12 @@ from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 class RunningServer:
     base_url: str
     service: Service
+    thread: threading.Thread
+
+    def loop_seconds(self) -> float:
+        """Processor time of the event loop's thread, which no other load on the machine makes longer."""
+        assert self.thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self.thread.ident))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
@@ -55,7 +61,7 @@ def serve_in_thread(
         assert not thread.is_alive()
 
     stops.append(stop)
-    running = RunningServer(f"http://127.0.0.1:{sock.getsockname()[1]}", service)
+    running = RunningServer(f"http://127.0.0.1:{sock.getsockname()[1]}", service, thread)
     running.wait_until(lambda: server.started)
     sock.listen(BACKLOG)
     if wait_ready:

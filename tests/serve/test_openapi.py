@@ -68,6 +68,30 @@ def test_a_key_is_described_where_it_is_needed():
     assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
 
 
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+STREAMS = {
+    "/v1/completions": {"prompt": "hi", "max_tokens": 4},
+    "/v1/chat/completions": MESSAGES,
+    "/v1/responses": {"input": "hi", "max_output_tokens": 4},
+    "/v1/messages": MESSAGES | {"model": "mock"},
+}
+
+
+def test_streams_are_as_described(mock_server):
+    schema = schemathesis.openapi.from_url(f"{mock_server.base_url}/openapi.json")
+    streaming = [
+        path for path, each in schema.raw_schema["paths"].items() if "text/event-stream" in str(each.get("post"))
+    ]
+    assert set(streaming) == set(STREAMS)
+    for path, body in STREAMS.items():
+        case = schema[path]["POST"].Case(body=body | {"stream": True}, media_type="application/json")
+        response = case.call(timeout=30)
+        assert response.headers["content-type"][0].startswith("text/event-stream")
+        case.validate_response(response, checks=CHECKS.get_by_names(NAMES))
+        described = schema.raw_schema["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        assert described["itemSchema"]["required"] == ["data"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [11, pytest.param(230, marks=pytest.mark.full)])
 def test_every_answer_is_as_described(start_server, examples):

@@ -105,6 +105,7 @@ def test_text_in_work_is_bounded():
 def test_what_a_job_counts():
     messages = [{"role": "user", "content": "12345"}, {"role": "x", "content": "67"}]
     assert text_bytes([messages, True, None]) == 4 + 5 + 1 + 2 + 2 * len("role" + "content")
+    assert text_bytes(["é😀", b"\xff"]) == 2 + 4 + 1
     assert text_bytes([[1, 2, 3]]) == 24
     assert text_bytes([[]]) == 0
 
@@ -112,6 +113,8 @@ def test_what_a_job_counts():
 def test_tokenize_is_bounded(mock_server):
     text = "x" * (2**20 + 1)
     assert "at most 1048576" in check_error(mock_server.post("/tokenize", {"prompt": text}), 400, "prompt")
+    emoji = "😀" * (2**18 + 1)  # few characters, but a token for each of their bytes
+    check_error(mock_server.post("/tokenize", {"prompt": emoji}), 400, "prompt")
     messages = [{"role": "user", "content": text[: 2**19]}, {"role": "user", "content": text[: 2**19]}]
     check_error(mock_server.post("/tokenize", {"messages": messages}), 400, "messages")
 
@@ -121,17 +124,16 @@ def test_a_big_answer_of_tokenize_leaves_the_event_loop_alone(start_server):
     server = start_server(served(MockEngine(max_model_len=2**20), byte_tokenizer()))
     connection = connect(server.base_url)
     connection.sendall(post({"prompt": "é" * 2**19, "return_token_strs": True}, "/tokenize"))
-    waits = []
+    costs = []  # of the event loop, for each of these
     server.wait_until(lambda: server.service.in_flight == 1)
     while server.service.in_flight:
-        started = time.monotonic()
+        worked = server.loop_seconds()
         assert server.get("/health").status_code == 200
-        waits.append(time.monotonic() - started)
+        costs.append(server.loop_seconds() - worked)
     received = b""
     while not received.endswith(b"]}"):
         received += connection.recv(1 << 20)
     connection.close()
     answer = json.loads(received.partition(b"\r\n\r\n")[2])
     assert len(answer["tokens"]) == len(answer["token_strs"]) == answer["count"] == 2**20
-    assert max(waits) < 1.0
-    assert sorted(waits)[len(waits) // 2] < 0.3
+    assert max(costs) < 0.2
