@@ -64,6 +64,22 @@ class StrictH11(h11.Connection):
         return event
 
 
+class SendWatch:
+    """Whether a client takes its output: `_PROGRESS_BYTES`, or all that there is, within every `timeout` seconds."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._most = 0
+        self._since = 0.0
+
+    def is_stuck(self, unsent: int, now: float) -> bool:
+        """Asked now and then. `unsent` bytes wait for the client at the time `now`."""
+        if not unsent or not self._most or unsent <= self._most - _PROGRESS_BYTES:
+            self._most, self._since = unsent, now
+        self._most = max(self._most, unsent)
+        return now - self._since > self._timeout
+
+
 class Connection(H11Protocol):
     """A connection that its `ConnectionTable` checks every now and then."""
 
@@ -76,8 +92,7 @@ class Connection(H11Protocol):
         self._refused = False
         self._phase: tuple[str, int] | None = None
         self._phase_since = 0.0
-        self._most_unsent = 0
-        self._unsent_since = 0.0
+        self._sending = SendWatch(table.limits.send_timeout)
 
     # --- what asyncio and uvicorn call ---
 
@@ -129,8 +144,10 @@ class Connection(H11Protocol):
     def check(self, now: float) -> None:
         """Ends the connection if its client is too slow."""
         limits = self._table.limits
-        if self._is_stuck_in_sending(now):
-            self._table.log.warning("%s takes no output: connection closed", self._peer)
+        if self._sending.is_stuck(self.unsent, now):
+            self._table.log.warning(
+                "%s takes no output for %g s (--send-timeout): connection closed", self._peer, limits.send_timeout
+            )
             self.abort()
             return
         phase = (self._phase_name(), self._parser.num_requests)
@@ -139,11 +156,11 @@ class Connection(H11Protocol):
         waited = now - self._phase_since
         if phase[0] == "head" and waited > limits.header_timeout:
             if self.conn.trailing_data[0]:
-                self.refuse(_too_late("head", limits.header_timeout))
+                self.refuse(_too_late("head", limits.header_timeout, "--header-timeout"))
             else:
                 self.transport.close()
         elif phase[0] == "body" and waited > limits.body_timeout:
-            self.refuse(_too_late("body", limits.body_timeout))
+            self.refuse(_too_late("body", limits.body_timeout, "--body-timeout"))
         elif phase[0] == "closing" and not self.unsent and waited > _CLOSING_SECONDS:
             self.abort()
         elif phase[0] == "refused" and waited > _REFUSED_SECONDS:
@@ -192,13 +209,6 @@ class Connection(H11Protocol):
             return "answer"
         return "head" if self.conn.trailing_data[0] else "idle"
 
-    def _is_stuck_in_sending(self, now: float) -> bool:
-        unsent = self.unsent
-        if not unsent or unsent <= self._most_unsent - _PROGRESS_BYTES or not self._most_unsent:
-            self._most_unsent, self._unsent_since = unsent, now
-        self._most_unsent = max(self._most_unsent, unsent)
-        return now - self._unsent_since > self._table.limits.send_timeout
-
     def _cancel_handler(self) -> None:
         scope: dict[str, Any] = {**self.scope} if self.scope else {}
         if (task := scope.get(TASK_KEY)) is not None:
@@ -220,5 +230,5 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
 
 
-def _too_late(part: str, seconds: float) -> ApiError:
-    return ApiError(408, f"the request's {part} did not arrive within {seconds:g} s", code="request_timeout")
+def _too_late(part: str, seconds: float, flag: str) -> ApiError:
+    return ApiError(408, f"the request's {part} did not arrive within {seconds:g} s ({flag})", code="request_timeout")

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import resource
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,19 +12,22 @@ from dataclasses import dataclass
 
 from serve.connection import Connection
 from serve.errors import ApiError
-from serve.limits import KEEP_ALIVE_TIMEOUT, MAX_CONNECTIONS
+from serve.handshake import Handshake
+from serve.limits import BODY_TIMEOUT, HEADER_TIMEOUT, KEEP_ALIVE_TIMEOUT, MAX_CONNECTIONS, SEND_TIMEOUT
 from serve.log_limit import LimitedLogger
 
 logger = logging.getLogger("jaxspec.http")
 
 # Descriptors that are left for everything else: files, and connections between `accept` and their refusal.
 RESERVED_DESCRIPTORS = 64
-# How many connections asyncio accepts before it looks at the first of them.
-ACCEPT_BURST = 32
+# How many connections asyncio accepts in each turn of its loop. One that is refused has its descriptor for four turns.
+ACCEPT_BURST = RESERVED_DESCRIPTORS // 8
 _LINGERING = 16
 # A client sends its first request at once: one that has not for so long can make room for another.
 _EVICTABLE_SECONDS = 1.0
 _WANTED_DESCRIPTORS = 65536
+
+AnyConnection = Connection | Handshake
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,10 @@ class ConnectionLimits:
     """Times in seconds.
 
     Attributes:
-        max_connections: further ones get 503, unless an idle one can be closed for them. The process's limit of
-            descriptors may be lower, and is respected.
-        header_timeout: for the whole head of a request, from the connection or the head's first byte on.
+        max_connections: further ones get 503, or are closed if they want TLS, unless an idle one can be closed for them.
+            The process's limit of descriptors may be lower, and is respected.
+        header_timeout: for a TLS handshake, and for the whole head of a request, from the connection or the head's first
+            byte on.
         body_timeout: for the whole body.
         keep_alive_timeout: between two requests.
         send_timeout: in which a client must take 16 KiB, or all that there is for it.
@@ -42,10 +47,10 @@ class ConnectionLimits:
     """
 
     max_connections: int = MAX_CONNECTIONS
-    header_timeout: float = 20.0
-    body_timeout: float = 60.0
+    header_timeout: float = HEADER_TIMEOUT
+    body_timeout: float = BODY_TIMEOUT
     keep_alive_timeout: float = KEEP_ALIVE_TIMEOUT
-    send_timeout: float = 60.0
+    send_timeout: float = SEND_TIMEOUT
     max_unsent_bytes: int = 256 * 2**20
     max_head_bytes: int = 16 * 2**10
 
@@ -60,17 +65,17 @@ class ConnectionTable:
     def __init__(self, limits: ConnectionLimits):
         self.limits = limits
         self.log = LimitedLogger(logger)
-        self._open: set[Connection] = set()
-        self._lingering: set[Connection] = set()
-        self._waiting: OrderedDict[Connection, float] = OrderedDict()  # for a request, since; the oldest first
+        self._open: set[AnyConnection] = set()
+        self._lingering: set[AnyConnection] = set()
+        self._waiting: OrderedDict[AnyConnection, float] = OrderedDict()  # for a request, since; the oldest first
         self._sweeping = False
         shortest = min(limits.header_timeout, limits.body_timeout, limits.send_timeout)
         self._interval = min(max(shortest / 4, 0.02), 1.0)
 
-    @property
-    def protocol(self) -> Callable[..., Connection]:
-        """Makes a connection, with uvicorn's arguments."""
-        return functools.partial(Connection, table=self)
+    def protocol(self, tls: ssl.SSLContext | None) -> Callable[..., AnyConnection]:
+        """What makes a connection, with uvicorn's arguments."""
+        make = functools.partial(Connection, table=self)
+        return make if tls is None else lambda **options: Handshake(make(**options), self, tls)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -80,7 +85,7 @@ class ConnectionTable:
         """Connections whose clients have not taken all output."""
         return sum(connection.unsent > 0 for connection in self._open)
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: AnyConnection) -> bool:
         """Whether there is room for it. The longest idle connection makes room if need be."""
         self._sweep_soon()
         if self._is_full(connection) and not self._evict():
@@ -95,23 +100,23 @@ class ConnectionTable:
         self.waiting(connection)
         return True
 
-    def waiting(self, connection: Connection) -> None:
+    def waiting(self, connection: AnyConnection) -> None:
         """For its first or next request."""
         if connection in self._open:
             self._waiting[connection] = time.monotonic()
             self._waiting.move_to_end(connection)
 
-    def busy(self, connection: Connection) -> None:
+    def busy(self, connection: AnyConnection) -> None:
         self._waiting.pop(connection, None)
 
-    def may_linger(self, connection: Connection) -> bool:
+    def may_linger(self, connection: AnyConnection) -> bool:
         """Whether a refused connection may stay open until its client has read why."""
         if len(self._lingering) >= _LINGERING:
             return False
         self._lingering.add(connection)
         return True
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: AnyConnection) -> None:
         self._open.discard(connection)
         self._lingering.discard(connection)
         self._waiting.pop(connection, None)
@@ -125,7 +130,7 @@ class ConnectionTable:
         for connection in [*self._open, *self._lingering]:
             connection.abort()
 
-    def _is_full(self, connection: Connection) -> bool:
+    def _is_full(self, connection: AnyConnection) -> bool:
         if len(self._open) >= self.limits.max_connections:
             return True
         # The system gives the lowest free number, so this is also a bound on how many are in use.

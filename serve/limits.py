@@ -12,6 +12,9 @@ ENGINE_TIMEOUT = 300.0
 MAX_CONNECTIONS = 4096
 # Longer than clients keep idle connections, so that they close first.
 KEEP_ALIVE_TIMEOUT = 75.0
+HEADER_TIMEOUT = 20.0
+BODY_TIMEOUT = 60.0
+SEND_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,29 @@ LIMIT_FLAGS = (
         1,
         f"how long a connection may be idle between two requests (default: {KEEP_ALIVE_TIMEOUT:g})",
     ),
+    LimitFlag(
+        "--header-timeout",
+        float,
+        HEADER_TIMEOUT,
+        1,
+        "in which a TLS handshake must end, and the whole head of a request arrive; then the client gets 408 "
+        f"(default: {HEADER_TIMEOUT:g})",
+    ),
+    LimitFlag(
+        "--body-timeout",
+        float,
+        BODY_TIMEOUT,
+        1,
+        f"in which the whole body of a request must arrive; then it gets 408 (default: {BODY_TIMEOUT:g})",
+    ),
+    LimitFlag(
+        "--send-timeout",
+        float,
+        SEND_TIMEOUT,
+        1,
+        "in which a client must take 16 KiB of its answer, or all that there is of it; then its connection is closed "
+        f"(default: {SEND_TIMEOUT:g})",
+    ),
 )
 
 
@@ -95,6 +121,10 @@ def limit_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "deadlines": Deadlines(arguments.request_timeout or None, arguments.queue_timeout or None),
         "engine_timeout": arguments.engine_timeout or None,
         "connections": ConnectionLimits(
-            max_connections=arguments.max_connections, keep_alive_timeout=arguments.timeout_keep_alive
+            max_connections=arguments.max_connections,
+            header_timeout=arguments.header_timeout,
+            body_timeout=arguments.body_timeout,
+            keep_alive_timeout=arguments.timeout_keep_alive,
+            send_timeout=arguments.send_timeout,
         ),
     }

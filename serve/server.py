@@ -46,6 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be bound.
     """
+    sock: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -54,6 +55,8 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
         sock.listen(BACKLOG)  # without this another listener could still bind it on Linux
     except OSError as e:
+        if sock is not None:
+            sock.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror or e}") from e
     return sock
 
@@ -62,7 +65,8 @@ def http_config(service: Service) -> uvicorn.Config:
     tls = service.settings.tls
     return uvicorn.Config(
         create_app(service),
-        http=cast(Any, service.connections.protocol),
+        loop="asyncio" if tls else "auto",  # see `Handshake`
+        http=cast(Any, service.connections.protocol(tls.context() if tls else None)),
         backlog=ACCEPT_BURST,
         ws="none",
         access_log=False,  # `serve.middleware` logs, with request ids
@@ -71,7 +75,6 @@ def http_config(service: Service) -> uvicorn.Config:
         proxy_headers=False,
         timeout_keep_alive=cast(int, service.settings.connections.keep_alive_timeout),
         timeout_graceful_shutdown=_CLOSE_SECONDS,
-        **(tls.uvicorn_options() if tls else {}),
     )
 
 

@@ -4,7 +4,6 @@ import argparse
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxspec.errors import ConfigError
 
@@ -24,22 +23,14 @@ class Tls:
     ca_certs: Path | None = None
     cert_reqs: int = 0
 
-    def uvicorn_options(self) -> dict[str, Any]:
-        return {
-            "ssl_certfile": self.certfile,
-            "ssl_keyfile": self.keyfile,
-            "ssl_keyfile_password": self.keyfile_password,
-            "ssl_ca_certs": None if self.ca_certs is None else str(self.ca_certs),
-            "ssl_cert_reqs": self.cert_reqs,
-        }
-
-    def check(self) -> None:
+    def context(self) -> ssl.SSLContext:
         """
         Raises:
             ConfigError: the files cannot be used.
         """
         names = f"--ssl-certfile {self.certfile}" + (f" and --ssl-keyfile {self.keyfile}" if self.keyfile else "")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.VerifyMode(self.cert_reqs)
         # Without a password OpenSSL would ask for one on the terminal.
         password = self.keyfile_password or ""
         try:
@@ -55,6 +46,7 @@ class Tls:
             except OSError as e:
                 why = "no certificates in PEM format" if isinstance(e, ssl.SSLError) else e.strerror
                 raise ConfigError(f"cannot use --ssl-ca-certs {self.ca_certs}: {why}") from e
+        return context
 
 
 def tls_of(arguments: argparse.Namespace) -> Tls | None:
@@ -77,5 +69,5 @@ def tls_of(arguments: argparse.Namespace) -> Tls | None:
         arguments.ssl_ca_certs,
         arguments.ssl_cert_reqs,
     )
-    tls.check()
+    tls.context()  # a wrong file is an error before a model is loaded
     return tls

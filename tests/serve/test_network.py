@@ -1,8 +1,10 @@
 """HTTPS, and a server behind a path of a proxy."""
 
+import contextlib
 import os
 import ssl
 import subprocess
+import time
 
 import httpx
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from serve import cli
 from tests.serve.client_checks import check_error, client
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
+from tests.serve.raw import connect
 from tests.serve.test_process import Process
 
 BODY = {"prompt": "hi", "max_tokens": 4}
@@ -47,6 +50,25 @@ def test_https(pem):
         assert "secret-password" not in process.output
     finally:
         process.kill()
+
+
+@pytest.mark.slow
+def test_half_open_handshakes_do_not_starve_a_server_with_few_descriptors(pem):
+    """Nor do as many as come at once: each is looked at before many more are accepted."""
+    process = Process(
+        "mock", "--port", "0", "--ssl-certfile", pem["cert"], "--ssl-keyfile", pem["key"], descriptors=256
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
+        url = process.base_url
+        for _ in range(400):
+            stack.enter_context(contextlib.closing(connect(url)))
+        process.wait_for("256 descriptors): 503 for others")
+        time.sleep(1.1)  # from then on they make room for others
+        verify = ssl.create_default_context(cafile=pem["cert"])
+        assert httpx.post(f"{url}/v1/completions", json=BODY, verify=verify, timeout=60).status_code == 200
+        assert process.output.count("503 for others") <= 5
+        assert "out of system resource" not in process.output
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The server as a process: port, signals, exit codes, output. The engine is the mock, the rest is what users run."""
 
+import contextlib
+import json
 import os
 import re
 import signal
@@ -15,14 +17,16 @@ from typing import Any
 import httpx
 import pytest
 
+from jaxspec.errors import ConfigError
 from serve.cli import main
+from serve.server import bind
 from tests.serve.client_checks import check_error, sse
-from tests.serve.raw import connect, error_of, head, post, read_all
+from tests.serve.raw import connect, error_of, head, post, read_all, seconds_until_closed
 
 ROOT = Path(__file__).parents[2]
 # `jaxspec serve`, with the model's loading replaced.
 SCRIPT = """
-import sys, time
+import asyncio, contextlib, sys, time
 import serve.model
 from jaxspec.errors import ModelFormatError
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
@@ -55,6 +59,15 @@ def load(model, config, revision, progress, **_defaults):
                 pass
 
         tokenizer.encode, tokenizer.apply_chat_template = slow, loop
+    if model == "freezes":
+        least_tokens = tokenizer.least_tokens
+
+        def freeze_soon(text):
+            with contextlib.suppress(RuntimeError):  # on other threads
+                asyncio.get_running_loop().call_later(2.0, time.sleep, 100)
+            return least_tokens(text)
+
+        tokenizer.least_tokens = freeze_soon  # called on the event loop, too
     return served(engine, tokenizer)
 
 serve.model.load_model = load
@@ -85,7 +98,7 @@ class Process:
             self.output += line
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while text not in self.output:
             assert time.monotonic() < deadline, self.output
             assert self._popen.poll() is None, self.output
@@ -239,6 +252,36 @@ def test_a_short_shutdown_timeout_ends_within_a_second_more(start):
 
 
 @pytest.mark.slow
+def test_an_answer_that_is_read_slowly_is_waited_for(start):
+    """All of it has been written, but its client has not taken it yet."""
+    process = start("busy", "--port", "0")
+    with contextlib.closing(connect(process.base_url, receive_buffer=4096)) as slow:
+        slow.sendall(post(SLOW | {"prompt": ["x" * 90_000] * 4, "n": 16, "echo": True, "max_tokens": 1}))
+        answer = slow.recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 200")
+        process.signal(signal.SIGTERM)
+        process.wait_for("SIGTERM")
+        time.sleep(2.0)  # longer than idle connections are given to end
+        answer += read_all(slow)
+    content = answer.partition(b"\r\n\r\n")[2]
+    assert len(content) > 16 * 4 * 90_000
+    assert len(json.loads(content)["choices"]) == 64
+    assert process.exit_code() == 0, process.output
+
+
+@pytest.mark.slow
+def test_an_event_loop_that_freezes_while_it_drains_does_not_hold_the_end_up(start):
+    process = start("freezes", "--port", "0", "--shutdown-timeout", "4", "--engine-timeout", "0")
+    with contextlib.closing(connect(process.base_url)) as connection:
+        connection.sendall(post(SLOW | {"max_tokens": 400, "stream": True}))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        process.signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert process.exit_code() == 0, process.output
+        assert 2.0 < time.monotonic() - started < 10.0
+
+
+@pytest.mark.slow
 def test_a_stuck_step_ends_the_process(start):
     process = start("stuck", "--port", "0", "--engine-timeout", "1")
     response = httpx.post(f"{process.base_url}/v1/completions", json=SLOW, timeout=20)
@@ -286,6 +329,31 @@ def test_deadlines_are_what_the_flags_say(start):
     assert "within 0.5 s (--request-timeout)" in check_error(response, 504, None, "timeout")
 
 
+@pytest.mark.slow
+def test_slow_connections_end_when_the_flags_say(start):
+    flags = {"--header-timeout": "1", "--body-timeout": "2", "--send-timeout": "3", "--timeout-keep-alive": "4"}
+    process = start("busy", "--port", "0", *(word for flag in flags.items() for word in flag))
+    sent = {
+        "head": head()[:-10],
+        "body": head(content_length=1000) + b"{",
+        "output": post(SLOW | {"prompt": ["x" * 90_000] * 4, "n": 16, "echo": True, "max_tokens": 1}),
+        "idle": head("GET", "/health"),
+    }
+    with contextlib.ExitStack() as stack:
+        opened = {}
+        for name, request in sent.items():
+            opened[name] = stack.enter_context(contextlib.closing(connect(process.base_url, receive_buffer=4096)))
+            opened[name].sendall(request)
+        for name, seconds in (("head", 1), ("body", 2)):
+            status, error = error_of(read_all(opened[name]))
+            assert (status, error["code"]) == (408, "request_timeout")
+            assert f"{name} did not arrive within {seconds} s (--{name.replace('head', 'header')}-timeout)" in str(
+                error
+            )
+        process.wait_for("takes no output for 3 s (--send-timeout): connection closed")
+        assert seconds_until_closed(opened["idle"]) < 10
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
@@ -293,6 +361,9 @@ def test_deadlines_are_what_the_flags_say(start):
         ("queue-timeout", "nan"),
         ("max-connections", "0"),
         ("timeout-keep-alive", "0"),
+        ("header-timeout", "0"),
+        ("body-timeout", "-1"),
+        ("send-timeout", "0.5"),
         ("shutdown-timeout", "inf"),
     ],
 )
@@ -323,6 +394,12 @@ def test_a_model_that_cannot_be_loaded(start):
     assert process.exit_code() == 1
     assert process.output.splitlines()[-1] == "error: the folder has no config.json"
     assert "Traceback" not in process.output
+
+
+def test_a_port_that_is_bound_is_taken():
+    """At once: not only when the event loop runs."""
+    with contextlib.closing(bind("127.0.0.1", 0)) as sock, pytest.raises(ConfigError, match="Address already in use"):
+        bind("127.0.0.1", sock.getsockname()[1])
 
 
 @pytest.mark.slow

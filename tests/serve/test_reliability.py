@@ -128,12 +128,15 @@ def test_under_overload_refusals_are_quick_and_waiting_is_bounded(start_server):
     for connection in waiting:
         connection.sendall(post(BODY, "/v1/completions"))
     server.wait_until(lambda: server.service.admission.num_queued == 8)
-    times = []
+    times, costs = [], []
     with httpx.Client(base_url=server.base_url) as http:
-        for _ in range(50):
-            started = time.monotonic()
+        for _ in range(100):
+            started, worked = time.monotonic(), server.loop_seconds()
             assert http.post("/v1/completions", json=BODY | {"prompt": "x" * 400}).status_code == 429
             times.append(time.monotonic() - started)
+            costs.append(server.loop_seconds() - worked)
+    # The engine stands still, so a refusal waits for nothing but the machine; what it costs is no matter of load.
+    assert max(costs) < 0.05
     assert statistics.median(times) < 0.05
     engine.gate.set()
     for connection in waiting:
@@ -149,14 +152,17 @@ def test_health_answers_while_long_texts_are_tokenised(start_server):
     for connection in connections:
         connection.sendall(post(BODY | {"prompt": text, "max_tokens": 1}))
     server.wait_until(lambda: server.service.texts.num_bytes > 3 * len(text))
-    times = []
+    times, costs = [], []
     with httpx.Client(base_url=server.base_url) as http:
         while server.service.texts.num_bytes:
-            started = time.monotonic()
+            started, worked = time.monotonic(), server.loop_seconds()
             assert http.get("/health").status_code == 200
             times.append(time.monotonic() - started)
             time.sleep(0.005)
+            costs.append(server.loop_seconds() - worked)
     assert len(times) > 20
+    # The event loop itself never works for long; `bench health` measures the times on a quiet machine.
+    assert statistics.quantiles(costs, n=100)[-1] < 0.05
     assert statistics.median(times) < 0.05
     assert statistics.quantiles(times, n=10)[-1] < 0.5
     for connection in connections:
