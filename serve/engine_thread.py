@@ -213,8 +213,6 @@ class EngineThread:
             self._drop(generation, server_error("the client does not read its stream"))
 
     def _enter(self, phase: Phase) -> None:
-        if self.phase is Phase.DEAD:  # it was stuck, and has ended after all
-            return
         self.phase = phase
         if phase is Phase.DEAD:
             self.fail_all(server_error("the engine has failed"))

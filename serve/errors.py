@@ -123,9 +123,7 @@ def invalid_body(error: ValidationError) -> ApiError:
     field = str(location[0]) if location else at[1:]
     place = one_line("".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location) + at)[1:]
     reason = first["msg"].replace("Input should", "must", 1)
-    return ApiError(
-        400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=field[:SHOWN_CHARACTERS] or None
-    )
+    return ApiError(400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=field or None)
 
 
 def one_line(text: str, most: int = 2 * SHOWN_CHARACTERS) -> str:

@@ -58,6 +58,18 @@ def test_a_disconnect_before_the_engine_took_the_request(start_server, stream):
     assert stream_texts(server.base_url, model="mock", prompt="hi", max_tokens=5, temperature=0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_after_a_big_body_is_noticed(start_server, stream):
+    """The connection is not read any more once a big body has come at once, until the handler asks whether it has ended."""
+    engine = MockEngine(step_seconds=0.005, max_model_len=2**20)
+    server = start_server(served(engine, byte_tokenizer()))
+    connection = send(server.base_url, ENDLESS | MINUTES | {"prompt": "x" * 400_000, "stream": stream})
+    server.wait_until(lambda: engine.stats().generation_tokens > 5)
+    connection.close()
+    server.wait_until(lambda: not engine.has_work, 10)
+    assert len(engine.aborted) == 1
+
+
 def test_the_openai_client_may_close_a_stream(start_server):
     engine = MockEngine(step_seconds=0.005, max_model_len=MANY_TOKENS)
     server = start_server(served(engine, byte_tokenizer()))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -11,6 +12,7 @@ import pytest
 
 from jaxspec.errors import ConfigError
 from serve import answer
+from serve.loop_watch import LoopWatch
 from serve.step_watch import StepWatch
 from tests.serve.client_checks import check_error, client, sse, stream_texts
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
@@ -166,6 +168,24 @@ def test_what_takes_long_but_is_not_stuck(why):
         assert stuck == [0.4]
 
     asyncio.run(run())
+
+
+def test_a_suspended_process_is_not_frozen(monkeypatch):
+    """Though the event loop owes an answer; without one it is frozen."""
+    jumped = 0.0
+    monkeypatch.setattr("serve.loop_watch.time", SimpleNamespace(monotonic=lambda: time.monotonic() + jumped))
+    asked, frozen = threading.Event(), []
+    watch = LoopWatch(SimpleNamespace(call_soon_threadsafe=lambda _answer: asked.set()), 1.0, frozen.append)
+    watch.start()
+    assert asked.wait(10)
+    jumped = 100.0
+    time.sleep(0.3)
+    assert not frozen
+    deadline = time.monotonic() + 10
+    while not frozen:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert frozen == [1.0]
 
 
 def test_a_nan_is_logged_and_counted(start_server, caplog):
