@@ -70,7 +70,15 @@ class OnlineSoftmax:
         return new_max, total * shrink + weights.sum(axis=-1), jnp.where(sees, new_acc, acc)
 
     @staticmethod
-    def finish(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        """The weighted mean; rows that saw no key give 0."""
-        _, total, acc = state
+    def finish(state: tuple[jax.Array, jax.Array, jax.Array], sinks: jax.Array | None = None) -> jax.Array:
+        """The weighted mean; rows that saw no key give 0.
+
+        Args:
+            sinks: scores that broadcast to the rows': each is one more key, with a value of 0.
+        """
+        top, total, acc = state
+        if sinks is not None:
+            new_top = jnp.maximum(top, sinks)
+            shrink = jnp.exp(top - new_top)
+            total, acc = total * shrink + jnp.exp(sinks - new_top), acc * shrink[..., None]
         return acc / jnp.where(total == 0, 1.0, total)[..., None]

@@ -24,8 +24,8 @@ from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
 
-HEAD_DIMS = (64, 128)
-# Thread blocks on a multiprocessor. Each has 64 KiB for pages: two of 128 columns, or four of 64.
+HEAD_DIMS = (64, 128, 256)
+# Thread blocks on a multiprocessor. Each has 64 KiB for pages: one of 256 columns, two of 128, or four of 64.
 RESIDENT = 2
 PAGES_BYTES = 64 * 2**10
 
@@ -34,10 +34,11 @@ OF_ROWS = WGMMA.reduce(1)
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def layout_unsupported_reason(q: jax.Array, k: jax.Array) -> str | None:
-    """Why no kernel supports this head size and these pages, or None if one may."""
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"it supports heads of {' or '.join(map(str, HEAD_DIMS))}, not {q.shape[-1]}"
+def layout_unsupported_reason(q: jax.Array, k: jax.Array, head_dims: tuple[int, ...] = HEAD_DIMS) -> str | None:
+    """Why a kernel for heads of these sizes does not support this head size and these pages, or None if it may."""
+    if q.shape[-1] not in head_dims:
+        *others, last = map(str, head_dims)
+        return f"it supports heads of {', '.join(others)} or {last}, not {q.shape[-1]}"
     if k.shape[1] != PAGE:
         return f"it supports pages of {PAGE} tokens, not {k.shape[1]}"
     return None
@@ -48,21 +49,24 @@ def unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     return layout_unsupported_reason(q, k) or hopper_unsupported_reason(q.dtype, k.dtype, v.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sms", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "window", "sms", "interpret"))
 def gqa_decode(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     page_tables: jax.Array,
     bounds: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
     sms: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """See api.py. Jitted, so that the layers of a model share one lowering.
 
     Args:
+        page_tables, bounds: with a window those that `sliding_window.window_pages` has cut.
         sms: multiprocessors (default: those of the device).
         interpret: passed to Pallas.
     """
@@ -73,14 +77,19 @@ def gqa_decode(
     blocks = K * row_blocks
     sms = sms or jax.devices()[0].core_count
     items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms * RESIDENT)
+    if window is not None:  # every page may begin before a row's window
+        items = items.at[:, 3].set(0)
 
     q_BKRD = q.transpose(0, 2, 1, 3, 4).reshape(B, K, live, D)
     q_BKRD = jnp.pad(q_BKRD, ((0, 0), (0, 0), (0, row_blocks * rows - live), (0, 0)))
     # Rows of padding see what the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, G, axis=1), ((0, 0), (0, row_blocks * ROWS - live)), mode="edge")
 
-    attend = _attend_kernel(B, K, D, row_blocks, rows, items.shape[0], scale / math.log(2), interpret)
-    out, partial, lse = attend(q_BKRD.reshape(B, blocks * rows, D), k, v, page_tables, items, bounds_BR)
+    inputs = [q_BKRD.reshape(B, blocks * rows, D), k, v, page_tables, items, bounds_BR]
+    if sinks is not None:  # one a row, in the units of unscaled scores
+        inputs.append(jnp.tile(sinks / scale, (1, -(-row_blocks * ROWS // G)))[:, : row_blocks * ROWS])
+    attend = _attend_kernel(B, K, D, row_blocks, rows, items.shape[0], scale / math.log(2), window, interpret)
+    out, partial, lse = attend(*inputs)
     if splits.shape[0]:
         out = merge("gqa_decode_merge", out, partial, lse, splits, blocks * rows, interpret)
     out = out.reshape(B, K, row_blocks * rows, D)[:, :, :live]
@@ -89,9 +98,20 @@ def gqa_decode(
 
 @functools.cache
 def _attend_kernel(
-    B: int, K: int, D: int, row_blocks: int, rows: int, num_items: int, log2_scale: float, interpret: Any
+    B: int,
+    K: int,
+    D: int,
+    row_blocks: int,
+    rows: int,
+    num_items: int,
+    log2_scale: float,
+    window: int | None,
+    interpret: Any,
 ) -> Any:
-    """kernel(q [B, blocks * rows, D], k, v, page_tables, items, bounds [B, row_blocks * 64]) -> out, partial, lse.
+    """kernel(q [B, blocks * rows, D], k, v, page_tables, items, bounds [B, row_blocks * 64], *sinks) -> out, partial, lse.
+
+    sinks: float32 [K, row_blocks * 64], or none. A row begins with its sink in the item of the request's first
+    page, so that it counts once however the request is split.
 
     There are `row_blocks` blocks of rows for each of the K key heads, one key head after another. out [B, blocks *
     rows, D] holds the requests of one item; partial [blocks * rows, I, D] and the base-2 log-sum-exp lse float32
@@ -101,7 +121,8 @@ def _attend_kernel(
     padded_items = -(-num_items // WARPGROUP) * WARPGROUP
     stages = PAGES_BYTES // (2 * PAGE * D * 2)
 
-    def body(q, k, v, page_tables, items, bounds, out, partial, lse, q_s, k_s, v_s, p_s, q_full, k_full, v_full):
+    def body(q, k, v, page_tables, items, bounds, *refs, q_s, k_s, v_s, p_s, q_full, k_full, v_full):
+        *sinks, out, partial, lse = refs
         item, block = lax.axis_index("item"), lax.axis_index("block")
         request, first, end, unmasked, alone = (items[item, j] for j in range(5))
         n = end - first
@@ -142,7 +163,9 @@ def _attend_kernel(
 
             if masked:
                 key = plgpu.broadcasted_iota(i32, x.shape, 1, layout=WGMMA) + (first + i) * PAGE
-                x = jnp.where(key < over_columns(bound_R, x.shape), x, MASKED)
+                bound = over_columns(bound_R, x.shape)
+                seen = key < bound if window is None else (key < bound) & (key >= bound - window)
+                x = jnp.where(seen, x, MASKED)
             new_top_R = jnp.maximum(top_R, x.max(axis=1))
             shrink_R = jnp.exp2((top_R - new_top_R) * log2_scale)
             p = jnp.exp2((x - over_columns(new_top_R, x.shape)) * log2_scale)
@@ -175,12 +198,15 @@ def _attend_kernel(
 
             bound_R = load(bounds, (request, pl.ds(bounds_at, ROWS)), layout=OF_ROWS)
             attend = functools.partial(step, bound_R=bound_R, keys=bounds[request, row_blocks * ROWS - 1])
-            carry = (
-                plgpu.layout_cast(jnp.zeros((ROWS, D), f32), WGMMA),
-                plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), OF_ROWS),
-                plgpu.layout_cast(jnp.zeros((ROWS,), f32), OF_ROWS),
-                number(i32(stages)),
-            )
+            top_R = plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), OF_ROWS)
+            sum_R = plgpu.layout_cast(jnp.zeros((ROWS,), f32), OF_ROWS)
+            if sinks:
+                begins_R = plgpu.layout_cast(lax.broadcast_in_dim(first, (ROWS,), ()), OF_ROWS) == 0
+                sink_R = load(sinks[0], (head, pl.ds(bounds_at, ROWS)), layout=OF_ROWS)
+                top_R = jnp.where(begins_R, sink_R, top_R)
+                sum_R = jnp.where(begins_R, 1.0, sum_R)
+            zeros = plgpu.layout_cast(jnp.zeros((ROWS, D), f32), WGMMA)
+            carry = zeros, top_R, sum_R, number(i32(stages))
             plgpu.barrier_wait(q_full)
             carry = lax.fori_loop(i32(0), unmasked, functools.partial(attend, masked=False), carry)
             acc, top_R, sum_R, _ = lax.fori_loop(unmasked, n, functools.partial(attend, masked=True), carry)

@@ -8,7 +8,15 @@ from pallas_kernels.reference_attention import OnlineSoftmax, block_pages, block
 
 
 def gqa_decode(
-    q: jax.Array, k: jax.Array, v: jax.Array, page_tables: jax.Array, bounds: jax.Array, *, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    page_tables: jax.Array,
+    bounds: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     B, n, K, G, D = q.shape
     page_size = k.shape[1]
@@ -21,7 +29,10 @@ def gqa_decode(
         k_BSKD = jnp.where(owned, k[pages].reshape(B, -1, K, D), 0)
         v_BSKD = jnp.where(owned, v[pages].reshape(B, -1, K, D), 0)
         scores = scale * jnp.einsum("bnkgd,bskd->bnkgs", q, k_BSKD, preferred_element_type=jnp.float32)
-        mask = (positions_S < bounds[..., None])[:, :, None, None]
+        mask = positions_S < bounds[..., None]
+        if window is not None:
+            mask &= positions_S >= bounds[..., None] - window
+        mask = mask[:, :, None, None]
         return OnlineSoftmax.update(
             state,
             scores,
@@ -31,4 +42,4 @@ def gqa_decode(
 
     state = OnlineSoftmax.init((B, n, K, G), D)
     state = lax.fori_loop(0, blocks_for(bounds.max(), page_size), body, state)
-    return OnlineSoftmax.finish(state).astype(q.dtype)
+    return OnlineSoftmax.finish(state, sinks).astype(q.dtype)

@@ -11,8 +11,9 @@ MASKED = tl.constexpr(-1e30)
 
 @triton.jit
 def gqa_decode(
-    q, k, v, page_tables, items, bounds, out, partial, lse,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, WINDOW_POWER: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q, k, v, page_tables, items, bounds, sinks, out, partial, lse,
+    SCALE: tl.constexpr, SLIDING: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_POWER: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, MAX_PAGES: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr, PARTS: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -20,10 +21,12 @@ def gqa_decode(
 
     Args:
         q: [B, WINDOW, HEADS, GROUP, DIM]. k, v: [pages, 64, HEADS, DIM]. page_tables: [B, MAX_PAGES].
-        items: see split_kv.Schedule. bounds: [B, WINDOW].
+        items: see split_kv.Schedule. bounds: [B, WINDOW]. sinks: [HEADS, GROUP], exponents of 2.
         out: as q: the requests of one item.
         partial, lse: [I, WINDOW * HEADS * GROUP, DIM], the items of the others, and their base-2 log-sum-exp.
         SCALE: of the scores, as exponents of 2.
+        SLIDING: the keys that a query sees before its bound; 0 for all.
+        SINKS: a row begins with its sink in the item of the first page, so that it counts once.
         WINDOW_POWER: WINDOW rounded up to a power of two.
         PARTS, KEYS: a page is processed in PARTS parts of KEYS keys.
     """
@@ -56,6 +59,10 @@ def gqa_decode(
     page = tl.load(table + first)
     top_R = tl.full((ROWS,), MASKED, tl.float32)
     sum_R = tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        begins = first == 0
+        top_R = tl.where(begins, tl.load(sinks + head * GROUP + row_R % GROUP), top_R)
+        sum_R = tl.where(begins, 1.0, sum_R)
     acc_RD = tl.zeros((ROWS, DIM), tl.float32)
     for tile in range(start, stop):
         slot_S = (tile % PARTS) * KEYS + tl.arange(0, KEYS)
@@ -71,6 +78,8 @@ def gqa_decode(
 
         x_RS = tl.dot(q_RD, k_SD.T) * SCALE
         x_RS = tl.where(key_S[None] < bound_R[:, None], x_RS, MASKED)
+        if SLIDING:
+            x_RS = tl.where(key_S[None] >= bound_R[:, None] - SLIDING, x_RS, MASKED)
         new_top_R = tl.maximum(top_R, tl.max(x_RS, axis=1))
         shrink_R = tl.exp2(top_R - new_top_R)
         p_RS = tl.exp2(x_RS - new_top_R[:, None])

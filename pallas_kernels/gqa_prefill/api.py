@@ -14,8 +14,10 @@ def gqa_prefill(
     token_rows: jax.Array,
     positions: jax.Array,
     ends: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention of the prompt tokens of several requests over their pages (arXiv 2305.13245).
 
@@ -28,7 +30,9 @@ def gqa_prefill(
         token_rows: int32 [P], the request (0..E-1) of each token; E for a padding token.
         positions: int32 [P]: token p sees the keys at positions <= positions[p].
         ends: int32 [E]: tokens of each request with this chunk; 0 for a padding row.
-        scale: softmax scale.
+        sinks: float32 [K, G], as in `gqa_decode`.
+        scale: softmax scale, of which sinks have none.
+        window: token p sees the last `window` of its keys alone, and no block of pages before them is read.
 
     Returns:
         [P, K, G, D] in q's dtype; 0 for padding tokens.
@@ -40,4 +44,4 @@ def gqa_prefill(
     # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
     chosen = choose("gqa_prefill", current().attention, unsupported_reasons, same_as_auto=("triton",))
     kernel = mosaic if chosen == "mosaic" else reference
-    return kernel.gqa_prefill(q, k, v, page_tables, token_rows, positions, ends, scale=scale)
+    return kernel.gqa_prefill(q, k, v, page_tables, token_rows, positions, ends, sinks, scale=scale, window=window)

@@ -26,9 +26,8 @@ from pallas_kernels.mosaic_attention import MASKED, UNSEEN, add_weighted, over_c
 from pallas_kernels.query_tiles import HALF, TILE, Queries, padded_rows, tile_queries
 from pallas_kernels.split_kv import PAGE
 
-# Pages of a block of keys, and blocks in flight.
-PAGES, STAGES = 2, 2
-KEYS = PAGES * PAGE
+# Blocks of keys in flight.
+STAGES = 2
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 WGMMA = plgpu.Layout.WGMMA
@@ -41,7 +40,12 @@ def unsupported_reason(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     return layout_unsupported_reason(q, k) or hopper_unsupported_reason(q.dtype, k.dtype, v.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
+def block_pages(head_dim: int) -> int:
+    """Pages of a block of keys: what fits in shared memory."""
+    return 1 if head_dim > 128 else 2
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "window", "interpret"))
 def gqa_prefill(
     q: jax.Array,
     k: jax.Array,
@@ -50,8 +54,10 @@ def gqa_prefill(
     token_rows: jax.Array,
     positions: jax.Array,
     ends: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     scale: float,
+    window: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """See api.py. Jitted, so that the layers of a model share one lowering.
@@ -63,42 +69,55 @@ def gqa_prefill(
     E = page_tables.shape[0]
     queries = tile_queries(token_rows, positions, E)
     q_PHD = jnp.pad(q.reshape(P, K * G, D), ((0, padded_rows(P) - P), (0, 0), (0, 0)))
-    attend = _attend_kernel(queries.row.shape[0], K, G, D, scale * math.log2(math.e), interpret)
-    o_TQHD = attend(q_PHD, k, v, page_tables, tile_work(queries, ends))
+    work = tile_work(queries, ends, block_pages(D), window)
+    scores = () if sinks is None else (sinks.reshape(K * G) * math.log2(math.e),)
+    log2_scale = scale * math.log2(math.e)
+    attend = _attend_kernel(queries.row.shape[0], K, G, D, log2_scale, window, interpret)
+    o_TQHD = attend(q_PHD, k, v, page_tables, work, *scores)
     # Padding tokens may point to tiles without tokens, which are uninitialised and may be NaN.
     o_PHD = jnp.where((token_rows < E)[:, None, None], o_TQHD[queries.tile_of, queries.row_of], 0)
     return o_PHD.reshape(P, K, G, D)
 
 
-def tile_work(queries: Queries, ends: jax.Array) -> jax.Array:
-    """The work of each tile.
+def tile_work(queries: Queries, ends: jax.Array, pages: int, window: int | None) -> jax.Array:
+    """The work of each tile, in blocks of `pages` pages. Blocks before its window are left out.
 
     Returns:
-        int32 [T, 6]: its request; how many blocks of keys it visits; how many of them, from the first, every row sees in
-        full; the position of its first row, and the number of that row; the keys that its request owns.
+        int32 [T, 7]: its request; how many blocks of keys it visits; how many of them, from the first, every row sees in
+        full; the position of its first row, counted from the first block, and the number of that row; the keys that its
+        request owns from there on; the first page.
     """
-    blocks_T = jnp.where(queries.filled > 0, -(-(queries.position + queries.filled) // KEYS), 0)
-    whole_T = jnp.clip((queries.position + 1) // KEYS, 0, blocks_T)
-    owned_T = ends[queries.request]
-    work = [queries.request, blocks_T, whole_T, queries.position, queries.row, owned_T]
+    keys = pages * PAGE
+    blocks_T = jnp.where(queries.filled > 0, -(-(queries.position + queries.filled) // keys), 0)
+    whole_T = jnp.clip((queries.position + 1) // keys, 0, blocks_T)
+    first_T = jnp.zeros_like(blocks_T)
+    if window is not None:  # every block may begin before a row's window
+        first_T = jnp.minimum(jnp.maximum(queries.position - (window - 1), 0) // keys, blocks_T)
+        blocks_T, whole_T = blocks_T - first_T, jnp.zeros_like(whole_T)
+    lead_T, owned_T = queries.position - first_T * keys, ends[queries.request] - first_T * keys
+    work = [queries.request, blocks_T, whole_T, lead_T, queries.row, owned_T, first_T * pages]
     return jnp.stack(work, axis=1).astype(i32)
 
 
 @functools.cache
-def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret: Any) -> Any:
-    """kernel(q [rows, K * G, D], k, v, page_tables, work [T, 6]) -> [T, TILE, K * G, D].
+def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, window: int | None, interpret: Any) -> Any:
+    """kernel(q [rows, K * G, D], k, v, page_tables, work [T, 7], *sinks) -> [T, TILE, K * G, D].
 
-    Tiles without work are uninitialised, and of a tile only the rows of its request count.
+    sinks: float32 [K * G], exponents of 2, or none. Tiles without work are uninitialised, and of a tile only the
+    rows of its request count.
     """
+    pages = block_pages(D)
+    block_keys = pages * PAGE
 
     def body(
-        q, k, v, page_tables, work, o, *, q_s, k_s, v_s, q_full, k_full, v_full, k_free, v_free, turns,
+        q, k, v, page_tables, work, *refs, q_s, k_s, v_s, q_full, k_full, v_full, k_free, v_free, turns,
         weights_s=None,
     ):  # fmt: skip
+        *sinks, o = refs
         wg, head = lax.axis_index("wg"), lax.axis_index("head")
         # The last tiles of a prompt see the most keys: they start first, so that short ones fill the gaps at the end.
         tile = T - 1 - lax.axis_index("tile")
-        request, blocks, whole, lead, row, owned = (work[tile, j] for j in range(6))
+        request, blocks, whole, lead, row, owned, first_page = (work[tile, j] for j in range(7))
         kv_head = lax.div(head, i32(G))
 
         def copy():
@@ -110,7 +129,8 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
             def _(i):
                 s = lax.rem(i, i32(STAGES))
                 last = page_tables.shape[1] - 1
-                numbers = [page_tables[request, lax.min(i * PAGES + p, i32(last))] for p in range(PAGES)]
+                columns = [lax.min(first_page + i * pages + p, i32(last)) for p in range(pages)]
+                numbers = [page_tables[request, column] for column in columns]
                 for cache, part_s, full, free in ((k, k_s, k_full, k_free), (v, v_s, v_full, v_free)):
 
                     @pl.when(i >= STAGES)
@@ -136,7 +156,7 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
 
         def clear_unowned(values_s, keys):
             """Zeroes the values after the last key of the request: 0 times NaN is NaN."""
-            for first, column in itertools.product(range(0, KEYS, PAGE), range(0, D, PAGE)):
+            for first, column in itertools.product(range(0, block_keys, PAGE), range(0, D, PAGE)):
                 tile = pl.ds(first, PAGE), pl.ds(column, PAGE)
                 values = load(values_s, tile, layout=WGMMA)
                 row = plgpu.broadcasted_iota(i32, values.shape, 0, layout=WGMMA)
@@ -145,7 +165,7 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
 
         def step(i, carry, masked):
             acc, top, total = carry
-            s, keys = lax.rem(i, i32(STAGES)), owned - i * KEYS
+            s, keys = lax.rem(i, i32(STAGES)), owned - i * block_keys
             plgpu.barrier_wait(k_full.at[s])
 
             def score(ref):
@@ -153,16 +173,18 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
                 turn()
                 return ref[...]
 
-            x = pl.run_scoped(score, plgpu.ACC((HALF, KEYS), f32))
+            x = pl.run_scoped(score, plgpu.ACC((HALF, block_keys), f32))
             plgpu.barrier_arrive(k_free.at[s])
             if masked:
                 query, key = (plgpu.broadcasted_iota(i32, x.shape, d, layout=WGMMA) for d in (0, 1))
-                x = jnp.where((key - query <= lead + wg * HALF - i * KEYS) & (key < keys), x, MASKED)
+                newest = lead + wg * HALF - i * block_keys
+                seen = (key - query <= newest) & (key < keys)
+                x = jnp.where(seen if window is None else seen & (key - query > newest - window), x, MASKED)
             acc, top, total, weights = softmax_step(x, acc, top, total, log2_scale)
             plgpu.barrier_wait(v_full.at[s])
             if masked:
                 # For both warpgroups: the other one sums these values after its next turn, which is this one.
-                pl.when((wg == 0) & (keys < KEYS))(lambda: clear_unowned(v_s.at[s], keys))
+                pl.when((wg == 0) & (keys < block_keys))(lambda: clear_unowned(v_s.at[s], keys))
             turn()
             acc = add_weighted(acc, weights, v_s.at[s], None if weights_s is None else weights_s.at[wg])
             plgpu.barrier_arrive(v_free.at[s])
@@ -171,10 +193,11 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
         def attend():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             plgpu.barrier_wait(q_full.at[wg])
+            top, total = (sinks[0][head], f32(1)) if sinks else (f32(UNSEEN), f32(0))
             carry = (
                 plgpu.layout_cast(jnp.zeros((HALF, D), f32), WGMMA),
-                plgpu.layout_cast(jnp.full((HALF,), UNSEEN, f32), OF_ROWS),
-                plgpu.layout_cast(jnp.zeros((HALF,), f32), OF_ROWS),
+                plgpu.layout_cast(lax.broadcast_in_dim(top, (HALF,), ()), OF_ROWS),
+                plgpu.layout_cast(lax.broadcast_in_dim(total, (HALF,), ()), OF_ROWS),
             )
             # Half a step apart, and together again at the end.
             pl.when(wg == 1)(turn)
@@ -195,17 +218,17 @@ def _attend_kernel(T: int, K: int, G: int, D: int, log2_scale: float, interpret:
     matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
     scratch: dict[str, Any] = {
         "q_s": matrix((2, HALF, D)),
-        "k_s": matrix((STAGES, KEYS, D)),
-        "v_s": matrix((STAGES, KEYS, D)),
+        "k_s": matrix((STAGES, block_keys, D)),
+        "v_s": matrix((STAGES, block_keys, D)),
         "q_full": plgpu.Barrier(num_barriers=2),
-        "k_full": plgpu.Barrier(num_arrivals=PAGES, num_barriers=STAGES),
-        "v_full": plgpu.Barrier(num_arrivals=PAGES, num_barriers=STAGES),
+        "k_full": plgpu.Barrier(num_arrivals=pages, num_barriers=STAGES),
+        "v_full": plgpu.Barrier(num_arrivals=pages, num_barriers=STAGES),
         "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         "turns": plgpu.Barrier(num_arrivals=2),
     }
     if interpret:
-        scratch["weights_s"] = matrix((2, HALF, KEYS))
+        scratch["weights_s"] = matrix((2, HALF, block_keys))
     body.__name__ = "gqa_prefill"
     return plgpu.kernel(
         body,

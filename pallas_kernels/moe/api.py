@@ -5,6 +5,7 @@ Which files run, by the tokens T of a call:
 | T                                   | routing             | slot tables         | experts            |
 |-------------------------------------|---------------------|---------------------|--------------------|
 | 1, if `Tuning.one_token_experts`    | `routing.py`        | none                | `one_token.py`     |
+| 1, with biases or a clamp           | as for several      |                     |                    |
 | 1 to 8 (few)                        | `dispatch_fused.py` | in the same kernel  | `mosaic.py`        |
 | 9 and more, <= 1024 assignments     | `routing.py`        | `dispatch_small.py` | `mosaic.py`        |
 | more (prefill)                      | `routing.py`        | `dispatch_large.py` | `mosaic.py`        |
@@ -23,6 +24,7 @@ import jax
 
 from pallas_kernels.backend import choose, current
 from pallas_kernels.moe import mosaic, one_token, reference, routing
+from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.selection import Routing
 
 
@@ -79,6 +81,9 @@ def experts(
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None = None,
     residual: jax.Array | None = None,
+    biases: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    clamp: Clamp | None = None,
 ) -> jax.Array:
     """Weighted sum of the routed experts' SwiGLU outputs, plus the output of the shared experts, plus the residual.
 
@@ -89,6 +94,8 @@ def experts(
         live: bool [T]; tokens that are not live reach no expert and give 0.
         shared: gate_up [2, S, H] and down [H, S] of the shared experts, which are one MLP of their joint inner size S.
         residual: [T, H] added to the sum after it is rounded to x's dtype.
+        biases: of the routed experts, [E, 2, I] and [E, H].
+        clamp: how the routed experts join gate and up, where it is not SwiGLU.
 
     Returns:
         [T, H] in x's dtype.
@@ -96,8 +103,8 @@ def experts(
     Raises:
         UnsupportedError: the requested backend (`backend.Backends.moe`) does not support this call.
     """
-    backend = _experts_backend(x, gate_up, down, shared)
-    return _experts(backend, x, gate_up, down, weights, ids, live, shared, residual)
+    backend = _experts_backend(x, gate_up, down, shared, biases, clamp)
+    return _experts(backend, x, gate_up, down, weights, ids, live, shared, residual, biases, clamp)
 
 
 def routed_experts(
@@ -109,7 +116,9 @@ def routed_experts(
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None = None,
     residual: jax.Array | None = None,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     *,
+    clamp: Clamp | None = None,
     top_k: int,
     num_groups: int,
     top_groups: int,
@@ -122,7 +131,7 @@ def routed_experts(
 
     Args:
         logits, bias, top_k, num_groups, top_groups, normalize, scale: as in `route_sigmoid`.
-        x, gate_up, down, live, shared, residual: as in `experts`.
+        x, gate_up, down, live, shared, residual, biases, clamp: as in `experts`.
 
     Returns:
         [T, H] in x's dtype.
@@ -131,22 +140,32 @@ def routed_experts(
         UnsupportedError: the requested backend (`backend.Backends.moe`) does not support this call.
     """
     options = Routing(top_k, num_groups, top_groups, normalize, scale)
-    backend, route_backend = _experts_backend(x, gate_up, down, shared), _route_backend(logits, options)
+    backend = _experts_backend(x, gate_up, down, shared, biases, clamp)
+    route_backend = _route_backend(logits, options)
     if backend != "mosaic" or route_backend != "mosaic":
         weights, ids = _route_on(route_backend, logits, bias, options)
-        return _experts(backend, x, gate_up, down, weights, ids, live, shared, residual)
-    if one_token.supports(x, gate_up, shared):
+        return _experts(backend, x, gate_up, down, weights, ids, live, shared, residual, biases, clamp)
+    if biases is None and clamp is None and one_token.supports(x, gate_up, shared):
         # With their padding: to cut them to k would be two launches.
         weights, ids, zero = routing.route_padded(logits, bias, live, routing=options)
         return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, zero, k=top_k)
-    out = mosaic.routed_experts(x, gate_up, down, logits, bias, live, shared, routing=options)
+    out = mosaic.routed_experts(
+        x, gate_up, down, logits, bias, live, shared, biases, clamp=clamp, routing=options
+    )  # fmt: skip
     return out if residual is None else residual + out
 
 
 def _experts_backend(
-    x: jax.Array, gate_up: jax.Array, down: jax.Array, shared: tuple[jax.Array, jax.Array] | None
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None,
+    biases: tuple[jax.Array, jax.Array] | None,
+    clamp: Clamp | None,
 ) -> str:
-    return choose("moe", current().moe, {"mosaic": mosaic.unsupported_reason(x, gate_up, down, shared)})
+    special = biases is not None or clamp is not None
+    reason = mosaic.unsupported_reason(x, gate_up, down, shared, special=special)
+    return choose("moe", current().moe, {"mosaic": reason})
 
 
 def _experts(
@@ -159,13 +178,15 @@ def _experts(
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None,
     residual: jax.Array | None,
+    biases: tuple[jax.Array, jax.Array] | None,
+    clamp: Clamp | None,
 ) -> jax.Array:
     if backend != "mosaic":
-        out = reference.experts(x, gate_up, down, weights, ids, live, shared)
-    elif one_token.supports(x, gate_up, shared):
+        out = reference.experts(x, gate_up, down, weights, ids, live, shared, biases, clamp=clamp)
+    elif biases is None and clamp is None and one_token.supports(x, gate_up, shared):
         return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, k=ids.shape[1])
     else:
-        out = mosaic.experts(x, gate_up, down, weights, ids, live, shared)
+        out = mosaic.experts(x, gate_up, down, weights, ids, live, shared, biases, clamp=clamp)
     return out if residual is None else residual + out
 
 

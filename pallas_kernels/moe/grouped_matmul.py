@@ -22,10 +22,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import transpose_ref
+from pallas_kernels.compat import load, transpose_ref
+from pallas_kernels.moe.activation import Clamp, joined
 from pallas_kernels.moe.config import Config, M
 from pallas_kernels.moe.slots import SlotTables
 
+OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Registers of a thread: the producer gives away what the consumers' accumulators need.
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
@@ -35,6 +37,8 @@ def up_matmul(
     gate_up: Sequence[jax.Array],
     tables: SlotTables,
     config: Config,
+    bias: jax.Array | None = None,
+    clamp: Clamp | None = None,
     *,
     interpret: Any = False,
 ) -> list[jax.Array]:
@@ -43,35 +47,51 @@ def up_matmul(
     Args:
         x: [slots, rows, H], or [1, T, H] if every slot has all tokens; of pieces [1, T, H].
         gate_up: [E, 2, I, H]; of pieces [2, pieces * I, H].
+        bias: [E, 2, I], where there are no pieces.
+        clamp: as in `api.experts`.
 
     Returns:
         [slots, rows, I]; of pieces [pieces, piece_rows, I].
     """
     E, _, inner, H = gate_up[0].shape
     w = [gate_up[0].reshape(E, 2 * inner, H), *(part.reshape(-1, H) for part in gate_up[1:])]
-    return _matmul(config, inner, H, True, interpret)(tables.num_slots, tables.expert, *w, *x)
+    biases = [] if bias is None else [bias.reshape(E, 2 * inner).astype(jnp.float32)]
+    kernel = _matmul(config, inner, H, True, bias is not None, clamp, interpret)
+    return kernel(tables.num_slots, tables.expert, *biases, *w, *x)
 
 
 def down_matmul(
-    h: Sequence[jax.Array], down: Sequence[jax.Array], tables: SlotTables, config: Config, *, interpret: Any = False
+    h: Sequence[jax.Array],
+    down: Sequence[jax.Array],
+    tables: SlotTables,
+    config: Config,
+    bias: jax.Array | None = None,
+    *,
+    interpret: Any = False,
 ) -> list[jax.Array]:
     """h down^T of the slots and, where there are any, of the pieces, over which it has still to be summed; all bfloat16.
 
     Args:
         h: [slots, rows, I]; of pieces [pieces, piece_rows, I].
         down: [E, H, I]; of pieces [H, pieces * I].
+        bias: [E, H], where there are no pieces.
 
     Returns:
         [slots, rows, H]; of pieces [pieces, piece_rows, H].
     """
     _, H, inner = down[0].shape
-    return _matmul(config, H, inner, False, interpret)(tables.num_slots, tables.expert, *down, *h)
+    biases = [] if bias is None else [bias.astype(jnp.float32)]
+    kernel = _matmul(config, H, inner, False, bias is not None, None, interpret)
+    return kernel(tables.num_slots, tables.expert, *biases, *down, *h)
 
 
 @functools.cache
-def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret: Any) -> Any:
-    """kernel(num_slots [1], expert [slots], *weights, *tokens): products of the slots and, if there are any, of the pieces.
+def _matmul(
+    config: Config, out_rows: int, columns: int, gated: bool, biased: bool, clamp: Clamp | None, interpret: Any
+) -> Any:
+    """kernel(num_slots [1], expert [slots], *bias, *weights, *tokens): products of the slots and, if any, of the pieces.
 
+    bias: float32 [E, (2 *) out_rows], if `biased`.
     weights: [E, (2 *) out_rows, columns]; of pieces [2 * pieces * out_rows, columns] or [out_rows, pieces * columns].
     tokens: [slots or 1, rows, columns]; of pieces [pieces or 1, piece_rows, columns]. With fewer than GRANULE tokens they
     have as many rows as there are tokens.
@@ -84,9 +104,12 @@ def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret:
     num_tiles, depths = out_rows // width, columns // t.depth
     if out_rows % width or columns % t.depth:
         raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
+    if biased and pieces:
+        raise ValueError("shared experts have no biases")
     dtype = jnp.bfloat16
 
     def body(num_slots, expert, *refs, w_smem, x_smem, out_smem, full, free):
+        bias, refs = refs[: int(biased)], refs[int(biased) :]
         w, x, out = refs[:kinds], refs[kinds : 2 * kinds], refs[2 * kinds :]
         warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
 
@@ -166,6 +189,12 @@ def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret:
                 slot, tile = item(j)
                 own = pl.ds(0, rows)
 
+                def bias_of(b):
+                    """Of the rows of accumulator b, over its tokens."""
+                    row = tile * width + (me if gated else me * t.blocks + b) * M + (b * out_rows if gated else 0)
+                    bias_M = load(bias[0], (expert[slot - first_slot], pl.ds(row, M)), layout=OF_ROWS)
+                    return lax.broadcast_in_dim(bias_M, (M, rows), [0])
+
                 def multiply(*sums):
                     @pl.loop(0, depths)
                     def _step(depth):
@@ -179,9 +208,11 @@ def _matmul(config: Config, out_rows: int, columns: int, gated: bool, interpret:
                     return tuple(total[...] for total in sums)
 
                 sums = pl.run_scoped(multiply, *[plgpu.ACC((M, rows), jnp.float32)] * t.blocks)
+                if bias:
+                    sums = tuple(total + bias_of(b) for b, total in enumerate(sums))
                 if gated:
                     gate, up = sums
-                    sums = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up,)
+                    sums = (joined(gate, up, clamp) if clamp else gate * (1.0 / (1.0 + jnp.exp(-gate))) * up,)
                 for b, total in enumerate(sums):
                     plgpu.wait_smem_to_gmem(0)  # until the store before this one has read the staging buffer
                     staged = transpose_ref(out_smem.at[me, own], (1, 0))

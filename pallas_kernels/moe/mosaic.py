@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.moe import gather
+from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
 from pallas_kernels.moe.dispatch import dispatch, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
@@ -25,16 +26,23 @@ from pallas_kernels.moe.slots import SlotTables
 
 
 def unsupported_reason(
-    x: jax.Array, gate_up: jax.Array, down: jax.Array, shared: tuple[jax.Array, jax.Array] | None = None
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    shared: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    special: bool = False,
 ) -> str | None:
-    """Why the kernels do not support this call, or None if they do."""
+    """Why the kernels do not support this call, or None if they do. `special`: it has biases or a clamp."""
     inner, H = gate_up.shape[2:]
+    if special and shared is not None:
+        return "it has no biases and no clamped SwiGLU beside shared experts"
     if H % M or inner % M:
         return f"it needs a hidden size and an expert size of multiples of {M}, not {H} and {inner}"
     return hopper_unsupported_reason(x.dtype, gate_up.dtype, down.dtype, *(w.dtype for w in shared or ()))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
 def experts(
     x: jax.Array,
     gate_up: jax.Array,
@@ -43,7 +51,9 @@ def experts(
     ids: jax.Array,
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None = None,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     *,
+    clamp: Clamp | None = None,
     config: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -56,10 +66,10 @@ def experts(
     config = config or _configured(x, gate_up, ids.shape[1], shared)
     E = gate_up.shape[0]
     tables = dispatch(ids, live, E, config.rows, config.slots, all_tokens=config.all_tokens, interpret=interpret)
-    return _apply(x, gate_up, down, weights, tables, live, shared, config, interpret)
+    return _apply(x, gate_up, down, weights, tables, live, shared, biases, clamp, config, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("routing", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("routing", "clamp", "config", "interpret"))
 def routed_experts(
     x: jax.Array,
     gate_up: jax.Array,
@@ -68,7 +78,9 @@ def routed_experts(
     bias: jax.Array | None,
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None = None,
+    biases: tuple[jax.Array, jax.Array] | None = None,
     *,
+    clamp: Clamp | None = None,
     routing: Routing,
     config: Config | None = None,
     interpret: Any = False,
@@ -91,7 +103,7 @@ def routed_experts(
             assigned, T, routing.width, E, config.rows, config.slots, all_tokens=False, interpret=interpret
         )
         tables = tables._replace(place=tables.place[:, :k])
-    return _apply(x, gate_up, down, weights, tables, live, shared, config, interpret)
+    return _apply(x, gate_up, down, weights, tables, live, shared, biases, clamp, config, interpret)
 
 
 def _configured(x: jax.Array, gate_up: jax.Array, k: int, shared: tuple[jax.Array, jax.Array] | None) -> Config:
@@ -109,6 +121,8 @@ def _apply(
     tables: SlotTables,
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None,
+    biases: tuple[jax.Array, jax.Array] | None,
+    clamp: Clamp | None,
     config: Config,
     interpret: Any,
 ) -> jax.Array:
@@ -118,8 +132,9 @@ def _apply(
         x_parts.append(_pad_tokens(x)[None])
         gate_up_parts.append(shared[0])
         down_parts.append(shared[1])
-    h_parts = up_matmul(x_parts, gate_up_parts, tables, config, interpret=interpret)
-    y, *y_pieces = down_matmul(h_parts, down_parts, tables, config, interpret=interpret)
+    up_bias, down_bias = biases or (None, None)
+    h_parts = up_matmul(x_parts, gate_up_parts, tables, config, up_bias, clamp, interpret=interpret)
+    y, *y_pieces = down_matmul(h_parts, down_parts, tables, config, down_bias, interpret=interpret)
     addends = [y_piece[i, :T] for y_piece in y_pieces for i in range(config.pieces)]
     if shared is not None and not config.pieces:
         addends = [swiglu(x, *shared)]

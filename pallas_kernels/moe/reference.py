@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.moe.activation import Clamp, joined
 from pallas_kernels.moe.slots import SlotTables, max_slots
 
 # Bounds the [tokens, experts, inner] intermediate.
@@ -118,7 +119,7 @@ def slot_tables(ids: jax.Array, live: jax.Array, E: int, rows: int, *, all_token
 def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """down(silu(gate x) * up x): [T, H] from x [T, H], gate_up [2, I, H] and down [H, I]."""
     gate_up_T2I = jnp.tensordot(x, gate_up, axes=(-1, -1))
-    return jnp.tensordot(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], down, axes=(-1, -1))
+    return jnp.tensordot(joined(gate_up_T2I[:, 0], gate_up_T2I[:, 1], None), down, axes=(-1, -1))
 
 
 def experts(
@@ -129,13 +130,23 @@ def experts(
     ids: jax.Array,
     live: jax.Array,
     shared: tuple[jax.Array, jax.Array] | None = None,
+    biases: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    clamp: Clamp | None = None,
 ) -> jax.Array:
-    out = routed(x, gate_up, down, weights, ids, live)
+    out = routed(x, gate_up, down, weights, ids, live, biases, clamp)
     return out if shared is None else jnp.where(live[:, None], out + swiglu(x, *shared), 0)
 
 
 def routed(
-    x: jax.Array, gate_up: jax.Array, down: jax.Array, weights: jax.Array, ids: jax.Array, live: jax.Array
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    weights: jax.Array,
+    ids: jax.Array,
+    live: jax.Array,
+    biases: tuple[jax.Array, jax.Array] | None,
+    clamp: Clamp | None,
 ) -> jax.Array:
     T = x.shape[0]
     E = gate_up.shape[0]
@@ -145,8 +156,12 @@ def routed(
     def block(args):
         x_TH, share_TE = args
         gate_up_TEGI = jnp.einsum("th,egih->tegi", x_TH, gate_up)
-        inner_TEI = jax.nn.silu(gate_up_TEGI[:, :, 0]) * gate_up_TEGI[:, :, 1]
+        if biases is not None:
+            gate_up_TEGI += biases[0]
+        inner_TEI = joined(gate_up_TEGI[:, :, 0], gate_up_TEGI[:, :, 1], clamp)
         out_ETH = jnp.einsum("tei,ehi->eth", inner_TEI, down, preferred_element_type=jnp.float32)
+        if biases is not None:
+            out_ETH += biases[1][:, None]
         return jnp.einsum("eth,te->th", out_ETH, share_TE).astype(x.dtype)
 
     if T <= TOKEN_BLOCK:

@@ -13,19 +13,21 @@ from pallas_kernels.mla_prefill import api as mla_prefill_api
 
 mla_decode = jax.jit(mla_decode_api.mla_decode, static_argnames=("scale", "value_dim"))
 mla_prefill = jax.jit(mla_prefill_api.mla_prefill, static_argnames="scale")
-gqa_decode = jax.jit(gqa_decode_api.gqa_decode, static_argnames="scale")
-gqa_prefill = jax.jit(gqa_prefill_api.gqa_prefill, static_argnames="scale")
+gqa_decode = jax.jit(gqa_decode_api.gqa_decode, static_argnames=("scale", "window"))
+gqa_prefill = jax.jit(gqa_prefill_api.gqa_prefill, static_argnames=("scale", "window"))
 
 PAGE, PAGES, MAX_PAGES = 8, 40, 9  # nine pages: not a whole number of blocks
 H, L, R, D, V = 4, 16, 8, 12, 20
 K, G = 2, 3
 
 
-def softmax_attention(q, k, v, scale):
-    """One query [D] over keys [S, D] and values [S, V], float64."""
-    scores = scale * k @ q
-    weights = np.exp(scores - scores.max())
-    return weights @ v / weights.sum()
+def softmax_attention(q, k, v, scale, *, window=None, sink=-np.inf):
+    """One query [D] over the last `window` of keys [S, D] and values [S, V], float64."""
+    first = max(len(k) - window, 0) if window else 0
+    scores = scale * k[first:] @ q
+    top = max(scores.max(), sink)
+    weights = np.exp(scores - top)
+    return weights @ v[first:] / (weights.sum() + np.exp(sink - top))
 
 
 class Pool:
@@ -44,6 +46,16 @@ class Pool:
                 for array, context in zip(self.arrays, self.contexts[row], strict=True):
                     part = context[column * PAGE : (column + 1) * PAGE]
                     array[page, : len(part)] = part
+
+    def forget(self, row, end):
+        """NaN in the pages that hold only positions of a request before `end`."""
+        for column in range(max(end, 0) // PAGE):
+            for array in self.arrays:
+                array[self.tables[row, column]] = np.nan
+
+
+# Without; a window inside a page, over several, longer than some contexts; a single key; sinks that win and that lose.
+WINDOWS_AND_SINKS = [(None, None), (5, 0.0), (21, 4.0), (1, None), (None, -3.0)]
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -99,23 +111,29 @@ def test_mla_prefill(starts, chunks):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_gqa_decode(n):
+@pytest.mark.parametrize(("window", "sink"), WINDOWS_AND_SINKS)
+def test_gqa_decode(n, window, sink):
+    """No page before a window is read: it may hold anything."""
     rng = np.random.default_rng(n)
     lengths = [3, 8, 40, 72]
     pool = Pool(rng, lengths, [(K, D), (K, D)])
     q = rng.normal(size=(len(lengths), n, K, G, D)).astype(np.float32)
     bounds = np.array(lengths)[:, None] - (n - 1) + np.arange(n)
-    out = gqa_decode(q, *pool.arrays, pool.tables, bounds.astype(np.int32), scale=0.4)
+    for b in range(len(lengths) if window else 0):
+        pool.forget(b, bounds[b, 0] - window)
+    sinks = None if sink is None else (sink + rng.normal(size=(K, G))).astype(np.float32)
+    out = gqa_decode(q, *pool.arrays, pool.tables, bounds.astype(np.int32), sinks, scale=0.4, window=window)
     for b, (keys, values) in enumerate(pool.contexts):
         for r in range(n):
             for kv in range(K):
                 for g in range(G):
-                    s = bounds[b, r]
-                    want = softmax_attention(q[b, r, kv, g], keys[:s, kv], values[:s, kv], 0.4)
+                    s, own = bounds[b, r], {} if sinks is None else {"sink": sinks[kv, g]}
+                    want = softmax_attention(q[b, r, kv, g], keys[:s, kv], values[:s, kv], 0.4, window=window, **own)
                     np.testing.assert_allclose(out[b, r, kv, g], want, atol=2e-5)
 
 
-def test_gqa_prefill():
+@pytest.mark.parametrize(("window", "sink"), WINDOWS_AND_SINKS)
+def test_gqa_prefill(window, sink):
     rng = np.random.default_rng(0)
     starts, chunks = (0, 9, 40), (5, 8, 1)
     ends = np.array(starts) + chunks
@@ -126,13 +144,19 @@ def test_gqa_prefill():
         np.int32
     )
     q = rng.normal(size=(P, K, G, D)).astype(np.float32)
-    out = gqa_prefill(q, *map(jnp.asarray, pool.arrays), pool.tables, rows, positions, ends.astype(np.int32), scale=0.4)
+    for e in range(E if window else 0):
+        pool.forget(e, starts[e] - window + 1)
+    sinks = None if sink is None else (sink + rng.normal(size=(K, G))).astype(np.float32)
+    where = pool.tables, rows, positions, ends.astype(np.int32)
+    out = gqa_prefill(q, *map(jnp.asarray, pool.arrays), *where, sinks, scale=0.4, window=window)
+    np.testing.assert_array_equal(out[-2:], 0)
     for p in range(P - 2):
         keys, values = pool.contexts[rows[p]]
         s = positions[p] + 1
         for kv in range(K):
             for g in range(G):
-                want = softmax_attention(q[p, kv, g], keys[:s, kv], values[:s, kv], 0.4)
+                own = {} if sinks is None else {"sink": sinks[kv, g]}
+                want = softmax_attention(q[p, kv, g], keys[:s, kv], values[:s, kv], 0.4, window=window, **own)
                 np.testing.assert_allclose(out[p, kv, g], want, atol=2e-5)
 
 

@@ -10,23 +10,28 @@ import pytest
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.gqa_decode import mosaic, reference
 from pallas_kernels.gqa_decode.api import gqa_decode
+from pallas_kernels.sliding_window import window_pages
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 
 slow = pytest.mark.slow
 
 
-def check_interpreted(lengths, n, K, G, D, sms):
+def check_interpreted(lengths, n, K, G, D, sms, *, window=None, sinks=False):
     rng = np.random.default_rng(0)
     pool, tables = paged_pool(rng, lengths, 2 * K * D)
     k, v = (jnp.asarray(part.reshape(-1, 64, K, D), jnp.bfloat16) for part in np.split(pool, 2, axis=-1))
     # Large scores, so that a wrong mask shows.
     q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, K, G, D)), jnp.bfloat16)
     bounds = window_bounds(lengths, n)
-    got = mosaic.gqa_decode(q, k, v, tables, bounds, scale=D**-0.5, sms=sms, interpret=detect_races())
+    if window:
+        tables, bounds = window_pages(jnp.asarray(tables), jnp.asarray(bounds), page_size=64, window=window)
+    extra = (jnp.asarray(2 * rng.standard_normal((K, G)), jnp.float32),) if sinks else ()
+    options = {"scale": D**-0.5, "window": window}
+    got = mosaic.gqa_decode(q, k, v, tables, bounds, *extra, **options, sms=sms, interpret=detect_races())
 
     exact = [a.astype(jnp.float32) for a in (q, k, v)]
-    want = reference.gqa_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), scale=D**-0.5)
+    want = reference.gqa_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), *extra, **options)
     assert got.shape == want.shape
     assert relative_error(got, want) < 1e-2
     assert_no_races(got)
@@ -40,6 +45,31 @@ def test_interpreted_without_races():
 
 @slow
 @interpreted
+@pytest.mark.parametrize("sms", [1, 2, 8])
+def test_sink_independent_of_splits(sms):
+    """A sink counts once, in one item or in several."""
+    check_interpreted((150, 333), n=2, K=2, G=3, D=64, sms=sms, sinks=True)
+
+
+@slow
+@interpreted
+@pytest.mark.parametrize(
+    ("n", "G", "D", "window", "sinks"),
+    [
+        (4, 8, 64, 128, True),
+        (1, 2, 64, 20, False),
+        (3, 2, 128, 1, True),
+        (8, 16, 64, 200, True),
+        (2, 2, 256, 70, False),
+    ],
+)
+def test_interpreted_sliding_windows(n, G, D, window, sinks):
+    """Contexts shorter and longer than the window, which begins inside pages."""
+    check_interpreted((300, 65, 129, 8), n, K=1, G=G, D=D, sms=2, window=window, sinks=sinks)
+
+
+@slow
+@interpreted
 @pytest.mark.parametrize(
     ("lengths", "n", "K", "G", "D", "sms"),
     [
@@ -48,6 +78,7 @@ def test_interpreted_without_races():
         ((65, 300), 3, 1, 32, 128, 3),  # two blocks of query rows, the second half empty
         ((65, 129, 1), 8, 2, 8, 64, 4),  # a full block of rows
         ((700,), 2, 2, 2, 128, 1),  # many times the stages in one item
+        ((130, 400), 3, 1, 4, 256, 2),  # a single stage
     ],
 )
 def test_interpreted_ragged(lengths, n, K, G, D, sms):
@@ -61,8 +92,8 @@ def test_interpreted_windows(n):
     check_interpreted((64, 67, 200), n, K=2, G=2, D=64, sms=3)
 
 
-def lowered(batch, n, K, G, D):
-    call = functools.partial(mosaic.gqa_decode, scale=D**-0.5, sms=132)
+def lowered(batch, n, K, G, D, window=None):
+    call = functools.partial(mosaic.gqa_decode, scale=D**-0.5, sms=132, window=window)
     cache = jax.ShapeDtypeStruct((1000, 64, K, D), jnp.bfloat16)
     shapes = (
         jax.ShapeDtypeStruct((batch, n, K, G, D), jnp.bfloat16),
@@ -70,22 +101,26 @@ def lowered(batch, n, K, G, D):
         cache,
         jax.ShapeDtypeStruct((batch, 64), jnp.int32),
         jax.ShapeDtypeStruct((batch, n), jnp.int32),
+        *([jax.ShapeDtypeStruct((K, G), jnp.float32)] if window else []),
     )
     return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize(
-    ("batch", "n", "K", "G", "D"),
+    ("batch", "n", "K", "G", "D", "window"),
     [
-        (1, 1, 8, 4, 128),  # Llama 3, one request
-        pytest.param(32, 4, 8, 8, 64, marks=slow),
-        pytest.param(8, 5, 4, 8, 128, marks=slow),
-        pytest.param(200, 1, 1, 1, 64, marks=slow),
-        pytest.param(2, 8, 2, 16, 128, marks=slow),
+        (1, 1, 8, 4, 128, None),  # Llama 3, one request
+        (8, 4, 8, 8, 64, 128),  # gpt-oss
+        pytest.param(8, 4, 2, 8, 256, None, marks=slow),
+        pytest.param(32, 4, 8, 8, 64, None, marks=slow),
+        pytest.param(8, 5, 4, 8, 128, None, marks=slow),
+        pytest.param(200, 1, 1, 1, 64, None, marks=slow),
+        pytest.param(2, 8, 2, 16, 128, None, marks=slow),
     ],
 )
-def test_lowers_for_cuda(batch, n, K, G, D):
-    text = lowered(batch, n, K, G, D)
+def test_lowers_for_cuda(batch, n, K, G, D, window):
+    """A window with sinks."""
+    text = lowered(batch, n, K, G, D, window)
     assert text.count("@mosaic_gpu_v2(") == 2
     assert "output_operand_alias" in text  # the merge writes into the first kernel's output
 
@@ -98,5 +133,5 @@ def test_a_backend_that_cannot_run_says_why():
     with use(Backends(attention="auto")) as chosen:
         jax.eval_shape(functools.partial(gqa_decode, scale=1.0), q, cache, cache, *where)
     assert chosen == {"gqa_decode": {"reference"}}
-    assert mosaic.unsupported_reason(q[..., :16], cache, cache) == "it supports heads of 64 or 128, not 16"
+    assert mosaic.unsupported_reason(q[..., :16], cache, cache) == "it supports heads of 64, 128 or 256, not 16"
     assert mosaic.unsupported_reason(q, cache[:, :16], cache) == "it supports pages of 64 tokens, not 16"

@@ -19,7 +19,7 @@ from tests.kernels.paged_cases import flat_chunks, paged_pool
 slow = pytest.mark.slow
 
 
-def check_interpreted(starts, chunks, K, G, D, padding=3):
+def check_interpreted(starts, chunks, K, G, D, padding=3, *, window=None, sinks=False):
     rng = np.random.default_rng(0)
     rows, positions, ends = flat_chunks(starts, chunks, padding)
     pool, tables = paged_pool(rng, ends, 2 * K * D)
@@ -28,11 +28,13 @@ def check_interpreted(starts, chunks, K, G, D, padding=3):
     q = 3 * rng.standard_normal((len(rows), K, G, D))
     q[rows == len(ends)] = np.nan
     floats, ints = (jnp.asarray(q, jnp.bfloat16), k, v), (tables, rows, positions, ends)
-    run = functools.partial(mosaic.gqa_prefill, scale=D**-0.5, interpret=detect_races())
-    got = np.asarray(jax.jit(run)(*floats, *ints), np.float32)
+    extra = (jnp.asarray(2 * rng.standard_normal((K, G)), jnp.float32),) if sinks else ()
+    options = {"scale": D**-0.5, "window": window}
+    run = functools.partial(mosaic.gqa_prefill, **options, interpret=detect_races())
+    got = np.asarray(jax.jit(run)(*floats, *ints, *extra), np.float32)
     assert_no_races(got)
     exact = [x.astype(jnp.float32) for x in floats]
-    want = np.asarray(jax.jit(functools.partial(reference.gqa_prefill, scale=D**-0.5))(*exact, *ints))
+    want = np.asarray(jax.jit(functools.partial(reference.gqa_prefill, **options))(*exact, *ints, *extra))
     tokens = sum(chunks)
     np.testing.assert_array_equal(got[tokens:], 0)
     assert np.isfinite(got).all()
@@ -57,22 +59,41 @@ def test_interpreted_without_races():
         ((300, 0, 64), (65, 0, 130), 1, 4, 64),  # a request over two tiles, more blocks than stages
         ((0,), (256,), 2, 1, 64),
         ((127, 128, 1), (1, 129, 65), 1, 1, 128),
+        ((100, 0), (70, 30), 1, 2, 256),
     ],
 )
 def test_interpreted_ragged(starts, chunks, K, G, D):
     check_interpreted(starts, chunks, K, G, D)
 
 
+@slow
+@interpreted
 @pytest.mark.parametrize(
-    ("tokens", "K", "G", "D"),
-    [(2048, 8, 4, 128), pytest.param(40, 8, 8, 64, marks=slow), pytest.param(256, 1, 1, 128, marks=slow)],
+    ("D", "window", "sinks"), [(64, 128, True), (64, 20, False), (64, None, True), (128, 1, True), (256, 70, True)]
 )
-def test_lowers_for_cuda(tokens, K, G, D):
+def test_interpreted_sliding_windows(D, window, sinks):
+    """Whole blocks of keys before the window; a chunk longer than it; one that begins at 0."""
+    check_interpreted((400, 30, 0), (140, 3, 9), K=1, G=2, D=D, window=window, sinks=sinks)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "K", "G", "D", "window"),
+    [
+        (2048, 8, 4, 128, None),
+        (2048, 8, 8, 64, 128),
+        pytest.param(2048, 2, 8, 256, None, marks=slow),
+        pytest.param(40, 8, 8, 64, None, marks=slow),
+        pytest.param(256, 1, 1, 128, None, marks=slow),
+    ],
+)
+def test_lowers_for_cuda(tokens, K, G, D, window):
+    """A window with sinks."""
     S, E = jax.ShapeDtypeStruct, 8
     floats = [(tokens, K, G, D), (1000, 64, K, D), (1000, 64, K, D)]
     args = [S(shape, jnp.bfloat16) for shape in floats]
     args += [S(shape, jnp.int32) for shape in ((E, 64), (tokens,), (tokens,), (E,))]
-    run = jax.jit(functools.partial(mosaic.gqa_prefill, scale=D**-0.5))
+    args += [S((K, G), jnp.float32)] if window else []
+    run = jax.jit(functools.partial(mosaic.gqa_prefill, scale=D**-0.5, window=window))
     text = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 1
 
@@ -87,5 +108,5 @@ def test_a_backend_that_cannot_run_says_why():
         with use(Backends(attention=attention)) as chosen:
             jax.eval_shape(functools.partial(gqa_prefill, scale=1.0), q, cache, cache, *where)
         assert chosen == {"gqa_prefill": {"reference"}}
-    assert mosaic.unsupported_reason(q[..., :16], cache, cache) == "it supports heads of 64 or 128, not 16"
+    assert mosaic.unsupported_reason(q[..., :16], cache, cache) == "it supports heads of 64, 128 or 256, not 16"
     assert mosaic.unsupported_reason(q, cache[:, :16], cache) == "it supports pages of 64 tokens, not 16"

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxspec.models.layers import MLP
 from jaxspec.models.params import Declare
+from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import experts, route_sigmoid, route_softmax
 from pallas_kernels.moe.reference import TOKEN_BLOCK, ranks
 
@@ -88,8 +89,9 @@ def test_ids_of_a_nan_row_are_experts(sigmoid):
     assert 0 <= ids.min() <= ids.max() < 16
 
 
-@pytest.mark.parametrize("T", [1, 13, TOKEN_BLOCK + 5])
-def test_experts(T):
+@pytest.mark.parametrize(("T", "clamp"), [(1, None), (13, None), (13, Clamp(1.702, 0.5)), (TOKEN_BLOCK + 5, None)])
+def test_experts(T, clamp):
+    """With a clamp with biases too, as in gpt-oss."""
     rng = np.random.default_rng(T)
     E, H, inner, k = 8, 16, 12, 3
     x = rng.normal(size=(T, H)).astype(np.float32)
@@ -98,14 +100,21 @@ def test_experts(T):
     weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
     live = rng.uniform(size=T) < 0.8
     x_with_nan = np.where(live[:, None], x, np.nan).astype(np.float32)
-    out = np.asarray(experts(x_with_nan, gate_up.astype(np.float32), down.astype(np.float32), weights, ids, live))
+    zero = np.zeros((E, 2, inner), np.float32), np.zeros((E, H), np.float32)
+    up_bias, down_bias = (rng.normal(size=z.shape).astype(np.float32) for z in zero) if clamp else zero
+    options = {"biases": (up_bias, down_bias), "clamp": clamp} if clamp else {}
+    both = gate_up.astype(np.float32), down.astype(np.float32)
+    out = np.asarray(experts(x_with_nan, *both, weights, ids, live, **options))
     for t in np.flatnonzero(live):
         want = 0
         for e, w in zip(ids[t], weights[t], strict=True):
-            gate, up = gate_up[e, 0] @ x[t], gate_up[e, 1] @ x[t]
-            want = want + w * (down[e] @ (gate / (1 + np.exp(-gate)) * up))
+            gate, up = (gate_up[e, i] @ x[t] + up_bias[e, i] for i in range(2))
+            if clamp:
+                gate, up = np.minimum(gate, 0.5), np.clip(up, -0.5, 0.5) + 1
+            joined = gate / (1 + np.exp(-gate * (1.702 if clamp else 1))) * up
+            want = want + w * (down[e] @ joined + down_bias[e])
         np.testing.assert_allclose(out[t], want, atol=1e-4)
-    dead = np.asarray(experts(x, gate_up.astype(np.float32), down.astype(np.float32), weights, ids, live))[~live]
+    dead = np.asarray(experts(x, *both, weights, ids, live, **options))[~live]
     np.testing.assert_array_equal(dead, 0)
 
 

@@ -1,6 +1,7 @@
 """The Mosaic GPU kernels of the experts without a GPU: interpreted, lowered, and their slot tables."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.moe import api, dispatch, gather, mosaic, reference
+from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import ALL_TOKENS_ROWS, Config, Tiles, configure
 from pallas_kernels.moe.dispatch_tiles import BLOCK
 from pallas_kernels.moe.reference import slot_tables
+from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.tuning import Tuning
@@ -26,16 +29,29 @@ def routed(rng: np.random.Generator, T: int, E: int, k: int) -> tuple[np.ndarray
     return rng.uniform(0.1, 1, size=(T, k)).astype(np.float32), ids
 
 
-def interpret(config: Config, *arrays) -> np.ndarray:
+def interpret(config: Config, *arrays, **options) -> np.ndarray:
     # Two blocks, so that a block works on several tiles and the interpreter is not one of 132 threads.
     config = dataclasses.replace(config, grid=2)
-    got = np.asarray(mosaic.experts(*arrays, config=config, interpret=detect_races()), np.float32)
+    got = np.asarray(mosaic.experts(*arrays, **options, config=config, interpret=detect_races()), np.float32)
     assert_no_races(got)
     return got
 
 
-def check(T: int, E: int, k: int, H: int, inner: int, config: Config | None = None, *, shared_inner: int = 0) -> None:
-    """Live tokens are as in the float32 reference; dead ones give 0, and their NaN reaches no other token."""
+def check(
+    T: int,
+    E: int,
+    k: int,
+    H: int,
+    inner: int,
+    config: Config | None = None,
+    *,
+    shared_inner: int = 0,
+    clamp: Clamp | None = None,
+) -> None:
+    """Live tokens are as in the float32 reference; dead ones give 0, and their NaN reaches no other token.
+
+    A clamp comes with biases.
+    """
     rng = np.random.default_rng(T)
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
     gate_up = jnp.asarray(rng.normal(size=(E, 2, inner, H)) / H**0.5, jnp.bfloat16)
@@ -52,9 +68,12 @@ def check(T: int, E: int, k: int, H: int, inner: int, config: Config | None = No
     if poisoned is not None:
         dirty[poisoned] = np.nan
     config = config or configure(T, E, k, H, inner, shared_inner)
-    got = interpret(config, jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, jnp.asarray(live), shared)
+    biases = tuple(jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((E, 2, inner), (E, H))) if clamp else None
+    experts = jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, jnp.asarray(live), shared, biases
+    got = interpret(config, *experts, clamp=clamp)
     exact, exact_shared = jax.tree.map(lambda a: a.astype(jnp.float32), ((x, gate_up, down), shared))
-    want = np.asarray(reference.experts(*exact, weights, ids, live, exact_shared))
+    exact_biases = jax.tree.map(lambda a: a.astype(jnp.float32), biases)
+    want = np.asarray(reference.experts(*exact, weights, ids, live, exact_shared, exact_biases, clamp=clamp))
     sound = live.copy()
     if poisoned is not None:
         assert np.isnan(got[poisoned]).all()
@@ -67,6 +86,18 @@ def check(T: int, E: int, k: int, H: int, inner: int, config: Config | None = No
 @pytest.mark.parametrize("T", [1, 5, 20])
 def test_interpreted(T):
     check(T, 8, 2, 128, 128)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [5, 70])
+def test_interpreted_with_biases_and_a_clamp(T):
+    """Of gpt-oss: few tokens, and more than one slot per expert with two consumer warpgroups."""
+    config = None
+    if T > 8:
+        slots = max_slots(T, 2, 4, 64, all_tokens=False)
+        config = Config(64, slots, False, Tiles(64, 3, 2, 2), Tiles(64, 2, 2, 2), 2, 0, 0)
+    check(T, 4, 2, 256, 128, config, clamp=Clamp(1.702, 1.0))
 
 
 @interpreted
@@ -179,6 +210,25 @@ def test_lowers_for_the_gpu(model, T, num_shared):
     two_plans = T > ALL_TOKENS_ROWS and T * k > dispatch.MOST_CHUNKS * BLOCK
     assert text.count("custom_call @mosaic_gpu") == 3 + gathers + two_plans
     assert ("dot_general" in text) == (num_shared > 0 and Tuning().most_piece_rows < T)
+
+
+@pytest.mark.parametrize("T", [1, pytest.param(2048, marks=pytest.mark.slow)])
+def test_biases_and_a_clamp_lower_for_the_gpu(T):
+    """gpt-oss-20b, whose sizes are odd multiples of 64; routed in the same call."""
+    H = inner = 2880
+    E, S = 32, jax.ShapeDtypeStruct
+    experts = S((T, H), jnp.bfloat16), S((E, 2, inner, H), jnp.bfloat16), S((E, H, inner), jnp.bfloat16)
+    biases = S((E, 2, inner), jnp.bfloat16), S((E, H), jnp.bfloat16)
+    call = functools.partial(
+        mosaic.routed_experts,
+        clamp=Clamp(),
+        routing=Routing(4, 1, 1, normalize=True, scale=1.0),
+        bias=None,
+        shared=None,
+    )
+    run = jax.jit(lambda logits, live, biases, *experts: call(*experts, logits=logits, live=live, biases=biases))
+    text = run.trace(S((T, E), jnp.float32), S((T,), jnp.bool_), biases, *experts).lower(lowering_platforms=("cuda",))
+    assert text.as_text().count("custom_call @mosaic_gpu") >= 3
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ class GqaCase(NamedTuple):
     sms: int
     capability: int
     dtype: str = "float32"
+    window: int | None = None
+    sinks: bool = False
 
 
 GQA_CASES = {
@@ -59,6 +61,8 @@ GQA_CASES = {
     "tiles of 32 rows, a window that is no power of two": GqaCase((200, 3), 5, 4, 5, 128, 2, 90),
     "half pages": GqaCase((130, 1, 257), 8, 1, 8, 64, 4, 86),
     "more parts than are merged at once": GqaCase((2200,), 1, 1, 4, 64, 20, 90),
+    "sinks, some requests split": GqaCase((70, 333), 2, 2, 3, 64, 8, 90, sinks=True),
+    "sliding windows": GqaCase((300, 65, 129, 8), 4, 1, 8, 64, 2, 90, window=70, sinks=True),
     "float16": GqaCase((100, 257), 8, 8, 1, 64, 3, 80, "float16"),
 }
 

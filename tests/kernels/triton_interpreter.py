@@ -20,6 +20,7 @@ from pallas_kernels.gqa_decode import triton as gqa_triton
 from pallas_kernels.mla_decode import reference as mla_reference
 from pallas_kernels.mla_decode import triton as mla_triton
 from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE
+from pallas_kernels.sliding_window import window_pages
 from pallas_kernels.split_kv import make_schedule
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 from tests.kernels.triton_cases import CASES, GQA_CASES, Case, GqaCase
@@ -81,9 +82,14 @@ def gqa_error(case: GqaCase) -> float:
     q = 3 * rng.standard_normal((len(case.lengths), case.n, K, case.group, D), np.float32)
     q = jnp.asarray(q, case.dtype)
     where = jnp.asarray(tables), jnp.asarray(window_bounds(case.lengths, case.n))
-    got = run(gqa_triton, q, k, v, *where, scale=D**-0.5, sms=case.sms, capability=case.capability)
+    if case.window:
+        where = window_pages(*where, page_size=64, window=case.window)
+    if case.sinks:
+        where = *where, jnp.asarray(2 * rng.standard_normal((K, case.group)), jnp.float32)
+    options = {"scale": D**-0.5, "window": case.window}
+    got = run(gqa_triton, q, k, v, *where, **options, sms=case.sms, capability=case.capability)
     exact = [a.astype(jnp.float32) for a in (q, k, v)]
-    reference = jax.jit(functools.partial(gqa_reference.gqa_decode, scale=D**-0.5))
+    reference = jax.jit(functools.partial(gqa_reference.gqa_decode, **options))
     return error(got, reference(*exact, *where), case.dtype)
 
 
