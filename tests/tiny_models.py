@@ -58,6 +58,32 @@ _LLAMA3_ROPE = {
 }  # fmt: skip
 # Head size and hidden size are unrelated in Qwen3.
 _QWEN3 = _LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32}
+_QWEN3_MOE = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40, "decoder_sparse_step": 1, "mlp_only_layers": [0], "norm_topk_prob": True,
+}  # fmt: skip
+# As GLM-4.6; GLM-4.5-Air has no norms of queries and keys.
+_GLM4_MOE = _LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True,
+    "partial_rotary_factor": 0.5, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
+    "moe_intermediate_size": 40, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_MINIMAX_M2 = _LLAMA | {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "intermediate_size": 40, "rotary_dim": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "scoring_func": "sigmoid", "use_routing_bias": True,
+    "use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1, 1, 1], "use_mtp": True,
+    "num_mtp_modules": 3,
+}  # fmt: skip
+# A window of less than a page, that prompts and answers grow out of.
+_GPT_OSS = _LLAMA | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "intermediate_size": 40,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 20, "swiglu_limit": 1.5, "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 
 # Sizes of which several are no multiple of the 128 x 128 blocks, and one whose rotary rows straddle a block boundary.
 _FP8 = _V3 | {
@@ -106,13 +132,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "llama3-rope": _LLAMA | {"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE},
     "qwen3": _QWEN3,
-    "qwen3-tied": _QWEN3 | {"tie_word_embeddings": True},
+    "qwen3-tied": _QWEN3 | {"tie_word_embeddings": True, "attention_bias": True},
+    "qwen3-moe": _QWEN3_MOE,
+    "qwen3-moe-unnormalised": _QWEN3_MOE | {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2},
+    "glm4-moe": _GLM4_MOE,
+    "glm4-moe-air": _GLM4_MOE | {"use_qk_norm": False, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.0},
+    "minimax-m2": _MINIMAX_M2,
+    "gpt-oss": _GPT_OSS,
     "v3-fp8": _FP8 | {"quantization_config": _QUANTIZATION},
     "v3-fp8-dequantised": _FP8,
 }
 VARIANTS = tuple(CONFIGS)
 # Others differ from these in names or in a default only.
-TWINS = ("v32", "kimi-k25")
+TWINS = ("v32", "kimi-k25", "qwen3-moe-unnormalised", "glm4-moe-air")
 
 
 def variants(*left_out: str) -> list[Any]:
@@ -161,6 +193,8 @@ def _random(name: str, shape: Any, generator: Any) -> "Tensor":
     if "norm" in name:  # layer norms, and the two of an MTP layer (enorm, hnorm)
         return torch.rand(shape, generator=generator) + 0.5
     value = torch.randn(shape, generator=generator)
+    if name.endswith("sinks"):
+        return value
     if "bias" in name:
         return 0.1 * value
     return value if "embed" in name else value / math.sqrt(shape[-1])

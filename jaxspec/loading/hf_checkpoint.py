@@ -127,6 +127,11 @@ def _check_quantisation(hf: dict[str, Any]) -> None:
     method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", [128, 128])
     if not quantisation or (method, block) == ("fp8", [128, 128]):
         return
+    if method == "mxfp4":
+        raise ModelFormatError(
+            "quantization 'mxfp4' is not supported yet: it comes with quantised weights. Use a bfloat16 copy, which "
+            "transformers makes: from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)).save_pretrained"
+        )
     if (packed := quantisation.get("format")) is not None:  # of compressed-tensors; INT4 is "pack-quantized"
         raise ModelFormatError(
             f"quantization {shown(method)} in the format {shown(packed)} is not supported; use a bfloat16 copy of the "

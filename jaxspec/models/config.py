@@ -24,6 +24,7 @@ class RopeConfig:
             that all model code rotates halves.
         factor, original_max_position, beta_fast, beta_slow, mscale, mscale_all_dim: YaRN (arXiv 2309.00071), with
             DeepSeek's two temperature factors. `factor` also serves kinds "linear" and "llama3".
+        truncate: YaRN's band of interpolated dimensions ends at whole numbers (false in gpt-oss).
         low_freq_factor, high_freq_factor: kind "llama3".
         factors: kind "longrope" (arXiv 2402.13753), a divisor of each frequency.
     """
@@ -42,6 +43,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     factors: tuple[float, ...] = ()
+    truncate: bool = True
 
 
 class AttentionSpec(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import LayerSpec, ModelConfig, Published
-from jaxspec.models.fields import flag, real_or, require, text_list, text_or, whole, whole_or, wrong
+from jaxspec.models.fields import flag, real_or, require, text_list, text_or, whole_or, wrong
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
     MAX_POSITION,
@@ -27,6 +27,7 @@ from jaxspec.models.keymap import ROTARY_TABLES, any_of
 from jaxspec.models.layers import DenseSpec, yarn_mscale
 from jaxspec.models.mla import MLASpec
 from jaxspec.models.moe import MoESpec
+from jaxspec.models.moe_fields import MAX_EXPERTS, read_experts
 from jaxspec.models.mtp import nextn_prefix
 
 V2, V3, V32 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"
@@ -46,10 +47,7 @@ _FIRST_DENSE = {GLM_LITE: 1, V32: 3, GLM_DSA: 3}
 _INDEX_TOPK = 2048
 # Layers of GLM-5.2 that share another one's choice of keys have none of these.
 _INDEXER = r"model\.layers\.\d+\.self_attn\.indexer\.((wq_b|wk|weights_proj)\.weight|k_norm\.(weight|bias))"
-# Kimi-K2, the largest, has 384 experts in 60 layers. Each expert of each layer is three entries of the key map.
-_MAX_EXPERTS = 4096
-_MAX_EXPERTS_OF_ALL_LAYERS = 2**16
-_MAX_NEXTN_LAYERS = 64
+MAX_NEXTN_LAYERS = 64
 _SCORING = (("sigmoid", "noaux_tc"), ("softmax", "greedy"), ("softmax", "group_limited_greedy"))
 
 
@@ -57,13 +55,8 @@ def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     common = common_fields(hf, architecture)
     layers = num_layers(hf)
     attention, dense = read_attention(hf), DenseSpec(size(hf, "intermediate_size"))
-    moe = _read_moe(hf, v3=architecture != V2)
-    nextn = whole_or(hf, "num_nextn_predict_layers", 0, 0, _MAX_NEXTN_LAYERS)
-    if moe and layers * moe.num_experts > _MAX_EXPERTS_OF_ALL_LAYERS:
-        raise ModelFormatError(
-            f"config.json has num_hidden_layers={layers} and n_routed_experts={moe.num_experts}; "
-            f"at most {_MAX_EXPERTS_OF_ALL_LAYERS} experts in all layers are supported"
-        )
+    moe = read_moe(hf, v3=architecture != V2)
+    nextn = whole_or(hf, "num_nextn_predict_layers", 0, 0, MAX_NEXTN_LAYERS)
     sparse = _sparse_layers(hf, architecture, layers)
     return ModelConfig(
         **common,
@@ -103,11 +96,10 @@ def read_attention(hf: Mapping[str, Any]) -> MLASpec:
     )
 
 
-def _read_moe(hf: Mapping[str, Any], *, v3: bool) -> MoESpec | None:
-    experts = whole_or(hf, "n_routed_experts", 0, 0, _MAX_EXPERTS)
-    if not experts:
+def read_moe(hf: Mapping[str, Any], *, v3: bool) -> MoESpec | None:
+    """The mixture of a DeepSeek configuration, with V3's defaults or V2's; None where it has no routed experts."""
+    if not whole_or(hf, "n_routed_experts", 0, 0, MAX_EXPERTS):
         return None
-    require(hf, "num_experts_per_tok", "moe_intermediate_size")
     scoring: Any = text_or(hf, "scoring_func", "sigmoid" if v3 else "softmax")
     method = text_or(hf, "topk_method", "noaux_tc" if v3 else "greedy")
     if (scoring, method) not in _SCORING:
@@ -118,15 +110,13 @@ def _read_moe(hf: Mapping[str, Any], *, v3: bool) -> MoESpec | None:
         )
     if whole_or(hf, "moe_layer_freq", 1, 1, MAX_LAYERS) != 1:
         raise unsupported("moe_layer_freq", hf["moe_layer_freq"], "1")
-    top_k = whole(hf, "num_experts_per_tok", 1, _MAX_EXPERTS)
-    if top_k > experts:
-        raise ModelFormatError(f"config.json has num_experts_per_tok={top_k} and only n_routed_experts={experts}")
+    experts, top_k = read_experts(hf, "n_routed_experts")
     groups, top_groups = _read_groups(hf, experts, top_k) if method != "greedy" else (1, 1)
     return MoESpec(
         num_experts=experts,
         top_k=top_k,
         expert_dim=size(hf, "moe_intermediate_size"),
-        num_shared=whole_or(hf, "n_shared_experts", 0, 0, _MAX_EXPERTS),
+        num_shared=whole_or(hf, "n_shared_experts", 0, 0, MAX_EXPERTS),
         scoring=scoring,
         num_groups=groups,
         top_groups=top_groups,
@@ -138,13 +128,13 @@ def _read_moe(hf: Mapping[str, Any], *, v3: bool) -> MoESpec | None:
 
 def _read_groups(hf: Mapping[str, Any], experts: int, top_k: int) -> tuple[int, int]:
     """The number of groups of experts, and how many of them a token may choose from."""
-    groups = whole_or(hf, "n_group", 1, 1, _MAX_EXPERTS)
+    groups = whole_or(hf, "n_group", 1, 1, MAX_EXPERTS)
     divisible(hf, "n_routed_experts", experts, "n_group", groups)
     if groups > 1 and experts // groups < 2:
         raise ModelFormatError(
             f"config.json has n_routed_experts={experts} and n_group={groups}; a group holds at least 2 experts"
         )
-    top_groups = whole_or(hf, "topk_group", 1, 1, _MAX_EXPERTS)
+    top_groups = whole_or(hf, "topk_group", 1, 1, MAX_EXPERTS)
     if top_groups > groups:
         raise ModelFormatError(f"config.json has topk_group={top_groups} and only n_group={groups}")
     if top_k > (choice := top_groups * (experts // groups)):

@@ -18,6 +18,11 @@ def wrong(key: str, must: str, value: object, where: str = CONFIG) -> ModelForma
     return ModelFormatError(f"{key} in {where} must be {must}, got {shown(value)}")
 
 
+def with_defaults(values: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The object with values for keys that are absent."""
+    return dict(values) | {key: value for key, value in defaults.items() if values.get(key) is None}
+
+
 def require(values: Mapping[str, Any], *keys: str, where: str = CONFIG) -> None:
     """Raises `ModelFormatError` where one of the keys is absent or null; the text names all that are."""
     missing = [key for key in keys if values.get(key) is None]

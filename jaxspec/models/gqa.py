@@ -1,6 +1,7 @@
 """Grouped-query attention (arXiv 2305.13245) over paged keys and values."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,12 @@ class GQASpec:
     """Grouped-query attention.
 
     Attributes:
-        qk_norm: an RMS norm over each head's query and key (Qwen3), with `norm_eps`.
+        rope: of the first `rope.dim` columns of a head; the others pass.
+        qk_norm: an RMS norm of queries and keys before they are rotated, with `norm_eps`: over each "head" (Qwen3), or
+            over all heads together, "whole" (MiniMax-M2).
+        bias, out_bias: whether queries, keys and values, and the output, have biases.
+        window: a token sees so many keys, its own included, and none before them; None: all before it.
+        sinks: a learned score of each head takes part in the softmax, and nothing is read for it.
     """
 
     num_heads: int
@@ -30,8 +36,20 @@ class GQASpec:
     head_dim: int
     softmax_scale: float
     rope: RopeConfig
-    qk_norm: bool = False
+    qk_norm: Literal["head", "whole"] | None = None
     norm_eps: float = 1e-6
+    bias: bool = False
+    out_bias: bool = False
+    window: int | None = None
+    sinks: bool = False
+
+    @property
+    def norm_dims(self) -> dict[str, int]:
+        """The norms of queries and keys, and how many columns each spans; none without them."""
+        if self.qk_norm is None:
+            return {}
+        heads, kv_heads = (self.num_heads, self.num_kv_heads) if self.qk_norm == "whole" else (1, 1)
+        return {"q_norm": heads * self.head_dim, "k_norm": kv_heads * self.head_dim}
 
     def build(self, hidden: int, declare: Declare, *, input_dim: int | None = None) -> "GQA":
         return GQA(hidden, self, declare, input_dim=input_dim)
@@ -49,9 +67,17 @@ class GQASpec:
             ),
             ("o",): (Piece(f"{prefix}o_proj.weight", (hidden, K * G * D), view=(hidden, K, G, D)),),
         }
-        if self.qk_norm:
-            out |= nested({norm: norm_weight(f"{prefix}{norm}", D) for norm in ("q_norm", "k_norm")})
-        return out
+        if self.bias:
+            out["qkv_bias",] = (
+                Piece(f"{prefix}q_proj.bias", (K * G * D,), (slice(None), slice(0, G)), view=(K, G, D)),
+                Piece(f"{prefix}k_proj.bias", (K * D,), (slice(None), G), view=(K, D)),
+                Piece(f"{prefix}v_proj.bias", (K * D,), (slice(None), G + 1), view=(K, D)),
+            )
+        if self.out_bias:
+            out["o_bias",] = (Piece(f"{prefix}o_proj.bias", (hidden,)),)
+        if self.sinks:
+            out["sinks",] = (Piece(f"{prefix}sinks", (K * G,), view=(K, G)),)
+        return out | nested({name: norm_weight(f"{prefix}{name}", dim) for name, dim in self.norm_dims.items()})
 
 
 class GQA(nnx.Module):
@@ -71,10 +97,15 @@ class GQA(nnx.Module):
             tuple(CacheArray(name, "token", (K, D), declare.dtype, ("kv_heads", None)) for name in ("keys", "values"))
         )
         self.qkv = declare((K, G + 2, D, input_dim or hidden), ("kv_heads", None, None, None))
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(D, spec.norm_eps, declare)
-            self.k_norm = RMSNorm(D, spec.norm_eps, declare)
+        if spec.bias:
+            self.qkv_bias = declare((K, G + 2, D), ("kv_heads", None, None), "zeros")
+        for name, dim in spec.norm_dims.items():
+            setattr(self, name, RMSNorm(dim, spec.norm_eps, declare))
         self.o = declare((hidden, K, G, D), (None, "kv_heads", None, None))
+        if spec.out_bias:
+            self.o_bias = declare((hidden,), (None,), "zeros")
+        if spec.sinks:
+            self.sinks = declare((K, G), ("kv_heads", None), "zeros", dtype=jnp.float32)
 
     def __call__(
         self,
@@ -89,15 +120,17 @@ class GQA(nnx.Module):
         [T, input_dim], `norm` of it if given, -> [T, H] and the new cache.
         """
         qkv_TKxD = norm.into(x_TH, self.qkv[...])[0] if norm else linear(x_TH, self.qkv[...])
-        q_TKGD, k_TKD, v_TKD = qkv_TKxD[:, :, :-2], qkv_TKxD[:, :, -2], qkv_TKxD[:, :, -1]
-        if self.spec.qk_norm:
-            q_TKGD, k_TKD = self.q_norm(q_TKGD), self.k_norm(k_TKD)
-        cos, sin = rope
-        q_TKGD, k_TKD = apply_rope(q_TKGD, cos, sin), apply_rope(k_TKD, cos, sin)
+        if self.spec.bias:
+            qkv_TKxD += self.qkv_bias[...]
+        q_TKGD, k_TKD = (
+            self._place("q_norm", qkv_TKxD[:, :, :-2], rope),
+            self._place("k_norm", qkv_TKxD[:, :, -2], rope),
+        )
+        v_TKD = qkv_TKxD[:, :, -1]
         keys, values = cache
         keys, values = write_kv(keys, values, k_TKD, v_TKD, meta.pages, meta.offsets)
 
-        P, scale = meta.num_prefill_tokens, self.spec.softmax_scale
+        P = meta.num_prefill_tokens
         parts = []
         if P:
             parts.append(
@@ -109,35 +142,50 @@ class GQA(nnx.Module):
                     meta.prefill_rows,
                     meta.positions[:P],
                     meta.prefill_ends,
-                    scale=scale,
+                    **self._softmax(),
                 )
             )
         if meta.decode_bounds.shape[0]:
             q = q_TKGD[P:].reshape(*meta.decode_bounds.shape, *q_TKGD.shape[1:])
-            out = gqa_decode(q, keys, values, meta.decode_tables, meta.decode_bounds, scale=scale)
+            out = gqa_decode(q, keys, values, meta.decode_tables, meta.decode_bounds, **self._softmax())
             parts.append(out.reshape(-1, *q_TKGD.shape[1:]))
-        return jnp.einsum("tkgd,hkgd->th", jnp.concatenate(parts), self.o[...]), (keys, values)
+        return self._output(jnp.concatenate(parts)), (keys, values)
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
     ) -> tuple[jax.Array, LayerCache]:
         """See `Attention`."""
         q_RKGD = linear(x_TH[live.tokens], self.qkv[...][:, :-2])
-        if self.spec.qk_norm:
-            q_RKGD = self.q_norm(q_RKGD)
+        if self.spec.bias:
+            q_RKGD += self.qkv_bias[...][:, :-2]
         cos, sin = rope
-        q_RKGD = apply_rope(q_RKGD, cos[live.tokens], sin[live.tokens])
+        q_RKGD = self._place("q_norm", q_RKGD, (cos[live.tokens], sin[live.tokens]))
         keys, values = self.write_keys(x_TH, cache, meta, rope)
-        out = gqa_decode(
-            q_RKGD[:, None], keys, values, live.tables, live.bounds[:, None], scale=self.spec.softmax_scale
-        )
-        return jnp.einsum("tkgd,hkgd->th", out[:, 0], self.o[...]), (keys, values)
+        out = gqa_decode(q_RKGD[:, None], keys, values, live.tables, live.bounds[:, None], **self._softmax())
+        return self._output(out[:, 0]), (keys, values)
 
     def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables) -> LayerCache:
         """See `Attention`."""
         kv_TK2D = linear(x_TH, self.qkv[...][:, -2:])
-        k_TKD, v_TKD = kv_TK2D[:, :, 0], kv_TK2D[:, :, 1]
-        if self.spec.qk_norm:
-            k_TKD = self.k_norm(k_TKD)
+        if self.spec.bias:
+            kv_TK2D += self.qkv_bias[...][:, -2:]
+        k_TKD, v_TKD = self._place("k_norm", kv_TK2D[:, :, 0], rope), kv_TK2D[:, :, 1]
         keys, values = cache
-        return write_kv(keys, values, apply_rope(k_TKD, *rope), v_TKD, meta.pages, meta.offsets)
+        return write_kv(keys, values, k_TKD, v_TKD, meta.pages, meta.offsets)
+
+    def _place(self, norm: str, x: jax.Array, rope: RopeTables) -> jax.Array:
+        """Queries [T, K, G, D] or keys [T, K, D], normed and rotated."""
+        dims = self.spec.norm_dims
+        if norm in dims:
+            x = getattr(self, norm)(x.reshape(*x.shape[:1], -1, dims[norm])).reshape(x.shape)
+        return apply_rope(x, *rope)
+
+    def _softmax(self) -> dict[str, Any]:
+        """How the kernels weigh keys."""
+        spec = self.spec
+        sinks = self.sinks[...] if spec.sinks else None
+        return {"scale": spec.softmax_scale, "window": spec.window, "sinks": sinks}
+
+    def _output(self, attended_TKGD: jax.Array) -> jax.Array:
+        out_TH = jnp.einsum("tkgd,hkgd->th", attended_TKGD, self.o[...])
+        return out_TH + self.o_bias[...] if self.spec.out_bias else out_TH

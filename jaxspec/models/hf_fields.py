@@ -82,14 +82,18 @@ def rotary_dim(key: str, dim: int) -> int:
     return dim
 
 
-def common_fields(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Arguments of `ModelConfig` that every family reads alike: all but its layers."""
+def common_fields(hf: Mapping[str, Any], architecture: str, *, biases: bool = False) -> dict[str, Any]:
+    """Arguments of `ModelConfig` that every family reads alike: all but its layers.
+
+    Args:
+        biases: the family has biases of its attention where `attention_bias` says so.
+    """
     require(
         hf, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "rms_norm_eps",
         "max_position_embeddings",
     )  # fmt: skip
     for key in ("attention_bias", "mlp_bias"):
-        if flag(hf, key):
+        if flag(hf, key) and not (biases and key == "attention_bias"):
             raise unsupported(key, hf[key], "false")
     if (activation := text_or(hf, "hidden_act", "silu")) != "silu":
         raise unsupported("hidden_act", activation, "silu")
@@ -132,10 +136,22 @@ def eos_ids(values: Mapping[str, Any], *, where: str = CONFIG) -> tuple[int, ...
     return (check_whole(value, key, 0, _MAX_TOKEN_ID, where=where),)
 
 
+def partial_rotary_dim(hf: Mapping[str, Any], head_dim: int, *, default: float) -> int:
+    """How many columns of a head are rotated, from the share that `partial_rotary_factor` says."""
+    raw = _rope_section(hf)
+    key = "partial_rotary_factor"
+    share = real_or(raw if key in raw else hf, key, default, 0, 1)
+    return rotary_dim(f"{key} times head_dim", max(int(head_dim * share), 1))
+
+
+def _rope_section(hf: Mapping[str, Any]) -> dict[str, Any]:
+    inner = section(hf, "rope_scaling") | section(hf, "rope_parameters")
+    return {key: value for key, value in inner.items() if value is not None}
+
+
 def read_rope(hf: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeConfig:
     """The rotary embedding of a Hugging Face config."""
-    inner = section(hf, "rope_scaling") | section(hf, "rope_parameters")
-    raw = {key: value for key, value in inner.items() if value is not None}
+    raw = _rope_section(hf)
     # Some writers repeat the base inside, most do not; 1 has no logarithm that YaRN could divide by.
     theta = real_or(raw if "rope_theta" in raw else hf, "rope_theta", 10000.0, 1.001, 1e15)
     kind: Any = raw.get("rope_type", raw.get("type", "default"))
@@ -166,6 +182,7 @@ def read_rope(hf: Mapping[str, Any], dim: int, *, interleaved: bool) -> RopeConf
         attention_factor=real_or_none(raw, "attention_factor", 1e-6, 1e6, where=where),
         low_freq_factor=low,
         high_freq_factor=high,
+        truncate=flag(raw, "truncate", default=True, where=where),
     )
 
 

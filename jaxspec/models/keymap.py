@@ -1,8 +1,8 @@
 """Which checkpoint tensors make up each parameter: the pieces that every family's key map is made of.
 
-A parameter is filled by pieces, each saying `parameter[at] = tensor.reshape(view)[take]`. Every conversion that the
-models need (splits, fusions, stacked experts, reordered rotary rows) is of that form, so a map is data: it can be
-checked against a checkpoint's headers before a single weight is read.
+A parameter is filled by pieces, each saying `parameter[at] = tensor.reshape(view).transpose(order)[take]`. Every
+conversion that the models need (splits, fusions, stacked experts, reordered rotary rows) is of that form, so a map is
+data: it can be checked against a checkpoint's headers before a single weight is read.
 """
 
 import re
@@ -19,13 +19,22 @@ Index = int | slice | EllipsisType | tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """`parameter[at] = tensor.reshape(view)[take]`; the tensor must have exactly `shape`. `view` () keeps its shape."""
+    """`parameter[at] = tensor.reshape(view).transpose(order)[take]`; the tensor must have exactly `shape`.
+
+    `view` () keeps its shape, `order` () the order of its axes.
+    """
 
     name: str
     shape: tuple[int, ...]
     at: Index = ...
     view: tuple[int, ...] = ()
     take: Index = ...
+    order: tuple[int, ...] = ()
+
+    def of(self, tensor: np.ndarray) -> np.ndarray:
+        """What the tensor gives to the parameter."""
+        viewed = tensor.reshape(self.view or self.shape)
+        return (viewed.transpose(self.order) if self.order else viewed)[self.take]
 
 
 Pieces = tuple[Piece, ...]
@@ -42,7 +51,7 @@ Read = Callable[[str, np.ndarray | None], np.ndarray]
 
 def fill(piece: Piece, out: np.ndarray, read: Read) -> None:
     """Fills one piece of a parameter, cast to its dtype. Pieces may be filled in any order, and in several threads."""
-    place = out[piece.at] if piece.take is ... else None
+    place = out[piece.at] if piece.take is ... and not piece.order else None
     if place is not None and not (place.flags.c_contiguous and np.may_share_memory(place, out)):
         place = None
     tensor = read(piece.name, place)
@@ -51,7 +60,7 @@ def fill(piece: Piece, out: np.ndarray, read: Read) -> None:
     if tensor.dtype == out.dtype:  # as integers: NumPy holds Python's lock while it copies bfloat16
         bits = f"u{out.dtype.itemsize}"
         tensor, out = tensor.view(bits), out.view(bits)
-    out[piece.at] = tensor.reshape(piece.view or piece.shape)[piece.take]
+    out[piece.at] = piece.of(tensor)
 
 
 def nested(parts: dict[str, KeyMap]) -> KeyMap:

@@ -133,8 +133,10 @@ def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:
         def turns_at(n: float) -> float:  # the dimension that makes n turns over the original context
             return d * math.log(config.original_max_position / (n * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(math.floor(turns_at(config.beta_fast)), 0)
-        high: float = min(math.ceil(turns_at(config.beta_slow)), d - 1)
+        low, high = turns_at(config.beta_fast), turns_at(config.beta_slow)
+        if config.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, d - 1)
         high += 0.001 if low == high else 0.0
         ramp = np.clip((np.arange(d // 2, dtype=np.float32) - low) / (high - low), 0, 1)
         inv = inv * (1 - ramp) + inv / config.factor * ramp
@@ -163,8 +165,13 @@ def rope_tables(config: RopeConfig, positions_T: jax.Array) -> RopeTables:
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the halves of the last axis in float32: x [T, ..., dim], cos and sin [T, dim / 2] -> x's dtype."""
+    """Rotates the first `dim` columns of the last axis by halves in float32; the others pass (partial rotary).
+
+    x [T, ..., >= dim], cos and sin [T, dim / 2] -> x's dtype.
+    """
+    dim = 2 * cos.shape[-1]
     shape = (x.shape[0], *(1,) * (x.ndim - 2), cos.shape[-1])
     cos, sin = cos.reshape(shape), sin.reshape(shape)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    a, b = jnp.split(x[..., :dim].astype(jnp.float32), 2, axis=-1)
+    turned = [part.astype(x.dtype) for part in (a * cos - b * sin, b * cos + a * sin)]
+    return jnp.concatenate([*turned, x[..., dim:]] if x.shape[-1] > dim else turned, axis=-1)

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.layers import MLP, DenseSpec, RMSNorm
 from jaxspec.models.params import Declare
+from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import route_sigmoid, route_softmax, routed_experts
 
 
@@ -21,6 +22,8 @@ class MoESpec:
         scoring: "sigmoid" selects with a learned bias and scores a group by its best two experts; "softmax" selects
             without a bias and scores a group by its best expert.
         num_shared: shared experts, each as wide as a routed one; they are one ungated MLP of their joint width.
+        biases: of the router's logits, before they are scored, and of the experts' linear maps.
+        clamp: how an expert joins gate and up, where it is not SwiGLU.
     """
 
     num_experts: int
@@ -32,6 +35,8 @@ class MoESpec:
     top_groups: int = 1
     normalize: bool = False
     scale: float = 1.0
+    biases: bool = False
+    clamp: Clamp | None = None
 
     @property
     def shared(self) -> DenseSpec | None:
@@ -71,25 +76,36 @@ class MoE(nnx.Module):
             self.router_bias = declare((E,), (None,), "zeros", dtype=jnp.float32)
         self.gate_up = declare((E, 2, inner, hidden), ("experts", None, None, None))
         self.down = declare((E, hidden, inner), ("experts", None, None))
+        if spec.biases:
+            self.logit_bias = declare((E,), (None,), "zeros", dtype=jnp.float32)
+            self.gate_up_bias = declare((E, 2, inner), ("experts", None, None), "zeros")
+            self.down_bias = declare((E, hidden), ("experts", None), "zeros")
         if spec.shared:
             self.shared: MLP = spec.shared.build(hidden, declare)
 
     def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:
         """See `ResidualMLP`. Padding tokens are routed to no expert."""
-        x_TH, normed_TH, (logits_TE,) = norm.add_into(x_TH, attended_TH, self.router[...])
+        x_TH, normed_TH, logits_TE = self._logits(x_TH, attended_TH, norm)
         spec = self.spec
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
         shared = (self.shared.gate_up[...], self.shared.down[...]) if spec.shared else None
+        biases = (self.gate_up_bias[...], self.down_bias[...]) if spec.biases else None
         return routed_experts(
-            normed_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, x_TH, **self._routing()
+            normed_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, x_TH, biases,
+            clamp=spec.clamp, **self._routing(),
         )  # fmt: skip
 
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""
-        _, _, (logits_TE,) = norm.add_into(x_TH, attended_TH, self.router[...])
+        _, _, logits_TE = self._logits(x_TH, attended_TH, norm)
         if self.spec.scoring == "sigmoid":
             return route_sigmoid(logits_TE, self.router_bias[...], **self._routing())[1]
         return route_softmax(logits_TE, **self._routing())[1]
+
+    def _logits(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x + attended, its norm, and the router's logits float32 [T, E]."""
+        x_TH, normed_TH, (logits_TE,) = norm.add_into(x_TH, attended_TH, self.router[...])
+        return x_TH, normed_TH, logits_TE + self.logit_bias[...] if self.spec.biases else logits_TE
 
     def _routing(self) -> dict[str, Any]:
         spec = self.spec

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxspec.errors import ModelFormatError, plain
-from jaxspec.models import deepseek, kimi, llama, minicpm
+from jaxspec.models import deepseek, glm4_moe, gpt_oss, kimi, llama, minicpm, minimax_m2, qwen3_moe
 from jaxspec.models.config import ModelConfig, Published
 from jaxspec.models.decoder import decoder_key_map
 from jaxspec.models.fields import text_list
@@ -32,14 +32,21 @@ class Family(NamedTuple):
     published: Published = Published("")
 
 
-FAMILIES: dict[str, Family] = {
-    name: Family(module.read_config, module.harmless, published=published)
-    for module in (deepseek, llama, minicpm)
-    for name, published in module.ARCHITECTURES.items()
-} | {
-    name: Family(kimi.read_config, kimi.harmless, kimi.target_key_map, kimi.draft_key_map, published)
-    for name, published in kimi.ARCHITECTURES.items()
-}
+FAMILIES: dict[str, Family] = (
+    {
+        name: Family(module.read_config, module.harmless, published=published)
+        for module in (deepseek, llama, minicpm, qwen3_moe, glm4_moe, gpt_oss)
+        for name, published in module.ARCHITECTURES.items()
+    }
+    | {
+        name: Family(kimi.read_config, kimi.harmless, kimi.target_key_map, kimi.draft_key_map, published)
+        for name, published in kimi.ARCHITECTURES.items()
+    }
+    | {
+        name: Family(minimax_m2.read_config, minimax_m2.harmless, minimax_m2.key_map, published=published)
+        for name, published in minimax_m2.ARCHITECTURES.items()
+    }
+)
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -49,7 +49,9 @@ OPTIONAL: dict[str, Any] = {
     "torch_dtype": "float32", "latent_norm_eps": 1e-6, "use_sliding_window": False, "mlp_bias": False,
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 64, "attention_factor": 1.0, "rope_theta": 10000.0},
-    "index_topk": 2048, "eagle_aux_hidden_state_layer_ids": [2, 3, 4], "num_aux_hidden_states": 3, "quantization_config": None,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "swiglu_alpha": 1.7, "rotary_dim": 8,
+    "partial_rotary_factor": 0.5, "shared_intermediate_size": 0, "index_topk": 2048,
+    "eagle_aux_hidden_state_layer_ids": [2, 3, 4], "num_aux_hidden_states": 3, "quantization_config": None,
 }  # fmt: skip
 SECONDS = 2.0
 BYTES = 200 * 2**20
@@ -121,7 +123,7 @@ def check(folder: Path, base: dict[str, Any]) -> int:
     return refused
 
 
-@pytest.mark.parametrize("variant", ["v3-yarn", "llama3-rope"])
+@pytest.mark.parametrize("variant", ["v3-yarn", "llama3-rope", "gpt-oss"])
 def test_models(variant: str, tmp_path: Path):
     assert read(tmp_path, MODELS[variant]) is None
     assert check(tmp_path, MODELS[variant]) > 300
@@ -173,6 +175,15 @@ def test_quantisation_and_end_of_text_ids(value: Any, tmp_path: Path):
         ({"rope_theta": 0}, "rope_theta in config.json must be a number from 1.001"),
         ({"torch_dtype": "int4"}, "config.json has torch_dtype='int4', which is not supported"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings in config.json must be true or false, got 'yes'"),
+        ({**CONFIGS["gpt-oss"], "layer_types": ["full_attention"]}, "has 1 layer_types and num_hidden_layers=3"),
+        ({**CONFIGS["gpt-oss"], "sliding_window": 0}, "sliding_window in config.json must be a whole number from 1 to"),
+        ({**CONFIGS["minimax-m2"], "use_qk_norm": False}, "has use_qk_norm=False, which is not supported"),
+        (
+            {**CONFIGS["minimax-m2"], "rotary_dim": 5},
+            "rotary_dim in config.json must be even",
+        ),
+        ({**CONFIGS["qwen3-moe"], "num_experts": 2}, "num_experts_per_tok=3 and only num_experts=2"),
+        ({**CONFIGS["glm4-moe"], "n_routed_experts": None}, "config.json lacks n_routed_experts"),
     ],
 )
 def test_messages(changes: dict[str, Any], message: str, tmp_path: Path):

@@ -38,7 +38,7 @@ def test_every_parameter_is_filled_exactly_once(variant: str):
         for path, pieces in key_map_.items():
             count = np.zeros(declared[path].get_value().shape, int)
             for piece in pieces:
-                value = np.ones(piece.shape).reshape(piece.view or piece.shape)[piece.take]
+                value = piece.of(np.ones(piece.shape))
                 assert count[piece.at].shape == value.shape, path
                 count[piece.at] += 1
             assert (count == 1).all(), path
@@ -51,7 +51,8 @@ def test_every_number_of_a_tensor_is_used_exactly_once(variant: str):
     for key_map_, _ in maps(read_config(text_part(CONFIGS[variant]))):
         for pieces in key_map_.values():
             for p in pieces:
-                used.setdefault(p.name, np.zeros(p.shape, int)).reshape(p.view or p.shape)[p.take] += 1
+                counts = used.setdefault(p.name, np.zeros(p.shape, int)).reshape(p.view or p.shape)
+                (counts.transpose(p.order) if p.order else counts)[p.take] += 1
     assert all((count == 1).all() for count in used.values())
 
 

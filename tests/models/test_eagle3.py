@@ -24,9 +24,10 @@ from tests.tiny_models import tiny_checkpoint
 LAYERS = 5
 KEY = "eagle_aux_hidden_state_layer_ids"
 # Each option occurs in both of its values with either head. What is captured: hidden_states of transformers, of which
-# number i enters layer i.
+# number i enters layer i. The target is that of the head, or the one that is named: MiniMax-M2, with a Llama head.
 CASES = {
     "llama": ("llama", {"prefix": "midlayer.", "draft_vocab_size": 100}, {KEY: [1, 2, 3]}, (2, 3, 4)),
+    "minimax-m2": ("minimax-m2", {"draft_vocab_size": 100}, {KEY: [1, 2, 3]}, (2, 3, 4)),
     "llama-own-embedding": ("llama", {"prefix": "layers.0.", "own_embedding": True}, {KEY: [2, 3, 4]}, (2, 3, 4)),
     "mla": ("mla", {"prefix": "layers.0.", "own_head": False}, {"eagle_config": {KEY: [0, 2, 4]}}, (0, 2, 4)),
     "mla-own-embedding": (
@@ -203,7 +204,7 @@ def targets(tmp_path_factory):
 
     def get(head):
         if head not in made:
-            variant = {"llama": "llama", "mla": "moonlight"}[head]
+            variant = {"llama": "llama", "mla": "moonlight"}.get(head, head)
             folder = tiny_checkpoint(variant, root / variant, num_hidden_layers=LAYERS)
             converted = convert_checkpoint(folder, root / f"{variant}-converted")
             made[head] = folder, bound(*load_params(open_checkpoint(converted), one_device(), "float32"))
@@ -217,8 +218,9 @@ def targets(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_and_drafts_equal_pytorch(case, targets, tmp_path):
     """Prefilled and token by token, then three draft steps on the head's own output."""
-    head, options, config, captured_ids = CASES[case]
-    target_folder, target = targets(head)
+    target_of, options, config, captured_ids = CASES[case]
+    target_folder, target = targets(target_of)
+    head = "mla" if target_of == "mla" else "llama"
     folder = tiny_draft(tmp_path / "hf", head, **options, **config)
     ids = np.random.default_rng(0).integers(0, 256, T + 1).tolist()
     captured, embedded, x, want, want_logits, drafted = torch_drafts(folder, target_folder, captured_ids, ids, STEPS)
