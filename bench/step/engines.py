@@ -70,7 +70,9 @@ def decode_bucket(buckets: tuple[Bucket, ...], rows: int) -> Bucket:
 def measured_buckets(table: tuple[Bucket, ...], rows: Sequence[int]) -> tuple[Bucket, ...]:
     """The bucket of each row count's decode steps, and the largest one for prompts."""
     decode = {decode_bucket(table, n) for n in rows}
-    prompts = max((b for b in table if b.prefill_tokens), key=lambda b: (b.prefill_tokens, b.variant == "lean"))
+    prompts = max(
+        (b for b in table if b.prefill_tokens), key=lambda b: (b.prefill_tokens, b.decode_rows, b.variant == "lean")
+    )
     return tuple(sorted({*decode, prompts}))
 
 

@@ -6,6 +6,7 @@ follow it.
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ from jaxspec.engine.state import PARAMS_F, PARAMS_I, STOP_IDS
 from jaxspec.sampling.params import MAX_LOGIT_BIAS
 
 
-def bucket_for(table: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
-    """The smallest bucket that holds a plan."""
+def bucket_for(table: tuple[Bucket, ...], plan: StepPlan, seconds: Mapping[Bucket, float] | None = None) -> Bucket:
+    """The cheapest bucket that holds a plan. See `choose_bucket`."""
     return choose_bucket(
         table,
         prefill_tokens=plan.prefill_tokens,
@@ -29,6 +30,7 @@ def bucket_for(table: tuple[Bucket, ...], plan: StepPlan) -> Bucket:
         decode_rows=len(plan.decode),
         full=plan.needs_full,
         drafts=plan.drafts,
+        seconds=seconds,
     )
 
 

@@ -1,5 +1,6 @@
 """The fixed shapes that a step may have. One table drives the batch builder, the warm-up and the compile cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,12 +57,25 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-DECODE_ROWS = (1, 4, 8, 16, 32, 64, 128)
+# Decode rows of steps without prompts, besides the most there may be.
+DECODE_ROWS: dict[Variant, tuple[int, ...]] = {"lean": (1, 4, 8, 16, 32, 64, 128), "full": (8, 32)}
+# Of steps with prompts: (prompt tokens, decode rows beside them), None for the most there may be. A prompt of any length,
+# with few decode rows or many, should find a step that is not much larger. What is over the limits is left out.
+PROMPTS: dict[Variant, tuple[tuple[int | None, int | None], ...]] = {
+    "lean": ((128, 16), (256, 16), (512, 16), (1024, 16), (None, 16), (256, None), (512, None), (1024, None)),
+    "full": ((256, 16), (256, None), (1024, None)),
+}
+# The same where the number of drafts changes, for steps with the most drafts and with none. Beside prompts one draft is not
+# worth an executable, nor is the full sampler in windows.
+ADAPTIVE_PROMPTS: dict[Variant, tuple[tuple[tuple[int | None, int | None], ...] | None, ...]] = {
+    "lean": (((256, None), (1024, 16)), ((256, None),)),
+    "full": (None, ((256, None),)),
+}
 # Decode rows by variant where the number of drafts changes from step to step, besides the most there may be: of a step
 # with the most drafts, with one (None: of no use), and with none. A wide window makes padding rows dear, so it gets more
 # sizes; the full sampler gets few.
 ADAPTIVE_ROWS: dict[Variant, tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]] = {
-    "lean": ((1, 4, 16, 64), (1, 16, 64), (1, 8, 32)),
+    "lean": ((1, 4, 16, 64), (1, 16, 64), (1, 32)),
     "full": ((8,), None, (8, 32)),
 }
 
@@ -87,20 +101,18 @@ def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
         table += [_beside_prompts(settings, size, 4, "full", k) for size in prompts for k in counts]
         return tuple(sorted(table))
     variants: tuple[Variant, ...] = ("lean", "full")
-    prompts = sorted({min(size, budget) for size in (256, budget)})
     if len(counts) == 1:
-        decode = _up_to(most_rows, DECODE_ROWS)
-        table = [Bucket(0, 0, rows, variant, counts[0]) for rows in decode for variant in variants]
-        table += [_beside_prompts(settings, size, 8, variant, counts[0]) for size in prompts for variant in variants]
+        table = [Bucket(0, 0, rows, v, counts[0]) for v in variants for rows in _up_to(most_rows, DECODE_ROWS[v])]
+        for variant in variants:
+            table += _with_prompts(settings, PROMPTS[variant], variant, counts[0])
         return tuple(sorted(table))
     table = []
     for variant in variants:
         many, one, none = ADAPTIVE_ROWS[variant]
         for k, sizes in {0: none, 1: one, counts[-1]: many}.items():
             table += [Bucket(0, 0, rows, variant, k) for rows in ([] if sizes is None else _up_to(most_rows, sizes))]
-        # Beside prompts one draft is not worth an executable, nor is the full sampler in windows.
-        beside = (0, counts[-1]) if variant == "lean" else (0,)
-        table += [_beside_prompts(settings, size, 8, variant, k) for size in prompts for k in beside]
+        for k, shapes in zip((counts[-1], 0), ADAPTIVE_PROMPTS[variant], strict=True):
+            table += [] if shapes is None else _with_prompts(settings, shapes, variant, k)
     return tuple(sorted(table))
 
 
@@ -108,10 +120,23 @@ def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
     return sorted({size for size in sizes if size < most} | {most})
 
 
-def _beside_prompts(settings: Settings, tokens: int, prompts: int, variant: Variant, drafts: int) -> Bucket:
-    """A bucket for prompts, with decode rows if prompts and decode rows share steps."""
-    rows = settings.max_num_seqs
-    return Bucket(tokens, min(prompts, rows), rows if settings.mixed else 0, variant, drafts)
+def _with_prompts(
+    settings: Settings, shapes: tuple[tuple[int | None, int | None], ...], variant: Variant, drafts: int
+) -> list[Bucket]:
+    """The buckets for prompts of some shapes, and the one for any prompts beside any decode rows."""
+    most = settings.max_num_batched_tokens
+    sizes = {(most if tokens is None else tokens, rows) for tokens, rows in (*shapes, (None, None))}
+    fitting = [(tokens, rows) for tokens, rows in sizes if tokens <= most]
+    return sorted({_beside_prompts(settings, tokens, 8, variant, drafts, rows) for tokens, rows in fitting})
+
+
+def _beside_prompts(
+    settings: Settings, tokens: int, prompts: int, variant: Variant, drafts: int, decode_rows: int | None = None
+) -> Bucket:
+    """A bucket for prompts, with decode rows (default: the most) if prompts and decode rows share steps."""
+    most = settings.max_num_seqs
+    decode = min(most, most if decode_rows is None else decode_rows)
+    return Bucket(tokens, min(prompts, most), decode if settings.mixed else 0, variant, drafts)
 
 
 def draft_choices(table: tuple[Bucket, ...], *, prompts: bool, full: bool) -> tuple[int, ...]:
@@ -128,9 +153,21 @@ def draft_choices(table: tuple[Bucket, ...], *, prompts: bool, full: bool) -> tu
 
 
 def choose_bucket(
-    table: tuple[Bucket, ...], *, prefill_tokens: int, prefill_rows: int, decode_rows: int, full: bool, drafts: int
+    table: tuple[Bucket, ...],
+    *,
+    prefill_tokens: int,
+    prefill_rows: int,
+    decode_rows: int,
+    full: bool,
+    drafts: int,
+    seconds: Mapping[Bucket, float] | None = None,
 ) -> Bucket:
-    """The smallest bucket that holds a plan; the scheduler only makes plans for which there is one."""
+    """The cheapest bucket that holds a plan; the scheduler only makes plans for which there is one.
+
+    Args:
+        seconds: of a step in each bucket, as measured. Without them, or where one that holds the plan is not among them,
+            the cheapest has the fewest tokens.
+    """
     fitting = [
         b
         for b in table
@@ -145,4 +182,6 @@ def choose_bucket(
             f"no bucket holds {prefill_tokens} prompt tokens of {prefill_rows} rows with {decode_rows} decode rows of "
             f"{drafts} drafts"
         )
-    return min(fitting, key=lambda b: (b.prefill_tokens + b.decode_rows, b.variant == "full"))
+    measured = {b: seconds[b] for b in fitting if b in seconds} if seconds else {}
+    costs: Mapping[Bucket, float] = measured if len(measured) == len(fitting) else {b: b.tokens for b in fitting}
+    return min(fitting, key=lambda b: (costs[b], b.tokens, b.variant == "full"))

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def measure_costs(runner: Runner, vocab_size: int) -> StepCosts:
-    """Runs every bucket of a runner that has been warmed up and serves no request yet.
+    """Runs every bucket of a runner that has been warmed up and serves no request yet, which then knows what each costs.
 
     KV pages hold other finite values afterwards; the rest of the state that decides what a row does is as before.
     """
@@ -32,6 +32,7 @@ def measure_costs(runner: Runner, vocab_size: int) -> StepCosts:
         _put(runner, _busy(runner, vocab_size))
         seconds[bucket] = _seconds(runner, bucket, vocab_size)
     _put(runner, before)
+    runner.bucket_seconds = seconds
     costs = StepCosts(seconds)
     text = "; ".join(f"{bucket}: {1e3 * value:.2f} ms" for bucket, value in seconds.items())
     logger.info("measured what steps cost: %s", text)

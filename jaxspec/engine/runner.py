@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,7 @@ class Runner:
         graphdefs, params: of the target and of the draft, as `bind` made them; `use_params` exchanges the latter.
         layouts: of each bucket's packed input.
         kernels: what the compiled steps run, operation -> implementations; they may differ from bucket to bucket.
+        bucket_seconds: what a step in each bucket takes, where it was measured: plans run in the cheapest.
 
     Args:
         params: nested dict of the model's parameters on `mesh`.
@@ -152,6 +154,7 @@ class Runner:
         self._preparation = Preparation(self._load, self._make, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self.kernels: dict[str, set[str]] = {}
+        self.bucket_seconds: Mapping[Bucket, float] = {}
         self._replicated = NamedSharding(mesh, PartitionSpec())
 
     def use_params(self, params: tuple[nnx.State, nnx.State | None]) -> None:
@@ -234,7 +237,7 @@ class Runner:
         scored = any(map(wants_scores, plan.prefill))
         # A bucket that came late scores nothing.
         able = tuple(b for b in self._ready if b.prefill_tokens in self._scores) if scored else self._ready
-        bucket = bucket_for(able, plan)
+        bucket = bucket_for(able, plan, self.bucket_seconds)
         for row in plan.prefill:
             if row.cached:
                 self.state = self.state._replace(counts=self._count(self.state.counts, row))
@@ -281,7 +284,7 @@ class Runner:
 
     def token_offsets(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Where a plan's rows begin in the step's flat token arrays: prompt rows [E], decode rows [D]."""
-        bucket = bucket_for(self.buckets, plan)
+        bucket = bucket_for(self.buckets, plan, self.bucket_seconds)
         lengths = np.array([row.length for row in plan.prefill], np.int64)
         decode = bucket.prefill_tokens + bucket.window * np.arange(len(plan.decode))
         return np.cumsum(lengths) - lengths, decode
