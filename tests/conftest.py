@@ -1,6 +1,7 @@
 """Settings shared by all tests."""
 
 import dataclasses
+import fcntl
 import gc
 import logging
 import os
@@ -94,12 +95,16 @@ def few_buckets(patch: pytest.MonkeyPatch, *, decode: bool = True) -> None:
 
 @pytest.fixture(scope="session")
 def demo_llm():
-    """The embedded demo model in float32, loaded and compiled once for all tests of all workers."""
+    """The embedded demo model in float32, compiled once for all tests of all workers."""
     from jaxspec import LLM
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Other tests' steps are not optimised, which no key knows.
-        patch.setenv("JAXSPEC_CACHE", f"{os.environ['JAXSPEC_CACHE']}/optimised")
+    # Other tests' steps are not optimised, which no key knows.
+    kept = Path(os.environ["JAXSPEC_CACHE"]) / "optimised"
+    kept.mkdir(mode=0o700, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, (kept / ".lock").open("w") as lock:
+        # Workers that need it meanwhile wait: loading takes a seventh of what compiling takes.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("JAXSPEC_CACHE", str(kept))
         optimise_steps(patch)
         few_buckets(patch)
         return LLM("demo", dtype="float32", max_model_len=1024, max_num_batched_tokens=64, seed=0)
