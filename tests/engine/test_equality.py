@@ -21,14 +21,26 @@ from tests.engine.tiny import run, tiny_runner
 
 VARIANTS = (
     "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "glm4-lite", "minicpm3", "llama", "llama3-rope", "qwen3",
-    "qwen3-tied",
+    "qwen3-tied", "qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss",
 )  # fmt: skip
 KS = (1, 2, 3, 4, 7)
 # Every variant and every k, with all layouts each; every pair of variant and k is in the full matrix.
 COVERING = (
-    ("v2-lite", 3), ("v2", 1), ("v2-grouped", 7), ("v3", 2), ("v3-yarn", 4), ("moonlight", 1), ("llama", 7),
-    ("llama3-rope", 2), ("qwen3", 3), ("qwen3-tied", 4),
-)  # fmt: skip
+    ("v2-lite", 3),
+    ("v2", 1),
+    ("v2-grouped", 7),
+    ("v3", 2),
+    ("v3-yarn", 4),
+    ("moonlight", 1),
+    ("llama", 7),
+    ("llama3-rope", 2),
+    ("qwen3", 3),
+    ("qwen3-tied", 4),
+    ("qwen3-moe", 3),
+    ("gpt-oss", 2),
+)
+# Pages for about half of what the requests want at once.
+FEW_PAGES = 9  # fmt: skip
 
 
 def layouts(variant):
@@ -45,6 +57,8 @@ def check_layouts(variant, k, *, every_bucket=False):
     ids, logprobs, texts = plain_run(variant)
     runner = pattern_runner(k, variant, every_bucket=every_bucket)
     windows = Windows()
+    with with_pattern(runner, texts, seed=3):
+        check_few_pages(variant, runner, ids, logprobs)
     for seed in (1, 2) if every_bucket else (1,):
         with with_pattern(runner, texts, seed=seed):
             for groups in layouts(variant).values():
@@ -54,6 +68,16 @@ def check_layouts(variant, k, *, every_bucket=False):
                     assert_equal_runs(run(engine_over(runner, poison=poison, observer=windows), requests), want)
     assert windows.mixed > 0
     assert set(windows.accepted) == set(range(k + 1))
+
+
+def check_few_pages(variant, runner, ids, logprobs):
+    """Requests that are retracted and resumed, and then the same ones once more, whose prompts the prefix cache has."""
+    engine = engine_over(runner)
+    engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - FEW_PAGES)
+    for _ in range(2):
+        assert_equal_runs(run(engine, greedy_requests(tiny_config(variant).vocab_size)), (ids, logprobs))
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().prefix_cache_hits > 0
 
 
 @pytest.mark.slow
