@@ -111,6 +111,11 @@ class EngineConfig:
         "for benchmarks only, the text is worthless: accept drafts at random, so that a step yields this many tokens on "
         "average (1 to 1 + num_speculative_tokens)",
     )
+    synthetic_acceptance_pattern: Literal["first", "each"] = _option(
+        "first",
+        "how drafts are accepted at random: the first ones in every step (first), or one by one with one probability, as by "
+        "a draft that is equally good at each (each)",
+    )
     attention_backend: Literal["auto", "mosaic", "triton", "reference"] = _option(
         "auto",
         "attention kernels: mosaic (Hopper, bfloat16), triton (Ampere or newer; for decoding, the rest runs as with auto), "
@@ -278,6 +283,7 @@ _WHOLE_NUMBERS = {
 }
 _CHOICES = {
     "dtype": ("auto", "bfloat16", "float32"),
+    "synthetic_acceptance_pattern": ("first", "each"),
     "attention_backend": ("auto", "mosaic", "triton", "reference"),
     "moe_backend": ("auto", "mosaic", "reference"),
 }
@@ -308,6 +314,7 @@ class Settings:
     adaptive_drafts: bool = False
     lookup: Lookup | None = None
     synthetic_acceptance_length: float | None = None
+    synthetic_acceptance_pattern: Literal["first", "each"] = "first"
     mixed: bool = True
     readout_depth: int = 0
     prefix_caching: bool = True
@@ -392,6 +399,7 @@ def resolve(
         lookup=config.lookup,
         adaptive_drafts=config.adaptive_speculation and bool(config.num_speculative_tokens),
         synthetic_acceptance_length=config.synthetic_acceptance_length,
+        synthetic_acceptance_pattern=config.synthetic_acceptance_pattern,
         mixed=config.enable_mixed_batch,
         readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
         prefix_caching=paged if config.enable_prefix_caching is None else config.enable_prefix_caching,
@@ -414,6 +422,10 @@ def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_
         raise ConfigError(
             f"{flagged('synthetic_acceptance_length')} needs a model that always drafts, and {flagged('speculative_method')} "
             f"{config.speculative_method} drafts where it finds something: leave one of them out"
+        )
+    if synthetic is None and config.synthetic_acceptance_pattern != "first":
+        raise ConfigError(
+            f"{flagged('synthetic_acceptance_pattern')} needs a length: {flagged('synthetic_acceptance_length')}"
         )
     if synthetic is not None and not (window > 1 and 1 <= synthetic <= window):
         raise ConfigError(

@@ -62,3 +62,17 @@ class Acceptance:
 def acceptance_of(histogram: Sequence[int], num_drafted: int) -> Acceptance | None:
     """None for an empty histogram, which is what there is without speculation."""
     return Acceptance(tuple(histogram), num_drafted) if histogram else None
+
+
+def probability_for(length: float, k: int) -> float:
+    """The probability p with which each of k drafts must be accepted, if those before it are, for windows of `length`
+    tokens on average, the target's own included: length = 1 + p + p^2 + ... + p^k, from 1 to k + 1.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):  # beyond the precision of a float
+        p = (low + high) / 2
+        if sum(p**i for i in range(k + 1)) < length:
+            low = p
+        else:
+            high = p
+    return high if length > 1 else 0.0

@@ -185,7 +185,7 @@ def reset_record(request: Request) -> np.ndarray:
     params = request.params
     floats = (
         params.temperature, params.top_p, params.min_p,
-        params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+        params.repetition_penalty, params.frequency_penalty, params.presence_penalty, request.accept_probability,
     )  # fmt: skip
     seed = np.array([request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF], np.uint32).view(np.int32)
     top_k = min(max(params.top_k, 0), np.iinfo(np.int32).max)

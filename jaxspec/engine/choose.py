@@ -14,6 +14,7 @@ from jaxspec.engine.batch import StepInputs
 from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN, Chosen
 from jaxspec.engine.rules import adjusted_logits, count_chosen
 from jaxspec.engine.state import (
+    ACCEPT_PROBABILITY,
     GREEDY_DRAFTS,
     MAX_LEN,
     MIN_P,
@@ -56,6 +57,7 @@ def choose(
     n: int,
     full: bool,
     synthetic_length: float | None = None,
+    one_by_one: bool = False,
 ) -> Chosen:
     """Each row's new tokens: one sampled token (a forced one if the request resumes), or a verified window.
 
@@ -64,6 +66,7 @@ def choose(
         n: tokens of a decode window.
         full: apply every sampling parameter, and find the likeliest alternatives.
         synthetic_length: see `verify`.
+        one_by_one: with such a length, drafts are accepted with their request's probability instead (static).
     """
     E, D = inputs.slots.shape[0], inputs.decode_slots.shape[0]
     rows = _rows(state, inputs)
@@ -83,7 +86,7 @@ def choose(
         verified_D = jnp.minimum(verified_D, state.held[rows.slots[E:]])
     ids_Rn, accepted_R = _sample_or_verify(
         adjusted_RV, None if full else stats, rows, verified_D, state, inputs,
-        n=n, full=full, synthetic_length=synthetic_length,
+        n=n, full=full, synthetic_length=synthetic_length, one_by_one=one_by_one,
     )  # fmt: skip
     forced_E = inputs.forced
     is_forced_R = jnp.concatenate([forced_E >= 0, jnp.zeros(D, bool)])
@@ -154,6 +157,7 @@ def _sample_or_verify(
     n: int,
     full: bool,
     synthetic_length: float | None,
+    one_by_one: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Ids int32 [R, n] and accepted drafts int32 [R]: prompt rows, and windows of one token, are sampled.
 
@@ -191,6 +195,7 @@ def _sample_or_verify(
             rows.positions[E:],
             full=full,
             synthetic_length=synthetic_length,
+            accept_probability=state.params_f[slots_D, ACCEPT_PROBABILITY] if one_by_one else None,
             q_rows=slots_D,
             stats=part(stats, E, E + D * n),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
-from jaxspec.engine.acceptance import Acceptance, acceptance_of
+from jaxspec.engine.acceptance import Acceptance, acceptance_of, probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
 from jaxspec.engine.batch import bucket_for
 from jaxspec.engine.calibration import measure_costs
@@ -62,6 +62,7 @@ class Engine:
 
     Attributes:
         scheduler: owns the requests' states, the slots and the pages; for tests and benchmarks.
+        accept_probability: that requests get when they are added; see `Request`. For benchmarks.
     """
 
     def __init__(
@@ -84,6 +85,8 @@ class Engine:
         if control is None and runner.settings.adaptive_drafts:
             control = AdaptiveDrafts(runner.settings.num_speculative_tokens, runner.settings.max_slots)
         self.scheduler = Scheduler(runner.settings, runner.buckets, control=control)
+        length = self.settings.synthetic_acceptance_length
+        self.accept_probability = probability_for(length, self.settings.num_speculative_tokens) if length else 0.0
         self._requests: dict[str, Request] = {}
         self._finished_early: list[RequestOutput] = []
         # Of each unread step: when planning began, and when it was dispatched.
@@ -149,6 +152,7 @@ class Engine:
         request.stop_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         k, wanted = self.settings.num_speculative_tokens, params.num_speculative_tokens
         request.num_drafts = k if wanted is None else min(wanted, k)
+        request.accept_probability = self.accept_probability
         request.windows = self._no_windows()
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_len

@@ -45,6 +45,7 @@ class Request:
         held_drafts: how many drafts the slot holds at most after the steps planned so far.
         seed: 64-bit seed in use; max_total: most tokens, prompt included; stop_ids: ids that end the output.
         num_drafts: how many drafts of a window may be accepted.
+        accept_probability: of each of them if those before it are, where drafts are accepted one by one at random.
         drafts: what its next window verifies, where a constraint has to know it.
         prompt_scores: of the prompt's tokens read so far, by position, where they were asked for.
     """
@@ -75,6 +76,7 @@ class Request:
     max_total: int = field(default=0, init=False)
     stop_ids: frozenset[int] = field(default=frozenset(), init=False)
     num_drafts: int = field(default=0, init=False)
+    accept_probability: float = field(default=0.0, init=False)
     drafts: tuple[int, ...] = field(default=(), init=False)
     prompt_scores: dict[int, PromptLogprob] = field(default_factory=dict, init=False)
     unread_steps: int = field(default=0, init=False)

@@ -18,8 +18,8 @@ from jaxspec.sampling.penalties import mask_words
 STOP_IDS = MAX_STOP_TOKEN_IDS + 4
 
 # Columns of params_f and params_i.
-PARAMS_F, PARAMS_I = 6, 11
-TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(PARAMS_F)
+PARAMS_F, PARAMS_I = 7, 11
+TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, ACCEPT_PROBABILITY = range(PARAMS_F)
 (
     SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN, PROMPT_LEN, MIN_TOTAL, NUM_BIAS, NUM_DRAFTS, GREEDY_DRAFTS, CONSTRAINED, SEEDED,
 ) = range(PARAMS_I)  # fmt: skip
@@ -34,7 +34,8 @@ class StepState(NamedTuple):
         seq_len: int32 [S] tokens of each slot whose KV is written.
         last_token: int32 [S] the newest token, whose KV is not written yet.
         done: bool [S] the slot's request has met a stop that the device knows; its row emits nothing.
-        params_f: float32 [S, PARAMS_F] temperature, top_p, min_p and penalties.
+        params_f: float32 [S, PARAMS_F] temperature, top_p, min_p, penalties, and how likely a draft is accepted
+            where acceptance is synthetic (see `accept_one_by_one`).
         params_i: int32 [S, PARAMS_I] seed (two words), top_k, most tokens, prompt length, length before which no stop id
             may come, number of biases, drafts of a window that count, whether these are the draft's argmax, whether `masks`
             count, whether the request brought its seed.

@@ -87,6 +87,7 @@ def make_step(
             chosen = choose(
                 forwarded.logits, state, inputs,
                 n=window, full=full, synthetic_length=settings.synthetic_acceptance_length,
+                one_by_one=settings.synthetic_acceptance_pattern == "each",
             )  # fmt: skip
             was_done = state.done
             state = advance(state, inputs, chosen, full=full)

@@ -57,6 +57,7 @@ def verify(
     *,
     full: bool,
     synthetic_length: float | None = None,
+    accept_probability: jax.Array | None = None,
     q_rows: jax.Array | None = None,
     stats: LogitsStats | None = None,
 ) -> Verified:
@@ -74,6 +75,7 @@ def verify(
         positions: int32 [D] absolute position of the first token to choose.
         full: also apply min_p, top_k and top_p (static).
         synthetic_length: see `accept_synthetically` (static); the token after the drafts is the target's own.
+        accept_probability: float32 [D], with a synthetic length: see `accept_one_by_one`, which then decides.
         q_rows: int32 [D] each window's row of log_q (default: window i has row i).
         stats: of the logits, [D * (k + 1)], at the `temperatures` of their requests, if they are known already.
     """
@@ -108,7 +110,11 @@ def verify(
     is_bonus_D = accepted_D == num_drafts
     synthetic_D = None
     if synthetic_length is not None:
-        accepted_D = synthetic_D = accept_synthetically(num_drafts, rows, positions, synthetic_length)
+        if accept_probability is None:
+            synthetic_D = accept_synthetically(num_drafts, rows, positions, synthetic_length)
+        else:
+            synthetic_D = accept_one_by_one(num_drafts, u, accept_probability)
+        accepted_D = synthetic_D
         is_bonus_D = jnp.ones(D, bool)
 
     # A seeded row draws at each position of its window. Others draw one token, in the place of the first position.
@@ -157,6 +163,18 @@ def accept_synthetically(
     certain, part = divmod(mean_length - 1, 1)
     one_more_D = uniform(rows.seeds, positions, Stream.ACCEPT) < part
     return jnp.minimum(int(certain) + one_more_D.astype(jnp.int32), num_drafts)
+
+
+def accept_one_by_one(num_drafts: jax.Array, u: jax.Array, probability: jax.Array) -> jax.Array:
+    """The same with one probability: each draft is accepted with `probability` float32 [D] if those before it are.
+
+    With k drafts a window yields 1 + p + p^2 + ... + p^k tokens on average.
+
+    Args:
+        u: [D, k] uniform in [0, 1).
+    """
+    ok = (u < probability[:, None]) & (jnp.arange(u.shape[1]) < num_drafts[:, None])
+    return jnp.cumprod(ok, axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def _at(values_Dn: jax.Array, index_D: jax.Array) -> jax.Array:

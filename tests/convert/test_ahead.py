@@ -32,7 +32,7 @@ def test_in_order_within_the_limit(sizes: list[int], rng):
 
             def fill(start: int) -> None:
                 if start == 0 and size > 1:
-                    first.wait()
+                    first.wait(1)
                 value[start::2] = np.arange(start, size, 2) + 1000 * number
                 if start == 1:
                     first.set()

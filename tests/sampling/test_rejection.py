@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.engine.acceptance import probability_for
 from jaxspec.sampling import rejection
 from jaxspec.sampling.rejection import Verified, sample_draft, verify
 from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, sample
@@ -351,6 +352,22 @@ def test_synthetic_acceptance(k, mean, by_position, temperature):
 def test_synthetic_acceptance_keeps_to_the_drafts_there_are():
     accepted = rejection.accept_synthetically(jnp.arange(4), sampling_rows(4), jnp.full(4, 9), 4.0)
     np.testing.assert_array_equal(accepted, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(("k", "length"), [(3, 1.0), (3, 1.5), (3, 2.2), (3, 3.0), (3, 4.0), (1, 1.3), (7, 5.0)])
+def test_drafts_accepted_one_by_one(k, length):
+    """Each with the probability that gives the length, if those before it are; rows have their own."""
+    p = probability_for(length, k)
+    assert sum(p**i for i in range(k + 1)) == pytest.approx(length, abs=1e-9)
+    u = np.random.default_rng(0).random((N, k)).astype(np.float32)
+    probabilities = np.where(np.arange(N) % 2, p, 0).astype(np.float32)
+    accepted = np.asarray(rejection.accept_one_by_one(jnp.full(N, k), u, probabilities))
+    assert not accepted[::2].any()
+    for position in range(k):
+        rate, windows = p ** (position + 1), N // 2
+        assert abs((accepted[1::2] > position).mean() - rate) <= 3.5 * (rate * (1 - rate) / windows) ** 0.5 + 1e-9
+    fewer = rejection.accept_one_by_one(jnp.arange(N) % (k + 1), u, probabilities)
+    np.testing.assert_array_equal(fewer, np.minimum(accepted, np.arange(N) % (k + 1)))
 
 
 def greedy_drafter(logits, _rows, _positions):
