@@ -1,6 +1,7 @@
 """Tokenising long texts: in turns, bounded in bytes, never before short ones, and given up when nobody waits for it."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -74,6 +75,26 @@ def test_nobody_waits_nothing_is_tokenised(blocked):
     go_on.set()
     server.wait_until(lambda: server.service.texts.num_bytes == 0)
     assert len(begun) == 1
+
+
+def test_detokenising_leaves_the_event_loop_alone(start_server, monkeypatch):
+    server = start_server(served(MockEngine(), byte_tokenizer()))
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow(_ids: list[int], **_options) -> str:
+        begun.set()
+        assert go_on.wait(30)
+        return "text"
+
+    monkeypatch.setattr(server.service.engine_thread.model.tokenizer, "decode", slow)
+    with contextlib.closing(connect(server.base_url)) as connection:
+        connection.sendall(post({"tokens": [1]}, "/detokenize"))
+        try:
+            assert begun.wait(20)
+            assert server.get("/health").status_code == 200
+        finally:
+            go_on.set()
+        assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_text_in_work_is_bounded():
