@@ -26,21 +26,13 @@ VARIANTS = (
 KS = (1, 2, 3, 4, 7)
 # Every variant and every k, with all layouts each; every pair of variant and k is in the full matrix.
 COVERING = (
-    ("v2-lite", 3),
-    ("v2", 1),
-    ("v2-grouped", 7),
-    ("v3", 2),
-    ("v3-yarn", 4),
-    ("moonlight", 1),
-    ("llama", 7),
-    ("llama3-rope", 2),
-    ("qwen3", 3),
-    ("qwen3-tied", 4),
-    ("qwen3-moe", 3),
-    ("gpt-oss", 2),
-)
+    ("v2-lite", 3), ("v2", 1), ("v2-grouped", 7), ("v3", 2), ("v3-yarn", 4), ("moonlight", 1), ("llama", 7),
+    ("llama3-rope", 2), ("qwen3", 3), ("qwen3-tied", 4), ("qwen3-moe", 3), ("gpt-oss", 2),
+)  # fmt: skip
+# Sliding windows with sinks, and a mixture beside grouped-query attention. test_speculation.py retracts MLA's requests.
+RETRACTED = ("gpt-oss", "qwen3-moe")
 # Pages for about half of what the requests want at once.
-FEW_PAGES = 9  # fmt: skip
+FEW_PAGES = 9
 
 
 def layouts(variant):
@@ -57,8 +49,9 @@ def check_layouts(variant, k, *, every_bucket=False):
     ids, logprobs, texts = plain_run(variant)
     runner = pattern_runner(k, variant, every_bucket=every_bucket)
     windows = Windows()
-    with with_pattern(runner, texts, seed=3):
-        check_few_pages(variant, runner, ids, logprobs)
+    if variant in RETRACTED:
+        with with_pattern(runner, texts, seed=3):
+            check_few_pages(variant, runner, ids, logprobs)
     for seed in (1, 2) if every_bucket else (1,):
         with with_pattern(runner, texts, seed=seed):
             for groups in layouts(variant).values():
