@@ -30,20 +30,24 @@ class MaskStore(Protocol):
 
 def write_masks(store: MaskStore, plan: StepPlan) -> None:
     """Uploads the masks of the plan's constrained rows that choose a token, if there are any."""
-    requests = constrained_requests(plan)
-    if not requests:
+    rows = constrained_rows(plan)
+    if not rows:
         return
-    words = np.empty((len(requests), *store.mask_shape), np.int32)
-    for request, words_nM in zip(requests, words, strict=True):
+    words = np.empty((len(rows), *store.mask_shape), np.int32)
+    for (request, drafts), words_nM in zip(rows, words, strict=True):
         assert request.constraint is not None
-        request.constraint.fill_masks(request.drafts if request.num_output else (), words_nM)
-    store.write_masks(np.array([request.slot for request in requests], np.int32), words)
+        request.constraint.fill_masks(drafts, words_nM)
+    store.write_masks(np.array([request.slot for request, _ in rows], np.int32), words)
 
 
-def constrained_requests(plan: StepPlan) -> list[Request]:
-    """A chunk in the middle chooses nothing; a request that resumes is told its next token."""
-    sampled = [row.request for row in plan.prefill if row.final and row.forced == NO_ID]
-    return [request for request in (*sampled, *plan.decode) if request.constraint]
+def constrained_rows(plan: StepPlan) -> list[tuple[Request, tuple[int, ...]]]:
+    """Requests with the drafts that they verify: a mask takes time, and those of drafts beyond are not read.
+
+    A chunk in the middle chooses nothing; a request that resumes is told its next token.
+    """
+    sampled = [(row.request, ()) for row in plan.prefill if row.final and row.forced == NO_ID]
+    windows = [(each, each.drafts[:count]) for each, count in zip(plan.decode, plan.verified, strict=True)]
+    return [(request, drafts) for request, drafts in (*sampled, *windows) if request.constraint]
 
 
 class MaskUpload:

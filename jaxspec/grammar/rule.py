@@ -75,21 +75,20 @@ class GrammarRule:
 
     def fill_masks(self, drafts: Sequence[int], words: np.ndarray) -> None:
         """See `Constraint`. Rows after an illegal draft allow everything, since no one reads them."""
-        words[:] = -1
-        drafts = list(drafts)
-        first = 0  # of the rows that the grammar rules
+        drafts, row = list(drafts), 0
         if self._free:
-            if self._free_until not in drafts:
-                return
-            first = drafts.index(self._free_until) + 1
+            row = drafts.index(self._free_until) + 1 if self._free_until in drafts else len(words)
+        words[:row] = -1
         consumed = 0
-        for row in range(first, len(words)):
+        while row < len(words):
             self._fill(words[row])
-            if row == len(words) - 1 or row >= len(drafts) or self._matcher.is_stopped():
+            row += 1
+            if row == len(words) or row > len(drafts) or self._matcher.is_stopped():
                 break
-            if self._matcher.try_consume_tokens([drafts[row]]) != 1:
+            if self._matcher.try_consume_tokens([drafts[row - 1]]) != 1:
                 break
             consumed += 1
+        words[row:] = -1
         if consumed:
             self._matcher.rollback(consumed)
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.config import Lookup, Settings
-from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.buckets import Bucket, Variant, bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
@@ -67,12 +67,12 @@ def warmed(runner: Runner) -> Runner:
     return runner
 
 
-def one_bucket(settings: Settings) -> tuple[Bucket]:
-    """The bucket that holds every plan, with the sampler that knows greedy requests and temperatures only.
+def one_bucket(settings: Settings, variant: Variant = "lean") -> tuple[Bucket]:
+    """The bucket that holds every plan, by default with the sampler that knows greedy requests and temperatures only.
 
-    The sampler of all parameters is more than half of a tiny step's compilation.
+    The sampler of all parameters, masks among them, is more than half of a tiny step's compilation.
     """
-    return (dataclasses.replace(bucket_table(settings)[-1], variant="lean"),)
+    return (dataclasses.replace(bucket_table(settings)[-1], variant=variant),)
 
 
 @cached
@@ -87,11 +87,17 @@ def target_params(variant: str) -> dict:
 
 
 def _runner(
-    variant: str, k: int, draft: tuple[Draft, dict] | None, *, every_bucket: bool = False, **options: Any
+    variant: str,
+    k: int,
+    draft: tuple[Draft, dict] | None,
+    *,
+    every_bucket: bool = False,
+    sampler: Variant = "lean",
+    **options: Any,
 ) -> Runner:
     model = CausalLM(tiny_config(variant), jnp.float32)
     settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k)
-    buckets = None if every_bucket else one_bucket(settings)
+    buckets = None if every_bucket else one_bucket(settings, sampler)
     return warmed(
         Runner(model, target_params(variant), settings, one_device(), draft=draft, buckets=buckets, **options)
     )
@@ -123,9 +129,9 @@ HEADS = {
 
 
 @cached
-def eagle3_runner(head: str, k: int, *, skip_dead: bool = True) -> Runner:
+def eagle3_runner(head: str, k: int, *, skip_dead: bool = True, sampler: Variant = "lean") -> Runner:
     """A random EAGLE3 head with the target's embedding and head, reading all residual streams of the tiny target."""
-    return _runner("tiny", k, tiny_draft(head), skip_dead=skip_dead)
+    return _runner("tiny", k, tiny_draft(head), skip_dead=skip_dead, sampler=sampler)
 
 
 def tiny_draft(name: str) -> tuple[Draft, dict]:
@@ -162,10 +168,10 @@ def lookup_runner(k: int, *, model: bool = False, full: bool = False) -> Runner:
 
 
 @cached
-def changing_runner(k: int, draft: str = "pattern") -> Runner:
-    """A lean bucket that holds every plan for each number of drafts that an adaptive engine knows: none, one and k."""
+def changing_runner(k: int, draft: str = "pattern", *, sampler: Variant = "lean") -> Runner:
+    """A bucket that holds every plan for each number of drafts that an adaptive engine knows: none, one and k."""
     settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, adaptive_drafts=True)
-    buckets = tuple(dataclasses.replace(b, variant="lean") for b in bucket_table(settings) if b.prefill_tokens)
+    buckets = tuple(dataclasses.replace(b, variant=sampler) for b in bucket_table(settings) if b.prefill_tokens)
     model = CausalLM(tiny_config("tiny"), jnp.float32)
     return warmed(
         Runner(model, target_params("tiny"), settings, one_device(), draft=tiny_draft(draft), buckets=buckets)

@@ -9,9 +9,10 @@ from jaxspec.compat import compiles
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
-from tests.engine.test_transforms import plant
+from tests.engine.test_transforms import plant, raw_logits
 from tests.engine.tiny import EOS, VOCAB, cached, make_engine, run, tiny_runner
 from tests.host_rules import RandomConstraint
+from tests.sampling.rules_reference import softmax
 
 K = 3
 LENGTHS = (3, 70, 64, 100, 10, 33, 129, 1)
@@ -107,6 +108,51 @@ def test_mask_rows_follow_logits_in_mixed_steps(k, usable_pages):
         assert engine.stats().num_preemptions
     for request in constrained(everyone):
         assert request.rule.fed == ids[request.id], "fed once each, those of a preempted request too"
+
+
+class CountingConstraint(RandomConstraint):
+    filled = 0
+
+    def fill_masks(self, drafts, words):
+        self.filled += 1
+        super().fill_masks(drafts, words)
+
+
+@pytest.mark.parametrize("k", SPECULATING)
+def test_forced_token_advances_once(k):
+    """Chunks in the middle and requests that resume, again and again, neither ask for masks nor feed the matcher."""
+    engine = make_engine(k=k)
+    prompt = np.random.default_rng(4).integers(6, VOCAB, 150).tolist()  # three chunks
+    request = Request("r", prompt, SamplingParams(max_tokens=60, temperature=0), CountingConstraint(VOCAB, EOS))
+    engine.add(request)
+    ids, chose = [], 0
+    while engine.has_work:
+        new = [token for out in engine.step() for token in out.new_ids]
+        ids += new
+        chose += bool(new)
+        if new and chose % 3 == 1 and engine.has_work:
+            engine.scheduler.preempt(request)
+    assert engine.stats().num_preemptions >= len(ids) // (3 * (k + 1))
+    assert request.rule.fed == ids
+    assert request.rule.filled == chose
+    again = Request("r", prompt, request.params, RandomConstraint(VOCAB, EOS))
+    assert run(make_engine(), [again])[0]["r"] == ids
+
+
+@pytest.mark.parametrize("k", SPECULATING)
+def test_masks_neither_recompile_nor_change_logprobs(k):
+    """Log-probabilities are those of the raw distribution, by one pass over the text without any mask."""
+    prompt = [20, 30, 40]
+    request = Request(
+        "r", prompt, SamplingParams(max_tokens=60, temperature=0), RandomConstraint(VOCAB, EOS, length=25)
+    )
+    engine = make_engine(k=k)
+    before = compiles.total
+    ids, logprobs, _ = run(engine, [request])
+    assert compiles.total == before
+    for i, (token, logprob) in enumerate(zip(ids["r"], logprobs["r"], strict=True)):
+        want = np.log(softmax(raw_logits([*prompt, *ids["r"][:i]]).astype(np.float64)))
+        assert logprob == pytest.approx(want[token], abs=2e-4)
 
 
 @pytest.mark.slow

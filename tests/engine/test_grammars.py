@@ -1,0 +1,241 @@
+"""Real grammars in the real step, with every kind of draft: each request has the text of plain decoding, alone.
+
+The faults that engines with grammars and speculation have had, and the tests that show their absence. Tests without a
+file are in this one; files are under tests/.
+
+  - a mask's row is not that of its logits in a mixed step
+          test_every_text_is_that_of_plain_decoding
+          engine/test_masks.py::test_mask_rows_follow_logits_in_mixed_steps
+  - the mask of a row behind an illegal draft is a former request's
+          test_grammar.py::test_rows_behind_illegal_draft_are_refilled
+  - a chunk in the middle, or a request that resumes, advances the matcher
+          engine/test_masks.py::test_forced_token_advances_once
+  - the matcher advances past a stop inside an accepted window
+          test_every_text_is_that_of_plain_decoding
+          test_grammar.py::test_advance_ends_at_stop
+  - a matcher that has ended allows anything but the end
+          test_grammar.py::test_finished_matcher_allows_only_eos
+  - min_tokens forbids the end where nothing else may come
+          test_every_text_is_that_of_plain_decoding
+          engine/test_masks.py::test_grammar_end_beats_min_tokens
+  - ids behind the vocabulary are drawn
+          test_grammar.py::test_padded_vocabulary_is_masked
+  - text depends on the draft, or on when output is read
+          test_every_text_is_that_of_plain_decoding
+          test_texts_with_any_number_of_drafts_from_step_to_step
+          test_structured.py::test_same_json_with_and_without_drafts
+  - a thought ends inside a window
+          test_every_text_is_that_of_plain_decoding
+          test_grammar.py::test_reasoning_boundary_in_window
+  - masks compile something, or change log-probabilities
+          engine/test_masks.py::test_masks_neither_recompile_nor_change_logprobs
+  - one bad grammar harms other requests, or choices share a matcher
+          serve/test_structured.py::test_bad_grammar_is_one_400
+  - tags are cut by tokens or deltas
+          serve/parsers/test_parsers.py::test_tool_deltas_concatenate_at_every_split
+  - the distribution is not the target's over what the grammar allows
+          test_the_distribution_is_the_targets_over_what_is_allowed
+"""
+
+import collections
+import contextlib
+import itertools
+import random
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.compat import compiles
+from jaxspec.engine.engine import Engine
+from jaxspec.sampling.structured import StructuredOutputsParams
+from tests.engine.grammar_requests import (
+    PIECES,
+    THOUGHT_END,
+    compiler,
+    constrained,
+    fits,
+    grammar_requests,
+    prompt_of,
+)
+from tests.engine.scripted import changing_runner, eagle3_runner, exchanged, target_params
+from tests.engine.test_draft_counts import Forced
+from tests.engine.test_schedules import make_engine, options
+from tests.engine.test_transforms import plant, raw_logits
+from tests.engine.tiny import EOS, VOCAB, cached, fill_cache, run, tiny_runner
+from tests.sampling.rules_reference import softmax
+
+K = 3
+# Each runner, and whether its target is the one of tests/engine/tiny.py or that of tests/engine/scripted.py.
+RUNNERS = {
+    "plain": (lambda: tiny_runner(0), False),
+    "nextn, k=1": (lambda: tiny_runner(1), False),
+    "nextn, k=3": (lambda: tiny_runner(3), False),
+    "nextn, k=7": (lambda: tiny_runner(7), False),
+    "eagle3 llama, k=1": (lambda: eagle3_runner("llama", 1, sampler="full"), True),
+    "eagle3 llama, k=3": (lambda: eagle3_runner("llama", 3, sampler="full"), True),
+    "eagle3 llama, k=7": (lambda: eagle3_runner("llama", 7, sampler="full"), True),
+    "eagle3 mla, k=3": (lambda: eagle3_runner("mla", 3, sampler="full"), True),
+}
+# Readout depth, mixed steps, usable pages: the longest request takes four.
+EVERY = tuple(itertools.product(range(4), (True, False), (None, 4, 6)))
+FEW = ((0, True, 6), (2, False, None))
+CASES = [
+    *(pytest.param(name, FEW, marks=pytest.mark.slow) for name in ("plain", "nextn, k=3")),
+    *(pytest.param(name, EVERY, marks=pytest.mark.full) for name in RUNNERS),
+]
+
+
+def test_the_table_names_tests_that_exist():
+    tests = Path(__file__).parents[1]
+    named = re.findall(r"^ {10}(?:(\S+\.py)::)?(test_\w+)", str(__doc__), re.MULTILINE)
+    assert len(named) > 15
+    for file, test in named:
+        source = (tests / file if file else Path(__file__)).read_text()
+        assert f"def {test}(" in source, f"{file}::{test}"
+
+
+@cached
+def solo(scripted):
+    """(ids, log-probabilities, reason) of each of `grammar_requests` by id: alone, without drafts and prefix cache."""
+    runner, found = tiny_runner(0), {}
+    target = exchanged(runner, target=target_params("tiny")) if scripted else contextlib.nullcontext()
+    with target, options(runner, prefix_caching=False):
+        for request in grammar_requests():
+            ids, logprobs, ends = run(make_engine(runner), [request])
+            reason, error = ends[request.id]
+            assert error is None
+            assert request.rule is None or fits(request, ids[request.id], reason)
+            found[request.id] = (ids[request.id], logprobs[request.id], reason)
+    return found
+
+
+def check(runner, want, engine, rng):
+    """Runs every request with drafts that are right, wrong or illegal by turns; returns how many were accepted."""
+    texts = {name: ids for name, (ids, _, _) in want.items()}
+
+    def draft_of(request, index):
+        text = texts[request.id]
+        return text[index] if index < len(text) and rng.random() < 0.8 else rng.randrange(EOS, VOCAB)
+
+    made = grammar_requests()
+    ids, logprobs, ends, accepted = {r.id: [] for r in made}, {r.id: [] for r in made}, {}, 0
+    engine.add(*made)
+    while engine.has_work:
+        for out in engine.step():
+            ids[out.request_id] += out.new_ids
+            logprobs[out.request_id] += out.new_logprobs
+            accepted += out.num_accepted
+            assert out.error is None
+            ends[out.request_id] = out.finish_reason
+        if runner.window > 1:  # an unread step's masks are for the drafts that it has proposed itself
+            plant(engine, [r for r in made if not r.unread_steps], draft_of)
+    for name, (want_ids, want_logprobs, want_end) in want.items():
+        assert (ids[name], ends[name].value) == (want_ids, want_end), name
+        np.testing.assert_allclose(logprobs[name], want_logprobs, atol=2e-4)
+    return accepted
+
+
+@pytest.mark.parametrize(("name", "cases"), CASES)
+def test_every_text_is_that_of_plain_decoding(name, cases):
+    """Whatever the draft and its length, read at once or late, in mixed steps or not, with or without preemption."""
+    make, scripted = RUNNERS[name]
+    runner, want, rng = make(), solo(scripted), random.Random(0)
+    accepted = preempted = 0
+    fill_cache(runner, np.nan)
+    if runner.window > 1:
+        plant(make_engine(runner), (), None)  # with operations of its own, which compile once
+    before = compiles.total
+    for depth, mixed, usable in cases:
+        with options(runner, readout_depth=depth, mixed=mixed):
+            engine = make_engine(runner, usable)
+            accepted += check(runner, want, engine, rng)
+        preempted += engine.stats().num_preemptions
+    assert compiles.total == before
+    assert preempted > 0
+    assert accepted > 60 * len(cases) or runner.window == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("draft", ["nextn", "llama"])
+def test_texts_with_any_number_of_drafts_from_step_to_step(draft):
+    """As with adaptive speculation: a window may have fewer or more drafts than its row's masks were filled along."""
+    runner = changing_runner(K, draft, sampler="full")
+    want, rng = solo(True), random.Random(1)
+    accepted = 0
+    for sequence in ((0, 1, K), (K, 0, 0), (1, K, 1), (K, 1, 0, 0, K), (0, K)):
+        depth, mixed = rng.randrange(4), rng.random() < 0.5
+        with options(runner, readout_depth=depth, mixed=mixed):
+            fill_cache(runner, 0.0)
+            engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), control=Forced(sequence))
+            accepted += check(runner, want, engine, rng)
+        ran = {k for k, steps in engine.stats().steps_by_drafts.items() if steps}
+        assert ran <= set(sequence) | {0}
+        assert len(ran) > 1
+    assert accepted > 200
+
+
+def chi_square(counts, probabilities):
+    """The statistic with rare texts pooled, and a bound beyond its 0.999 quantile."""
+    total = sum(counts.values())
+    assert set(counts) <= set(probabilities)
+    pairs = [(counts[text], total * p) for text, p in probabilities.items() if total * p >= 5]
+    rest = total - sum(want for _, want in pairs)
+    pairs.append((total - sum(got for got, _ in pairs), max(rest, 1e-9)))
+    df = len(pairs) - 1 - (rest < 1)
+    statistic = sum((got - want) ** 2 / want for got, want in pairs[: df + 1])
+    return statistic, df + 3.3 * (2 * df) ** 0.5 + 8
+
+
+def distribution(prompt, asked, length, temperature):
+    """Of all texts of `length` ids: the target's at each position, renormalised over what the matcher allows there."""
+    texts = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for text, probability in texts.items():
+            matcher = compiler().matcher(asked).deep_copy()
+            assert not text or matcher.consume_tokens(list(text))
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:VOCAB]
+            logits = raw_logits([*prompt, *text]).astype(np.float64) / temperature
+            for token, p in enumerate(softmax(np.where(bits > 0, logits, -np.inf))):
+                if p > 0:
+                    longer[(*text, token)] = probability * p
+        texts = longer
+    return texts
+
+
+@pytest.mark.full
+def test_the_distribution_is_the_targets_over_what_is_allowed():
+    """With drafts from a distribution that knows no grammar: some are legal and accepted, others are not even allowed."""
+    asked, temperature, length = StructuredOutputsParams(regex="[abc]{9}"), 1.3, 3
+    prompt = prompt_of(np.random.default_rng(1), 4)
+    rng = np.random.default_rng(0)
+    legal = [THOUGHT_END + 1 + i for i, piece in enumerate(PIECES) if set(piece) <= set("abc")]
+    weights = np.full(VOCAB, 0.3 / VOCAB)
+    weights[legal] += 0.7 * rng.dirichlet(np.ones(len(legal)))
+    runner = tiny_runner(K)
+    engine = make_engine(runner)
+    made = [
+        constrained(
+            str(i), prompt, asked, max_tokens=length, temperature=temperature, num_speculative_tokens=(K, 1)[i % 2]
+        )
+        for i in range(800)
+    ]
+    log_q = np.broadcast_to(np.log(weights).astype(np.float32), runner.state.draft_log_q.shape)
+    log_q = jax.device_put(jnp.asarray(log_q), runner.state.draft_log_q.sharding)
+    engine.add(*made)
+    while engine.has_work:
+        engine.step()
+        plant(engine, engine.scheduler.running, lambda _request, _index: int(rng.choice(VOCAB, p=weights)))
+        runner.state = runner.state._replace(draft_log_q=log_q + 0)  # a copy: the step takes the state's arrays
+    counts = collections.Counter(tuple(request.tokens[len(prompt) :]) for request in made)
+    accepted = engine.stats().acceptance
+    assert 0.15 < accepted.num_accepted / accepted.num_drafted < 0.9
+    statistic, bound = chi_square(counts, distribution(prompt, asked, length, temperature))
+    assert statistic < bound
+    # The test of the test: it tells another temperature.
+    statistic, bound = chi_square(counts, distribution(prompt, asked, length, 0.65))
+    assert statistic > bound
