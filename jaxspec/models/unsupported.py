@@ -14,7 +14,7 @@ KNOWN: dict[str, tuple[str, str]] = {
     "Qwen3NextForCausalLM": ("Qwen3ForCausalLM", "linear attention (gated delta rule)"),
     "Qwen3_5ForConditionalGeneration": ("Qwen3ForCausalLM", "linear attention (gated delta rule)"),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3ForCausalLM", "linear attention (gated delta rule)"),
-    "Qwen2ForCausalLM": ("Qwen3ForCausalLM", "biases of queries, keys and values"),
+    "Qwen2ForCausalLM": ("LlamaForCausalLM", "biases of queries, keys and values that config.json does not declare"),
 }
 _READER = "a reader of its configuration and tensors"
 

@@ -86,7 +86,8 @@ def no_fc_norm(folder: Path) -> None:
 
 
 def speculators_of_other_layers(folder: Path) -> None:
-    edit_config(folder, speculators_model_type="eagle3", transformer_layer_config={"model_type": "qwen3_next"})
+    layer = {"model_type": "qwen3_next", "hidden_size": H, "vocab_size": VOCAB}
+    edit_config(folder, speculators_model_type="eagle3", transformer_layer_config=layer)
 
 
 def second_layer(folder: Path) -> None:

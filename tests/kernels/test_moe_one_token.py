@@ -154,7 +154,7 @@ def test_which_calls_it_supports():
 def test_the_api_uses_it(adds, monkeypatch):
     """Where tuning says so and the experts' kernels can run, with routing and without."""
     calls = []
-    monkeypatch.setattr(mosaic, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(mosaic, "unsupported_reason", lambda *_, **__: None)
     monkeypatch.setattr(api.routing, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(api.routing, "route_padded", lambda logits, *_, **__: (logits, logits.astype(jnp.int32), None))
     monkeypatch.setattr(one_token, "experts", lambda *args, k: calls.append((args, k)) or args[0])

@@ -55,6 +55,17 @@ class Terminal:
             assert time.monotonic() < deadline, self.written[-2000:]
             self._read(0.1)
 
+    def press_until(self, key: str, text: str) -> None:
+        """As a person would: Python's input() leaves a Ctrl-C unseen that comes while it begins to wait for a line."""
+        for _ in range(20):
+            self.type(key)
+            until = time.monotonic() + 3
+            while text not in self.written and time.monotonic() < until:
+                self._read(0.1)
+            if text in self.written:
+                return
+        raise AssertionError(self.written[-2000:])
+
     def wait_for_text(self, text: str) -> None:
         self.wait_for(lambda: text in self.written)
 

@@ -52,6 +52,7 @@ def test_every_option_has_a_variable(write, monkeypatch):
         "speculative_config": '{"method": "mtp"}', "allowed_origins": "*", "speculative_capture_layers": "1,2",
         "override_generation_config": '{"top_k": 5}',
         "enable_mixed_batch": "0", "gpu_memory_utilization": "0.5", "synthetic_acceptance_length": "2",
+        "synthetic_acceptance_pattern": "each",
         "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "speculative_method": "ngram",
     }  # fmt: skip
     write("")

@@ -92,8 +92,7 @@ def test_ctrl_c_stops_an_answer_and_the_figures_stay_at_the_bottom(terminal, eng
     # The terminal scrolls as a whole again.
     assert chat.written.rindex("\033[r") > chat.written.rindex(f"\033[1;{chat.rows - 1}r")
     chat.wait_for_prompt()
-    chat.type("\3")
-    chat.wait_for_text("/exit or Ctrl-D ends.")
+    chat.press_until("\3", "/exit or Ctrl-D ends.")
     chat.wait_for_prompt()
     engine.says = "done"
     chat.type("again\n")
