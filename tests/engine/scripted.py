@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxspec.compile_cache import open_store
 from jaxspec.config import Lookup, Settings
 from jaxspec.engine.buckets import Bucket, Variant, bucket_table
 from jaxspec.engine.engine import Engine
@@ -99,7 +100,16 @@ def _runner(
     settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k)
     buckets = None if every_bucket else one_bucket(settings, sampler)
     return warmed(
-        Runner(model, target_params(variant), settings, one_device(), draft=draft, buckets=buckets, **options)
+        Runner(
+            model,
+            target_params(variant),
+            settings,
+            one_device(),
+            draft=draft,
+            buckets=buckets,
+            files=open_store(None),
+            **options,
+        )
     )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.compile_cache import open_store
 from jaxspec.config import Settings
 from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.engine import Engine
@@ -70,7 +71,8 @@ def cached(function):
 def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None = None, mixed: bool = True) -> Runner:
     """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness.
 
-    `synthetic`: the option synthetic_acceptance_length, with which windows of every length occur.
+    `synthetic`: the option synthetic_acceptance_length, with which windows of every length occur. What is compiled is
+    kept for the other workers and for the time after `forget_all`.
     """
     config = read_config(HF_CONFIG)
     model, draft = CausalLM(config, jnp.float32), NextN(config, jnp.float32)
@@ -90,6 +92,7 @@ def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None =
         skip_dead=skip_dead,
         # The largest holds every plan.
         buckets=buckets[-1:] if synthetic is not None or not skip_dead else buckets,
+        files=open_store(None),
     )
     runner.warm_up()
     return runner
