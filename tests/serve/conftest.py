@@ -90,6 +90,6 @@ def start_server() -> Iterator[StartServer]:
 def mock_server() -> Iterator[RunningServer]:
     """A server that tests share as long as they leave it as it was."""
     stops: list[Callable[[], None]] = []
-    yield serve_in_thread(lambda _progress: served(MockEngine(), byte_tokenizer()), stops)
+    yield serve_in_thread(lambda _progress: served(MockEngine(), byte_tokenizer()), stops, log_stats=False)
     for stop in stops:
         stop()
