@@ -77,6 +77,25 @@ def test_nobody_waits_nothing_is_tokenised(blocked):
     assert len(begun) == 1
 
 
+def test_texts_that_cannot_fit_are_refused_without_tokenising(start_server, monkeypatch):
+    server = start_server(served(MockEngine(max_model_len=1000), byte_tokenizer()))
+    texts, sizes = server.service.texts, []
+    run = texts.run
+
+    def counted(function, num_bytes: int):
+        sizes.append(num_bytes)
+        return run(function, num_bytes)
+
+    monkeypatch.setattr(texts, "run", counted)
+    long = "x" * LONG_BYTES
+    check_error(server.post("/v1/completions", SHORT | {"prompt": long}), 400, "prompt", "context_length_exceeded")
+    chat = {"messages": [{"role": "user", "content": long}], "max_tokens": 1}
+    check_error(server.post("/v1/chat/completions", chat), 400, "messages", "context_length_exceeded")
+    assert not sizes
+    assert server.post("/v1/completions", SHORT).status_code == 200
+    assert sizes
+
+
 def test_detokenising_leaves_the_event_loop_alone(start_server, monkeypatch):
     server = start_server(served(MockEngine(), byte_tokenizer()))
     go_on, begun = threading.Event(), threading.Event()
@@ -103,7 +122,7 @@ def test_text_in_work_is_bounded():
         waiting = [asyncio.create_task(pool.run(lambda: go_on.wait(20), 90_000)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="bytes of text wait") as caught:
-            await pool.run(go_on.wait, 30_000)
+            await pool.run(lambda: go_on.wait(20), 30_000)
         assert caught.value.status_code == 429
         assert "retry-after" in caught.value.headers
         assert await pool.run(lambda: 7, 10) == 7  # a little fits
