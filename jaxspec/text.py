@@ -150,10 +150,10 @@ class Tokenizer:
         return len(text.encode("utf-8")) // self._longest_token
 
     def _refuse_too_long(self, text: str, limit: int, param: str) -> None:
-        """Where a text's beginning alone has twice the tokens, no token across its end can make the whole fit."""
+        """Where a text's beginning alone has twice the tokens, and those that one across its end could hide, all cannot fit."""
         least = self.least_tokens(text)
         if least <= limit and len(text) > limit * _CHARACTERS_A_TOKEN:
-            least = len(self.encode(text[: limit * _CHARACTERS_A_TOKEN])) // 2
+            least = (len(self.encode(text[: limit * _CHARACTERS_A_TOKEN])) - self._longest_token) // 2
         if least > limit:
             raise InvalidRequestError(
                 f"the prompt has at least {least} tokens, but the maximum context length is {limit} tokens",

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
@@ -50,6 +50,13 @@ def make_hf(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 @lru_cache
 def make_tokenizer() -> Tokenizer:
     return Tokenizer(make_hf())
+
+
+@lru_cache
+def with_a_long_token() -> Tokenizer:
+    hf = make_hf.__wrapped__()
+    hf.add_tokens(["=" * 64])
+    return Tokenizer(hf)
 
 
 END = make_tokenizer().encode("<|end|>")[0]
@@ -215,6 +222,25 @@ def test_template_errors_are_the_users():
     assert caught.value.param == "messages"
     with pytest.raises(InvalidRequestError, match="no chat template"):
         Tokenizer(make_hf(None)).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_text_far_too_long_is_refused_by_its_beginning():
+    """Its bytes alone could be few tokens, since the vocabulary has a long one."""
+    tokenizer, text, limit = with_a_long_token(), "zj" * 2000, 100
+    assert tokenizer.least_tokens(text) < limit < len(tokenizer.encode(text))
+    with pytest.raises(InvalidRequestError, match="the prompt has at least"):
+        tokenizer.encode(text, limit=limit)
+
+
+@given(st.lists(st.sampled_from([*CORPUS, *ROLES, "=" * 64, "="]), max_size=4), st.integers(1, 200), st.integers(1, 40))
+@example(["=" * 64], 1, 3)
+def test_no_text_within_the_limit_is_refused_by_its_beginning(pieces, repeats, limit):
+    tokenizer, text = with_a_long_token(), "".join(pieces) * repeats
+    ids = tokenizer.encode(text)
+    try:
+        assert tokenizer.encode(text, limit=limit) == ids
+    except InvalidRequestError:
+        assert len(ids) > limit
 
 
 def test_from_folder(tmp_path):

@@ -77,7 +77,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request, whether new or preempted."""
-        request.node = request.cache_salt
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def plan(self) -> StepPlan | None:

@@ -1,6 +1,7 @@
 """What clients send: harmless values pass, others are refused by their place with one cause, and nothing is a 500."""
 
 import asyncio
+import contextlib
 import json
 import threading
 
@@ -9,13 +10,13 @@ from pydantic import ValidationError
 
 from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from serve import body as body_module
-from serve.body import parse_body
+from serve.body import MAX_BODY_BYTES, parse_body
 from serve.errors import ApiError
 from serve.json_size import MOST, excess, measure
 from serve.protocol import MAX_OUTPUTS, ChatBody, CompletionBody, DetokenizeBody
 from tests.serve.client_checks import check_completions, check_error
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
-from tests.serve.raw import connect, post
+from tests.serve.raw import connect, error_of, head, post
 
 BODY = {"prompt": "hi", "max_tokens": 4, "temperature": 0}
 USER = {"role": "user", "content": "hi"}
@@ -153,6 +154,13 @@ def test_messages_cost_one_error():
     with pytest.raises(ValidationError) as caught:
         ChatBody.model_validate({"messages": [USER, *[{"role": "wizard", "content": "x"}] * 1000]})
     assert caught.value.error_count() == 1
+
+
+def test_a_body_that_announces_too_much_is_not_waited_for(mock_server):
+    with contextlib.closing(connect(mock_server.base_url)) as connection:
+        connection.sendall(head(content_length=MAX_BODY_BYTES + 1))
+        status, error = error_of(connection.recv(1 << 16))
+    assert (status, error["code"]) == (413, "request_too_large")
 
 
 def test_nobody_waits_for_the_parser(start_server, monkeypatch):
