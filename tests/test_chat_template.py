@@ -6,6 +6,7 @@ import time
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from jaxspec.chat_template.budget import Budget, TemplateTooExpensiveError
 from jaxspec.chat_template.template import ChatTemplate
 from jaxspec.errors import InvalidRequestError, JaxspecError, ModelFormatError
 
@@ -201,6 +202,13 @@ def test_a_filter_cannot_swallow_the_end_of_the_budget():
     template = ChatTemplate(source, TOKENS)
     with pytest.raises(InvalidRequestError, match="needs too much"):
         template.render(HI + HI, add_generation_prompt=True)
+
+
+def test_a_budget_that_was_exceeded_stays_so():
+    budget = Budget(num_messages=1, num_bytes=0)
+    for units in (2**40, 0):
+        with pytest.raises(TemplateTooExpensiveError):
+            budget.spend(units)
 
 
 def test_what_is_written_is_bounded_by_what_was_asked():
