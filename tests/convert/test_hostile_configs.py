@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import SHOWN_CHARACTERS, ModelFormatError, shown
 from jaxspec.loading.checkpoint import open_checkpoint, read_model_config
 from jaxspec.loading.hf_folder import eos_token_ids, read_hf_config
 from jaxspec.models.config import ModelConfig
@@ -184,6 +184,7 @@ def test_quantisation_and_end_of_text_ids(value: Any, tmp_path: Path):
         ),
         ({**CONFIGS["qwen3-moe"], "num_experts": 2}, "num_experts_per_tok=3 and only num_experts=2"),
         ({**CONFIGS["glm4-moe"], "n_routed_experts": None}, "config.json lacks n_routed_experts"),
+        ({"eos_token_id": [1] * 1025}, "eos_token_id in config.json must be a list of at most 1024 whole numbers"),
     ],
 )
 def test_messages(changes: dict[str, Any], message: str, tmp_path: Path):
@@ -191,6 +192,13 @@ def test_messages(changes: dict[str, Any], message: str, tmp_path: Path):
     assert error is not None
     assert message in error
     assert error.startswith(str(tmp_path))
+
+
+def test_values_are_shown_short_and_on_one_line():
+    for value in [*HOSTILE, [["x" * 30] * 6] * 6, {f"{i}\n" * 20: [list(range(100))] * 9 for i in range(9)}]:
+        text = shown(value)
+        assert len(text) <= SHOWN_CHARACTERS, text
+        assert "\n" not in text
 
 
 @pytest.mark.parametrize(
