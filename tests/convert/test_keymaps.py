@@ -84,6 +84,19 @@ def test_pieces_are_cast_and_placed():
         np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (4,), (6,)])
+def test_a_piece_that_does_not_fit_its_place_is_not_read_into_it(shape: tuple[int, ...]):
+    """A reader fills as many bytes as the place has, or reinterprets them: a wrong map must not become wrong weights."""
+
+    def read(_name: str, into: np.ndarray | None) -> np.ndarray:
+        return np.zeros(shape, np.int64) if into is None else into
+
+    out = np.full((2, 3), 7)
+    with pytest.raises(ValueError, match="broadcast"):
+        fill(Piece("w", shape), out, read)
+    assert (out == 7).all()
+
+
 def info(*shape: int) -> TensorInfo:
     return TensorInfo("F32", shape, None, 0, 0)  # type: ignore[arg-type]
 
