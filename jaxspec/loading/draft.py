@@ -59,7 +59,7 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
         return reduce_loaded(draft, params, ids, target, target_config, mesh, dtype)
 
     model = declare_reduced(plan.model, len(ids), target_config, dtype)
-    return DraftPlan(f"{plan.name} of {len(ids)} frequent tokens", model, load)
+    return DraftPlan(f"{plan.name} limited to {len(ids)} frequent tokens", model, load)
 
 
 def _plan_whole(config: EngineConfig, target: Checkpoint, target_config: ModelConfig, dtype: str) -> DraftPlan | None:

@@ -73,7 +73,7 @@ def reduce_loaded(
         ConfigError: it can propose none of them.
     """
     params = dict(params)
-    rows = ids
+    rows, scale = ids, 1.0
     if isinstance(draft, Eagle3) and draft.own_head:
         head = params.pop("head")["weight"]
         if draft.config.reduced:
@@ -86,11 +86,14 @@ def reduce_loaded(
                     f"{flagged('speculative_token_map')} names none of the tokens that the draft can propose"
                 )
     else:
-        head = _target_head(target, config, mesh, dtype)
+        # The target scales what its head reads; here the rows are scaled themselves.
+        head, scale = _target_head(target, config, mesh, dtype), config.logit_scale
     model = declare_reduced(draft, len(ids), config, dtype)
     targets = with_shardings(model, mesh)
     weight, kept = targets["head", "weight"], targets["ids",]
-    taken = jax.jit(lambda whole: jnp.take(whole, rows, axis=0).astype(weight.dtype), out_shardings=weight.sharding)
+    taken = jax.jit(
+        lambda whole: (jnp.take(whole, rows, axis=0) * scale).astype(weight.dtype), out_shardings=weight.sharding
+    )
     own_params: Params = {
         "inner": params,
         "head": {"weight": taken(head)},

@@ -22,6 +22,7 @@ class Reduced(nnx.Module):
 
     Args:
         inner: a draft without a head of its own.
+        size: rows of the head. Those of the target's head have its `logit_scale` in them.
         vocab_size, hidden: of the target.
     """
 

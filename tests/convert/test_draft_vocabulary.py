@@ -1,6 +1,7 @@
 """Drafts cut to frequent tokens: the logits of the whole draft where it may propose, and errors that name the file."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ class Target:
     """A checkpoint of which only the head is read, and the model that it makes."""
 
     def __init__(self, config):
+        self.scale = config.logit_scale
         rng = np.random.default_rng(1)
         self.weight = rng.standard_normal((config.vocab_size, config.hidden_size)).astype(np.float32)
         self.read = []
@@ -34,12 +36,12 @@ class Target:
             yield part, {path: self.weight if path[0] == "head" else np.ones(s.shape) for path, s in shapes.items()}
 
     def logits(self, hidden):
-        return hidden @ self.weight.T
+        return self.scale * hidden @ self.weight.T
 
 
 def check(draft, params, variant, ids=IDS, *, part=None):
     """Logits of kept tokens are the whole draft's, all others are impossible; returns those that are kept."""
-    config = read_config(CONFIGS[variant])
+    config = replace(read_config(CONFIGS[variant]), logit_scale=0.5)
     target = Target(config)
     hidden = jnp.asarray(np.random.default_rng(2).standard_normal((5, config.hidden_size)), jnp.float32)
     whole = np.asarray(bound(draft, params).logits(target, hidden))
