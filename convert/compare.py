@@ -94,17 +94,15 @@ class Collector:
     """An engine observer that keeps residual streams and logits of every position of every request.
 
     Attributes:
-        runner: the engine's; to be set before it steps.
         on_positions: called after each step with its number of positions.
     """
 
     def __init__(self, on_positions: Callable[[int], None] = lambda _count: None):
-        self.runner: Any = None
         self.rows: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
         self.on_positions = on_positions
 
     def __call__(self, step: Any) -> None:
-        prefill_at, decode_at = self.runner.token_offsets(step.plan)
+        prefill_at, decode_at = step.token_offsets()
         spans = [(r.request.id, r.start, at, r.length) for r, at in zip(step.plan.prefill, prefill_at, strict=True)]
         spans += [(r.id, len(r.tokens) - 1, at, 1) for r, at in zip(step.plan.decode, decode_at, strict=True)]
         for request_id, position, at, length in spans:
@@ -137,7 +135,6 @@ class Comparison:
         self._collector = collector
         self._agreements = 0
         self._kl_sum = 0.0
-        collector.runner = llm.engine.runner
 
     def add(self, runs: Sequence[ReferenceRun]) -> None:
         """Runs the LLM on the prompts of some runs and compares."""

@@ -140,7 +140,7 @@ class TeacherForced:
         self._gap: dict[str, dict[int, float]] = {}
 
     def _observe(self, step: Any) -> None:
-        prefill_at, decode_at = self.llm.engine.runner.token_offsets(step.plan)
+        prefill_at, decode_at = step.token_offsets()
         spans = [(r.request.id, r.start, at, r.length) for r, at in zip(step.plan.prefill, prefill_at, strict=True)]
         spans += [(r.id, len(r.tokens) - 1, at, 1) for r, at in zip(step.plan.decode, decode_at, strict=True)]
         for request_id, position, at, length in spans:

@@ -92,8 +92,6 @@ class Generator:
         self.engine = build_engine(resolve_model("demo"), config, probe=probe, observer=observer)[0]
         runner = self.engine.runner
         runner.buckets = tuple(b for b in runner.buckets if b.variant == "lean") or runner.buckets
-        if observer is not None:
-            observer.runner = runner
         self.engine.warm_up()
         self._runs = 0
 

@@ -182,6 +182,6 @@ def choose_bucket(
             f"no bucket holds {prefill_tokens} prompt tokens of {prefill_rows} rows with {decode_rows} decode rows of "
             f"{drafts} drafts"
         )
-    measured = {b: seconds[b] for b in fitting if b in seconds} if seconds else {}
-    costs: Mapping[Bucket, float] = measured if len(measured) == len(fitting) else {b: b.tokens for b in fitting}
-    return min(fitting, key=lambda b: (costs[b], b.tokens, b.variant == "full"))
+    if seconds and all(b in seconds for b in fitting):
+        return min(fitting, key=lambda b: seconds[b])
+    return min(fitting, key=lambda b: (b.tokens, b.variant == "full"))

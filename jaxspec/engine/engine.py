@@ -13,7 +13,6 @@ from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of, probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
-from jaxspec.engine.batch import bucket_for
 from jaxspec.engine.calibration import measure_costs
 from jaxspec.engine.draft_control import DraftControl
 from jaxspec.engine.handoff import FLAG_NAN
@@ -304,9 +303,8 @@ class Engine:
         self.scheduler.control.observe(seen)
         if self.step_log is not None:
             times = StepTimes(planned, dispatched, reading, read, time.monotonic())
-            bucket = step.bucket or bucket_for(self.runner.buckets, step.plan)
             waiting = len(self.scheduler.waiting)
-            self.step_log.write(step.plan, bucket, times, step.emitted, step.accepted, waiting=waiting)
+            self.step_log.write(step.plan, step.bucket, times, step.emitted, step.accepted, waiting=waiting)
         return outputs
 
     def _emit(

@@ -41,16 +41,17 @@ class StepOutput:
     """A plan with what its step gave, prompt rows before decode rows.
 
     Attributes:
+        bucket: that it ran in.
         emitted, verified, accepted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
         drafts: int32 [rows, k] that each row's next window verifies.
         top_ids: int32 [rows, n, MAX_LOGPROBS] likeliest ids at each position, top_logprobs float32 likewise; where a row
             of the plan asked for alternatives.
         scores: of the prompt tokens, where a row of the plan asked.
         probe: where the runner was built with `probe`.
-        bucket: that it ran in.
     """
 
     plan: StepPlan
+    bucket: Bucket
     emitted: np.ndarray
     verified: np.ndarray
     accepted: np.ndarray
@@ -62,7 +63,12 @@ class StepOutput:
     top_logprobs: np.ndarray | None = None
     scores: Scores | None = None
     probe: Probe | None = None
-    bucket: Bucket | None = None
+
+    def token_offsets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the rows begin in the step's flat token arrays, such as the probe's: prompt rows [E], decode rows [D]."""
+        lengths = np.array([row.length for row in self.plan.prefill], np.int64)
+        decode = self.bucket.prefill_tokens + self.bucket.window * np.arange(len(self.plan.decode))
+        return np.cumsum(lengths) - lengths, decode
 
     def alternatives(self, row: int, kept: int, count: int) -> tuple[Alternatives, ...]:
         """The `count` likeliest ids at each of a row's first `kept` positions; empty for a count of 0."""
@@ -268,6 +274,7 @@ class Runner:
         probe = None if step.arrays.probe is None else jax.tree.map(np.asarray, step.arrays.probe)
         return StepOutput(
             step.plan,
+            step.bucket,
             emitted=rows[:, 0],
             verified=rows[:, 1] >> VERIFIED_SHIFT,
             accepted=rows[:, 1] >> ACCEPTED_SHIFT & FIELD,
@@ -279,15 +286,7 @@ class Runner:
             top_logprobs=None if top_bits is None else np.ascontiguousarray(top_bits).view(np.float32),
             scores=None if step.scores is None else unpack(np.asarray(step.scores)),
             probe=probe,
-            bucket=step.bucket,
         )
-
-    def token_offsets(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Where a plan's rows begin in the step's flat token arrays: prompt rows [E], decode rows [D]."""
-        bucket = bucket_for(self.buckets, plan, self.bucket_seconds)
-        lengths = np.array([row.length for row in plan.prefill], np.int64)
-        decode = bucket.prefill_tokens + bucket.window * np.arange(len(plan.decode))
-        return np.cumsum(lengths) - lengths, decode
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
         """The step of a bucket, compiled anew."""

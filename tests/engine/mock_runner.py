@@ -108,6 +108,7 @@ class MockRunner:
         self._queue.append(
             StepOutput(
                 plan,
+                layout.bucket,
                 np.array([len(emitted) for emitted, _ in rows]),
                 np.array([0] * len(plan.prefill) + list(plan.verified)),
                 np.array([accepted for _, accepted in rows]),

@@ -3,13 +3,15 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxspec.config import Settings
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.plan import StepPlan
+from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.request import Request
+from jaxspec.engine.runner import StepOutput
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.mock_runner import MockRunner
@@ -100,6 +102,16 @@ def test_the_cheapest_is_what_was_measured_to_be():
     assert choose_bucket(table, **plan, seconds={small: 3.0, large: 1.0, other: 2.0}) == large
     assert choose_bucket(table, **plan, seconds={large: 1.0, other: 2.0}) == small
     assert choose_bucket(table, **plan | {"prefill_tokens": 100}, seconds={large: 2.0, other: 1.0}) == other
+
+
+def test_rows_begin_where_those_of_the_bucket_do():
+    """Of the one that ran: while a smaller one is still compiled, a larger one serves."""
+    request = Request("r", [0], GREEDY)
+    plan = StepPlan((PrefillRow(request, 0, 5, False), PrefillRow(request, 7, 3, True)), (request, request), drafts=2)
+    for tokens in (64, 256):
+        arrays = [np.zeros(4, np.int32)] * 7
+        prefill, decode = StepOutput(plan, Bucket(tokens, 4, 8, "full", 2), *arrays).token_offsets()
+        assert (prefill.tolist(), decode.tolist()) == ([0, 5], [tokens, tokens + 3])
 
 
 def test_texts_do_not_depend_on_the_table():
