@@ -54,9 +54,7 @@ def fill(piece: Piece, out: np.ndarray, read: Read) -> None:
     place = out[piece.at] if piece.take is ... and not piece.order else None
     if place is not None and not (
         # A tensor of another shape must not be read into a place: the assignment below is what refuses it.
-        place.shape == (piece.view or piece.shape)
-        and place.flags.c_contiguous
-        and np.may_share_memory(place, out)
+        place.shape == (piece.view or piece.shape) and place.flags.c_contiguous and np.may_share_memory(place, out)
     ):
         place = None
     tensor = read(piece.name, place)
