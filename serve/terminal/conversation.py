@@ -30,17 +30,22 @@ class Conversation:
         self._messages = list(self._opening)
 
     def run(self) -> int:
-        """Until the user ends it; 1 if the user was no person and an answer has failed."""
+        """Until the user ends it; 1 if the user was no person and an answer has failed.
+
+        Raises:
+            KeyboardInterrupt: the user was no person, who could go on after it.
+        """
         failed = False
         while True:
             try:
                 line = self._screen.ask()
+                if line is None or line.strip() == "/exit":
+                    return 1 if failed and not self._screen.interactive else 0
+                failed |= not self._take(line.strip())
             except KeyboardInterrupt:
+                if not self._screen.interactive:
+                    raise
                 self._screen.note("/exit or Ctrl-D ends.")
-                continue
-            if line is None or line.strip() == "/exit":
-                return 1 if failed and not self._screen.interactive else 0
-            failed |= not self._take(line.strip())
 
     def _take(self, line: str) -> bool:
         """Does what one line asks for; False if that fails."""
@@ -70,6 +75,8 @@ class Conversation:
                     if answer.is_due():
                         status.draw(answer.figures(self._talker.histogram()))
         except KeyboardInterrupt:
+            if not self._screen.interactive:
+                raise
             answer.note = "stopped: "
         except JaxspecError as e:
             failure = str(e)

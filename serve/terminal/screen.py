@@ -65,7 +65,7 @@ class Screen:
     def show(self, runs: Sequence[DraftRun]) -> None:
         """The newest text of an answer."""
         for run in runs:
-            text = _CONTROL.sub("\ufffd", run["text"])
+            text = run["text"]
             self._column = 1 if text and not text.endswith("\n") else self._column * (not text)
             # No colour goes over the end of a line: it would fill the rest of it on some terminals.
             lines = text.split("\n")
@@ -80,6 +80,7 @@ class Screen:
             self._column = 0
 
     def _painted(self, text: str, color: str) -> str:
+        text = _CONTROL.sub("\ufffd", text)
         return f"{color}{text}{PLAIN}" if self._escapes and color and text else text
 
     def _write(self, text: str) -> None:

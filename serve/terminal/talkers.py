@@ -66,7 +66,7 @@ class ServerTalker:
         parameters: of each request, by OpenAI's names.
 
     Raises:
-        ConfigError: no server answers there, or it wants another key.
+        ConfigError: no server of OpenAI's API answers there, or it wants another key.
     """
 
     def __init__(self, url: str, key: str | None, parameters: Mapping[str, Any]):
@@ -75,8 +75,10 @@ class ServerTalker:
         self._path = self._place.path.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._parameters = parameters
-        with self._asked("GET", "/v1/models") as response:
-            self._name = json.loads(response.read())["data"][0]["id"]
+        try:
+            self._name = str(self._document("/v1/models")["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as e:
+            raise ConfigError(f"what answers at {url} names no model at /v1/models") from e
         self._has_figures = True
 
     @property
@@ -97,10 +99,11 @@ class ServerTalker:
             for event in self._events(response):
                 for choice in event["choices"]:
                     figures = (choice.get("metrics") or {}).get("speculative_decoding") or {}
+                    text = choice["delta"].get("content") or ""
                     yield Piece(
-                        choice["delta"].get("content") or "",
-                        choice.get("draft_runs", ()),
-                        len(choice.get("token_ids", ())),
+                        text,
+                        choice.get("draft_runs", [DraftRun(text=text, accepted=False)]),  # only we tell them
+                        len(choice.get("token_ids") or ()),
                         figures.get("acceptance_histogram"),
                     )
 
@@ -109,11 +112,19 @@ class ServerTalker:
         if not self._has_figures:
             return None
         try:
-            with self._asked("GET", "/server_info") as response:
-                return (json.loads(response.read())["engine"] or {}).get("acceptance_histogram")
-        except (ConfigError, InvalidRequestError, ValueError, KeyError):
+            return (self._document("/server_info")["engine"] or {}).get("acceptance_histogram")
+        except (ConfigError, InvalidRequestError, ValueError, LookupError, TypeError):
             self._has_figures = False
             return None
+
+    def _document(self, path: str) -> Any:
+        """
+        Raises:
+            ConfigError, InvalidRequestError: as `_asked`.
+            ValueError: what is there is no JSON.
+        """
+        with self._asked("GET", path) as response:
+            return json.loads(response.read())
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         """
@@ -121,18 +132,15 @@ class ServerTalker:
             InvalidRequestError: the server tells of an error.
             ConfigError: the stream breaks off.
         """
-        try:
-            for line in response:
-                data = line.decode("utf-8").rstrip("\r\n")
-                if data == "data: [DONE]":
-                    return
-                if data.startswith("data: "):
-                    event = json.loads(data.removeprefix("data: "))
-                    if "error" in event:
-                        raise InvalidRequestError(event["error"]["message"])
-                    yield event
-        except (OSError, http.client.HTTPException) as e:
-            raise ConfigError(f"the server at {self._url} has gone away: {e or type(e).__name__}") from e
+        for line in response:
+            data = line.decode("utf-8").rstrip("\r\n")
+            if data == "data: [DONE]":
+                return
+            if data.startswith("data: "):
+                event = json.loads(data.removeprefix("data: "))
+                if "error" in event:
+                    raise InvalidRequestError(event["error"]["message"])
+                yield event
         raise ConfigError(f"the server at {self._url} has broken off its answer")
 
     @contextlib.contextmanager
@@ -140,7 +148,7 @@ class ServerTalker:
         """The answer to a request, on a connection of its own, which a server watches: closing it ends the request.
 
         Raises:
-            ConfigError: there is no answer, or the key is wrong.
+            ConfigError: there is no answer, it breaks off, or the key is wrong.
             InvalidRequestError: the server refuses the request.
         """
         kind = http.client.HTTPSConnection if self._place.scheme == "https" else http.client.HTTPConnection
@@ -159,7 +167,10 @@ class ServerTalker:
                 raise ConfigError(f"{self._url} wants a key: give --api-key, or set JAXSPEC_API_KEY")
             if response.status != http.client.OK:
                 raise InvalidRequestError(_message(failure) or f"{self._url} answered {response.status}")
-            yield response
+            try:
+                yield response
+            except (OSError, http.client.HTTPException) as e:
+                raise ConfigError(f"the server at {self._url} has gone away: {e or type(e).__name__}") from e
 
 
 def _place(url: str) -> urllib.parse.SplitResult:

@@ -1,6 +1,9 @@
 """`jaxspec chat` in a real terminal: answers, drafts, figures, commands, Ctrl-C; and where there is no terminal."""
 
+import contextlib
+import http.server
 import io
+import json
 import os
 import re
 import subprocess
@@ -12,7 +15,7 @@ import pytest
 from serve import cli
 from serve.terminal.conversation import Conversation
 from serve.terminal.screen import Screen, figures
-from serve.terminal.talkers import ModelTalker
+from serve.terminal.talkers import ModelTalker, Piece
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 from tests.serve.terminal import GREEN, Terminal
 
@@ -149,6 +152,87 @@ def test_what_cannot_work_is_one_line(server, engine, monkeypatch, capsys):
     engine.nan_in = 256
     code, said = ask(monkeypatch, capsys, url, "--api-key", "secret", "--temperature", "0")
     assert (code, said.out) == (1, "error: the model produced NaN\n")
+
+
+@contextlib.contextmanager
+def other_server(models: bytes, events: bytes = b"", *, cut: bool = False):
+    """The URL of a server that is not ours; with `cut` it breaks its answers off."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._answer(200 if self.path == "/v1/models" else 404, models)
+
+        def do_POST(self):
+            self._answer(200, events)
+
+        def _answer(self, status, content):
+            self.send_response(status)
+            self.send_header("content-length", str(len(content) + cut))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [(each, "names no model") for each in (b"<html>", b"[]", b'{"data": []}', b"null", b"\xff")]
+    + [(b'{"data"', "has gone away")],
+)
+def test_what_is_no_server_of_a_model_is_one_line(monkeypatch, capsys, models, message):
+    with other_server(models, cut=message == "has gone away") as url:
+        code, said = ask(monkeypatch, capsys, url)
+    assert (code, said.out, said.err.count("\n")) == (1, "", 1)
+    assert message in said.err
+
+
+def test_a_server_that_tells_no_drafts(monkeypatch, capsys):
+    """Its text is shown, and nothing that it says can move the cursor."""
+    deltas = [{"role": "assistant"}, {"content": "one "}, {"content": "two"}]
+    events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    models = b'{"data": [{"id": "other"}]}'
+    with other_server(models, stream.encode() + b"data: [DONE]\n\n") as url:
+        assert ask(monkeypatch, capsys, url) == (0, ("one two\n", ""))
+    failed = stream + f"data: {json.dumps({'error': {'message': 'bad' + chr(27) + '[2J'}})}\n\n"
+    with other_server(models, failed.encode()) as url:
+        assert ask(monkeypatch, capsys, url) == (1, ("one two\nerror: bad\ufffd[2J\n", ""))
+
+
+class _Interrupted:
+    """A talker that Ctrl-C meets in one of its methods."""
+
+    name = "mock"
+
+    def __init__(self, where):
+        self.where = where
+
+    def answer(self, _messages):
+        yield Piece("text", [{"text": "text", "accepted": False}], 1)
+        if self.where == "answer":
+            raise KeyboardInterrupt
+
+    def histogram(self):
+        if self.where == "histogram":
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["answer", "histogram"])
+def test_ctrl_c_ends_what_is_no_terminal_and_no_conversation_on_one(monkeypatch, where):
+    screen = Screen(io.StringIO("hello\n"), io.StringIO())
+    with pytest.raises(KeyboardInterrupt):
+        Conversation(_Interrupted(where), screen).run()
+    monkeypatch.setattr(screen, "interactive", True)
+    monkeypatch.setattr(screen, "ask", iter(["hello\n", None]).__next__)
+    assert Conversation(_Interrupted(where), screen).run() == 0
 
 
 class _Llm:
