@@ -34,7 +34,7 @@ class RunningServer:
             time.sleep(0.01)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.base_url + path, **options)
+        return httpx.get(self.base_url + path, **{"timeout": 30, **options})
 
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
         return httpx.post(self.base_url + path, json=json, timeout=30, **options)

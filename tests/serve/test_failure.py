@@ -1,6 +1,7 @@
 """What clients and load balancers see while the model loads, when one request fails, and when the engine does."""
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -79,7 +80,7 @@ def test_engine_death(start_server):
     server.wait_until(lambda: engine.stats().num_running == 3)
     engine.fail = RuntimeError("secret at 0x7fffdeadbeef")
     for thread in threads:
-        thread.join(5)
+        thread.join(30)
     assert "0x" not in check_error(results["whole"], 500, None, "server_error")
     assert isinstance(results["stream"], openai.APIError)
     assert "the engine has failed" in str(results["stream"])
@@ -93,7 +94,7 @@ def test_engine_death(start_server):
 
 def test_a_slow_step_is_not_healthy_while_it_lasts(start_server):
     engine = MockEngine()
-    server = start_server(served(engine, byte_tokenizer()), engine_timeout=2.0)
+    server = start_server(served(engine, byte_tokenizer()), engine_timeout=5.0)
     assert server.get("/health").status_code == 200
     engine.gate.clear()
     with httpx.Client() as http, http.stream("POST", f"{server.base_url}/v1/completions", json=BODY | {"stream": True}):
@@ -108,8 +109,9 @@ def test_a_slow_step_is_not_healthy_while_it_lasts(start_server):
 
 
 def test_a_stuck_step_is_the_end(start_server, caplog):
+    timeout = 2.5  # of which two fifths are the time that the second request has before the server accepts nothing
     engine = MockEngine()
-    server = start_server(served(engine, byte_tokenizer()), engine_timeout=1.0)
+    server = start_server(served(engine, byte_tokenizer()), engine_timeout=timeout)
     engine.gate.clear()
     results: dict[str, object] = {}
 
@@ -125,14 +127,14 @@ def test_a_stuck_step_is_the_end(start_server, caplog):
     server.wait_until(lambda: server.service.engine_thread.num_generations == 1 and engine.has_work)
     threads[1].start()  # the engine never takes this one
     for thread in threads:
-        thread.join(10)
-    assert 1.0 <= time.monotonic() - started < 5
+        thread.join(30)
+    assert timeout <= time.monotonic() - started < 20
     check_error(results["whole"], 500, None, "server_error")
     assert json.loads(results["stream"][-2])["error"]["message"] == "the engine has failed"
     assert server.get("/health").status_code == 503
     check_error(server.post("/v1/completions", BODY), 503, None, "service_unavailable")
     assert server.service.engine_thread.failure is not None  # `run_server` makes exit code 1 of it
-    assert "engine step has not ended within 1 s" in caplog.text
+    assert "engine step has not ended within 2.5 s" in caplog.text
     assert "in step" in caplog.text  # where it is stuck
     engine.gate.set()  # too late
     server.wait_until(lambda: not server.service.engine_thread.alive)
@@ -171,21 +173,21 @@ def test_what_takes_long_but_is_not_stuck(why):
 
 
 def test_a_suspended_process_is_not_frozen(monkeypatch):
-    """Though the event loop owes an answer; without one it is frozen."""
-    jumped = 0.0
-    monkeypatch.setattr("serve.loop_watch.time", SimpleNamespace(monotonic=lambda: time.monotonic() + jumped))
-    asked, frozen = threading.Event(), []
-    watch = LoopWatch(SimpleNamespace(call_soon_threadsafe=lambda _answer: asked.set()), 1.0, frozen.append)
-    watch.start()
-    assert asked.wait(10)
-    jumped = 100.0
-    time.sleep(0.3)
-    assert not frozen
-    deadline = time.monotonic() + 10
-    while not frozen:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert frozen == [1.0]
+    """Though the event loop owes an answer; without one it is frozen. The watch looks every 50 ms, here as the clock says."""
+    looks = itertools.count()
+    times = (0.05 * look + 100.0 * (look > 2) for look in looks)  # suspended after the first unanswered question
+    monkeypatch.setattr("serve.loop_watch.time", SimpleNamespace(monotonic=lambda: next(times)))
+    found, frozen = threading.Event(), []
+
+    def on_frozen(seconds):
+        frozen.append((seconds, next(looks)))
+        found.set()
+
+    LoopWatch(SimpleNamespace(call_soon_threadsafe=lambda _answer: None), 1.0, on_frozen).start()
+    assert found.wait(30)
+    ((seconds, num_looks),) = frozen
+    assert seconds == 1.0
+    assert 18 < num_looks < 24
 
 
 def test_a_nan_is_logged_and_counted(start_server, caplog):
@@ -204,7 +206,7 @@ def test_a_nan_is_logged_and_counted(start_server, caplog):
             server.post("/v1/completions", BODY | {"prompt": [7, 99, 98]}, headers=headers), 500, None, "server_error"
         )
     assert count() == 20
-    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    lines = [m for m in caplog.messages if "the engine failed a request" in m]
     assert "the engine failed a request: the model produced NaN, id=nan-0" in lines
     assert len(lines) == 5  # the rest of the minute is one line
     assert not any("99" in line for line in lines)

@@ -20,7 +20,7 @@ def test_a_template_is_written_a_few_times_a_minute(caplog):
     log.error("another thing")
     now = 61.0
     log.warning("bad thing %d", 100)
-    assert [r.getMessage() for r in caplog.records] == [
+    assert [r.getMessage() for r in caplog.records if r.name == "some"] == [
         *(f"bad thing {i}" for i in range(5)),
         "another thing",
         "95 more lines in 61 s like the following one",
@@ -34,7 +34,7 @@ def test_what_is_not_logged_does_not_count(caplog):
         log.debug("bad thing")
     caplog.set_level("DEBUG")
     log.debug("bad thing")
-    assert len(caplog.records) == 1
+    assert len([r for r in caplog.records if r.name == "some"]) == 1
 
 
 def test_what_a_client_names_is_cut(mock_server, caplog):

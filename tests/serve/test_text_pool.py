@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 
 import pytest
 
@@ -47,11 +46,9 @@ def test_long_texts_do_not_delay_short_ones(blocked):
         ][i % 3]
         connection.sendall(post(body, path))
     server.wait_until(lambda: server.service.in_flight == 12 and begun)
-    for _ in range(5):
-        started = time.monotonic()
+    for _ in range(5):  # all of it while the first long one waits
         assert server.post("/v1/completions", SHORT).status_code == 200
         assert server.post("/tokenize", {"prompt": "hi"}).json()["count"] == 2
-        assert time.monotonic() - started < 2
     assert len(begun) == 1  # they take turns
     assert server.service.texts.num_bytes >= 12 * len(LONG_TEXT)
     go_on.set()
@@ -116,6 +113,13 @@ def test_detokenising_leaves_the_event_loop_alone(start_server, monkeypatch):
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
+async def given_back(pool: TextPool) -> None:
+    """The thread tells so after its job has ended."""
+    async with asyncio.timeout(20):
+        while pool.num_bytes:
+            await asyncio.sleep(0.01)
+
+
 def test_text_in_work_is_bounded():
     async def run() -> None:
         pool, go_on = TextPool(max_bytes=200_000), threading.Event()
@@ -128,12 +132,10 @@ def test_text_in_work_is_bounded():
         assert await pool.run(lambda: 7, 10) == 7  # a little fits
         go_on.set()
         assert await asyncio.gather(*waiting) == [True, True]
-        await asyncio.sleep(0.05)
-        assert pool.num_bytes == 0
+        await given_back(pool)
         with pytest.raises(ZeroDivisionError):
             await pool.run(lambda: 1 / 0, 50_000)
-        await asyncio.sleep(0.05)
-        assert pool.num_bytes == 0
+        await given_back(pool)
         pool.close()
         with pytest.raises(RuntimeError):
             await pool.run(go_on.wait, 50_000)
