@@ -112,10 +112,9 @@ def _flattened(hf: Mapping[str, Any]) -> Mapping[str, Any]:
             f"config.json has transformer_layer_config.model_type={shown(kind)}; EAGLE3 drafts in this layout are supported "
             f"with {', '.join(_SPECULATORS_LAYERS)}"
         )
+    said = {key: value for key, value in hf.items() if value is not None}
     # Its heads are trained so unless they say otherwise.
-    before = hf.get("norm_before_residual")
-    own = {"architectures": [_SPECULATORS_LAYERS[kind]], "norm_before_residual": True if before is None else before}
-    return {**layer, **hf, **own}
+    return {**layer, "norm_before_residual": True, **said, "architectures": [_SPECULATORS_LAYERS[kind]]}
 
 
 def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
@@ -337,7 +336,7 @@ def eagle3_key_map(config: Eagle3Config, *, names: Iterable[str], own_embedding:
     if config.norm_before_fc:
         out |= nested({"fc_input_norm": norm_weight("input_norm", config.num_captured * H)})
     if config.fc_norm:
-        older = [f"{_OLDER_NORMS}{which}.weight" for which in ("low", "mid", "high")]
+        older = [f"aux_norm_{which}.weight" for which in ("low", "mid", "high")]
         newer = [f"fc_norm.{i}.weight" for i in range(config.num_captured)]
         stored = older if older[0] in names and config.num_captured == len(older) else newer
         out["fc_norm",] = tuple(Piece(name, (H,), at=i) for i, name in enumerate(stored))
@@ -350,6 +349,5 @@ def eagle3_key_map(config: Eagle3Config, *, names: Iterable[str], own_embedding:
     return out
 
 
-_OLDER_NORMS = "aux_norm_"
 # The map back from the target's vocabulary, and the map of a draft that proposes all of it: zeros.
 EAGLE3_HARMLESS = re.compile(r"t2d|d2t|(midlayer|layers\.0)\.self_attn\.rotary_emb\.inv_freq")

@@ -1,25 +1,26 @@
 """MiniCPM3: latent attention with dense MLPs, and three scalars: of embeddings, of each branch, of the last hidden state."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxspec.models import deepseek
 from jaxspec.models.config import LayerSpec, ModelConfig, Published
+from jaxspec.models.deepseek import harmless, read_attention
 from jaxspec.models.fields import flag, real_or
 from jaxspec.models.hf_fields import common_fields, divisible, num_layers, size
 from jaxspec.models.layers import DenseSpec
 
 ARCHITECTURES = {"MiniCPM3ForCausalLM": Published("MiniCPM3-4B")}
 
+__all__ = ["ARCHITECTURES", "harmless", "read_config"]
+
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     common = common_fields(hf, architecture)
     layers, hidden = num_layers(hf), common["hidden_size"]
     branch = _scalar(hf, "scale_depth", 1.4, neutral=math.sqrt(layers)) / math.sqrt(layers)
-    attention = replace(deepseek.read_attention(_with_defaults(hf)), output_scale=branch)
+    attention = replace(read_attention(_as_deepseek(hf)), output_scale=branch)
     layer = LayerSpec(attention, DenseSpec(size(hf, "intermediate_size"), scale=branch))
     return ModelConfig(
         **common | {"tie_embeddings": flag(hf, "tie_word_embeddings", default=True)},
@@ -29,9 +30,9 @@ def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     )
 
 
-def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Queries and keys are rotated by halves; the width of values follows from that of the model."""
-    out = {"rope_interleave": False, **hf}
+def _as_deepseek(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Queries and keys are always rotated by halves; the width of values may follow from that of the model."""
+    out = {**hf, "rope_interleave": False}
     if out.get("v_head_dim") is None:
         heads, hidden = size(hf, "num_attention_heads"), size(hf, "hidden_size")
         divisible(hf, "hidden_size", hidden, "num_attention_heads", heads)
@@ -42,7 +43,3 @@ def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _scalar(hf: Mapping[str, Any], key: str, default: float, *, neutral: float) -> float:
     """The class's default where the key is absent; null stands for a scalar without effect there."""
     return neutral if hf.get(key, default) is None else real_or(hf, key, default, 1e-6, 1e6)
-
-
-def harmless(config: ModelConfig) -> re.Pattern[str]:
-    return deepseek.harmless(config)
