@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 
 from jaxspec.models.cache import CacheArray, CacheSpec
-from jaxspec.models.config import LayerSpec, ModelConfig
+from jaxspec.models.config import LayerSpec, ModelConfig, Published
 from jaxspec.models.hf_fields import common_fields
 from jaxspec.models.keymap import Piece, any_of
 from jaxspec.models.layers import DenseSpec, linear
@@ -65,7 +65,7 @@ def read_config(hf, architecture):
     return ModelConfig(**common_fields(hf, architecture), layers=(layer,) * hf["num_hidden_layers"])
 
 
-FAMILY = Family(read_config, harmless=lambda _config: any_of(["unused"]))
+FAMILY = Family(read_config, harmless=lambda _config: any_of(["unused"]), published=Published("toys"))
 
 
 # --- a draft without weights or cache: the newest token once more ---

@@ -11,12 +11,13 @@ from typing import Any
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import LayerSpec, ModelConfig, Published
-from jaxspec.models.fields import flag, real_or, require, text_list, text_or, whole_or, wrong
+from jaxspec.models.fields import flag, real_or, require, text_or, whole_or
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
     MAX_POSITION,
     common_fields,
     divisible,
+    layer_kinds,
     num_layers,
     read_rope,
     rotary_dim,
@@ -68,10 +69,7 @@ def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
 
 def _sparse_layers(hf: Mapping[str, Any], architecture: str, layers: int) -> Container[int]:
     """The layers with routed experts."""
-    key = "mlp_layer_types"
-    if kinds := text_list(hf, key):
-        if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-            raise wrong(key, f'"dense" or "sparse" for each of {layers} layers', kinds)
+    if kinds := layer_kinds(hf, "mlp_layer_types", "dense", "sparse"):
         return {i for i, kind in enumerate(kinds) if kind == "sparse"}
     return range(whole_or(hf, "first_k_dense_replace", _FIRST_DENSE.get(architecture, 0), 0, MAX_LAYERS), layers)
 

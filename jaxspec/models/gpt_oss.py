@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import LayerSpec, ModelConfig, Published
-from jaxspec.models.fields import real_or, text_list, whole_or, with_defaults
-from jaxspec.models.hf_fields import MAX_POSITION, common_fields, num_layers, size, unsupported
+from jaxspec.models.fields import real_or, whole_or, with_defaults
+from jaxspec.models.hf_fields import MAX_POSITION, common_fields, layer_kinds, num_layers, size
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.llama import harmless, read_attention
 from jaxspec.models.moe import MoESpec
@@ -60,18 +59,6 @@ def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     )
     full = replace(read_attention(hf), sinks=True)
     sliding = replace(full, window=whole_or(hf, "sliding_window", 128, 1, MAX_POSITION))
-    kinds = {SLIDING: LayerSpec(sliding, moe), FULL: LayerSpec(full, moe)}
-    return ModelConfig(**common, layers=tuple(kinds[kind] for kind in _layer_types(hf)))
-
-
-def _layer_types(hf: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kind of each layer: listed, or sliding and full in turn."""
-    layers, key = num_layers(hf), "layer_types"
-    listed = text_list(hf, key)
-    if not listed:
-        return tuple((SLIDING, FULL)[i % 2] for i in range(layers))
-    if unknown := next((kind for kind in listed if kind not in (SLIDING, FULL)), None):
-        raise unsupported(key, unknown, f"{SLIDING}, {FULL}")
-    if len(listed) != layers:
-        raise ModelFormatError(f"config.json has {len(listed)} {key} and num_hidden_layers={layers}")
-    return tuple(listed)
+    layer = {SLIDING: LayerSpec(sliding, moe), FULL: LayerSpec(full, moe)}
+    kinds = layer_kinds(hf, "layer_types", SLIDING, FULL) or [(SLIDING, FULL)[i % 2] for i in range(num_layers(hf))]
+    return ModelConfig(**common, layers=tuple(layer[kind] for kind in kinds))

@@ -5,7 +5,7 @@ writes (`rope_parameters`, `dtype`, and no `scoring_func`/`topk_method`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +111,16 @@ def common_fields(hf: Mapping[str, Any], architecture: str, *, biases: bool = Fa
 
 def num_layers(hf: Mapping[str, Any]) -> int:
     return whole(hf, "num_hidden_layers", 1, MAX_LAYERS)
+
+
+def layer_kinds(hf: Mapping[str, Any], key: str, *kinds: str) -> Sequence[str]:
+    """The kind of each layer, one of `kinds`, as a list in config.json says it; none where there is no list."""
+    listed, layers = text_list(hf, key), num_layers(hf)
+    if unknown := [kind for kind in listed if kind not in kinds]:
+        raise unsupported(key, unknown[0], ", ".join(kinds))
+    if listed and len(listed) != layers:
+        raise ModelFormatError(f"config.json has {len(listed)} {key} and num_hidden_layers={layers}")
+    return listed
 
 
 def norm_eps(hf: Mapping[str, Any]) -> float:

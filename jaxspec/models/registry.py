@@ -20,33 +20,34 @@ class Family(NamedTuple):
     Attributes:
         read_config: from config.json and the architecture found there.
         harmless: matches tensors that its checkpoints are known to hold and no model needs.
+        published: what people know it by.
         key_map: of the target, paths of `CausalLM`.
         nextn_key_map: of the first NextN layer, paths of `NextN`.
-        published: what people know it by.
     """
 
     read_config: Callable[[Mapping[str, Any], str], ModelConfig]
     harmless: Callable[[ModelConfig], re.Pattern[str]]
+    published: Published
     key_map: Callable[[ModelConfig], KeyMap] = decoder_key_map
     nextn_key_map: Callable[[ModelConfig], KeyMap] = nextn_key_map
-    published: Published = Published("")
 
 
-FAMILIES: dict[str, Family] = (
-    {
-        name: Family(module.read_config, module.harmless, published=published)
-        for module in (deepseek, llama, minicpm, qwen3_moe, glm4_moe, gpt_oss)
-        for name, published in module.ARCHITECTURES.items()
-    }
-    | {
-        name: Family(kimi.read_config, kimi.harmless, kimi.target_key_map, kimi.draft_key_map, published)
-        for name, published in kimi.ARCHITECTURES.items()
-    }
-    | {
-        name: Family(minimax_m2.read_config, minimax_m2.harmless, minimax_m2.key_map, published=published)
-        for name, published in minimax_m2.ARCHITECTURES.items()
-    }
+# Each family's module, and its key maps where its tensors have names of their own.
+_MODULES: tuple[tuple[Any, dict[str, Callable[[ModelConfig], KeyMap]]], ...] = (
+    (deepseek, {}),
+    (llama, {}),
+    (minicpm, {}),
+    (qwen3_moe, {}),
+    (glm4_moe, {}),
+    (gpt_oss, {}),
+    (kimi, {"key_map": kimi.target_key_map, "nextn_key_map": kimi.draft_key_map}),
+    (minimax_m2, {"key_map": minimax_m2.key_map}),
 )
+FAMILIES: dict[str, Family] = {
+    name: Family(module.read_config, module.harmless, published, **key_maps)
+    for module, key_maps in _MODULES
+    for name, published in module.ARCHITECTURES.items()
+}
 
 
 def family_of(config: ModelConfig) -> Family:

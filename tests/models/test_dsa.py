@@ -85,6 +85,9 @@ def test_layers_of_a_kind_each():
     assert dense() == [0]
     assert dense(architectures=["GlmMoeDsaForCausalLM"]) == [0, 1, 2]
     assert dense(first_k_dense_replace=2) == [0, 1]
-    for wrong in (["dense"] * 4, ["moe"] * 5):
-        with pytest.raises(ModelFormatError, match=r'mlp_layer_types .* "dense" or "sparse" for each of 5 layers'):
+    for wrong, message in (
+        (["dense"] * 4, "has 4 mlp_layer_types and num_hidden_layers=5"),
+        ([*kinds[:4], "moe"], r"mlp_layer_types='moe', which is not supported \(supported: dense, sparse\)"),
+    ):
+        with pytest.raises(ModelFormatError, match=message):
             dense(mlp_layer_types=wrong)
