@@ -10,28 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from convert.compare_drafts import DraftRow, DraftsReport, compare_drafts
+from convert.differences import Errors
 from convert.reference import ReferenceRun, log_softmax
 from jaxspec.errors import ConfigError
-
-
-@dataclass
-class Errors:
-    """Running maximum and root mean square of differences."""
-
-    maximum: float = 0.0
-    squares: float = 0.0
-    count: int = 0
-
-    def add(self, difference: np.ndarray) -> None:
-        if difference.size:
-            # A NaN must show, and Python's max would drop it.
-            self.maximum = float(np.maximum(self.maximum, np.abs(difference).max()))
-            self.squares += float(np.square(difference.astype(np.float64)).sum())
-            self.count += difference.size
-
-    @property
-    def rms(self) -> float:
-        return (self.squares / self.count) ** 0.5 if self.count else 0.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +42,7 @@ class Report:
     tokens: int = 0
     max_logprob_error: float = 0.0
     divergences: list[Divergence] = field(default_factory=list)
+    drafts: DraftsReport | None = None
 
     def failures(self, *, max_logit_error: float, min_top1: float, require_identical: bool) -> list[str]:
         """Each threshold that is not met, one line each. Written so that NaN fails."""
@@ -70,23 +53,29 @@ class Report:
             out.append(f"top-1 agreement {self.top1_agreement:.4f} is under {min_top1:g}")
         if require_identical and self.identical < self.prompts:
             out.append(f"{self.prompts - self.identical} of {self.prompts} greedy continuations differ")
+        if self.drafts is not None:
+            out += self.drafts.failures(
+                max_logit_error=max_logit_error, min_top1=min_top1, require_identical=require_identical
+            )
         return out
 
     def summary(self) -> str:
         """The main figures in one line."""
         text = f"{self.identical} of {self.prompts} continuations identical"
+        drafts = f", {self.drafts.summary()}" if self.drafts else ""
         if not self.positions:
-            return f"{text}, max logprob error {self.max_logprob_error:.2e}"
+            return f"{text}, max logprob error {self.max_logprob_error:.2e}{drafts}"
         agreement = 100 * self.top1_agreement
-        return f"{text}, max logit error {self.logits.maximum:.2e}, top-1 agreement {agreement:.2f} %"
+        return f"{text}, max logit error {self.logits.maximum:.2e}, top-1 agreement {agreement:.2f} %{drafts}"
 
     def as_json(self) -> dict[str, Any]:
-        def errors(e):
-            return {"max": e.maximum, "rms": e.rms}
-
         figures = asdict(self)
-        figures["layers"] = [errors(e) for e in self.layers]
-        figures["logits"] = errors(self.logits)
+        figures["layers"] = [errors.as_json() for errors in self.layers]
+        figures["logits"] = self.logits.as_json()
+        if self.drafts is None:
+            del figures["drafts"]
+        else:
+            figures["drafts"] = self.drafts.as_json()
         return figures
 
 
@@ -94,22 +83,55 @@ class Collector:
     """An engine observer that keeps residual streams and logits of every position of every request.
 
     Attributes:
+        rows: of each request, residual streams and logits by position.
+        inputs: of each request, what a draft read of the target, by position.
+        drafts: of each request, what a draft said after the token at a position, by that position.
         on_positions: called after each step with its number of positions.
     """
 
     def __init__(self, on_positions: Callable[[int], None] = lambda _count: None):
         self.rows: dict[str, dict[int, tuple[np.ndarray, np.ndarray]]] = {}
+        self.inputs: dict[str, dict[int, np.ndarray]] = {}
+        self.drafts: dict[str, dict[int, DraftRow]] = {}
         self.on_positions = on_positions
 
     def __call__(self, step: Any) -> None:
         prefill_at, decode_at = step.token_offsets()
         spans = [(r.request.id, r.start, at, r.length) for r, at in zip(step.plan.prefill, prefill_at, strict=True)]
-        spans += [(r.id, len(r.tokens) - 1, at, 1) for r, at in zip(step.plan.decode, decode_at, strict=True)]
+        # A window holds the newest token, then its drafts: as many as the request gained tokens were of its text.
+        windows = step.emitted[len(step.plan.prefill) :].tolist()
+        decode = zip(step.plan.decode, decode_at, windows, strict=True)
+        spans += [(r.id, len(r.tokens) - 1, at, gained) for r, at, gained in decode]
+        drafted = step.probe.drafted
         for request_id, position, at, length in spans:
             rows = self.rows.setdefault(request_id, {})
+            inputs = self.inputs.setdefault(request_id, {})
             for i in range(length):
                 rows[position + i] = (step.probe.residuals[:, at + i], step.probe.logits[at + i])
+                if drafted is not None:
+                    inputs[position + i] = drafted.inputs[at + i]
+        if drafted is not None:
+            self._keep_drafts(step, drafted)
         self.on_positions(sum(length for *_, length in spans))
+
+    def _keep_drafts(self, step: Any, drafted: Any) -> None:
+        first, prefill = len(step.plan.prefill), step.plan.prefill
+        newest = [(row.request.id, row.start + row.length) for row in prefill]
+        gained = step.emitted[first:].tolist()
+        newest += [(r.id, len(r.tokens) - 1 + n) for r, n in zip(step.plan.decode, gained, strict=True)]
+        for row, (request_id, position) in enumerate(newest):
+            if row < first and not prefill[row].final:
+                continue
+            at = row if row < first else step.bucket.prefill_rows + row - first
+            self.drafts.setdefault(request_id, {})[position] = DraftRow(
+                step.drafts[row, : len(drafted.hidden)],
+                np.stack([hidden[at] for hidden in drafted.hidden]),
+                np.stack([logits[at] for logits in drafted.logits]),
+            )
+
+    def clear(self) -> None:
+        for kept in (self.rows, self.inputs, self.drafts):
+            kept.clear()
 
     def arrays(self, request_id: str) -> tuple[np.ndarray, np.ndarray]:
         """Residual streams [layers + 1, T, H] and logits [T, V] by position."""
@@ -156,7 +178,9 @@ class Comparison:
                 # The decode run is comparable as long as it was fed the same tokens: up to its first different one.
                 self._compare_arrays(run, request.id, min(len(run.prompt_ids) + same, len(run.logits)))
                 self._compare_arrays(run, next(prefilled).id, len(run.logits))
-        self._collector.rows.clear()
+            if run.drafts is not None:
+                self._compare_drafts(run, request.id, same)
+        self._collector.clear()
 
     def _compare_text(self, run: ReferenceRun, completion: Any) -> int:
         """Counts one continuation; returns how many of its tokens are the reference's."""
@@ -175,6 +199,18 @@ class Comparison:
         report.tokens += len(got)
         report.identical += same == len(got)
         return same
+
+    def _compare_drafts(self, run: ReferenceRun, request_id: str, same: int) -> None:
+        """What was drafted after each of the first `same` new tokens, which are the reference's."""
+        assert run.drafts is not None
+        report = self.report.drafts = self.report.drafts or DraftsReport(
+            self._llm.engine.settings.num_speculative_tokens
+        )
+        rows = self._collector.drafts.get(request_id, {})
+        inputs = self._collector.inputs.get(request_id, {})
+        first = len(run.prompt_ids)
+        said = {p - first: row for p, row in rows.items() if 0 <= p - first < same}
+        compare_drafts(report, self.report.prompts - 1, run.drafts, said, inputs, fed=first + same - 1)
 
     def _compare_arrays(self, run: ReferenceRun, request_id: str, length: int) -> None:
         """Residual streams and logits of a request's first `length` positions."""

@@ -7,13 +7,20 @@ from functools import partial
 from pathlib import Path
 
 from convert.compare import Collector, Comparison, Report
+from convert.compare_drafts import DraftsReport
 from convert.progress import Progress, console
 from convert.reference import Reference, write_record
-from jaxspec.errors import writing
+from convert.torch_drafts import DraftChoice
+from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS
+from jaxspec.errors import JaxspecError, writing
+from jaxspec.loading.resolve import resolve_model
 from jaxspec.progress import LOADING
 
 # dtype -> (largest absolute logit error, least top-1 agreement, greedy continuations must be equal)
 THRESHOLDS = {"float32": (2e-4, 1.0, True), "bfloat16": (float("inf"), 0.95, False)}
+
+# Of drafts that differ.
+MOST_SHOWN = 10
 
 
 def print_report(report: Report) -> None:
@@ -35,11 +42,40 @@ def print_report(report: Report) -> None:
         print(
             f"  prompt {d.prompt}: first differs at new token {d.position}: {d.expected} became {d.got}, logit gap {d.gap:.3g}"
         )
+    if report.drafts is not None:
+        _print_drafts(report.drafts)
+
+
+def _print_drafts(drafts: DraftsReport) -> None:
+    if drafts.input.errors.count:
+        print(f"{'draft':<22} {'max error':>10} {'RMS error':>10} {'RMS value':>10}")
+        for stage in drafts.stages:
+            errors = stage.errors
+            print(f"{stage.name:<22} {errors.maximum:>10.2e} {errors.rms:>10.2e} {stage.values.rms:>10.2e}")
+    print(
+        f"drafts: {drafts.identical} of {drafts.windows} identical, {drafts.agreed} of {drafts.tokens} ids that follow "
+        "equal ones"
+    )
+    for d in drafts.divergences[:MOST_SHOWN]:
+        gap = "" if d.gap is None else f", logit gap {d.gap:.3g}"
+        print(f"  prompt {d.prompt}, after new token {d.new_token}: draft {d.step} of {d.expected} became {d.got}{gap}")
+    if len(drafts.divergences) > MOST_SHOWN:
+        print(f"  and {len(drafts.divergences) - MOST_SHOWN} others")
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=16, help="prompts to compare (default: 16)")
     parser.add_argument("--new-tokens", type=int, default=64, help="greedy tokens per prompt (default: 64)")
+    parser.add_argument(
+        "--speculative-model", metavar="DRAFT", help="also compare this EAGLE3 draft: its hidden states, logits and ids"
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="steps of the draft, which without --speculative-model is the model's MTP layer "
+        f"(default: {DEFAULT_SPECULATIVE_TOKENS} with --speculative-model, else no draft)",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="what jaxspec runs: demo, a converted folder, a Hugging Face folder or a hub id")
     parser.add_argument(
         "--reference", type=Path, required=True, help="Hugging Face folder, or a file made by `compare record`"
+    )
+    parser.add_argument(
+        "--draft-reference",
+        type=Path,
+        metavar="FOLDER",
+        help="Hugging Face folder of the draft that PyTorch runs (default: that of --speculative-model)",
     )
     parser.add_argument(
         "--dtype", choices=sorted(THRESHOLDS), default="float32", help="dtype of jaxspec; PyTorch is float32"
@@ -68,8 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison; 1 where a threshold is not met."""
-    reference = Reference(args.reference, num_prompts=args.num_prompts, new_tokens=args.new_tokens)
-    report = _compare(args, reference)
+    draft = _draft_choice(args, args.draft_reference)
+    reference = Reference(args.reference, num_prompts=args.num_prompts, new_tokens=args.new_tokens, draft=draft)
+    report = _compare(args, reference, draft.steps if draft else 0)
     logit_error, top1, identical = THRESHOLDS[args.dtype]
     failures = report.failures(
         max_logit_error=logit_error if args.max_logit_error is None else args.max_logit_error,
@@ -91,7 +134,27 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _compare(args: argparse.Namespace, reference: Reference) -> Report:
+def _draft_choice(args: argparse.Namespace, folder: Path | None) -> DraftChoice | None:
+    """The draft that PyTorch runs, and for how many steps; None without one.
+
+    Args:
+        folder: of the draft, where it is not that of --speculative-model.
+    """
+    steps = args.num_speculative_tokens
+    if steps is None:
+        steps = DEFAULT_SPECULATIVE_TOKENS if args.speculative_model else 0
+    if steps < 0 or (not steps and (args.speculative_model or folder)):
+        raise JaxspecError(f"--num-speculative-tokens {steps}: a draft is compared in at least one step")
+    if not steps:
+        return None
+    if args.speculative_model is None:
+        if folder:
+            raise JaxspecError("--draft-reference is for EAGLE3 drafts: name the draft with --speculative-model")
+        return DraftChoice(None, steps)
+    return DraftChoice(folder or resolve_model(args.speculative_model), steps)
+
+
+def _compare(args: argparse.Namespace, reference: Reference, drafts: int) -> Report:
     """Runs both sides in turns and shows how far they are, with the figures so far after each group of prompts."""
     from jaxspec.llm import LLM
 
@@ -104,11 +167,13 @@ def _compare(args: argparse.Namespace, reference: Reference) -> Report:
             observer=collector,
             progress=_Compiling(compiling),
             dtype=args.dtype,
-            max_model_len=reference.longest + 1,
-            max_num_seqs=min(args.max_num_seqs, args.max_num_batched_tokens),
+            max_model_len=reference.longest + drafts + 1,  # drafts after the last token have pages too
+            max_num_seqs=max(min(args.max_num_seqs, args.max_num_batched_tokens // (drafts + 1)), 1),
             max_num_batched_tokens=args.max_num_batched_tokens,
-            num_speculative_tokens=0,  # the collector reads one token of each decode row
-            enable_prefix_caching=False,  # and every token of every prompt
+            num_speculative_tokens=drafts,
+            speculative_model=args.speculative_model,
+            adaptive_speculation=False,  # every step has all drafts
+            enable_prefix_caching=False,  # the collector reads every token of every prompt
         )
     comparison = Comparison(llm, collector)
     with closing(theirs), closing(ours):
@@ -152,7 +217,9 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_record(args: argparse.Namespace) -> int:
-    reference = Reference(args.folder, num_prompts=args.num_prompts, new_tokens=args.new_tokens)
+    reference = Reference(
+        args.folder, num_prompts=args.num_prompts, new_tokens=args.new_tokens, draft=_draft_choice(args, None)
+    )
     with closing(console()) as progress:
         runs = [run for group in reference.groups(progress) for run in group]
     with writing(args.file):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from convert.progress import Progress
+from convert.torch_drafts import DraftChoice, DraftRun, TorchDraft, run_draft, torch_draft
 from jaxspec.errors import JaxspecError
 
 RECORD_VERSION = 1
@@ -48,6 +49,7 @@ class ReferenceRun:
             T = prompt + N - 1 tokens that were fed; None in a record of tokens only.
         logits: float32 [T, V] or None.
         gaps: float32 [N]: the largest logit minus the second largest, at each new token.
+        drafts: what a draft says after each new token; None without one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -56,6 +58,7 @@ class ReferenceRun:
     gaps: np.ndarray
     residuals: np.ndarray | None = None
     logits: np.ndarray | None = None
+    drafts: DraftRun | None = None
 
     @property
     def greedy_ids(self) -> tuple[int, ...]:
@@ -77,9 +80,16 @@ def choose_prompts(folder: Path, vocab_size: int, count: int, seed: int = 0) -> 
 
 
 class TorchModel:
-    """The Hugging Face class of a folder in eager mode: the plainest code path that transformers has."""
+    """The Hugging Face class of a folder in eager mode: the plainest code path that transformers has.
 
-    def __init__(self, folder: Path, dtype: str = "float32"):
+    Args:
+        draft: also run this draft.
+
+    Attributes:
+        module: the class's instance. draft: see `torch_draft`.
+    """
+
+    def __init__(self, folder: Path, dtype: str = "float32", *, draft: DraftChoice | None = None):
         try:
             import torch
             import transformers
@@ -101,9 +111,11 @@ class TorchModel:
         # It would list the NextN layer's tensors, which the target class does not have.
         transformers.logging.set_verbosity_error()
         self._torch = torch
-        self._model = cls.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **options)
-        self._model.eval()
+        self.module = cls.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **options)
+        self.module.eval()
         self.vocab_size = int(config.vocab_size)
+        self.draft: TorchDraft | None = torch_draft(self.module, folder, draft.folder) if draft else None
+        self.draft_steps = draft.steps if draft else 0
 
     def run(self, prompt_ids: Sequence[int], new_tokens: int) -> ReferenceRun:
         """Continues a prompt greedily, then reads residual streams and logits of the whole sequence at once."""
@@ -125,7 +137,7 @@ class TorchModel:
             run = self.read(prompt, new_ids)
             if len(prompts) > 1 and run.greedy_ids != run.new_ids:
                 run = self.run(prompt, new_tokens)
-            advance(len(prompt) + new_tokens - 1)
+            advance(len(prompt) + new_tokens - 1 + new_tokens * self.draft_steps)
             runs.append(run)
         return runs
 
@@ -145,7 +157,7 @@ class TorchModel:
                 options = {}
                 if padding.any():
                     options = {"attention_mask": mask[:, : width + i].long(), "position_ids": positions}
-                out = self._model(step, past_key_values=cache, use_cache=True, **options)
+                out = self.module(step, past_key_values=cache, use_cache=True, **options)
                 cache = out.past_key_values
                 step = out.logits[:, -1:].argmax(dim=-1)
                 positions = positions[:, -1:] + 1
@@ -157,8 +169,10 @@ class TorchModel:
         """Residual streams and logits of a sequence, in one pass without a cache."""
         torch = self._torch
         streams: list[Any] = []
-        layers = self._model.model.layers
-        hooks = [layers[0].register_forward_pre_hook(lambda _m, args: streams.append(args[0][0].clone()))]
+        finals: list[Any] = []
+        layers = self.module.model.layers
+        hooks = [self.module.model.norm.register_forward_hook(lambda _m, _a, out: finals.append(out[0].clone()))]
+        hooks += [layers[0].register_forward_pre_hook(lambda _m, args: streams.append(args[0][0].clone()))]
         for layer in layers:
             hooks.append(
                 layer.register_forward_hook(
@@ -167,18 +181,22 @@ class TorchModel:
             )
         with torch.no_grad():
             fed = [*prompt_ids, *new_ids[:-1]]
-            logits = self._model(torch.tensor([fed]), use_cache=False).logits[0].float().numpy()
+            logits = self.module(torch.tensor([fed]), use_cache=False).logits[0].float().numpy()
         for hook in hooks:
             hook.remove()
-        answers = logits[len(prompt_ids) - 1 :]
+        answers, residuals, drafts = logits[len(prompt_ids) - 1 :], torch.stack(streams), None
+        if self.draft is not None:
+            ids, first = [*prompt_ids, *new_ids], len(prompt_ids) - 1
+            drafts = run_draft(self.draft, ids, finals[0], residuals, first=first, steps=self.draft_steps)
         top2 = np.partition(answers, -2, axis=1)[:, -2:]
         return ReferenceRun(
             tuple(prompt_ids),
             tuple(new_ids),
             log_softmax(answers)[np.arange(len(new_ids)), new_ids],
             (top2[:, 1] - top2[:, 0]).astype(np.float32),
-            torch.stack(streams).float().numpy(),
+            residuals.float().numpy(),
             logits,
+            drafts,
         )
 
 
@@ -192,16 +210,21 @@ class Reference:
             runs have logits.
     """
 
-    def __init__(self, path: Path, *, num_prompts: int, new_tokens: int):
+    def __init__(self, path: Path, *, num_prompts: int, new_tokens: int, draft: DraftChoice | None = None):
         """`path`: a recorded file, or a Hugging Face folder, to which the numbers apply.
 
         Raises:
-            JaxspecError: it is neither of them, or a number is not positive.
+            JaxspecError: it is neither of them, a number is not positive, or there is no such draft; a file has none.
         """
         self._recorded = read_record(path) if path.is_file() else None
         if self._recorded is not None:
             self.prompts: list[Sequence[int]] = [run.prompt_ids for run in self._recorded]
             lengths = [len(run.prompt_ids) + len(run.new_ids) for run in self._recorded]
+            if draft and any(run.drafts is None or run.drafts.ids.shape[1] < draft.steps for run in self._recorded):
+                raise JaxspecError(
+                    f"{path} has no run of a draft for {draft.steps} steps: record it again with --num-speculative-tokens "
+                    f"{draft.steps}, and --speculative-model for an EAGLE3 draft"
+                )
         else:
             if not (path / "config.json").is_file():
                 raise JaxspecError(
@@ -209,7 +232,7 @@ class Reference:
                 )
             if min(num_prompts, new_tokens) < 1:
                 raise JaxspecError("--num-prompts and --new-tokens must be at least 1")
-            self._model, self._new_tokens = TorchModel(path), new_tokens
+            self._model, self._new_tokens = TorchModel(path, draft=draft), new_tokens
             self.prompts = list(choose_prompts(path, self._model.vocab_size, num_prompts))
             lengths = [len(prompt) + new_tokens for prompt in self.prompts]
         self.longest = max(lengths)
@@ -219,7 +242,8 @@ class Reference:
     def groups(self, progress: Progress) -> Iterator[list[ReferenceRun]]:
         """All runs in order, a few at a time and the first very few, so that there is a result early."""
         if self._recorded is None:
-            progress.start("PyTorch", sum(len(p) + 2 * self._new_tokens - 1 for p in self.prompts), "tokens")
+            each = 2 * self._new_tokens - 1 + self._new_tokens * self._model.draft_steps
+            progress.start("PyTorch", sum(len(p) + each for p in self.prompts), "tokens")
         begin, end = 0, FIRST_GROUP_SIZE
         while begin < len(self.prompts):
             if self._recorded is None:
@@ -247,6 +271,10 @@ def write_record(path: Path, runs: Sequence[ReferenceRun], *, tokens_only: bool)
             assert run.residuals is not None
             assert run.logits is not None
             arrays[f"{i}.residuals"], arrays[f"{i}.logits"] = run.residuals, run.logits
+        if run.drafts is not None:
+            arrays[f"{i}.drafts.ids"] = run.drafts.ids
+            if not tokens_only:
+                arrays |= {f"{i}.drafts.{name}": getattr(run.drafts, name) for name in _DRAFT_ARRAYS}
     header = json.dumps({"version": RECORD_VERSION, "runs": len(runs)})
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as f:
@@ -273,8 +301,17 @@ def read_record(path: Path) -> list[ReferenceRun]:
                     data[f"{i}.gaps"],
                     data.get(f"{i}.residuals"),
                     data.get(f"{i}.logits"),
+                    _read_drafts(data, i),
                 )
                 for i in range(header["runs"])
             ]
     except (OSError, ValueError, KeyError) as e:
         raise JaxspecError(f"{path} is not a recorded PyTorch run (made by `jaxspec compare record`): {e}") from e
+
+
+_DRAFT_ARRAYS = ("inputs", "hidden", "logits")
+
+
+def _read_drafts(data: Any, run: int) -> DraftRun | None:
+    ids = data.get(f"{run}.drafts.ids")
+    return None if ids is None else DraftRun(ids, *(data.get(f"{run}.drafts.{name}") for name in _DRAFT_ARRAYS))

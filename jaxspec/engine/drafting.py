@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxspec.config import Settings
 from jaxspec.engine.batch import StepInputs
 from jaxspec.engine.forward import kv_places
-from jaxspec.engine.handoff import Chosen, Forwarded
+from jaxspec.engine.handoff import Chosen, Drafted, Forwarded
 from jaxspec.engine.lookup import look_up, read_history
 from jaxspec.engine.state import StepState
 from jaxspec.models.cache import LayerCache
@@ -43,6 +43,7 @@ class _Drawn(NamedTuple):
     ids: jax.Array | None
     log_q: jax.Array | None
     cache: LayerCache
+    drafted: Drafted | None
 
 
 def propose(
@@ -57,10 +58,10 @@ def propose(
     was_done: jax.Array,
     settings: Settings,
     skip_dead: bool,
-) -> StepState:
+) -> tuple[StepState, Drafted | None]:
     """Proposes k tokens for every row that has a newest token: looked up in its own text, or else drawn by the draft.
 
-    Writes the draft's KV of all T tokens.
+    Writes the draft's KV of all T tokens. Also returns what a draft read and said, if it proposed any.
 
     Args:
         draft: None where drafts are only looked up.
@@ -73,7 +74,7 @@ def propose(
     drafts_R = (slots_R > 0) & jnp.concatenate([inputs.final, jnp.ones(inputs.decode_slots.shape[0], bool)])
     S = state.seq_len.shape[0]
     target_R = jnp.where(drafts_R & ~was_done[slots_R], slots_R, S)
-    ids_Rk, held_R = None, jnp.full(slots_R.shape, k)
+    ids_Rk, held_R, drafted = None, jnp.full(slots_R.shape, k), None
     if draft is not None:
         drawn = _draw(
             state,
@@ -87,7 +88,7 @@ def propose(
             settings=settings,
             skip_dead=skip_dead,
         )
-        state, ids_Rk = state._replace(draft_kv=drawn.cache), drawn.ids
+        state, ids_Rk, drafted = state._replace(draft_kv=drawn.cache), drawn.ids, drawn.drafted
         if drawn.log_q is not None:
             # Nobody looks at the q of a greedy or seeded request, and it is the largest thing that a step writes.
             wanted_R = (chosen.rows.temperature > 0) & ~chosen.rows.seeded
@@ -108,8 +109,8 @@ def propose(
             state = state._replace(looked_up=state.looked_up.at[target_R].set(found_R, mode="drop"))
     state = state._replace(held=state.held.at[target_R].set(held_R, mode="drop"))
     if ids_Rk is None:
-        return state
-    return state._replace(drafts=state.drafts.at[target_R, :k].set(ids_Rk, mode="drop"))
+        return state, drafted
+    return state._replace(drafts=state.drafts.at[target_R, :k].set(ids_Rk, mode="drop")), drafted
 
 
 def _draw(
@@ -135,7 +136,8 @@ def _draw(
     with jax.named_scope("catch_up"):
         embedded_TH = draft.embed_ids(target, next_tokens(inputs, chosen))
         if k == 0:
-            return _Drawn(None, None, draft.write_keys(embedded_TH, features_TH, state.draft_kv, forwarded.meta))
+            cache = draft.write_keys(embedded_TH, features_TH, state.draft_kv, forwarded.meta)
+            return _Drawn(None, None, cache, None)
         live = _live_rows(forwarded.meta, inputs, chosen)
         if skip_dead:
             h_RH, cache = draft.catch_up(embedded_TH, features_TH, live, state.draft_kv, forwarded.meta)
@@ -146,16 +148,20 @@ def _draw(
     tables_R = jnp.where(drafts_R[:, None], live.tables, 0)
     ids: list[jax.Array] = []
     log_q: list[jax.Array] = []
+    hidden: list[jax.Array] = []
+    logits: list[jax.Array] = []
     for i in range(k):
         with jax.named_scope("draft" if i else "catch_up"):
             if i > 0:
                 positions_R = chosen.lengths + i - 1  # drafts count forward from the newest token
                 single = _single_tokens(positions_R, drafts_R, slots_R, tables_R, settings)
                 h_RH, cache = draft(draft.embed_ids(target, ids[-1]), h_RH, cache, single)
-            id_R, log_q_RV = sample_draft(draft.logits(target, h_RH), chosen.rows, chosen.lengths + 1 + i)
-        ids.append(id_R)
-        log_q.append(log_q_RV)
-    return _Drawn(jnp.stack(ids, axis=1), jnp.stack(log_q, axis=1), cache)
+            logits_RV = draft.logits(target, h_RH)
+            id_R, log_q_RV = sample_draft(logits_RV, chosen.rows, chosen.lengths + 1 + i)
+        for values, value in ((ids, id_R), (log_q, log_q_RV), (hidden, h_RH), (logits, logits_RV)):
+            values.append(value)
+    drafted = Drafted(features_TH, tuple(hidden), tuple(logits))
+    return _Drawn(jnp.stack(ids, axis=1), jnp.stack(log_q, axis=1), cache, drafted)
 
 
 def _live_rows(meta: StepMetadata, inputs: StepInputs, chosen: Chosen) -> LiveRows:

@@ -1,4 +1,5 @@
-"""The values that pass between the parts of a step: `forward` -> Forwarded -> `choose` -> Chosen -> `propose`."""
+"""The values that pass between the parts of a step: `forward` -> Forwarded -> `choose` -> Chosen -> `propose`, which tells
+in Drafted what the draft read and said."""
 
 from typing import NamedTuple
 
@@ -54,3 +55,17 @@ class Chosen(NamedTuple):
     last: jax.Array
     rows: SamplingRows
     top: TopLogprobs | None
+
+
+class Drafted(NamedTuple):
+    """What a model that drafts k tokens for each of R rows read and said, for a probe.
+
+    Attributes:
+        inputs: [T, H] what it read of the target at each token of the step.
+        hidden: of each draft step, hidden states [R, H].
+        logits: of each draft step, [R, V]; -inf for tokens that the draft cannot propose.
+    """
+
+    inputs: jax.Array
+    hidden: tuple[jax.Array, ...]
+    logits: tuple[jax.Array, ...]

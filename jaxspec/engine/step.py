@@ -16,7 +16,7 @@ from jaxspec.engine.batch import InputLayout, StepInputs
 from jaxspec.engine.choose import advance, choose
 from jaxspec.engine.drafting import propose
 from jaxspec.engine.forward import forward
-from jaxspec.engine.handoff import Chosen
+from jaxspec.engine.handoff import Chosen, Drafted
 from jaxspec.engine.state import StepState
 
 # The counts of accepted and of verified drafts share the packed output's flags column, eight bits each.
@@ -26,12 +26,14 @@ ACCEPTED_SHIFT, VERIFIED_SHIFT, FIELD = 8, 16, 255
 class Probe(NamedTuple):
     """For `compare` and benchmarks: residual streams [layers + 1, T, H] and logits [T, V], float32, of every token.
 
-    `experts`: for each mixture layer, the experts that it chose, int32 [T, top_k].
+    `experts`: for each mixture layer, the experts that it chose, int32 [T, top_k]. `drafted`: float32, of the bucket's rows,
+    where a model drafts.
     """
 
     residuals: jax.Array
     logits: jax.Array
     experts: tuple[jax.Array, ...]
+    drafted: Drafted | None = None
 
 
 class StepArrays(NamedTuple):
@@ -91,15 +93,18 @@ def make_step(
             )  # fmt: skip
             was_done = state.done
             state = advance(state, inputs, chosen, full=full)
+        drafted = None
         if settings.window > 1:
-            state = propose(
+            state, drafted = propose(
                 state, draft, target, forwarded, inputs, chosen,
                 k=layout.bucket.drafts, was_done=was_done, settings=settings, skip_dead=skip_dead,
             )  # fmt: skip
         seen = None
         if probe:
             residuals = jnp.stack([c.astype(jnp.float32) for c in forwarded.captured.values()])
-            seen = Probe(residuals, target.logits(forwarded.hidden).astype(jnp.float32), forwarded.experts)
+            drafted = jax.tree.map(lambda x: x.astype(jnp.float32), drafted)
+            logits_TV = target.logits(forwarded.hidden).astype(jnp.float32)
+            seen = Probe(residuals, logits_TV, forwarded.experts, drafted)
         P = layout.bucket.prefill_tokens
         hidden = forwarded.hidden[:P] if P and full else None
         return state, StepArrays(pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen), hidden, seen)

@@ -2,14 +2,19 @@
 
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from convert.progress import Bar, Lines
 from convert.reference import Reference, TorchModel, choose_prompts, read_record
+from convert.torch_drafts import DraftChoice
 from jaxspec.errors import JaxspecError
 from serve import cli
+from tests.conftest import few_buckets
+from tests.convert.edits import edit_tensors, tensors
+from tests.eagle3_models import tiny_draft
 from tests.tiny_models import tiny_checkpoint
 
 
@@ -85,6 +90,95 @@ def test_the_command_shows_progress_and_a_result_early(folder, tmp_path, capsys)
     report = json.loads(figures.read_text())
     lengths = [len(run.prompt_ids) + len(run.new_ids) - 1 for run in read_record(record)]
     assert (report["prompts"], report["identical"], report["positions"]) == (3, 3, 2 * sum(lengths))
+
+
+def compare(capsys, *arguments) -> tuple[int, str]:
+    code = cli.main(["compare", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+SIZES = ("--num-prompts", 3, "--new-tokens", 4)
+LAYER_IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_an_mtp_layer_is_compared_and_a_broken_weight_of_it_found(tmp_path, capsys, monkeypatch):
+    """Beside PyTorch's run of the sound checkpoint: the text is the same, the drafts are not."""
+    few_buckets(monkeypatch, decode=False)
+    folder = tiny_checkpoint("v3-mtp", tmp_path / "hf")
+    figures, drafts = tmp_path / "figures.json", ("--num-speculative-tokens", 3)
+    code, out = compare(capsys, folder, "--reference", folder, *SIZES, *drafts, "--json", figures)
+    assert (code, out.splitlines()[-1]) == (0, "PASS")
+    report = json.loads(figures.read_text())
+    assert report["identical"] == report["prompts"] == 3
+    report = report["drafts"]
+    assert report["windows"] == report["identical"] > 0  # fewer than tokens, where drafts were accepted
+    assert report["tokens"] == report["agreed"] == 3 * report["windows"]
+    assert [*report["stages"]] == [
+        "draft input",
+        *(f"draft step {i}, {w}" for i in (1, 2, 3) for w in ("hidden", "logits")),
+    ]
+    assert all(0 < errors["max"] < 2e-4 for errors in report["stages"].values())
+
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    name = "model.layers.3.self_attn.o_proj.weight"
+    edit_tensors(broken, add={name: 1.02 * tensors(broken)[name]})
+    code, out = compare(capsys, broken, "--reference", folder, *SIZES, *drafts)
+    assert code == 1
+    assert "3 of 3 continuations identical" in out
+    failures = [line for line in out.splitlines() if line.startswith("FAIL: ")]
+    assert "max draft logit error" in failures[0]
+    assert "the first stage of the draft that is off: draft step 1, hidden" in failures[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_an_eagle3_draft_is_compared_also_with_a_record(tmp_path, capsys, monkeypatch):
+    """With a head of fewer tokens, EAGLE3.1's norms, and each broken weight named by its stage."""
+    few_buckets(monkeypatch, decode=False)
+    folder = tiny_checkpoint("llama", tmp_path / "hf")
+    draft = tiny_draft(tmp_path / "draft", draft_vocab_size=100, fc_norm=True, norm_output=True, **LAYER_IDS)
+    record, speculation = tmp_path / "run.npz", ("--speculative-model", draft, "--num-speculative-tokens", 2)
+    assert compare(capsys, "record", folder, record, *SIZES, *speculation)[0] == 0
+    code, out = compare(capsys, folder, "--reference", record, *speculation)
+    assert (code, out.splitlines()[-1]) == (0, "PASS")
+    assert "draft step 2, logits" in out
+    with pytest.raises(JaxspecError, match="no run of a draft for 3 steps"):
+        Reference(record, num_prompts=1, new_tokens=1, draft=DraftChoice(draft, 3))
+
+    for name, stage in (("fc_norm.1.weight", "draft input"), ("lm_head.weight", "draft step 1, logits")):
+        broken = shutil.copytree(draft, tmp_path / name)
+        edit_tensors(broken, add={name: 1.02 * tensors(broken)[name]})
+        speculation = ("--speculative-model", broken, "--num-speculative-tokens", 2)
+        code, out = compare(capsys, folder, "--reference", record, *speculation)
+        assert code == 1
+        assert f"the first stage of the draft that is off: {stage} (" in out
+
+
+@pytest.mark.torch
+def test_drafts_that_pytorch_cannot_run_are_refused(folder, tmp_path, capsys):
+    draft = tiny_draft(tmp_path / "draft", **LAYER_IDS)
+    for choice, message in (
+        (DraftChoice(None, 1), "has no NextN .MTP. layer to compare with; name an EAGLE3 draft"),
+        (
+            DraftChoice(folder, 1),
+            "is DeepseekV3ForCausalLM: there is a PyTorch reference of EAGLE3 and MTP drafts only",
+        ),
+    ):
+        with pytest.raises(JaxspecError, match=message):
+            TorchModel(folder, draft=choice)
+    (draft / "model.safetensors").unlink()  # as in a folder that `jaxspec convert` made
+    with pytest.raises(JaxspecError, match=r"PyTorch reads a draft from its Hugging Face folder \(--draft-reference\)"):
+        TorchModel(folder, draft=DraftChoice(draft, 1))
+    for arguments, message in (
+        (("--num-speculative-tokens", "-1"), "compared in at least one step"),
+        (("--speculative-model", "x", "--num-speculative-tokens", "0"), "compared in at least one step"),
+        (("--num-speculative-tokens", "1", "--draft-reference", "x"), "is for EAGLE3 drafts"),
+    ):
+        code = cli.main(["compare", str(folder), "--reference", str(folder), *arguments])
+        assert code != 0
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.torch
