@@ -12,6 +12,7 @@ from serve.errors import ApiError
 from serve.generation import Choice, Delta
 from serve.named_events import NamedEvent
 from serve.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from serve.parsers.json_prefix import JsonPrefix
 
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 
@@ -30,6 +31,8 @@ class MessageWriter:
         self._stops = stops
         self._blocks: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
+        self._arguments: JsonPrefix | None = None  # of an open call in a stream
+        self._streams = True
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model, **mark}
         self._stop_sequence: str | None = None
 
@@ -39,10 +42,16 @@ class MessageWriter:
         yield {"type": "message_start", "message": empty}
 
     def add(self, choice: Choice, delta: Delta) -> Iterator[NamedEvent]:
+        """
+        Raises:
+            ApiError: in a stream, the model's call is none: a client has its beginning, and could not parse the rest.
+        """
         self._cut_stop(delta)
         for event in self._run.events(choice, delta):
             yield from self._event(event)
         if delta.finish_reason is not None:
+            if delta.finish_reason is FinishReason.LENGTH or self._stop_sequence is not None:
+                self._arguments = None  # clients are told that it was cut
             yield from self._close()
             yield {"type": "message_delta", "delta": self._end(choice, delta), "usage": self._usage(choice)}
             yield {"type": "message_stop"}
@@ -51,10 +60,14 @@ class MessageWriter:
         yield error.anthropic_body()
 
     def whole(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        self._streams = False
         for _ in self.add(choice, delta):
             pass
         content = [_whole_block(block) for block in self._blocks]
-        return {**self._head, "content": content, **self._end(choice, delta), "usage": self._usage(choice)}
+        end = self._end(choice, delta)
+        if end["stop_reason"] == "tool_use" and all(block["type"] != "tool_use" for block in content):
+            end["stop_reason"] = "end_turn"
+        return {**self._head, "content": content, **end, "usage": self._usage(choice)}
 
     def _cut_stop(self, delta: Delta) -> None:
         """The stop sequence that has ended the text is told, but is no part of it."""
@@ -70,9 +83,12 @@ class MessageWriter:
                 yield from self._piece("thinking", "thinking_delta", "thinking", text)
             case CallStart(_, call_id, name):
                 yield from self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}}, "json")
+                self._arguments = JsonPrefix() if self._streams else None
             case CallArguments(_, text):
                 assert self._open is not None
                 self._open["json"] += text
+                if self._arguments is not None and not self._arguments.feed(text):
+                    raise _no_call(self._open["name"])
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _piece(self, kind: str, delta: str, name: str, text: str) -> Iterator[NamedEvent]:
@@ -96,7 +112,9 @@ class MessageWriter:
             # Clients send it back with the thought; nobody checks it.
             self._open["signature"] = hashlib.sha256(self._open["thinking"].encode()).hexdigest()
             yield self._delta({"type": "signature_delta", "signature": self._open["signature"]})
-        self._open = None
+        if self._arguments is not None and not self._arguments.complete:
+            raise _no_call(self._open["name"])
+        self._open = self._arguments = None
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _delta(self, delta: dict[str, Any]) -> NamedEvent:
@@ -119,14 +137,17 @@ class MessageWriter:
         }
 
 
+def _no_call(name: str) -> ApiError:
+    return ApiError(
+        500, f"the model's call of {name} has arguments that are no JSON object; try again", code="bad_call"
+    )
+
+
 def _whole_block(block: dict[str, Any]) -> dict[str, Any]:
     """A call whose arguments are no JSON object has no place in a whole message: it is a text."""
     if block["type"] != "tool_use":
         return block
-    try:
-        arguments = json.loads(block["json"])
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    arguments = JsonPrefix()
+    if not (arguments.feed(block["json"]) and arguments.complete):
         return {"type": "text", "text": f"{block['name']}({block['json']})"}
-    return {"type": "tool_use", "id": block["id"], "name": block["name"], "input": arguments}
+    return {"type": "tool_use", "id": block["id"], "name": block["name"], "input": json.loads(block["json"])}

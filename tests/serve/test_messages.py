@@ -3,6 +3,7 @@
 import json
 
 import httpx
+import jiter
 import pytest
 
 from tests.serve.chats import HERMES, TWO_CALLS, WEATHER, chat_engine
@@ -169,7 +170,32 @@ def test_why_a_message_ends(caller, stream):
 
 def test_a_call_that_is_no_json_is_a_text(caller):
     caller.engine.says = '<tool_call>{"name": "get_weather", "arguments": {city: 1}}</tool_call>'
-    assert caller.post(PATH, WITH_TOOLS).json()["content"] == [{"type": "text", "text": "get_weather({city: 1})"}]
+    message = caller.post(PATH, WITH_TOOLS).json()
+    assert message["content"] == [{"type": "text", "text": "get_weather({city: 1})"}]
+    assert message["stop_reason"] == "end_turn"
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{city: 1}", '{"city": tru}', r'{"city": "\ud800"}', '{"city": "Kö', '{"city": 1,']
+)
+def test_a_call_that_is_no_json_is_an_error_in_a_stream(caller, arguments):
+    """What came before the error is what a client can parse; it may not act on half a call."""
+    caller.engine.says = f'Wait. <tool_call>{{"name": "get_weather", "arguments": {arguments}'
+    *events, last = named_events(caller.base_url, PATH, WITH_TOOLS | {"stream": True})
+    assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+    assert "the model's call of get_weather has arguments that are no JSON object" in last["error"]["message"]
+    assert events[-1]["type"] in ("content_block_start", "content_block_delta")
+    parts = [e["delta"].get("partial_json", "") for e in events if e["type"] == "content_block_delta"]
+    assert arguments.startswith("".join(parts))
+    assert jiter.from_json("".join(parts).encode() or b"{}", partial_mode=True) in ({}, {"city": 1})
+    caller.wait_until(lambda: not caller.engine.has_work and caller.service.in_flight == 0)
+    assert caller.post(PATH, WITH_TOOLS).json()["content"][0] == {"type": "text", "text": "Wait."}
+
+
+def test_a_call_that_is_cut_says_so(caller):
+    caller.engine.says = '<tool_call>{"name": "get_weather", "arguments": {"city": "' + "x" * 500
+    *_, end, _stop = named_events(caller.base_url, PATH, WITH_TOOLS | {"stream": True, "max_tokens": 80})
+    assert end["delta"]["stop_reason"] == "max_tokens"
 
 
 def test_tokens_of_the_prefix_cache_are_counted_apart(start_server):

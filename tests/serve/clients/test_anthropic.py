@@ -39,6 +39,17 @@ def test_the_accumulator_of_anthropic(start_server, anthropic):
     assert count.input_tokens == answer.usage.input_tokens
 
 
+def test_a_call_that_is_no_json_is_an_error_of_the_server(start_server, anthropic):
+    """And not one of the accumulator, which could not parse it."""
+    _, model = chat_engine('<tool_call>{"name": "get_weather", "arguments": {"city": Köln}}</tool_call>')
+    server = start_server(model)
+    client = anthropic.Anthropic(base_url=server.base_url, api_key="key", max_retries=0)
+    with client.messages.stream(**WITH_TOOLS) as stream:
+        with pytest.raises(anthropic.APIStatusError, match="no JSON object"):
+            stream.get_final_message()
+        assert stream.current_message_snapshot.content[0].input == {}
+
+
 def test_errors_are_those_of_anthropic(start_server, anthropic):
     _, model = chat_engine("Yes.")
     server = start_server(model, api_keys=("key",))
