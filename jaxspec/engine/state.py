@@ -45,12 +45,13 @@ class StepState(NamedTuple):
         bias_ids: int32 [S, MAX_LOGIT_BIAS], of which the first NUM_BIAS count; bias_values float32 likewise.
         masks: int32 [S, n, ceil(V / 32)] which ids a constrained slot may choose at each position of its next window, as
             bits (see `Constraint`). Written between steps.
-        draft_kv: the draft's cache, under the same page ids. Like the next two () without speculation.
-        held: int32 [S] how many drafts each slot holds: as many as its latest step proposed.
-        history: the ids of all tokens, under the same page ids as their KV, where drafts are looked up; () otherwise.
+        draft_kv: the draft's cache, under the same page ids. () where no model drafts.
+        held: int32 [S] how many drafts each slot holds: as many as its latest step proposed. Like the next () without
+            speculation.
         drafts: int32 [S, k] tokens proposed to follow `last_token`; those past `held` are stale but legal.
         draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
             requests of temperature 0 and for seeded ones. () where no model drafts.
+        history: the ids of all tokens, under the same page ids as their KV, where drafts are looked up; () otherwise.
         looked_up: bool [S] the drafts were looked up and not drawn: a point mass. () unless both kinds occur.
     """
 
