@@ -45,9 +45,10 @@ def constrained_rows(plan: StepPlan) -> list[tuple[Request, tuple[int, ...]]]:
 
     A chunk in the middle chooses nothing; a request that resumes is told its next token.
     """
-    sampled = [(row.request, ()) for row in plan.prefill if row.final and row.forced == NO_ID]
-    windows = [(each, each.drafts[:count]) for each, count in zip(plan.decode, plan.verified, strict=True)]
-    return [(request, drafts) for request, drafts in (*sampled, *windows) if request.constraint]
+    sampled = [row.request for row in plan.prefill if row.final and row.forced == NO_ID]
+    rows: list[tuple[Request, tuple[int, ...]]] = [(request, ()) for request in sampled if request.constraint]
+    windows = zip(plan.decode, plan.verified, strict=True)
+    return rows + [(request, request.drafts[:count]) for request, count in windows if request.constraint]
 
 
 class MaskUpload:

@@ -1,6 +1,7 @@
 """One generation request: its state machine and the one place where its output is cut."""
 
 import enum
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,15 @@ class Request:
     @property
     def constraint(self) -> Constraint | None:
         return None if self.rule is None else self.rule.constraint
+
+    @functools.cached_property
+    def needs_full(self) -> bool:
+        """Every step of the request is one of a "full" bucket: only these keep count of what it holds."""
+        params = self.params
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        masked = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        ruled = penalised or masked or params.logit_bias or params.min_tokens or self.constraint
+        return bool(ruled or params.logprobs or params.prompt_logprobs is not None)
 
     @property
     def acceptance(self) -> Acceptance | None:

@@ -95,7 +95,7 @@ class Scheduler:
             prefill = self._plan_prefill(budget - len(decode) * (drafts + 1))
         if not prefill and not decode:
             return None
-        needs_full = any(_needs_full(r) for r in (*(row.request for row in prefill), *decode))
+        needs_full = any(r.needs_full for r in (*(row.request for row in prefill), *decode))
         # What prompts turned out to run may need a bucket that has no such windows: fewer drafts are always right.
         drafts = _at_most(drafts, self._choices[bool(prefill), needs_full])
         deltas: list[tuple[int, int, int]] = []
@@ -184,7 +184,7 @@ class Scheduler:
         if not self.settings.mixed and prompts:
             ready = []
         requests = [*ready, *prompts]
-        full = any(map(_needs_full, requests))
+        full = any(r.needs_full for r in requests)
         choices = self._choices[bool(prompts), full]
         if len(choices) == 1 or not requests:
             return choices[-1]
@@ -307,8 +307,10 @@ class Scheduler:
 
     def _unsent(self, request: Request, upto: int) -> list[tuple[int, int, int]]:
         upto = min(upto, len(request.pages))
+        if upto <= request.sent_pages:
+            return []
         deltas = [(request.slot, column, request.pages[column]) for column in range(request.sent_pages, upto)]
-        request.sent_pages = max(request.sent_pages, upto)
+        request.sent_pages = upto
         return deltas
 
 
@@ -326,12 +328,3 @@ def _counted_cached(request: Request) -> int:
     elif params.presence_penalty or params.frequency_penalty:
         unseen = request.prompt_len
     return request.computed if request.computed > unseen else 0
-
-
-def _needs_full(request: Request) -> bool:
-    """Every step of such a request is one of a "full" bucket: only these keep count of what it holds."""
-    params = request.params
-    penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-    masked = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    ruled = penalised or masked or params.logit_bias or params.min_tokens or request.constraint
-    return bool(ruled or params.logprobs or params.prompt_logprobs is not None)
