@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, SPECULATIVE_METHODS, EngineConfig, flagged
+from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, flagged
 from jaxspec.errors import ConfigError, shown
 
 # Keys, their types, and the options that they set.
@@ -32,7 +32,8 @@ def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> E
     The number is 3 by default. Without a method, a model means eagle3 and no model means mtp.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, a contradiction, or an option that `config` sets too.
+        ConfigError: an unknown key, a wrong type, an option that `config` sets too, or a contradiction, which `EngineConfig`
+            finds.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"speculative_config must be an object such as {_EXAMPLE}, got {shown(given)}")
@@ -54,20 +55,8 @@ def with_speculative_config(config: EngineConfig, given: Mapping[str, Any]) -> E
         if option in options or getattr(config, option) is not None:
             raise ConfigError(f"{flagged(option)} is given twice: as an option and as {key} in speculative_config")
         options[option] = value
-    method, model = options.get("speculative_method"), options.get("speculative_model")
-    if method is not None and method not in SPECULATIVE_METHODS:
-        *others, last = SPECULATIVE_METHODS
-        raise ConfigError(f"method in speculative_config must be {', '.join(others)} or {last}, got {shown(method)}")
-    if method == "mtp" and (model or config.speculative_model):
-        raise ConfigError(
-            "method mtp uses the model's own NextN layer: leave the draft model out, or use method eagle3"
-        )
-    if method and method.endswith("eagle3") and not model:
-        raise ConfigError(f"method {method} needs a draft: give its model in speculative_config, as in {_EXAMPLE}")
     if config.num_speculative_tokens is None:
         options.setdefault("num_speculative_tokens", DEFAULT_SPECULATIVE_TOKENS)
-    if method in ("mtp", "eagle3"):  # what is drafted with anyway
-        del options["speculative_method"]
-    if not model:
-        options.pop("speculative_model", None)
-    return replace(config, **options)
+    config = replace(config, **options)
+    # These two are what is drafted with anyway.
+    return replace(config, speculative_method=None) if config.speculative_method in ("mtp", "eagle3") else config

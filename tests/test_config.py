@@ -69,10 +69,10 @@ def test_it_stands_for_options(given, options):
         ({"num_speculative_tokens": True}, {}, "must be a whole number, got True"),
         ({"num_speculative_tokens": 2.0}, {}, "must be a whole number, got 2.0"),
         ({"num_speculative_tokens": 8}, {}, "between 0 and 7"),
-        ({"method": "mtp", "model": "x"}, {}, "own NextN layer"),
-        ({"method": "mtp"}, {"speculative_model": "x"}, "own NextN layer"),
-        ({"method": "eagle3"}, {}, "needs a draft"),
-        ({"method": "eagle3", "model": ""}, {}, "needs a draft"),
+        ({"method": "mtp", "model": "x"}, {}, "mtp uses no draft model, .* leave it out, or use eagle3"),
+        ({"method": "mtp"}, {"speculative_model": "x"}, "mtp uses no draft model, .* leave it out, or use eagle3"),
+        ({"method": "eagle3"}, {}, "eagle3 needs a draft: name one with speculative_model"),
+        ({"method": "eagle3", "model": ""}, {}, r"speculative_model \(.*\) must be"),
         ({"model": "x"}, {"speculative_model": "x"}, r"speculative_model \(.*\) is given twice"),
         ({"num_speculative_tokens": 2}, {"num_speculative_tokens": 2}, r"num_speculative_tokens \(.*\) is given twice"),
         ("mtp", {}, "must be an object"),
@@ -89,6 +89,8 @@ def test_what_makes_no_sense_is_refused(given, options, message):
 def test_options_fill_what_the_config_leaves_open():
     config = with_speculative_config(EngineConfig(num_speculative_tokens=5), {"method": "eagle3", "model": "x"})
     assert (config.speculative_model, config.num_speculative_tokens) == ("x", 5)
+    config = with_speculative_config(EngineConfig(speculative_model="x"), {"method": "eagle3"})
+    assert (config.speculative_model, config.num_speculative_tokens) == ("x", 3)
 
 
 @pytest.mark.parametrize(

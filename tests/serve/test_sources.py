@@ -127,7 +127,7 @@ def test_one_source_says_what_speculation_is(write):
         ("enable-lora: true", "serve.yaml: --enable-lora is not supported: merge the adapter"),
         (
             "speculative-config: {method: medusa}",
-            "serve.yaml: --speculative-config: method in speculative_config must be",
+            "serve.yaml: --speculative-config: speculative_method (--speculative-method) must be",
         ),
         ("1: 2", "serve.yaml: 1 is not the name of an option"),
         ("- port", "serve.yaml must map names of flags to values, as in `port: 8000`"),
