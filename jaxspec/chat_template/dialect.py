@@ -6,6 +6,7 @@ message but the first.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from jaxspec.errors import InvalidRequestError
 
 _NAME, _KEY, _VALUE, _WORDS = "probed_name", "probed_key", "probed_value", "probed words"
 _USER = {"role": "user", "content": "probed question"}
+# Half of a surrogate pair, which an escape in JSON can spell, and no tokenizer takes.
+_HALF = re.compile("[\ud800-\udfff]")
 _TOOL = {
     "type": "function",
     "function": {
@@ -73,6 +76,8 @@ class Dialect:
 def _object(text: str) -> Any:
     try:
         value = json.loads(text) if text.strip() else {}
+        if "\\u" in text:
+            value = json.loads(_HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text

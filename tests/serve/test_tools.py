@@ -77,6 +77,20 @@ def test_a_second_turn_with_tools(caller):
     assert f"<|assistant|>{call}{call}" in caller.engine.prompts[-1]
 
 
+@pytest.mark.parametrize("half", [r"\ud83d", r"\ude00", r"\uD83D\u0041"])
+def test_half_a_character_in_an_earlier_call_is_no_error(caller, half):
+    """Models write such escapes, and then every later turn has them."""
+    arguments = f'{{"city": "{half}"}}'
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    turns = [
+        *CHAT["messages"],
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "?"},
+    ]
+    assert caller.post("/v1/chat/completions", WITH_TOOLS | {"messages": turns}).status_code == 200
+    assert '"arguments": {"city": "\ufffd' in caller.engine.prompts[-1]
+
+
 def test_without_tools_a_call_is_a_text(caller):
     for body in (CHAT, WITH_TOOLS | {"tool_choice": "none"}):
         choice = client(caller.base_url).chat.completions.create(**body).choices[0]
