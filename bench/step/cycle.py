@@ -54,9 +54,12 @@ PLAIN = "plain"
 # The steps of sampling requests write log q, and greedy drafts are compared more sharply than drawn ones.
 SAMPLING = SamplingParams(temperature=1, greedy_drafts=True, max_tokens=None, ignore_eos=True)
 
+# One of the drafts has the target's latent attention.
+MODELS = [name for name, hf in SHAPES.items() if "kv_lora_rank" in hf]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=list(SHAPES), default="moonlight", help="target, with random weights")
+    parser.add_argument("--model", choices=MODELS, default="moonlight", help="target, with random weights")
     parser.add_argument(
         "--drafts", type=names_among(DRAFTS, "draft"), default=list(DRAFTS), metavar="NAME,...", help=", ".join(DRAFTS)
     )

@@ -1,5 +1,6 @@
 """The least bytes that a decode step or a speculative cycle has to read: the floor of its time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -8,7 +9,7 @@ from flax import nnx
 
 from bench.harness.models import Weights
 from jaxspec.config import PAGE_SIZE
-from jaxspec.models.cache import page_bytes
+from jaxspec.models.cache import CacheSpec, page_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
@@ -29,13 +30,20 @@ class Traffic:
         return self.weights + self.kv
 
 
-def traffic(model: CausalLM, rows: int, context: float, kv_token_bytes: float, *, tokens: int | None = None) -> Traffic:
+def traffic(model: CausalLM, rows: int, context: float, *, tokens: int | None = None) -> Traffic:
     """Of a step of `rows` rows and, with windows, `tokens` tokens in all (default: one a row)."""
     tokens = tokens or rows
     weights = weight_bytes(model, model.config, tokens)
     moe = routed_experts(model.config)
     experts = touched_share(moe, tokens) * moe.num_experts if moe else 0.0
-    return Traffic(weights, rows * context * kv_token_bytes, experts)
+    return Traffic(weights, rows * kv_bytes(model, context), experts)
+
+
+def kv_bytes(model: CausalLM, context: float) -> float:
+    """Bytes of KV that a row of so many tokens reads; of a layer with a sliding window those of the window."""
+    windows = (getattr(layer.attention, "window", None) for layer in model.config.layers)
+    tokens = (min(context, window or context) for window in windows)
+    return sum(n * _token_bytes([spec]) for n, spec in zip(tokens, model.cache_specs(), strict=True))
 
 
 def routed_experts(config: ModelConfig) -> MoESpec | None:
@@ -67,13 +75,13 @@ def weight_bytes(module: Any, config: ModelConfig, tokens: int) -> float:
 
 
 def cycle_bytes(
-    target: CausalLM, draft: Draft, rows: int, k: int, context: float, kv_token_bytes: float, draft_token_bytes: float
+    target: CausalLM, draft: Draft, rows: int, k: int, context: float, draft_token_bytes: float
 ) -> dict[str, float]:
     """The least bytes that one cycle has to read: the target's pass, and the draft's k passes (skip on).
 
     Each pass needs the result of the last one, so weights that no cache holds are read k times; `fc` once.
     """
-    verify = traffic(target, rows, context, kv_token_bytes, tokens=rows * (k + 1)).total
+    verify = traffic(target, rows, context, tokens=rows * (k + 1)).total
     declared = declarations(cast(nnx.Module, draft))
     once = float(sum(_nbytes(variable) for path, variable in declared.items() if path[0] == "fc"))
     each = weight_bytes(draft, target.config, rows) - once + rows * context * draft_token_bytes
@@ -87,6 +95,10 @@ def _nbytes(variable: Any) -> int:
     return int(np.prod(value.shape)) * value.dtype.itemsize
 
 
+def _token_bytes(specs: Sequence[CacheSpec]) -> float:
+    return page_bytes(specs, PAGE_SIZE, {TENSOR_AXIS: 1}) / PAGE_SIZE
+
+
 class Floor:
     """The least bytes of a step and of a cycle of one target and draft, and the time of reading them.
 
@@ -96,19 +108,15 @@ class Floor:
 
     def __init__(self, weights: Weights, bandwidth: float):
         self._weights, self._bandwidth = weights, bandwidth
-        one = {TENSOR_AXIS: 1}
-        self.kv_token = page_bytes(weights.model.cache_specs(), PAGE_SIZE, one) / PAGE_SIZE
-        draft = [weights.draft[0].cache_spec] if weights.draft else []
-        self.draft_token = page_bytes(draft, PAGE_SIZE, one) / PAGE_SIZE
+        self.kv_token = _token_bytes(weights.model.cache_specs())
+        self.draft_token = _token_bytes([weights.draft[0].cache_spec] if weights.draft else [])
 
     def of_step(self, rows: int, context: float) -> Traffic:
-        return traffic(self._weights.model, rows, context, self.kv_token)
+        return traffic(self._weights.model, rows, context)
 
     def of_cycle(self, rows: int, k: int, context: float) -> dict[str, float]:
         assert self._weights.draft is not None
-        return cycle_bytes(
-            self._weights.model, self._weights.draft[0], rows, k, context, self.kv_token, self.draft_token
-        )
+        return cycle_bytes(self._weights.model, self._weights.draft[0], rows, k, context, self.draft_token)
 
     def seconds(self, size: float) -> float:
         return size / self._bandwidth

@@ -20,6 +20,7 @@ import jax
 
 from bench.harness import latency, models, record
 from bench.harness.arguments import numbers
+from bench.harness.shapes import SHAPES
 from bench.harness.timing import ms
 from bench.harness.trace import keep_graphs, traced
 from bench.step import timeline_svg
@@ -34,7 +35,9 @@ REPEATS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="demo, moonlight, tiny (random weights), or a model folder")
+    parser.add_argument(
+        "--model", default="demo", help=f"demo, {', '.join(SHAPES)} (random weights), or a model folder"
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="shrink a random model to N layers")
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="requests that decode (default: 32)")
     parser.add_argument("--context", type=int, default=1024, metavar="TOKENS", help="their prompts (default: 1024)")

@@ -50,7 +50,9 @@ BURST = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo", help="demo, moonlight, tiny (random weights), or a model folder")
+    parser.add_argument(
+        "--model", default="demo", help=f"demo, {', '.join(SHAPES)} (random weights), or a model folder"
+    )
     parser.add_argument(
         "--tokens", type=int, metavar="K", help="drafted a cycle; 0: no cycles (default: 3 if there is an MTP layer)"
     )

@@ -4,9 +4,10 @@
     python -m bench step_vllm vllm FOLDER       times vLLM over it: vllm_plain.json and vllm_mtp.json
     python -m bench step --model FOLDER --peer FOLDER/vllm_plain.json FOLDER/vllm_mtp.json
 
-The stages may run in different environments. The checkpoint has Hugging Face layout and a NextN (MTP) layer with its
-copies of embedding and head. Projections and experts are N(0, 0.02), embeddings N(0, 1), norms 1, router biases 0: so
-routing spreads over all experts, where constant weights would send every token to the same ones.
+The stages may run in different environments. The checkpoint has Hugging Face layout and, where the shape has one, a NextN
+(MTP) layer with its copies of embedding and head; without one only vllm_plain.json is made. Projections and experts are
+N(0, 0.02), embeddings N(0, 1), norms 1, biases 0: so routing spreads over all experts, where constant weights would send
+every token to the same ones.
 
 The figures of a row count come from greedy requests with new random prompts each time: the time for one token each, and
 the time for N + 1 tokens each. Their difference over N is the time per output token; the prompts' tokens over the first
@@ -33,6 +34,7 @@ import numpy as np
 
 from bench.harness import record
 from bench.harness.arguments import numbers
+from bench.harness.shapes import SHAPES
 
 ROWS = (1, 4, 16, 32, 64, 128)
 CONTEXT = 1024
@@ -46,9 +48,8 @@ STD = 0.02
 
 # What vLLM and transformers need in a config.json besides the sizes.
 HF_CONFIG: dict[str, Any] = {
-    "model_type": "deepseek_v3", "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
-    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 
 # Generates exactly so many tokens for each prompt.
@@ -58,7 +59,7 @@ Generate = Callable[[Sequence[Sequence[int]], int], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", choices=["make", "vllm"])
     parser.add_argument("folder", type=Path, help="of the checkpoint")
-    parser.add_argument("--model", choices=["moonlight", "tiny"], default="moonlight", help="for make: the shape")
+    parser.add_argument("--model", choices=list(SHAPES), default="moonlight", help="for make: the shape")
     parser.add_argument("--layers", type=int, metavar="N", help="for make: shrink the model to N layers")
     parser.add_argument("--only", choices=list(DRAFTED), help="for vllm: one of the two (default: both)")
     parser.add_argument(
@@ -77,8 +78,8 @@ def checkpoint_config(model: str, layers: int | None = None) -> dict[str, Any]:
     """The config.json of one of `bench.harness.models.SHAPES`."""
     from bench.harness.models import random_config
 
-    hf = random_config(model, layers) | HF_CONFIG
-    return hf | {"num_key_value_heads": hf["num_attention_heads"]}
+    hf = HF_CONFIG | random_config(model, layers)
+    return {"num_key_value_heads": hf["num_attention_heads"]} | hf
 
 
 def make(folder: Path, hf: dict[str, Any], seed: int = 0) -> int:
@@ -90,34 +91,33 @@ def make(folder: Path, hf: dict[str, Any], seed: int = 0) -> int:
     from jaxspec.models.registry import family_of, read_config
 
     config = read_config(hf)
-    pieces = [
-        piece
-        for m in (family_of(config).key_map(config), family_of(config).nextn_key_map(config))
-        for group in m.values()
-        for piece in group
-    ]
-    shapes = {piece.name: piece.shape for piece in pieces}
-    nextn = nextn_prefix(config)
+    family, nextn = family_of(config), nextn_prefix(config)
+    maps = [family.key_map(config), *([family.nextn_key_map(config)] if config.nextn_layers else [])]
+    shapes = {piece.name: piece.shape for m in maps for group in m.values() for piece in group}
     copies = {
         f"{nextn}embed_tokens.weight": "model.embed_tokens.weight",
         f"{nextn}shared_head.head.weight": "lm_head.weight",
     }
+    copies = copies if config.nextn_layers else {}
     shapes |= {name: shapes[source] for name, source in copies.items()}
     number = {name: i for i, name in enumerate(shapes)}
     key = jax.random.key(seed, impl="rbg")
+
+    def in_float32(name: str) -> bool:
+        return "e_score_correction_bias" in name
 
     def draw(name: str) -> np.ndarray:
         if "norm" in name:
             return np.ones(shapes[name], jax.numpy.bfloat16)
         if "bias" in name:
-            return np.zeros(shapes[name], np.float32)
+            return np.zeros(shapes[name], np.float32 if in_float32(name) else jax.numpy.bfloat16)
         source = copies.get(name, name)
         std = 1.0 if "embed" in source else STD
         return np.asarray(_normal(shapes[name], std)(key, number[source]))
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf, indent=1))
-    tensors = {name: Tensor("F32" if "bias" in name else "BF16", shape) for name, shape in shapes.items()}
+    tensors = {name: Tensor("F32" if in_float32(name) else "BF16", shape) for name, shape in shapes.items()}
     return write_checkpoint(folder, tensors, draw, shard_bytes=SHARD_BYTES, threads=min(16, os.cpu_count() or 1))
 
 
@@ -236,7 +236,8 @@ def run(arguments: argparse.Namespace) -> int:
         _time_vllm(arguments, arguments.only)
         return 0
     words = sys.argv[2:] if sys.argv[1:2] == ["bench"] else sys.argv[1:]  # through the script `jaxspec`, or not
-    for method in DRAFTED:
+    has_draft = json.loads((arguments.folder / "config.json").read_text()).get("num_nextn_predict_layers")
+    for method in DRAFTED if has_draft else ["plain"]:
         # A process each: only its end frees the device's memory for certain.
         code = subprocess.run([sys.executable, "-m", "bench", *words, "--only", method], check=False).returncode
         if code:

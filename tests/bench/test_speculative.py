@@ -38,12 +38,12 @@ def test_drafts_have_published_sizes(moonlight):
 def test_byte_floor_of_a_cycle(moonlight):
     """A window of four tokens touches as many experts as four rows; each draft pass reads layer, head and KV again."""
     draft = declare_draft("eagle3-mla", SHAPES["moonlight"], moonlight, BF16)
-    need = cycle_bytes(moonlight, draft, 1, 3, 1000, 31104, 1152)
-    assert need["target"] == pytest.approx(traffic(moonlight, 4, 250, 31104).total)
+    need = cycle_bytes(moonlight, draft, 1, 3, 1000, 1152)
+    assert need["target"] == pytest.approx(traffic(moonlight, 4, 250).total)
     once = 2 * 3 * H * H
     assert need["draft"] == pytest.approx(once + 3 * (2 * count_parameters(draft) - once + 1000 * 1152))
     mtp = declare_draft("mtp", SHAPES["moonlight"], moonlight, BF16)
-    few, many = (cycle_bytes(moonlight, mtp, rows, 3, 0, 0, 0)["draft"] for rows in (1, 2))
+    few, many = (cycle_bytes(moonlight, mtp, rows, 3, 0, 0)["draft"] for rows in (1, 2))
     assert few > 3 * 2 * V * H  # the target's head
     assert many - few == pytest.approx(3 * 2 * 3 * H * 1408 * 64 * ((58 / 64) - (58 / 64) ** 2))
 

@@ -1,0 +1,75 @@
+"""Sizes of published models as their config.json has them, some cut to fewer layers, and a tiny one.
+
+Moonlight-16B-A3B, GLM-4.7-Flash, Qwen3-30B-A3B, GLM-4.5-Air, MiniMax-M2 and gpt-oss-20b, from
+huggingface.co/{moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, Qwen/Qwen3-30B-A3B, zai-org/GLM-4.5-Air,
+MiniMaxAI/MiniMax-M2, openai/gpt-oss-20b}. Those of GLM, MiniMax and gpt-oss are the defaults of transformers' configuration
+classes (of gpt-oss with the layers and experts of the smaller model); tests/bench/test_shapes.py counts their parameters.
+All widths are the published ones. So that random weights fit on one GPU with room for KV, GLM-4.7-Flash has 24 of 47
+layers, Qwen3 24 of 48, GLM-4.5-Air 7 of 46, MiniMax-M2 4 of 62 and gpt-oss 16 of 24.
+"""
+
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "moonlight": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "moe_layer_freq": 1,
+        "vocab_size": 163840, "hidden_size": 2048, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "intermediate_size": 11264, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None,
+        "n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_theta": 50000.0,
+        "num_nextn_predict_layers": 1,
+    },
+    "glm-4.7-flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 154880,
+        "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 20, "intermediate_size": 10240,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "kv_lora_rank": 512, "q_lora_rank": 768,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "topk_method": "noaux_tc",
+        "rope_theta": 1e6, "num_nextn_predict_layers": 1,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 6144, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "rope_theta": 1e6,
+    },
+    "glm-4.5-air": {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096,
+        "num_hidden_layers": 7, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+        "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5, "intermediate_size": 10944,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "n_routed_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.0, "rope_theta": 1e6, "num_nextn_predict_layers": 1,
+    },
+    "minimax-m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 200064,
+        "hidden_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 48, "num_key_value_heads": 8,
+        "head_dim": 128, "rotary_dim": 64, "use_qk_norm": True, "qk_norm_type": "per_layer", "intermediate_size": 1536,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 196608, "num_local_experts": 256, "num_experts_per_tok": 8,
+        "scoring_func": "sigmoid", "use_routing_bias": True, "rope_theta": 5e6,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+        "num_hidden_layers": 16, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "attention_bias": True, "intermediate_size": 2880, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+        "rope_theta": 150000.0, "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "tiny": {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "moe_layer_freq": 1,
+        "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 96, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": None,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.0, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_theta": 10000.0,
+        "num_nextn_predict_layers": 1,
+    },
+}  # fmt: skip

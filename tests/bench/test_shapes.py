@@ -1,0 +1,124 @@
+"""The published sizes that benchmarks know: their parameters, their floors, and the kernels that their steps run."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bench.harness.models import mesh_of_one, random_config
+from bench.harness.shapes import SHAPES
+from bench.step import step_vllm
+from bench.step.floor import kv_bytes, traffic
+from jaxspec.config import EngineConfig, resolve
+from jaxspec.engine.batch import InputLayout
+from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.state import state_shapes
+from jaxspec.engine.step import make_step
+from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.mtp import NextN
+from jaxspec.models.params import count_parameters
+from jaxspec.models.registry import read_config
+from pallas_kernels.backend import Backends, use
+
+BF16 = np.dtype(jnp.bfloat16)
+# All layers, and parameters in billions without the MTP layer: 30.5 and 20.9 on the cards of Qwen3-30B-A3B and
+# gpt-oss-20b, about 30, 106 and 230 in the names and descriptions of the others.
+PUBLISHED = {
+    "moonlight": (27, 15.96), "glm-4.7-flash": (47, 29.9), "qwen3-30b-a3b": (48, 30.53), "glm-4.5-air": (46, 106.9),
+    "minimax-m2": (62, 228.7), "gpt-oss-20b": (24, 20.91),
+}  # fmt: skip
+NEW = [name for name in PUBLISHED if name != "moonlight"]
+ROWS, DRAFTS = (1, 32, 128), 3
+
+
+def target(name: str, layers: int | None = None) -> CausalLM:
+    return CausalLM(read_config(random_config(name, layers)), BF16)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_widths_are_the_published_ones(name):
+    """With all of its layers a model has its published number of parameters; its slice fits on one GPU."""
+    layers, billions = PUBLISHED[name]
+    assert count_parameters(target(name, layers)) / 1e9 == pytest.approx(billions, rel=2e-3)
+    assert 20e9 < 2 * count_parameters(target(name)) < 40e9
+
+
+def test_floor_of_sliding_windows():
+    """Every second layer of gpt-oss reads no more than its window."""
+    model = target("gpt-oss-20b")
+    layer = 2 * 8 * 64 * 2
+    assert kv_bytes(model, 100) == 16 * 100 * layer
+    assert kv_bytes(model, 1024) == 8 * (128 + 1024) * layer
+    assert traffic(model, 32, 1024).kv == 32 * kv_bytes(model, 1024)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The device is an H200, for the choice of kernels."""
+    device = SimpleNamespace(
+        platform="gpu", compute_capability="9.0", device_kind="NVIDIA H200", core_count=132, id=0, process_index=0
+    )
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+
+
+def cases():
+    first = ("glm-4.7-flash", 32, 256)
+    rest = [case for case in itertools.product(NEW, ROWS, (0, 256)) if case != first]
+    return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
+
+
+@pytest.mark.parametrize(("name", "rows", "prompt"), cases())
+def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
+    """Decode steps and those with a prompt lower for CUDA at real widths, an MTP layer included."""
+    mesh = mesh_of_one()
+    model = target(name, 2)  # a dense layer and a mixture, or both kinds of attention
+    draft = NextN(model.config, BF16) if model.config.nextn_layers else None
+    k = DRAFTS if draft else 0
+    settings = resolve(
+        EngineConfig(
+            max_model_len=2048, max_num_seqs=rows, max_num_batched_tokens=prompt + 2 * rows * (k + 1),
+            num_gpu_blocks_override=64, num_speculative_tokens=k,
+        ),
+        model_max_position=model.config.max_position, page_bytes=0, free_bytes=0, on_gpu=True,
+    )  # fmt: skip
+    bucket = Bucket(prompt, min(prompt, 1), rows, "lean", k)
+    layout = InputLayout(bucket, settings.page_size, settings.max_pages)
+    graphdefs, params = zip(*(nnx.split(m) if m else (None, None) for m in (model, draft)), strict=True)
+    inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (params, state_shapes(model, settings, mesh, draft=draft), inputs),
+    )
+    request.getfixturevalue("hopper")
+    with use(Backends()) as chosen:
+        jax.jit(make_step(graphdefs, layout, settings)).trace(*abstract).lower(lowering_platforms=("cuda",))
+    assert {"moe", "moe_route"} <= set(chosen)
+    assert any(operation.endswith("_decode") for operation in chosen)
+    # The fused projections of one token are an extra that gpt-oss's width of 2880 goes without.
+    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= {"norm_linear"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEW)
+def test_random_checkpoints_of_every_shape_load(name, tmp_path, monkeypatch):
+    """What `bench step_vllm make` writes is a folder of the family, its MTP layer included."""
+    small = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "moe_intermediate_size": 32, "kv_lora_rank": 32, "q_lora_rank": 16, "num_key_value_heads": 2, "n_routed_experts": 8,
+        "num_experts": 8, "num_local_experts": 8,
+    }  # fmt: skip
+    hf = SHAPES[name]
+    monkeypatch.setitem(SHAPES, name, hf | {key: value for key, value in small.items() if key in hf})
+    config = step_vllm.checkpoint_config(name)
+    assert step_vllm.make(tmp_path, config) > 0
+    mesh = mesh_of_one()
+    model, params = load_params(open_checkpoint(tmp_path), mesh, "bfloat16")
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count_parameters(model)
+    if config.get("num_nextn_predict_layers"):
+        load_nextn(open_checkpoint(tmp_path), mesh, "bfloat16")
