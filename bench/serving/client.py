@@ -253,10 +253,14 @@ async def run_sessions(
                 await asyncio.sleep(start + due - time.perf_counter())
                 said = said + turn.new
                 body = {**session.body, "prompt": said, "max_tokens": turn.tokens}
-                outcomes.append(await complete(client, body, timeout, max(time.perf_counter() - start - due, 0.0)))
-                if outcomes[-1].failure is not None:
+                outcome = await complete(client, body, timeout, max(time.perf_counter() - start - due, 0.0))
+                if outcome.failure is None and len(outcome.stream.ids) != outcome.stream.tokens:
+                    outcome.failure = BROKEN
+                    outcome.message = "it has no token_ids, which the next turn's prompt is made of (return_token_ids)"
+                outcomes.append(outcome)
+                if outcome.failure is not None:
                     break
-                said = said + outcomes[-1].stream.ids
+                said = said + outcome.stream.ids
                 due = time.perf_counter() - start
             return outcomes
 

@@ -87,7 +87,7 @@ def time_server(arguments: argparse.Namespace, env: Mapping[str, str], seed: int
         bursts = {}
         if arguments.num_requests:
             bursts["at ready"] = _burst(endpoint, arguments, 2 * seed)
-        _wait_for_all(endpoint)
+        wait_for_all(endpoint)
         everything = time.perf_counter() - started
         if arguments.num_requests:
             bursts["steady"] = _burst(endpoint, arguments, 2 * seed + 1)
@@ -144,9 +144,15 @@ def _burst(endpoint: "Endpoint", arguments: argparse.Namespace, seed: int) -> di
     return summarise(outcomes)
 
 
-def _wait_for_all(endpoint: "Endpoint") -> None:
+def wait_for_all(endpoint: "Endpoint") -> None:
+    """
+    Raises:
+        ConfigError: it takes too long, or the server does not say.
+    """
     started = time.perf_counter()
-    while endpoint.value("buckets_pending"):
+    while (pending := endpoint.value("buckets_pending")) != 0:
+        if pending is None:
+            raise ConfigError("/metrics does not say how many steps are still compiled (buckets_pending)")
         if time.perf_counter() - started > _ALL_SECONDS:
             raise ConfigError(f"the server still compiles {_ALL_SECONDS:.0f} s after it was ready")
         time.sleep(0.1)

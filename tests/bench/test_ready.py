@@ -8,7 +8,14 @@ import pytest
 
 from bench.__main__ import main
 from bench.serving import endpoint
+from bench.serving.ready import wait_for_all
+from jaxspec.errors import ConfigError
 from tests.serve.test_process import SCRIPT
+
+
+def test_a_server_that_does_not_say_what_is_pending_is_no_server_with_nothing_pending():
+    with pytest.raises(ConfigError, match="buckets_pending"):
+        wait_for_all(endpoint.Endpoint("http://127.0.0.1:9", trust_env=False))
 
 
 @pytest.mark.slow

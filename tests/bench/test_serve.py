@@ -1,5 +1,6 @@
 """`bench serve` against the real server with the mock engine, and against one that refuses and breaks streams."""
 
+import asyncio
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import pytest
 from bench.__main__ import main
 from bench.harness import record
 from bench.serving import endpoint
-from bench.serving.client import StreamReader
+from bench.serving.client import BROKEN, Session, StreamReader, Turn, run_sessions
 from bench.serving.endpoint import acceptance, read_counters
 from bench.serving.serve import make_arrivals
 from tests.serve.conftest import start_server  # noqa: F401 - a fixture
@@ -181,6 +182,17 @@ def test_sessions_send_the_whole_conversation(start_server, tmp_path, capsys):  
     assert len(begins) == 1
     later = [r for r in engine.finished if any(r.tokens[: len(t)] == list(t) for t in tokens if len(t) < r.prompt_len)]
     assert len(later) == 2 * result["sessions"]  # each but the first sends the prompt and the answer before it
+
+
+def test_a_session_goes_on_with_what_was_answered_only(start_server):  # noqa: F811
+    """And not without it, where a server does not tell the answer's ids."""
+    server = start_server(served(MockEngine(), byte_tokenizer()))
+    turns = (Turn([1, 2], 3), Turn([4], 3))
+    for told in (True, False):
+        body = {"model": "mock", "stream": True, "return_token_ids": told}
+        outcomes = asyncio.run(run_sessions(server.base_url, {}, [Session(0.0, body, turns)], timeout=30))
+        assert [outcome.failure for outcome in outcomes] == ([None, None] if told else [BROKEN])
+    assert "token_ids" in outcomes[0].message
 
 
 def test_texts_where_a_server_needs_them(start_server, tmp_path):  # noqa: F811
