@@ -110,10 +110,8 @@ def demo_llm():
         return LLM("demo", dtype="float32", max_model_len=1024, max_num_batched_tokens=64, seed=0)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def executables_are_dropped():
+def drop_executables() -> None:
     """On a CPU each of an executable's many kernels takes three memory mappings, of which a process may have 65530."""
-    yield
     mappings = Path("/proc/self/maps")
     if not mappings.exists() or len(mappings.read_bytes().splitlines()) < MANY_MAPPINGS:
         return
@@ -122,6 +120,20 @@ def executables_are_dropped():
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def executables_are_dropped():
+    yield
+    drop_executables()
+
+
+@pytest.fixture(autouse=True)
+def executables_of_matrices_are_dropped(request):
+    """One module of a matrix alone can take them all."""
+    yield
+    if request.node.get_closest_marker("full"):
+        drop_executables()
 
 
 @pytest.fixture(autouse=True)
