@@ -49,6 +49,11 @@ ROTARY_TABLES = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 Read = Callable[[str, np.ndarray | None], np.ndarray]
 
 
+# Of a transposed tensor so many columns are copied at a time: for each row NumPy walks through all that it copies, and of
+# gpt-oss's experts whole it makes a third to a fifth of the speed.
+COLUMNS = 256
+
+
 def fill(piece: Piece, out: np.ndarray, read: Read) -> None:
     """Fills one piece of a parameter, cast to its dtype. Pieces may be filled in any order, and in several threads."""
     place = out[piece.at] if piece.take is ... and not piece.order else None
@@ -63,7 +68,13 @@ def fill(piece: Piece, out: np.ndarray, read: Read) -> None:
     if tensor.dtype == out.dtype:  # as integers: NumPy holds Python's lock while it copies bfloat16
         bits = f"u{out.dtype.itemsize}"
         tensor, out = tensor.view(bits), out.view(bits)
-    out[piece.at] = piece.of(tensor)
+    value, place = piece.of(tensor), out[piece.at]
+    if not (piece.order and place.shape == value.shape and np.may_share_memory(place, out)):
+        out[piece.at] = value
+        return
+    for first in range(0, value.shape[-1], COLUMNS):
+        columns = slice(first, first + COLUMNS)
+        place[..., columns] = value[..., columns]
 
 
 def nested(parts: dict[str, KeyMap]) -> KeyMap:

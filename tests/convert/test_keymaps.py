@@ -92,8 +92,9 @@ def test_a_piece_that_does_not_fit_its_place_is_not_read_into_it(shape: tuple[in
         return np.zeros(shape, np.int64) if into is None else into
 
     out = np.full((2, 3), 7)
-    with pytest.raises(ValueError, match="broadcast"):
-        fill(Piece("w", shape), out, read)
+    for order in ((), tuple(range(len(shape)))):
+        with pytest.raises(ValueError, match="broadcast"):
+            fill(Piece("w", shape, order=order), out, read)
     assert (out == 7).all()
 
 

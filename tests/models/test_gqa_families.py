@@ -63,8 +63,10 @@ def test_bias_selects_only():
     np.testing.assert_allclose(weights, [[0.5, 1 / (1 + np.exp(-1))]], rtol=1e-6)
 
 
-def test_gpt_oss_gate_up_order():
+@pytest.mark.parametrize("columns", [2, 256])
+def test_gpt_oss_gate_up_order(columns, monkeypatch):
     """Gate and up alternate in the last axis of a tensor that is stored [in, out]."""
+    monkeypatch.setattr("jaxspec.models.keymap.COLUMNS", columns)
     E, hidden, inner = 2, 3, 4
     moe = StackedMoESpec(E, 1, inner, 0, "softmax", biases=True)
     tensors = {
