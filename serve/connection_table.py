@@ -90,7 +90,7 @@ class ConnectionTable:
         self._sweep_soon()
         if self._is_full(connection) and not self._evict():
             self.log.warning(
-                "%d connections are open, and there may be no more (--max-connections %d, %d descriptors): 503 for others",
+                "%d connections are open, and there may be no more (--max-connections %d, %d descriptors): others are refused",
                 len(self._open),
                 self.limits.max_connections,
                 descriptor_limit(),
