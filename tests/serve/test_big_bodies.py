@@ -18,6 +18,8 @@ from serve.body import MAX_BODY_BYTES
 from tests.serve.client_checks import check_completions
 
 ROOT = Path(__file__).parents[2]
+# That /health may take at most, beside other tests on two cores; alone it takes 0.05. Parsing on the event loop took 18.
+MOST_SECONDS = 3.0
 # One of each kind; all of them under -m full.
 FEW = [
     "prompt of empty texts", "content: special tokens", "content of images", "messages of messages", "prompt of lists",
@@ -113,7 +115,7 @@ def test_big_bodies(watched):
     before = watched.peak_mib()
     seconds = send_all(watched, FEW)
     assert watched.peak_mib() - before < 200
-    assert seconds[-1] < 1, seconds[-5:]  # on a busy machine; a quiet one takes a twentieth
+    assert seconds[-1] < MOST_SECONDS, seconds[-5:]
     check_completions(watched.base_url)
 
 
@@ -133,7 +135,7 @@ def test_many_at_once(watched):
 
     seconds = health_while(watched.base_url, work)
     assert watched.peak_mib() - before < 300  # six bodies of 4 MB, but one of them in parts
-    assert seconds[-1] < 1, seconds[-5:]
+    assert seconds[-1] < MOST_SECONDS, seconds[-5:]
 
 
 @pytest.mark.full
