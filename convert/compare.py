@@ -115,14 +115,15 @@ class Collector:
         self.on_positions(sum(length for *_, length in spans))
 
     def _keep_drafts(self, step: Any, drafted: Any) -> None:
-        first, prefill = len(step.plan.prefill), step.plan.prefill
-        newest = [(row.request.id, row.start + row.length) for row in prefill]
-        gained = step.emitted[first:].tolist()
-        newest += [(r.id, len(r.tokens) - 1 + n) for r, n in zip(step.plan.decode, gained, strict=True)]
-        for row, (request_id, position) in enumerate(newest):
-            if row < first and not prefill[row].final:
-                continue
-            at = row if row < first else step.bucket.prefill_rows + row - first
+        """What follows the newest token of each row: on the device that is the last accepted one and the target's own,
+        although a request may end before it."""
+        prefill, first = step.plan.prefill, step.bucket.prefill_rows
+        newest = [(i, i, row.request.id, row.start + row.length) for i, row in enumerate(prefill) if row.final]
+        for i, request in enumerate(step.plan.decode):
+            row = len(prefill) + i
+            if step.emitted[row]:
+                newest.append((row, first + i, request.id, len(request.tokens) + int(step.accepted[row])))
+        for row, at, request_id, position in newest:
             self.drafts.setdefault(request_id, {})[position] = DraftRow(
                 step.drafts[row, : len(drafted.hidden)],
                 np.stack([hidden[at] for hidden in drafted.hidden]),

@@ -3,10 +3,12 @@
 import io
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from convert.compare import Collector
 from convert.progress import Bar, Lines
 from convert.reference import Reference, TorchModel, choose_prompts, read_record
 from convert.torch_drafts import DraftChoice
@@ -154,6 +156,24 @@ def test_an_eagle3_draft_is_compared_also_with_a_record(tmp_path, capsys, monkey
         code, out = compare(capsys, folder, "--reference", record, *speculation)
         assert code == 1
         assert f"the first stage of the draft that is off: {stage} (" in out
+
+
+def test_drafts_of_a_window_that_is_cut_follow_what_was_accepted():
+    """A request that ends inside its last window: the draft went on from a token that the request never had."""
+    request = SimpleNamespace(id="a", tokens=[5, 6, 7])
+    array = np.arange(6.0).reshape(6, 1)  # the bucket's: two prompt rows and one row with a window of 4 tokens
+    drafted = SimpleNamespace(inputs=array, hidden=(array,), logits=(array,))
+    step = SimpleNamespace(
+        plan=SimpleNamespace(prefill=[], decode=[request]), bucket=SimpleNamespace(prefill_rows=2),
+        emitted=np.array([1]), accepted=np.array([2]), drafts=np.array([[9, 9, 9]]),
+        probe=SimpleNamespace(residuals=array[None], logits=array, drafted=drafted),
+        token_offsets=lambda: (np.array([], int), np.array([2])),
+    )  # fmt: skip
+    collector = Collector()
+    collector(step)
+    assert list(collector.rows["a"]) == list(collector.inputs["a"]) == [2]  # the newest token is the request's own
+    ((position, row),) = collector.drafts["a"].items()
+    assert (position, row.ids.tolist(), row.hidden.tolist()) == (5, [9], [[2.0]])
 
 
 @pytest.mark.torch

@@ -33,7 +33,7 @@ class Target:
     def read_parts(self, targets):
         for part, shapes in targets.items():
             self.read.append(part)
-            yield part, {path: self.weight if path[0] == "head" else np.ones(s.shape) for path, s in shapes.items()}
+            yield part, {path: self.weight if path[1] == "weight" else np.ones(s.shape) for path, s in shapes.items()}
 
     def logits(self, hidden):
         return self.scale * hidden @ self.weight.T
@@ -66,6 +66,21 @@ def test_an_eagle3_head_keeps_its_rows(options, part, tmp_path):
     own = np.arange(100) + np.asarray(params["d2t"]) if "draft_vocab_size" in options else np.arange(VOCAB)
     assert kept == [i for i in range(0, VOCAB, 5) if i in own]
     assert len(kept) > 10
+
+
+def test_a_map_of_any_order_keeps_the_right_rows(tmp_path):
+    """A draft's own ids need not ascend."""
+    folder = tiny_draft(tmp_path, draft_vocab_size=100)
+    draft, params = load_eagle3(open_checkpoint(folder), one_device(), "float32", (0, 1, 2))
+    own, order = np.arange(100) + np.asarray(params["d2t"]), np.random.default_rng(3).permutation(100)
+    params |= {"d2t": own[order] - np.arange(100), "head": {"weight": params["head"]["weight"][order]}}
+    assert check(draft, params, "llama", np.sort(own[:40]).astype(np.int32)) == np.sort(own[:40]).tolist()
+
+
+def test_a_target_without_a_head_lends_its_embedding(tmp_path):
+    folder = tiny_draft(tmp_path, own_head=False)
+    draft, params = load_eagle3(open_checkpoint(folder), one_device(), "float32", (0, 1, 2))
+    assert check(draft, params, "qwen3-tied", part="embed") == IDS.tolist()
 
 
 def test_an_eagle3_head_that_has_none_of_them(tmp_path):
