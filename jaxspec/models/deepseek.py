@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import LayerSpec, ModelConfig, Published
-from jaxspec.models.fields import flag, real_or, require, text_or, whole_or
+from jaxspec.models.fields import flag, real_or, require, text_or, whole_or, with_defaults
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
     MAX_POSITION,
@@ -42,8 +42,14 @@ ARCHITECTURES = {
     GLM_DSA: Published("GLM-5, 5.1, 5.2", mtp=True, note=_SHORT),
 }
 
-# Dense layers before the routed ones where config.json does not say, as in the transformers classes.
-_FIRST_DENSE = {GLM_LITE: 1, V32: 3, GLM_DSA: 3}
+# What config.json leaves out means what it means to the transformers class, where the tensors would not tell.
+_SINCE_V3 = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    V3: _SINCE_V3 | {"n_group": 8, "topk_group": 4},
+    V32: _SINCE_V3,
+    GLM_LITE: _SINCE_V3 | {"routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
+    GLM_DSA: _SINCE_V3,
+}
 # Keys that an indexer chooses, in the same classes.
 _INDEX_TOPK = 2048
 # Layers of GLM-5.2 that share another one's choice of keys have none of these.
@@ -53,12 +59,13 @@ _SCORING = (("sigmoid", "noaux_tc"), ("softmax", "greedy"), ("softmax", "group_l
 
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
+    hf = with_defaults(hf, **_DEFAULTS.get(architecture, {}))
     common = common_fields(hf, architecture)
     layers = num_layers(hf)
     attention, dense = read_attention(hf), DenseSpec(size(hf, "intermediate_size"))
     moe = read_moe(hf, v3=architecture != V2)
     nextn = whole_or(hf, "num_nextn_predict_layers", 0, 0, MAX_NEXTN_LAYERS)
-    sparse = _sparse_layers(hf, architecture, layers)
+    sparse = _sparse_layers(hf, layers)
     return ModelConfig(
         **common,
         layers=tuple(LayerSpec(attention, moe if moe and i in sparse else dense) for i in range(layers)),
@@ -67,11 +74,11 @@ def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     )
 
 
-def _sparse_layers(hf: Mapping[str, Any], architecture: str, layers: int) -> Container[int]:
+def _sparse_layers(hf: Mapping[str, Any], layers: int) -> Container[int]:
     """The layers with routed experts."""
     if kinds := layer_kinds(hf, "mlp_layer_types", "dense", "sparse"):
         return {i for i, kind in enumerate(kinds) if kind == "sparse"}
-    return range(whole_or(hf, "first_k_dense_replace", _FIRST_DENSE.get(architecture, 0), 0, MAX_LAYERS), layers)
+    return range(whole_or(hf, "first_k_dense_replace", 0, 0, MAX_LAYERS), layers)
 
 
 def read_attention(hf: Mapping[str, Any]) -> MLASpec:

@@ -9,7 +9,16 @@ from jaxspec.models.registry import read_config
 from tests.tiny_models import CONFIGS
 
 # Keys whose absence means something else here, and why.
+_TENSORS = dict.fromkeys(
+    ("n_routed_experts", "n_shared_experts", "q_lora_rank"),
+    "other tensors are then left over or missing, which is refused",
+)
 OTHERWISE = {
+    "v2": _TENSORS,
+    "v3": _TENSORS | {"num_nextn_predict_layers": "no draft"},
+    "v32": _TENSORS,
+    "glm4-lite": _TENSORS,
+    "glm-dsa": _TENSORS,
     "glm4-moe": {
         "n_shared_experts": "none, as in DeepSeek's configurations; tensors of one would be left over, which is refused",
         "num_nextn_predict_layers": "no draft",
