@@ -110,6 +110,14 @@ def demo_llm():
         return LLM("demo", dtype="float32", max_model_len=1024, max_num_batched_tokens=64, seed=0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def xla_has_read_its_flags():
+    """XLA reads them when it starts a device, once, and some tests run commands with flags of their own."""
+    import jax
+
+    jax.devices()
+
+
 def drop_executables() -> None:
     """On a CPU each of an executable's many kernels takes three memory mappings, of which a process may have 65530."""
     mappings = Path("/proc/self/maps")
