@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxspec.compat import compiles
-from jaxspec.engine.buckets import bucket_table
+from jaxspec.engine.buckets import Variant
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -19,7 +19,7 @@ from jaxspec.models.mtp import NextN
 from jaxspec.models.params import TENSOR_AXIS
 from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
-from tests.engine.scripted import numpy_params, warmed
+from tests.engine.scripted import numpy_params, one_bucket, warmed
 from tests.engine.tiny import HF_CONFIG, SETTINGS, VOCAB, run
 
 LLAMA = {
@@ -40,14 +40,14 @@ def eagle3():
     return Eagle3(read_eagle3_config(HEAD), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False)
 
 
-def tokens(config, draft, devices):
+def tokens(config, draft, sampler: Variant, devices):
     """Texts of three requests on so many devices; greedy and at temperature 1, in chunks and whole."""
     mesh = Mesh(np.array(jax.devices()[:devices]), (TENSOR_AXIS,))
     model = CausalLM(read_config(config), jnp.float32)
     params = numpy_params(model, 1, mesh)
     assert {len(array.sharding.device_set) for array in jax.tree.leaves(params)} == {devices}
     settings = dataclasses.replace(SETTINGS, num_speculative_tokens=2)
-    drafting, buckets = (draft, numpy_params(draft, 2, mesh)), bucket_table(settings)[-1:]
+    drafting, buckets = (draft, numpy_params(draft, 2, mesh)), one_bucket(settings, sampler)
     runner = warmed(Runner(model, params, settings, mesh, draft=drafting, buckets=buckets))
     before = compiles.total
     rng = np.random.default_rng(0)
@@ -61,8 +61,11 @@ def tokens(config, draft, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "draft"), [(HF_CONFIG, nextn), (LLAMA, eagle3)], ids=["mla", "llama"])
-def test_two_devices_give_the_tokens_of_one(config, draft):
-    one, two = (tokens(config, draft(), devices) for devices in (1, 2))
+@pytest.mark.parametrize(
+    ("config", "draft", "sampler"), [(HF_CONFIG, nextn, "lean"), (LLAMA, eagle3, "full")], ids=["mla", "llama"]
+)
+def test_two_devices_give_the_tokens_of_one(config, draft, sampler):
+    """One of the two with the sampler of all parameters, which sees the same logits of either."""
+    one, two = (tokens(config, draft(), sampler, devices) for devices in (1, 2))
     assert one == two
     assert all(len(ids) == 20 for ids in two.values())
