@@ -42,24 +42,40 @@ def test_completion_fields(demo_llm):
     assert without.logprobs is None
 
 
+LATE = [
+    (prompt, SamplingParams(max_tokens=40, temperature=temperature, seed=i, logprobs=2, stop=stop))
+    for i, (prompt, temperature, stop) in enumerate(
+        [
+            (PROMPT, 0, ()),
+            (PROMPT + "\n    ", 1, ("return",)),
+            ("import os\n" * 20, 0, ("\n\n",)),
+            ("import os\n" * 20 + PROMPT, 1, ()),
+            ("class Tree:\n    def", 0, ("self.",)),
+        ]
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def alone(demo_llm):
+    """What each prompt of `LATE` gives by itself, without a prefix cache."""
+    outputs = []
+    for prompt, params in LATE:
+        demo_llm.engine.reset_prefix_cache()
+        outputs += demo_llm.generate(prompt, params)
+    return outputs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
-def test_steps_read_late_change_no_text(demo_llm, monkeypatch, depth):
+def test_steps_read_late_change_no_text(demo_llm, alone, monkeypatch, depth):
     """Text, stop strings and log-probabilities of prompts that begin alike, together, are those of each alone."""
-    prompts = [PROMPT, PROMPT + "\n    ", "import os\n" * 20, "import os\n" * 20 + PROMPT, "class Tree:\n    def"]
-    params = [
-        SamplingParams(max_tokens=40, temperature=t, seed=i, logprobs=2, stop=stop)
-        for i, (t, stop) in enumerate([(0, ()), (1, ("return",)), (0, ("\n\n",)), (1, ()), (0, ("self.",))])
-    ]
-    alone = []
-    for prompt, each in zip(prompts, params, strict=True):
-        demo_llm.engine.reset_prefix_cache()
-        alone += demo_llm.generate(prompt, each)
+    prompts, params = zip(*LATE, strict=True)
     monkeypatch.setattr(demo_llm.engine, "settings", replace(demo_llm.engine.settings, readout_depth=depth))
     demo_llm.engine.reset_prefix_cache()
     before = demo_llm.engine.stats().prefix_cache_hits
     for _ in range(2):
-        for got, want in zip(demo_llm.generate(prompts, params), alone, strict=True):
+        for got, want in zip(demo_llm.generate(list(prompts), list(params)), alone, strict=True):
             assert (got.ids, got.text, got.finish_reason) == (want.ids, want.text, want.finish_reason)
             np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
     assert demo_llm.engine.stats().prefix_cache_hits > before
