@@ -86,7 +86,7 @@ def verify(
     q_rows = jnp.arange(D) if q_rows is None else q_rows
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
     # Masks never remove the largest logit, so greedy rows may use masked logits.
-    transformed, temperature_W = tempered(logits.reshape(D * n, V), window_rows, full=full)
+    transformed, temperature_W = tempered(logits.reshape(D * n, V), window_rows, None, full=full)
     if full or stats is None:
         stats = logits_stats(transformed, temperature_W)
     best_Dn, log_z_Dn = stats.argmax.reshape(D, n), stats.log_z_tempered.reshape(D, n)

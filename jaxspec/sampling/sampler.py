@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxspec.sampling.truncation import Truncation, truncate
 from pallas_kernels.sampling.api import LogitsStats, gumbel_argmax, logits_stats
 
 
@@ -60,54 +60,16 @@ def uniform(seeds: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array
     return draw(seeds, positions, jnp.full(positions.shape, int(stream), jnp.int32))
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """float32 to uint32 with the same order."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    negative = bits >> 31 == 1
-    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+def transform(logits: jax.Array, rows: SamplingRows, stats: LogitsStats) -> jax.Array:
+    """Logits float32 [R, V] of the distribution that a random row samples from, after its temperature and what it drops.
 
+    Greedy rows keep everything: they take the largest, which nothing drops.
 
-def _largest_threshold(keys: jax.Array, enough) -> jax.Array:
-    """Largest t [R] for which `enough(keys >= t)` holds, by bisection over the 32 bits of keys uint32 [R, V].
-
-    Thirty-two masked reductions instead of a sort, which would keep a decode step from being one CUDA graph.
-    `enough` maps a mask [R, V] to bool [R] and is monotone: true for the full mask.
+    Args:
+        stats: of the logits, at `temperatures(rows)`.
     """
-    t = jnp.zeros(keys.shape[0], jnp.uint32)
-    for bit in range(31, -1, -1):
-        candidate = t | jnp.uint32(1 << bit)
-        t = jnp.where(enough(keys >= candidate[:, None]), candidate, t)
-    return t
-
-
-def mask_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
-    """logits [R, V] with -inf below each row's k-th largest; those equal to it stay; k < 1 keeps all."""
-    V = logits.shape[1]
-    k = jnp.where((top_k < 1) | (top_k > V), V, top_k)
-    keys = _ordered(logits)
-    threshold = _largest_threshold(keys, lambda mask: mask.sum(axis=1) >= k)
-    return jnp.where(keys >= threshold[:, None], logits, -jnp.inf)
-
-
-def mask_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
-    """logits [R, V] with -inf outside the smallest set of likeliest tokens that reaches top_p; its equals stay too."""
-    probabilities = jax.nn.softmax(logits, axis=1)
-    keys = _ordered(probabilities)
-    threshold = _largest_threshold(keys, lambda mask: jnp.where(mask, probabilities, 0.0).sum(axis=1) >= top_p)
-    keep = (keys >= threshold[:, None]) | (top_p >= 1.0)[:, None]
-    return jnp.where(keep, logits, -jnp.inf)
-
-
-def mask_min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
-    """logits [R, V] with -inf where a probability is below min_p [R] times the largest; 0 keeps all."""
-    border = logits.max(axis=1) + jnp.log(min_p)
-    return jnp.where(logits < border[:, None], -jnp.inf, logits)
-
-
-def transform(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Logits float32 [R, V] of the distribution that a row samples from, after its temperature and its masks."""
-    scaled = logits / temperatures(rows)[:, None]
-    return mask_top_p(mask_top_k(mask_min_p(scaled, rows.min_p), rows.top_k), rows.top_p)
+    kept = Truncation(temperatures(rows), rows.min_p, rows.top_k, rows.top_p)
+    return truncate(logits.astype(jnp.float32), kept, stats, rows.temperature > 0)
 
 
 def temperatures(rows: SamplingRows) -> jax.Array:
@@ -115,15 +77,19 @@ def temperatures(rows: SamplingRows) -> jax.Array:
     return jnp.where(rows.temperature == 0, 1.0, rows.temperature)
 
 
-def tempered(logits: jax.Array, rows: SamplingRows, *, full: bool) -> tuple[jax.Array, jax.Array]:
+def tempered(
+    logits: jax.Array, rows: SamplingRows, stats: LogitsStats | None, *, full: bool
+) -> tuple[jax.Array, jax.Array]:
     """Logits [R, V] and temperatures float32 [R]: a row samples from softmax(logits / temperature).
 
     Args:
+        stats: of the logits, at `temperatures(rows)`, if they are known already.
         full: apply min_p, top_k and top_p (static). Without it the logits are returned as they are: no copy.
     """
     if not full:
         return logits, temperatures(rows)
-    return transform(logits.astype(jnp.float32), rows), jnp.ones_like(rows.temperature)
+    stats = stats or logits_stats(logits, temperatures(rows))
+    return transform(logits, rows, stats), jnp.ones_like(rows.temperature)
 
 
 def sample(
@@ -140,6 +106,6 @@ def sample(
     stats = stats or logits_stats(logits, temperatures(rows))
     greedy = rows.temperature == 0
     keys = noise_keys(rows.seeds, positions, jnp.full(R, int(Stream.BONUS), jnp.int32))
-    distributions, temperature = tempered(logits, rows, full=full)
+    distributions, temperature = tempered(logits, rows, stats, full=full)
     drawn = gumbel_argmax(distributions, jnp.arange(R, dtype=jnp.int32), temperature, keys, ~greedy)
     return jnp.where(greedy, stats.argmax, drawn)

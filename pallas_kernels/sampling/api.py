@@ -1,10 +1,12 @@
 """A sampler's passes over the logits: each logit is read once, and noise is drawn only for rows that need it."""
 
+from collections.abc import Callable
+
 import jax
 
 from pallas_kernels.backend import choose, current
 from pallas_kernels.sampling import mosaic, reference
-from pallas_kernels.sampling.reference import LogitsStats, Residual
+from pallas_kernels.sampling.reference import LogitsStats, Residual, Tally, Weights
 
 
 def logits_stats(logits: jax.Array, temperature: jax.Array) -> LogitsStats:
@@ -46,6 +48,27 @@ def gumbel_argmax(
         ids int32 [R].
     """
     return _implementation("gumbel_argmax", logits).gumbel_argmax(logits, rows, temperature, keys, wanted, residual)
+
+
+def tallies(logits: jax.Array, weights: Weights | None = None) -> Callable[..., Tally]:
+    """A function that counts or weighs the ids whose key `ordered(logits)` reaches each of T thresholds.
+
+    Sums of integers: every implementation gives the same, in whatever order it adds.
+
+    Args:
+        logits: float32 [R, V], after the temperature; some may be -inf, none NaN or infinite in rows that are wanted.
+        weights: sums of weights instead of counts.
+
+    Returns:
+        tally(brackets, thresholds, wanted), of int32 [R, 2], keys: `Tally.inside` is of those from the first on, below
+        the second; int32 [R, T], above the least int32; bool [R]: where it is False, the results may be anything.
+    """
+    return _implementation("tallies", logits).tallies(logits, weights)
+
+
+def thresholds_at_once(logits: jax.Array) -> int:
+    """Into how many parts less one a tally should cut a bracket: what it costs is reading, or each threshold."""
+    return _implementation("tallies", logits).THRESHOLDS
 
 
 def _implementation(operation: str, logits: jax.Array):

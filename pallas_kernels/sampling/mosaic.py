@@ -7,6 +7,7 @@ combine theirs once, at the end, and XLA joins the parts, which are a few number
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
-from pallas_kernels.sampling.reference import LogitsStats, Residual
+from pallas_kernels.sampling.keys import ordered, weight
+from pallas_kernels.sampling.reference import LogitsStats, Residual, Tally, Weights
 
 WARPGROUP = 128
 # Bytes that a thread loads at once.
@@ -27,6 +29,10 @@ LOAD_BYTES = 16
 AT_ONCE = 4
 # Blocks of each multiprocessor, if there are columns enough.
 BLOCKS_PER_SM = 8
+# Of a tally: four bits of a key. Twice as many would not fit into registers.
+THRESHOLDS = 15
+# Below all thresholds.
+LEAST_KEY = -(2**31)
 # Below all logits, so that the first maximum is finite: the difference of two infinities is NaN.
 LOWEST = -1e30
 LOG2_E = math.log2(math.e)
@@ -76,8 +82,8 @@ class Parts:
     def load(self, ref: Any, row: Any, j: Any) -> jax.Array:
         return load(ref, (row, pl.ds(self.column(j), self.width)), layout=self.layout).astype(f32)
 
-    def fill(self, value: float) -> jax.Array:
-        return plgpu.layout_cast(jnp.full((self.width,), value, f32), self.layout)
+    def fill(self, value: float, dtype: Any = f32) -> jax.Array:
+        return plgpu.layout_cast(jnp.full((self.width,), value, dtype), self.layout)
 
 
 def _first_of_best(best: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -271,3 +277,71 @@ def gumbel_argmax(
         return ids
     left_ids, left_best = joined(*found[2:])
     return jnp.where(residual.dense & (left_best > -jnp.inf), left_ids, ids)
+
+
+def tallies(logits: jax.Array, weights: Weights | None = None, *, interpret: Any = False) -> Callable[..., Tally]:
+    """See api.py."""
+    return functools.partial(_tally, logits, weights, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def _tally(
+    logits: jax.Array,
+    weights: Weights | None,
+    brackets: jax.Array,
+    thresholds: jax.Array,
+    wanted: jax.Array,
+    *,
+    interpret: Any = False,
+) -> Tally:
+    """A block of a row that is not wanted ends at once."""
+    R, V = logits.shape
+    T = thresholds.shape[1]
+    parts = Parts(R, V, logits.dtype.itemsize, 1)
+
+    def tally(logits, brackets, thresholds, wanted, *refs):
+        weighing = None if weights is None else Weights(*refs[:2])
+        sums, least, most = refs[-3:]
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+
+        @pl.when(wanted[row] != 0)
+        def _():
+            start, end = brackets[row, 0], brackets[row, 1]
+            bounds = [thresholds[row, t] for t in range(T)]
+            nothing, unit = parts.fill(0, i32), parts.fill(1, i32)
+
+            def step(i, carry):
+                totals, low, high = carry
+                j = part * parts.vectors + i
+                x = parts.load(logits, row, j)
+                # In a vector that overlaps the one before, only new columns count.
+                keys = jnp.where(parts.columns(j) >= j * parts.width, ordered(x), i32(LEAST_KEY))
+                each = unit
+                if weighing is not None:
+                    each = weight(x, weighing.tempered_max[row], weighing.scale[row])
+                totals = tuple(
+                    total + jnp.where(keys >= bound, each, nothing) for total, bound in zip(totals, bounds, strict=True)
+                )
+                inside = (keys >= start) & (keys < end)
+                # ~key turns the order round, which negation would not for the least int32.
+                low = jnp.maximum(low, jnp.where(inside, ~keys, i32(LEAST_KEY)))
+                return totals, low, jnp.maximum(high, jnp.where(inside, keys, i32(LEAST_KEY)))
+
+            none = parts.fill(LEAST_KEY, i32)
+            carry = ((nothing,) * T, none, none)
+            totals, low, high = lax.fori_loop(i32(0), i32(parts.vectors), step, carry)
+            for t, total in enumerate(totals):
+                sums[row, part, t] = total.sum()
+            least[row, part], most[row, part] = low.max(), high.max()
+
+    sums, least, most = plgpu.kernel(
+        tally,
+        out_type=[jax.ShapeDtypeStruct(dims, i32) for dims in ((R, parts.count, T), *((R, parts.count),) * 2)],
+        grid=(R, parts.count),
+        grid_names=("row", "part"),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
+        ),
+    )(logits, brackets, thresholds, wanted.astype(i32), *(weights or ()))
+    return Tally(sums.sum(axis=1).astype(jnp.uint32), (~least.max(axis=1), most.max(axis=1)))

@@ -1,9 +1,16 @@
 """A sampler's passes over the logits, in plain XLA."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.sampling.keys import ordered, weight
+
+# Of a pass: each costs XLA a reduction of its own, so more would only add comparisons.
+THRESHOLDS = 1
 
 
 class LogitsStats(NamedTuple):
@@ -38,6 +45,25 @@ class Residual(NamedTuple):
     dense: jax.Array
     log_q: jax.Array
     q_rows: jax.Array
+
+
+class Weights(NamedTuple):
+    """What an id weighs, exp(logit - tempered_max) * scale (see `keys.weight`): float32 [R]."""
+
+    tempered_max: jax.Array
+    scale: jax.Array
+
+
+class Tally(NamedTuple):
+    """What lies at or above each of a row's thresholds.
+
+    Attributes:
+        sums: uint32 [R, T]: how many ids, or the sum of their weights.
+        inside: int32 [R], the least and the greatest key within the row's bracket; None where nobody looked.
+    """
+
+    sums: jax.Array
+    inside: tuple[jax.Array, jax.Array] | None
 
 
 def logits_stats(logits: jax.Array, temperature: jax.Array) -> LogitsStats:
@@ -84,3 +110,21 @@ def gumbel_argmax(
     # Where nothing is taken away, the scores are exactly those of a draw without a residual.
     untouched = ~residual.dense & (residual.excluded < 0)
     return jnp.argmax(jnp.where(untouched[:, None], tempered, adjusted) + noise, axis=1).astype(jnp.int32)
+
+
+def tallies(logits: jax.Array, weights: Weights | None = None) -> Callable[..., Tally]:
+    each = jnp.ones((), jnp.int32)
+    if weights is not None:
+        each = weight(logits, weights.tempered_max[:, None], weights.scale[:, None])
+    # Or XLA would compute the exponentials again in every pass.
+    keys, each = lax.optimization_barrier((ordered(logits), each))
+
+    def tally(brackets: jax.Array, thresholds: jax.Array, wanted: jax.Array) -> Tally:
+        del brackets, wanted  # Every row costs the same here, and another reduction would cost more than it saves.
+        sums = [
+            jnp.where(keys >= thresholds[:, t, None], each, 0).sum(axis=1, dtype=jnp.int32)
+            for t in range(thresholds.shape[1])
+        ]
+        return Tally(jnp.stack(sums, axis=1).astype(jnp.uint32), None)
+
+    return tally

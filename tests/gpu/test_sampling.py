@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.sampling.truncation import Truncation, truncate
+from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, reference
 from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
@@ -39,3 +41,33 @@ def test_draws(V, dtype, residual):
     got, want = jax.jit(api.gumbel_argmax)(*case), jax.jit(reference.gumbel_argmax)(*case)
     wanted = np.asarray(case[4])
     np.testing.assert_array_equal(np.asarray(got)[wanted], np.asarray(want)[wanted])
+
+
+@pytest.mark.parametrize("V", [1024, VOCABULARIES["moonlight"]])
+def test_truncation(V):
+    """The kernel's passes keep what the reference keeps, but for ids whose exponentials round otherwise at a border."""
+    R = 6
+    rng = np.random.default_rng(V)
+    logits = jnp.asarray(3 * rng.normal(size=(R, V)), jnp.bfloat16).astype(jnp.float32)
+    assert mosaic.unsupported_reason(logits) is None
+    rows = Truncation(
+        temperatures_of(R),
+        jnp.asarray([0, 0, 0.01, 0, 0, 0.1], jnp.float32),
+        jnp.asarray([0, 50, V // 2, 1, 0, 7], jnp.int32),
+        jnp.asarray([0.95, 1, 0.5, 0.9, 0.3, 0.8], jnp.float32),
+    )
+    stats = reference.logits_stats(logits, rows.temperature)
+    wanted = jnp.arange(R) != 4
+
+    def kept(backend):
+        def traced_anew(*args):
+            return truncate(*args)
+
+        with use(Backends(attention=backend)):
+            return np.isfinite(jax.jit(traced_anew)(logits, rows, stats, wanted))
+
+    got, want = kept("auto"), kept("reference")
+    assert got[4].all()
+    p = np.asarray(jax.nn.softmax(logits / rows.temperature[:, None], axis=1))
+    assert np.where(got != want, p, 0).sum(axis=1).max() < 2e-3
+    np.testing.assert_array_equal(got[[1, 3]], want[[1, 3]])  # top_k sums no exponentials, or keeps one id

@@ -69,10 +69,17 @@ def test_lowers_for_the_gpu(R, size, dtype):
     logits, floats, ints = shape((R, size), dtype), shape((R,), jnp.float32), shape((R,), jnp.int32)
     bools, keys, log_q = shape((R,), bool), shape((R, 2), jnp.uint32), shape((3 * R, size), jnp.float32)
     residual = reference.Residual(floats, ints, bools, log_q, ints)
+
+    def tally(logits, weights, *args):
+        return mosaic.tallies(logits, weights)(*args)
+
+    brackets, thresholds = shape((R, 2), jnp.int32), shape((R, mosaic.THRESHOLDS + 1), jnp.int32)
     for function, *args in (
         (mosaic.logits_stats, logits, floats),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, None),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual),
+        (tally, logits, None, brackets, thresholds, bools),
+        (tally, logits, reference.Weights(floats, floats), brackets, thresholds, bools),
     ):
         text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @mosaic_gpu") == 1

@@ -8,12 +8,19 @@ import pytest
 from jaxspec.sampling.logprobs import top_logprobs
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, mask_words
-from jaxspec.sampling.sampler import SamplingRows, transform
+from jaxspec.sampling.sampler import SamplingRows, temperatures, transform
+from pallas_kernels.sampling.api import logits_stats
 from tests.sampling.rules_reference import adjusted, probabilities, softmax
 
 V, W, B, STOPS = 40, 96, 6, 3
 adjust = jax.jit(adjust)
-distribution = jax.jit(lambda logits, rows: jax.nn.softmax(transform(logits, rows), axis=1))
+
+
+def transformed(logits, rows):
+    return transform(logits, rows, logits_stats(logits, temperatures(rows)))
+
+
+distribution = jax.jit(lambda logits, rows: jax.nn.softmax(transformed(logits, rows), axis=1))
 
 
 def random_requests(rng):
@@ -139,7 +146,7 @@ def test_neutral_rules_are_exactly_nothing():
         jnp.zeros(W, bool),
         jnp.zeros(W, bool),
     )
-    np.testing.assert_array_equal(transform(raw[:, 0], rows), raw[:, 0])
+    np.testing.assert_array_equal(transformed(raw[:, 0], rows), raw[:, 0])
 
 
 @pytest.mark.parametrize("size", [20, 160, 1500])
@@ -173,7 +180,7 @@ def test_nothing_here_breaks_a_cuda_graph():
 
     def everything(logits, drafts, rules, positions, rows):
         x = adjust(logits, drafts, rules, positions)[:, 0]
-        return transform(x, rows), top_logprobs(logits[:, 0], 20)
+        return transformed(x, rows), top_logprobs(logits[:, 0], 20)
 
     traced = jax.jit(everything).trace(logits, drafts, rules, positions, rows)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

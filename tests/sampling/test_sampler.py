@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.logprobs import logprobs_of
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.sampler import SamplingRows, mask_top_k, mask_top_p, sample
+from jaxspec.sampling.sampler import SamplingRows, sample, temperatures, transform
 from pallas_kernels.sampling.api import logits_stats
 
 V = 12
-mask_top_k, mask_top_p = jax.jit(mask_top_k), jax.jit(mask_top_p)
+transformed = jax.jit(lambda logits, rows: transform(logits, rows, logits_stats(logits, temperatures(rows))))
 sample_lean = jax.jit(lambda *a: sample(*a, full=False))
 sample_full = jax.jit(lambda *a: sample(*a, full=True))
 
@@ -41,14 +41,14 @@ logits_rows = st.lists(st.integers(-40, 40), min_size=V, max_size=V).map(lambda 
 
 @given(logits_rows, st.integers(-1, V + 2))
 def test_top_k_keeps_the_k_largest_and_ties(logits, k):
-    kept = np.isfinite(mask_top_k(logits, jnp.array([k])))[0]
+    kept = np.isfinite(transformed(logits, rows(1, top_k=k)))[0]
     threshold = -np.inf if k < 1 or k > V else np.sort(logits[0])[-k]
     np.testing.assert_array_equal(kept, logits[0] >= threshold)
 
 
 @given(logits_rows, st.floats(0.01, 1.0))
 def test_top_p_keeps_the_smallest_set_that_holds_p(logits, p):
-    kept = np.isfinite(mask_top_p(logits, jnp.array([p], jnp.float32)))[0]
+    kept = np.isfinite(transformed(logits, rows(1, top_p=p)))[0]
     probabilities = np.exp(logits[0].astype(np.float64))
     probabilities /= probabilities.sum()
     order = np.unique(probabilities)[::-1]
