@@ -20,7 +20,7 @@ FAMILIES = {
     "glm4-lite": {}, "v3-mtp": {}, "v32": {}, "glm-dsa": {}, "kimi-k25": {"num_nextn_predict_layers": 1}, "minicpm3": None,
     "gpt-oss": None, "qwen3-moe": None, "minimax-m2": None, "glm4-moe": {},
 }  # fmt: skip
-# tests/engine/test_equality.py has speculation of every family by default.
+# tests/engine/test_equality.py has speculation on gpt-oss by default, retracted too, with a draft that knows the text.
 DEFAULT = ("glm4-lite",)
 CHAT = {
     "messages": [{"role": "user", "content": "Say it in forty-one bytes and not in more"}],
