@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sampling.api import LogitsStats, Weights, tallies, thresholds_at_once
+from pallas_kernels.sampling.api import LogitsStats, Tally, Weights, tallies, thresholds_at_once
 from pallas_kernels.sampling.keys import ordered, weight_scale
 
 
@@ -88,8 +88,10 @@ class _Passes:
         Args:
             enough: of sums [R, T] at thresholds and [R, 1] at `first`, bool [R, T].
         """
-        end = jnp.where(wanted, end, first + 1)
         tally = tallies(self.logits, weights)
+        if self.at_once == 1:
+            return jnp.where(wanted, _bisection(tally, first, enough), first)
+        end = jnp.where(wanted, end, first + 1)
         whole: jax.Array | None = None
         cuts = jnp.arange(1, self.at_once + 1, dtype=jnp.uint32)
         left, start = 2**32, first
@@ -114,6 +116,26 @@ class _Passes:
                 after = jnp.where(width > 1, jnp.clip(most + 1, before + 1, after), after)
             start, end = before, after
         return start
+
+
+def _bisection(
+    tally: Callable[..., Tally], first: jax.Array, enough: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """As `_Passes.search` in rows that are wanted: bit by bit, which is the least work where a pass has one threshold."""
+
+    def sums(thresholds: jax.Array) -> jax.Array:
+        return tally(None, thresholds[:, None], None).sums
+
+    whole, bits = sums(first), jnp.zeros(first.shape, jnp.uint32)
+    for bit in range(31, -1, -1):
+        candidate = bits | jnp.uint32(1 << bit)
+        bits = jnp.where(enough(sums(_key_of(candidate)), whole)[:, 0], candidate, bits)
+    return jnp.maximum(first, _key_of(bits))
+
+
+def _key_of(bits: jax.Array) -> jax.Array:
+    """uint32 to int32 with the same order."""
+    return lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)
 
 
 def _float_of(keys: jax.Array) -> jax.Array:

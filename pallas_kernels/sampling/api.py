@@ -61,7 +61,8 @@ def tallies(logits: jax.Array, weights: Weights | None = None) -> Callable[..., 
 
     Returns:
         tally(brackets, thresholds, wanted), of int32 [R, 2], keys: `Tally.inside` is of those from the first on, below
-        the second; int32 [R, T], above the least int32; bool [R]: where it is False, the results may be anything.
+        the second; int32 [R, T], above the least int32; bool [R]: where it is False, the results may be anything. Where
+        there is one threshold at once, only thresholds are read, and the others may be None.
     """
     return _implementation("tallies", logits).tallies(logits, weights)
 
