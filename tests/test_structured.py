@@ -42,7 +42,7 @@ def test_outputs_are_valid(demo_llm, count):
 def test_same_json_with_and_without_drafts(demo_llm):
     """Greedy, at every number of drafts, alone and in company."""
     schemas = [random_schema(seed) for seed in range(3)]
-    greedy = [params(schema, temperature=0.0, max_tokens=64) for schema in schemas]
+    greedy = [params(schema, temperature=0.0, max_tokens=32) for schema in schemas]
     together = demo_llm.generate([PROMPT] * len(greedy), greedy)
     plain = demo_llm.generate(
         [PROMPT] * len(greedy), [dataclasses.replace(each, num_speculative_tokens=0) for each in greedy]

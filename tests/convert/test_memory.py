@@ -12,7 +12,7 @@ import pytest
 
 from tests.tiny_models import CONFIGS
 
-H, WIDTH = 2048, 16384  # gate_up is 128 MiB in bfloat16, the largest tensor that is written
+H, WIDTH = 2048, 8192  # gate_up is 64 MiB in bfloat16, the largest tensor that is written
 LARGEST = 2 * WIDTH * H * 2
 CONFIG = CONFIGS["llama"] | {"hidden_size": H, "intermediate_size": WIDTH, "torch_dtype": "bfloat16"}
 
@@ -36,7 +36,7 @@ with open("/proc/self/status") as f:
 
 
 def write_checkpoint(folder: Path, layers: int) -> None:
-    """A Llama of `layers` layers of 192 MiB in one shard each, of random bytes (zeros would not be written out)."""
+    """A Llama of `layers` layers of 96 MiB in one shard each, of random bytes (zeros would not be written out)."""
     config = CONFIG | {"num_hidden_layers": layers}
     K, N, D, V = (config[k] for k in ("num_key_value_heads", "num_attention_heads", "head_dim", "vocab_size"))
     layer = {

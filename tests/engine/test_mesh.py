@@ -62,7 +62,11 @@ def tokens(config, draft, sampler: Variant, devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "draft", "sampler"), [(HF_CONFIG, nextn, "lean"), (LLAMA, eagle3, "full")], ids=["mla", "llama"]
+    ("config", "draft", "sampler"),
+    [
+        pytest.param(HF_CONFIG, nextn, "lean", id="mla"),
+        pytest.param(LLAMA, eagle3, "full", id="llama", marks=pytest.mark.full),
+    ],
 )
 def test_two_devices_give_the_tokens_of_one(config, draft, sampler):
     """One of the two with the sampler of all parameters, which sees the same logits of either."""
