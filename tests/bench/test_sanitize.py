@@ -188,17 +188,17 @@ def test_what_runs_ends_with_it(sanitizer, tmp_path, sent, code):
 @pytest.mark.slow
 def test_every_kernel_has_its_test():
     """Under the id that is named, which changes with a test's parameters."""
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu"]
-    listed = subprocess.run(
-        [*command, "--collect-only", "-q", "tests/gpu"], cwd=ROOT, capture_output=True, text=True, check=True
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "--collect-only", "-q"]
+    named = [f"tests/gpu/{kernel.test}" for kernel, _ in sanitize.FAULTY]
+    # One process, which imports all that they need once.
+    program = (
+        f"import pytest; pytest.main({[*options, 'tests/gpu']}); print('named:'); pytest.main({[*options, *named]})"
     )
-    tests = {line.removeprefix("tests/gpu/") for line in listed.stdout.splitlines()}
+    listed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    every, _, asked = listed.stdout.partition("named:")
+    tests = {line.removeprefix("tests/gpu/") for line in every.splitlines()}
     assert {kernel.test for kernel in sanitize.KERNELS} <= tests
     # These are named, or they do not run.
-    listed = subprocess.run(
-        [*command, "--collect-only", "-q", *(f"tests/gpu/{kernel.test}" for kernel, _ in sanitize.FAULTY)],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert all(kernel.test in listed.stdout for kernel, _ in sanitize.FAULTY)
+    assert all(kernel.test in asked for kernel, _ in sanitize.FAULTY)
     assert not any(kernel.test in tests for kernel, _ in sanitize.FAULTY)
     assert len({kernel.symbol for kernel in sanitize.KERNELS}) == len(sanitize.KERNELS)

@@ -216,7 +216,7 @@ def test_a_failing_rule_ends_its_own_request():
 
 @pytest.mark.slow
 def test_synthetic_acceptance_is_refused():
-    engine = make_engine(k=K, synthetic=2.0)
+    engine = make_engine(k=K, synthetic=2.6)
     with pytest.raises(InvalidRequestError, match="structured output needs drafts that are verified"):
         engine.add(Request("r", [7], SamplingParams(), RandomConstraint(VOCAB, EOS)))
 
