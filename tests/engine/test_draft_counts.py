@@ -219,8 +219,9 @@ def test_the_engine_follows_acceptance(depth):
             assert ran[0] > 0.8 * sum(ran.values())
             assert ran[1] > 0  # probes go on
         with with_pattern(runner, texts):
+            assert again()[K] > 0  # the next probe may be a hundred steps away
             ran = again()
-            assert ran[K] > 0.4 * sum(ran.values())
+            assert ran[K] > 0.9 * sum(ran.values())
 
 
 @pytest.mark.slow
