@@ -1,4 +1,4 @@
-"""Sizes of published models as their config.json has them, some cut to fewer layers, and a tiny one.
+"""Sizes of published models, some cut to fewer layers, and a tiny one.
 
 Moonlight-16B-A3B, GLM-4.7-Flash, Qwen3-30B-A3B, GLM-4.5-Air, MiniMax-M2 and gpt-oss-20b, from
 huggingface.co/{moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, Qwen/Qwen3-30B-A3B, zai-org/GLM-4.5-Air,

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def checkpoint_config(model: str, layers: int | None = None) -> dict[str, Any]:
-    """The config.json of one of `bench.harness.models.SHAPES`."""
+    """The config.json of one of `bench.harness.shapes.SHAPES`."""
     from bench.harness.models import random_config
 
     hf = HF_CONFIG | random_config(model, layers)
