@@ -18,13 +18,22 @@ from jaxspec.engine.runner import Runner
 
 
 def build_engine(
-    weights: Weights, sizes: Sizes, k: int, mesh: Mesh, *, dtype: Any, lean: bool, skip_dead: bool = True
+    weights: Weights,
+    sizes: Sizes,
+    k: int,
+    mesh: Mesh,
+    *,
+    dtype: Any,
+    lean: bool,
+    full: bool = False,
+    skip_dead: bool = True,
 ) -> Engine:
     """The engine as `LLM` makes it, with a pool for exactly this load; nothing is compiled yet.
 
     Args:
         k: drafted tokens a step; 0 for plain steps.
         lean: only the buckets that are measured, see `measured_buckets`.
+        full: of them also those that know every sampling parameter.
         skip_dead: see `Runner`.
     """
     most_rows = sizes.rows[-1]
@@ -54,26 +63,31 @@ def build_engine(
         settings,
         mesh,
         draft=weights.draft if k else None,
-        buckets=measured_buckets(table, sizes.rows) if lean else table,
+        buckets=measured_buckets(table, sizes.rows, full=full) if lean else table,
         skip_dead=skip_dead,
     )
     return Engine(runner, vocab_size=weights.model.config.vocab_size)
 
 
-def decode_bucket(buckets: tuple[Bucket, ...], rows: int) -> Bucket:
+def decode_bucket(buckets: tuple[Bucket, ...], rows: int, *, full: bool = False) -> Bucket:
     """The bucket of a decode step of so many rows."""
     return choose_bucket(
-        buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=False, drafts=buckets[0].drafts
+        buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=full, drafts=buckets[0].drafts
     )
 
 
-def measured_buckets(table: tuple[Bucket, ...], rows: Sequence[int]) -> tuple[Bucket, ...]:
-    """The bucket of each row count's decode steps, and the largest one for prompts."""
-    decode = {decode_bucket(table, n) for n in rows}
-    prompts = max(
-        (b for b in table if b.prefill_tokens), key=lambda b: (b.prefill_tokens, b.decode_rows, b.variant == "lean")
-    )
-    return tuple(sorted({*decode, prompts}))
+def measured_buckets(table: tuple[Bucket, ...], rows: Sequence[int], *, full: bool = False) -> tuple[Bucket, ...]:
+    """The bucket of each row count's decode steps, and the largest one for prompts; with `full`, of both variants."""
+    variants = ("lean", "full") if full else ("lean",)
+    decode = {decode_bucket(table, n, full=variant == "full") for n in rows for variant in variants}
+    largest = {
+        max(
+            (b for b in table if b.prefill_tokens),
+            key=lambda b: (b.prefill_tokens, b.decode_rows, b.variant == variant),
+        )
+        for variant in variants
+    }
+    return tuple(sorted(decode | largest))
 
 
 def warm_up(engines: Mapping[str, Engine]) -> dict[str, float]:

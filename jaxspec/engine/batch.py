@@ -197,7 +197,7 @@ def reset_record(request: Request) -> np.ndarray:
     record[RESET_INTS:RESET_STOPS] = (
         *seed, top_k, request.max_total, request.prompt_len, min_total,
         len(params.logit_bias), request.num_drafts, params.greedy_drafts, request.constraint is not None,
-        params.seed is not None,
+        params.seed is not None, params.logprobs or 0,
     )  # fmt: skip
     stop_ids = sorted(request.stop_ids)
     record[RESET_STOPS : RESET_STOPS + len(stop_ids)] = stop_ids

@@ -15,6 +15,7 @@ from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN, Chosen
 from jaxspec.engine.rules import adjusted_logits, count_chosen
 from jaxspec.engine.state import (
     ACCEPT_PROBABILITY,
+    ALTERNATIVES,
     GREEDY_DRAFTS,
     MAX_LEN,
     MIN_P,
@@ -64,7 +65,7 @@ def choose(
     Args:
         logits_RV: [E + D * n, V].
         n: tokens of a decode window.
-        full: apply every sampling parameter, and find the likeliest alternatives.
+        full: apply every sampling parameter, and find the likeliest alternatives of rows that asked for them.
         synthetic_length: see `verify`.
         one_by_one: with such a length, drafts are accepted with their request's probability instead (static).
     """
@@ -98,7 +99,8 @@ def choose(
     count_R, stopped_R = _first_stop(ids_Rn, accepted_R, rows, state.stop_ids[rows.slots])
     done_R = (produces_R & ~is_forced_R & stopped_R) | nan_R
 
-    logprobs_Rn, top = _logprobs(logits_RV, ids_Rn, stats.log_z, E, full=full)
+    wanted = rows.params_i[row_R, ALTERNATIVES] > 0 if full else None
+    logprobs_Rn, top = _logprobs(logits_RV, ids_Rn, stats.log_z, E, wanted)
     return Chosen(
         ids=ids_Rn,
         logprobs=logprobs_Rn,
@@ -220,18 +222,21 @@ def _first_stop(
 
 
 def _logprobs(
-    logits_RV: jax.Array, ids_Rn: jax.Array, log_z: jax.Array, E: int, *, full: bool
+    logits_RV: jax.Array, ids_Rn: jax.Array, log_z: jax.Array, E: int, wanted: jax.Array | None
 ) -> tuple[jax.Array, TopLogprobs | None]:
-    """Raw log-probabilities [R, n] of the chosen ids, and with `full` the likeliest ids at their positions.
+    """Raw log-probabilities [R, n] of the chosen ids, and the likeliest ids at their positions.
 
     A prompt row has one row of logits for all n columns, of which only the first is ever read.
+
+    Args:
+        wanted: of which rows of logits the likeliest ids are read; None in a "lean" bucket, which finds none.
     """
     R, n = ids_Rn.shape
     D = R - E
     token_Rn = jnp.concatenate([jnp.repeat(jnp.arange(E)[:, None], n, axis=1), E + jnp.arange(D * n).reshape(D, n)])
     top = None
-    if full:
-        of_token = top_logprobs(logits_RV, min(MAX_LOGPROBS, logits_RV.shape[1]))
+    if wanted is not None:
+        of_token = top_logprobs(logits_RV, log_z, min(MAX_LOGPROBS, logits_RV.shape[1]), wanted)
         top = TopLogprobs(*(values[token_Rn] for values in of_token))
     of_logits = jnp.concatenate([ids_Rn[:E, :1], ids_Rn[E:].reshape(D * n, 1)])
     return logprobs_of(logits_RV, of_logits, log_z)[token_Rn, 0], top

@@ -18,10 +18,11 @@ from jaxspec.sampling.penalties import mask_words
 STOP_IDS = MAX_STOP_TOKEN_IDS + 4
 
 # Columns of params_f and params_i.
-PARAMS_F, PARAMS_I = 7, 11
+PARAMS_F, PARAMS_I = 7, 12
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, ACCEPT_PROBABILITY = range(PARAMS_F)
 (
     SEED_LOW, SEED_HIGH, TOP_K, MAX_LEN, PROMPT_LEN, MIN_TOTAL, NUM_BIAS, NUM_DRAFTS, GREEDY_DRAFTS, CONSTRAINED, SEEDED,
+    ALTERNATIVES,
 ) = range(PARAMS_I)  # fmt: skip
 
 
@@ -38,7 +39,7 @@ class StepState(NamedTuple):
             where acceptance is synthetic (see `accept_one_by_one`).
         params_i: int32 [S, PARAMS_I] seed (two words), top_k, most tokens, prompt length, length before which no stop id
             may come, number of biases, drafts of a window that count, whether these are the draft's argmax, whether `masks`
-            count, whether the request brought its seed.
+            count, whether the request brought its seed, how many alternatives it asked for.
         stop_ids: int32 [S, STOP_IDS], -1 for none.
         counts: int32 [S, V] how often each id was output, and whether the prompt holds it (see `LogitRules`); right for
             requests that run in "full" buckets from their start. Like the next two, "lean" buckets leave it alone.

@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.backend import choose, current
 from pallas_kernels.sampling import mosaic, reference
-from pallas_kernels.sampling.reference import LogitsStats, Residual, Tally, Weights
+from pallas_kernels.sampling.reference import Likeliest, LogitsStats, Residual, Tally, Weights
 
 
 def logits_stats(logits: jax.Array, temperature: jax.Array) -> LogitsStats:
@@ -70,6 +70,20 @@ def tallies(logits: jax.Array, weights: Weights | None = None) -> Callable[..., 
 def thresholds_at_once(logits: jax.Array) -> int:
     """Into how many parts less one a tally should cut a bracket: what it costs is reading, or each threshold."""
     return _implementation("tallies", logits).THRESHOLDS
+
+
+def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
+    """The likeliest ids of each row that wants them.
+
+    Args:
+        logits: [R, V], finite.
+        count: N, at most V.
+        wanted: bool [R]; where it is False, the results may be anything.
+
+    Returns:
+        `Likeliest` of the rows.
+    """
+    return _implementation("likeliest", logits).likeliest(logits, count, wanted)
 
 
 def _implementation(operation: str, logits: jax.Array):

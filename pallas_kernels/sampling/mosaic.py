@@ -20,7 +20,7 @@ from jax import lax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
 from pallas_kernels.sampling.keys import ordered, weight
-from pallas_kernels.sampling.reference import LogitsStats, Residual, Tally, Weights
+from pallas_kernels.sampling.reference import Likeliest, LogitsStats, Residual, Tally, Weights
 
 WARPGROUP = 128
 # Bytes that a thread loads at once.
@@ -31,6 +31,8 @@ AT_ONCE = 4
 BLOCKS_PER_SM = 8
 # Of a tally: four bits of a key. Twice as many would not fit into registers.
 THRESHOLDS = 15
+# Vectors that a block of `likeliest` keeps in registers.
+KEPT = 8
 # Below all thresholds.
 LEAST_KEY = -(2**31)
 # Below all logits, so that the first maximum is finite: the difference of two infinities is NaN.
@@ -59,9 +61,13 @@ class Parts:
     """How rows of V columns are cut: each block has `vectors` vectors of `width` columns.
 
     The last vector of a row ends where the row ends, and overlaps the vector before it; further vectors repeat it.
+
+    Args:
+        at_once: a block has a multiple of so many vectors.
+        vectors: of each block (default: as few as keep the GPU busy).
     """
 
-    def __init__(self, R: int, V: int, itemsize: int, at_once: int):
+    def __init__(self, R: int, V: int, itemsize: int, at_once: int, vectors: int | None = None):
         # The number of an H200, where there is no GPU to ask (lowering on a CPU).
         sms = getattr(jax.devices()[0], "core_count", None) or 132
         self.V, self.vec_size = V, LOAD_BYTES // itemsize
@@ -69,7 +75,7 @@ class Parts:
         self.layout = plgpu.Layout.WG_STRIDED((self.width,), vec_size=self.vec_size)
         total = -(-V // self.width)
         wanted = min(-(-BLOCKS_PER_SM * sms // R), total)
-        self.vectors = -(-total // (wanted * at_once)) * at_once
+        self.vectors = vectors or -(-total // (wanted * at_once)) * at_once
         self.count = -(-total // self.vectors)
 
     def column(self, j: Any) -> jax.Array:
@@ -345,3 +351,71 @@ def _tally(
         ),
     )(logits, brackets, thresholds, wanted.astype(i32), *(weights or ()))
     return Tally(sums.sum(axis=1).astype(jnp.uint32), (~least.max(axis=1), most.max(axis=1)))
+
+
+@functools.partial(jax.jit, static_argnames=("count", "interpret"))
+def likeliest(logits: jax.Array, count: int, wanted: jax.Array, *, interpret: Any = False) -> Likeliest:
+    """See api.py. Each block finds the best of its part of a row; a block of fewer candidates finds the best of these."""
+    R = logits.shape[0]
+    values, ids = _best_of_parts(logits, None, count, wanted, interpret)
+    while values.shape[1] > count:
+        width = WARPGROUP * LOAD_BYTES // 4
+        pad = ((0, 0), (0, -values.shape[1] % width))
+        candidates = jnp.pad(values, pad, constant_values=-jnp.inf), jnp.pad(ids, pad)
+        values, ids = _best_of_parts(*candidates, count, wanted, interpret)
+    # Rows that are not wanted are uninitialised.
+    kept = jnp.broadcast_to(wanted[:, None], (R, count))
+    return Likeliest(jnp.where(kept, ids, 0.0).astype(i32), jnp.where(kept, values, 0.0))
+
+
+def _best_of_parts(
+    values: jax.Array, ids: jax.Array | None, count: int, wanted: jax.Array, interpret: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The `count` best of each part of a row, and their ids, float32 [R, parts * count] each.
+
+    Args:
+        values: [R, C].
+        ids: float32 [R, C]; None if they are the columns. Of equal values the lowest id comes first.
+    """
+    R, C = values.shape
+    total = -(-C * values.dtype.itemsize // (WARPGROUP * LOAD_BYTES))
+    parts = Parts(R, C, values.dtype.itemsize, 1, vectors=min(KEPT, total))
+
+    def likeliest(values, wanted, *refs):
+        best_values, best_ids = refs[-2:]
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+
+        @pl.when(wanted[row] != 0)
+        def _():
+            js = [part * parts.vectors + n for n in range(parts.vectors)]
+            columns = [parts.columns(j) for j in js]
+            # In a vector that overlaps the one before, only new columns count.
+            left = tuple(
+                jnp.where(column >= j * parts.width, parts.load(values, row, j), f32(-jnp.inf))
+                for j, column in zip(js, columns, strict=True)
+            )
+            names = [column.astype(f32) for column in columns]
+            if ids is not None:
+                names = [parts.load(refs[0], row, j) for j in js]
+
+            def take(i, left):
+                top = functools.reduce(jnp.maximum, left).max()
+                equal = [jnp.where(x == top, -name, f32(-MOST_IDS)) for x, name in zip(left, names, strict=True)]
+                first = -functools.reduce(jnp.maximum, equal).max()
+                best_values[row, part, i], best_ids[row, part, i] = top, first
+                return tuple(jnp.where(name == first, f32(-jnp.inf), x) for x, name in zip(left, names, strict=True))
+
+            lax.fori_loop(i32(0), i32(count), take, left)
+
+    best = plgpu.kernel(
+        likeliest,
+        out_type=[jax.ShapeDtypeStruct((R, parts.count, count), f32)] * 2,
+        grid=(R, parts.count),
+        grid_names=("row", "part"),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
+        ),
+    )(values, wanted.astype(i32), *(() if ids is None else (ids,)))
+    values, ids = (each.reshape(R, -1) for each in best)
+    return values, ids

@@ -9,6 +9,8 @@ from jax import lax
 
 from pallas_kernels.sampling.keys import ordered, weight
 
+# Ids in a block of `likeliest`. Only a block's maximum is read until the block is known to hold a winner.
+BLOCK = 512
 # Of a pass: each costs XLA a reduction of its own, so more would only add comparisons.
 THRESHOLDS = 1
 
@@ -64,6 +66,13 @@ class Tally(NamedTuple):
 
     sums: jax.Array
     inside: tuple[jax.Array, jax.Array] | None
+
+
+class Likeliest(NamedTuple):
+    """The N likeliest ids of each row, likeliest first, of equal ones the lowest first: ids int32 and logits float32 [R, N]."""
+
+    ids: jax.Array
+    logits: jax.Array
 
 
 def logits_stats(logits: jax.Array, temperature: jax.Array) -> LogitsStats:
@@ -128,3 +137,37 @@ def tallies(logits: jax.Array, weights: Weights | None = None) -> Callable[..., 
         return Tally(jnp.stack(sums, axis=1).astype(jnp.uint32), None)
 
     return tally
+
+
+def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
+    """Unrolled selection without a sort, which would keep a decode step from being one CUDA graph.
+
+    The logits are read once for the maxima of blocks; each round then reads these and the one block that holds the
+    winner. A block's ids are taken in the order (value falling, column rising), so its last winner tells which are left.
+    """
+    del wanted  # All rows cost the same here.
+    logits = logits.astype(jnp.float32)
+    R, V = logits.shape
+    num_blocks = -(-V // BLOCK)
+    padded = jnp.pad(logits, ((0, 0), (0, num_blocks * BLOCK - V)), constant_values=-jnp.inf)
+    blocks = padded.reshape(R, num_blocks, BLOCK)
+    best = blocks.max(axis=2)  # of the ids that are left
+    last_value = jnp.full((R, num_blocks), jnp.inf)
+    last_column = jnp.full((R, num_blocks), -1, jnp.int32)
+    block_ids, columns = jnp.arange(num_blocks), jnp.arange(BLOCK)
+    ids, values = [], []
+    for _ in range(count):
+        winner = jnp.argmax(best, axis=1)[:, None]
+        block = jnp.take_along_axis(blocks, winner[..., None], axis=1)[:, 0]
+        before = jnp.take_along_axis(last_value, winner, axis=1)
+        free = (block < before) | ((block == before) & (columns > jnp.take_along_axis(last_column, winner, axis=1)))
+        column = jnp.argmax(jnp.where(free, block, -jnp.inf), axis=1)[:, None].astype(jnp.int32)
+        value = jnp.take_along_axis(block, column, axis=1)
+        rest = jnp.where(free & (columns != column), block, -jnp.inf).max(axis=1, keepdims=True)
+        here = block_ids == winner
+        best = jnp.where(here, rest, best)
+        last_value = jnp.where(here, value, last_value)
+        last_column = jnp.where(here, column, last_column)
+        ids.append(winner[:, 0].astype(jnp.int32) * BLOCK + column[:, 0])
+        values.append(value[:, 0])
+    return Likeliest(jnp.stack(ids, axis=1), jnp.stack(values, axis=1))

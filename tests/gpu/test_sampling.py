@@ -43,6 +43,21 @@ def test_draws(V, dtype, residual):
     np.testing.assert_array_equal(np.asarray(got)[wanted], np.asarray(want)[wanted])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("V", SIZES)
+@pytest.mark.parametrize("R", [6, 130])
+def test_likeliest(R, V, dtype):
+    """The ids of a stable sort, and no others in rows that want none."""
+    logits = jnp.asarray(3 * np.random.default_rng(V).normal(size=(R, V)), dtype)  # with ties in bfloat16
+    wanted = np.arange(R) % 3 != 1
+    assert mosaic.unsupported_reason(logits) is None
+    got = jax.jit(api.likeliest, static_argnums=1)(logits, 20, jnp.asarray(wanted))
+    values = np.asarray(logits, np.float32)
+    want = np.argsort(-values, axis=1, kind="stable")[:, :20]
+    np.testing.assert_array_equal(np.asarray(got.ids)[wanted], want[wanted])
+    np.testing.assert_array_equal(np.asarray(got.logits)[wanted], np.take_along_axis(values, want, axis=1)[wanted])
+
+
 @pytest.mark.parametrize("V", [1024, VOCABULARIES["moonlight"]])
 def test_truncation(V):
     """The kernel's passes keep what the reference keeps, but for ids whose exponentials round otherwise at a border."""

@@ -43,6 +43,36 @@ def test_draws_interpreted(residual):
     assert_no_races(got)
 
 
+@interpreted
+@pytest.mark.parametrize(
+    ("size", "count", "dtype"),
+    [
+        (V, 20, jnp.bfloat16),  # one block
+        (
+            10 * 1024 + 8,
+            20,
+            jnp.bfloat16,
+        ),  # two blocks, the last vector of which overlaps, and one for their candidates
+        (4100, 5, jnp.float32),
+    ],
+)
+def test_likeliest_interpreted(size, count, dtype):
+    """The same ids in the same order as a stable sort, ties and all; rows that do not want them cost no look."""
+    rng = np.random.default_rng(size)
+    logits = rng.normal(size=(4, size)).astype(np.float32)
+    logits[1] = rng.integers(-3, 3, size)  # many ties, within blocks and across
+    logits[2] = np.linspace(0, 50, size)  # all in the last block
+    wanted = jnp.asarray([True, True, True, False])
+    logits = jnp.asarray(logits, dtype)
+    got = mosaic.likeliest(logits, count, wanted, interpret=detect_races())
+    want = reference.likeliest(logits, count, wanted)
+    order = np.argsort(-np.asarray(logits, np.float32), axis=1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(want.ids, order)
+    for name in ("ids", "logits"):
+        np.testing.assert_array_equal(getattr(got, name)[:3], getattr(want, name)[:3])
+    assert_no_races(got)
+
+
 def test_noise_is_that_of_jax():
     """Bit for bit: which implementation draws must not matter."""
     keys = np.random.default_rng(0).integers(0, 2**32, (3, 2), np.uint32)
@@ -73,6 +103,9 @@ def test_lowers_for_the_gpu(R, size, dtype):
     def tally(logits, weights, *args):
         return mosaic.tallies(logits, weights)(*args)
 
+    def best(logits, wanted):
+        return mosaic.likeliest(logits, 20, wanted)
+
     brackets, thresholds = shape((R, 2), jnp.int32), shape((R, mosaic.THRESHOLDS + 1), jnp.int32)
     for function, *args in (
         (mosaic.logits_stats, logits, floats),
@@ -80,9 +113,11 @@ def test_lowers_for_the_gpu(R, size, dtype):
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual),
         (tally, logits, None, brackets, thresholds, bools),
         (tally, logits, reference.Weights(floats, floats), brackets, thresholds, bools),
+        (best, logits, bools),
     ):
         text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("custom_call @mosaic_gpu") == 1
+        # The likeliest of a vocabulary that fits one block are found by one kernel, else by a second one of these.
+        assert text.count("custom_call @mosaic_gpu") == (2 if function is best and size > 8192 else 1)
 
 
 def test_unsupported_calls_say_why():

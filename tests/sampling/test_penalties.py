@@ -155,7 +155,8 @@ def test_top_logprobs_against_a_sort(size):
     rng = np.random.default_rng(size)
     logits = rng.normal(size=(64, size)).astype(np.float32)
     logits[::2] = rng.integers(-3, 3, logits[::2].shape)  # many ties
-    ids, values = jax.jit(top_logprobs, static_argnums=1)(logits, 20)
+    log_z = jax.nn.logsumexp(logits, axis=1)
+    ids, values = jax.jit(top_logprobs, static_argnums=2)(logits, log_z, 20, jnp.ones(64, bool))
     want = np.argsort(-logits, axis=1, kind="stable")[:, :20]
     np.testing.assert_array_equal(ids, want)
     for r in range(64):
@@ -180,7 +181,7 @@ def test_nothing_here_breaks_a_cuda_graph():
 
     def everything(logits, drafts, rules, positions, rows):
         x = adjust(logits, drafts, rules, positions)[:, 0]
-        return transformed(x, rows), top_logprobs(logits[:, 0], 20)
+        return transformed(x, rows), top_logprobs(logits[:, 0], rows.temperature, 20, rows.seeded)
 
     traced = jax.jit(everything).trace(logits, drafts, rules, positions, rows)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
