@@ -1,6 +1,7 @@
 """`bench step` and `bench step_vllm`: checkpoints, the arithmetic of loops, peers and gates, and small whole runs."""
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -302,6 +303,8 @@ def test_only_measured_buckets_are_compiled():
     prompts = [Bucket(tokens, 8, 16, variant) for tokens in (256, 8192) for variant in ("lean", "full")]
     chosen = measured_buckets(tuple(decode + prompts), (1, 3, 16))
     assert chosen == (*(Bucket(0, 0, rows, "lean") for rows in (1, 4, 16)), Bucket(8192, 8, 16, "lean"))
+    both = measured_buckets(tuple(decode + prompts), (1, 3, 16), full=True)
+    assert set(both) == {dataclasses.replace(b, variant=v) for b in chosen for v in ("lean", "full")}
 
 
 def step_arguments(**given) -> argparse.Namespace:
