@@ -4,8 +4,9 @@ A step with k drafts a row costs c(k) seconds and yields, of each row, 1 + p_1 +
 is the probability that draft i is accepted if those before it are. The k with the most tokens a second is chosen. p_i is
 estimated for each request, from its own windows and from those of all requests lately.
 
-With few drafts or none nothing is learned about the others. So from time to time, for a fixed small part of all time, some
-steps have more: a probe. It ends as soon as it shows that more drafts do not pay, or that they do.
+With few drafts or none nothing is learned about the others. So from time to time, at the cost of a fixed small part of all
+time, some steps have more: a probe. It ends as soon as it shows that more drafts do not pay, or that they do. A part of what
+its drafts gain counts against its cost: where the two are nearly equal, a probe shows little and another follows sooner.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ MARGIN = 0.01
 # The part of all time that probes may cost, and the steps that a probe usually takes: one that proposes, one that verifies,
 # and what is in flight by then.
 PROBE_SHARE, PROBE_STEPS = 0.004, 3
+# The part of a probe's gains that the next one may cost. With all of it, probes would change drafts that pay alike in turn.
+GAIN_SHARE = 0.5
 # Windows that what a probe saw counts for at most.
 PROBE_WEIGHT = 32.0
 
@@ -71,7 +74,7 @@ class AdaptiveDrafts:
         known: dict[int, float] = {k: value for k, value in seconds.items() if value}
         tokens = self._tokens(load)
         drafts = self._best(load, rows, tokens, known)
-        return self._probed(load, drafts, choices, known)
+        return self._probed(load, drafts, choices, known, tokens)
 
     def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
         if not windows:
@@ -91,6 +94,7 @@ class AdaptiveDrafts:
         self._all_hits = self._all_hits * kept + added * all_hits
         if self._probe is not None:
             self._probe.add(counts, all_hits)
+            self._allowance += GAIN_SHARE * self._probe.gained(all_hits)
             self._judge(self._probe)
         self._shared = self._shared_estimate()
 
@@ -136,7 +140,9 @@ class AdaptiveDrafts:
             self._current = best
         return best
 
-    def _probed(self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float]) -> int:
+    def _probed(
+        self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float], tokens: np.ndarray
+    ) -> int:
         """`drafts`, or more of them where a probe runs or begins."""
         self._allowance += PROBE_SHARE * seconds[drafts]
         probe = self._probe
@@ -149,7 +155,8 @@ class AdaptiveDrafts:
             if self._allowance < PROBE_STEPS * (seconds[more[0]] - seconds[drafts]):
                 return drafts
             later = {k: value for k, value in seconds.items() if k >= drafts}
-            probe = self._probe = Probe(drafts, more[0], self._shared, later, MARGIN)
+            token_seconds = seconds[drafts] / tokens[drafts]
+            probe = self._probe = Probe(drafts, more[0], self._shared, later, MARGIN, token_seconds)
         if probe.drafts not in choices:
             return drafts
         self._allowance -= seconds[probe.drafts] - seconds[drafts]

@@ -15,14 +15,23 @@ class Probe:
         shared: probabilities [most] that a draft is accepted if those before it are, as they are known.
         seconds: of a step, by number of drafts: of `base` and of more.
         margin: by what part more drafts must be better.
+        token_seconds: what a token takes with `base` drafts.
 
     Attributes:
         reached, hits: int [most] how often the draft at each position was verified, those before it being accepted, and
             how often it was accepted too.
     """
 
-    def __init__(self, base: int, drafts: int, shared: np.ndarray, seconds: Mapping[int, float], margin: float):
-        self.base, self.drafts = base, drafts
+    def __init__(
+        self,
+        base: int,
+        drafts: int,
+        shared: np.ndarray,
+        seconds: Mapping[int, float],
+        margin: float,
+        token_seconds: float,
+    ):
+        self.base, self.drafts, self._token_seconds = base, drafts, token_seconds
         self._shared, self._seconds, self._margin = shared, seconds, margin
         self.reached, self.hits = np.zeros(len(shared), int), np.zeros(len(shared), int)
 
@@ -30,6 +39,10 @@ class Probe:
         """Counts [most] of one step."""
         self.reached += reached
         self.hits += hits
+
+    def gained(self, hits: np.ndarray) -> float:
+        """Seconds that the drafts past `base` have saved in a step in which `hits` [most] were accepted."""
+        return self._token_seconds * float(hits[self.base :].sum())
 
     @property
     def verdict(self) -> bool | None:

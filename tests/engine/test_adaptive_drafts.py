@@ -77,9 +77,9 @@ def throughput(step_costs, rows, length_of, control, *, steps, late=1, output=25
     return tokens / seconds
 
 
-def ratio(name, rows, case, *, late=1):
+def ratio(name, rows, case, *, late=1, steps=None):
     """To the better of plain decoding and the best fixed number of drafts."""
-    step_costs, steps = costs(name), 3000 if rows <= 8 else 1200
+    step_costs, steps = costs(name), steps or (3000 if rows <= 8 else 1200)
     length_of = CASES[case]
     control = AdaptiveDrafts(K, rows + 1, step_costs)
     got = throughput(step_costs, rows, length_of, control, steps=steps, late=late)
@@ -99,7 +99,8 @@ def test_throughput(name, rows, case):
 @pytest.mark.parametrize(("name", "rows", "case"), EVERY)
 @pytest.mark.parametrize("late", [0, 3])
 def test_throughput_everywhere(name, rows, case, late):
-    assert ratio(name, rows, case, late=late) >= BOUND
+    # A step of one row tells of one window: a probe misleads more often, which few seconds of steps do not average out.
+    assert ratio(name, rows, case, late=late, steps=10_000 if rows == 1 else None) >= BOUND
 
 
 def test_what_changes_is_followed():
