@@ -8,7 +8,7 @@ import pytest
 from bench.__main__ import main
 from bench.serving import endpoint
 from bench.serving.health import failures
-from tests.serve.test_process import SCRIPT
+from tests.serve.server_processes import SCRIPT
 
 
 @pytest.mark.slow

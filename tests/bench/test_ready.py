@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.serving import endpoint
 from bench.serving.ready import wait_for_all
 from jaxspec.errors import ConfigError
-from tests.serve.test_process import SCRIPT
+from tests.serve.server_processes import SCRIPT
 
 
 def test_a_server_that_does_not_say_what_is_pending_is_no_server_with_nothing_pending():

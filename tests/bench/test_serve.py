@@ -24,7 +24,7 @@ from bench.serving.endpoint import acceptance, read_counters
 from bench.serving.serve import make_arrivals
 from tests.serve.conftest import start_server  # noqa: F401 - a fixture
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
-from tests.serve.test_process import SCRIPT
+from tests.serve.server_processes import SCRIPT
 
 # The mock's ids are bytes.
 IDS = ["--vocab-size", "256"]

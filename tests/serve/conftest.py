@@ -1,5 +1,6 @@
 """Servers for the tests: the real application on a real port, with whatever engine a test brings."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from serve.model import ServedModel
 from serve.server import BACKLOG, bind, http_config
 from serve.service import ServerSettings, Service
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
+from tests.serve.server_processes import Servers
 
 
 @dataclass
@@ -84,6 +86,13 @@ def start_server() -> Iterator[StartServer]:
     yield start
     for stop in stops:
         stop()
+
+
+@pytest.fixture(scope="package")
+def servers() -> Iterator[Servers]:
+    """For `Process`."""
+    with contextlib.closing(Servers()) as made:
+        yield made
 
 
 @pytest.fixture(scope="package")

@@ -13,7 +13,7 @@ from serve import cli
 from tests.serve.client_checks import check_error, client
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 from tests.serve.raw import connect
-from tests.serve.test_process import Process
+from tests.serve.server_processes import Process
 
 BODY = {"prompt": "hi", "max_tokens": 4}
 
@@ -34,9 +34,9 @@ def pem(tmp_path_factory) -> dict[str, str]:
     return names
 
 
-def test_https(pem):
+def test_https(pem, servers):
     process = Process(
-        "mock", "--port", "0", "--ssl-certfile", pem["cert"], "--ssl-keyfile", pem["locked"],
+        servers, "mock", "--port", "0", "--ssl-certfile", pem["cert"], "--ssl-keyfile", pem["locked"],
         JAXSPEC_SSL_KEYFILE_PASSWORD="secret-password",
     )  # fmt: skip
     try:
@@ -53,10 +53,10 @@ def test_https(pem):
 
 
 @pytest.mark.slow
-def test_half_open_handshakes_do_not_starve_a_server_with_few_descriptors(pem):
+def test_half_open_handshakes_do_not_starve_a_server_with_few_descriptors(pem, servers):
     """Nor do as many as come at once: each is looked at before many more are accepted."""
     process = Process(
-        "mock", "--port", "0", "--ssl-certfile", pem["cert"], "--ssl-keyfile", pem["key"], descriptors=256
+        servers, "mock", "--port", "0", "--ssl-certfile", pem["cert"], "--ssl-keyfile", pem["key"], descriptors=256
     )
     with contextlib.ExitStack() as stack:
         stack.callback(process.kill)

@@ -7,11 +7,9 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -22,117 +20,19 @@ from serve.cli import main
 from serve.server import bind
 from tests.serve.client_checks import check_error, sse
 from tests.serve.raw import connect, error_of, head, post, read_all, seconds_until_closed
+from tests.serve.server_processes import Process, Servers
 
-ROOT = Path(__file__).parents[2]
-# `jaxspec serve`, with the model's loading replaced.
-SCRIPT = """
-import asyncio, contextlib, sys, time
-import serve.model
-from jaxspec.errors import ModelFormatError
-from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
-
-def load(model, config, revision, progress, **_defaults):
-    if model == "broken":
-        raise ModelFormatError("the folder\\nhas no config.json")
-    for i in range(3):
-        progress(i + 1, 3, "compiling")
-        time.sleep(100 if model == "slow" else 0.01)
-    engine = MockEngine(step_seconds=0.02)
-    if model == "dies":
-        engine.fail = RuntimeError("out of luck")
-    tokenizer = byte_tokenizer()
-    if model == "stuck":
-        engine.gate.clear()
-    if model == "frozen":
-        tokenizer.least_tokens = lambda _text: time.sleep(100)  # called on the event loop
-    if model == "busy":
-        engine.max_model_len = 100_000
-        encode = tokenizer.encode
-
-        def slow(text, **options):
-            if text == "sleep":
-                time.sleep(100)
-            return encode(text, **options)
-
-        def loop(*_arguments, **_options):
-            while True:
-                pass
-
-        tokenizer.encode, tokenizer.apply_chat_template = slow, loop
-    if model == "freezes":
-        least_tokens = tokenizer.least_tokens
-
-        def freeze_soon(text):
-            with contextlib.suppress(RuntimeError):  # on other threads
-                asyncio.get_running_loop().call_later(2.0, time.sleep, 100)
-            return least_tokens(text)
-
-        tokenizer.least_tokens = freeze_soon  # called on the event loop, too
-    return served(engine, tokenizer)
-
-serve.model.load_model = load
-from serve.cli import main
-sys.exit(main())
-"""
 # Seconds that a busy machine may take for what happens at once.
 SLACK = 8.0
 SLOW = {"prompt": "hi", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
-class Process:
-    def __init__(self, *arguments: str, descriptors: int | None = None, **environment: str):
-        limit = [] if descriptors is None else ["bash", "-c", f'ulimit -n {descriptors}; exec "$@"', "bash"]
-        self._popen = subprocess.Popen(
-            [*limit, sys.executable, "-c", SCRIPT, "serve", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
-        )
-        self.output = ""
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._popen.stdout
-        for line in self._popen.stdout:
-            self.output += line
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 60
-        while text not in self.output:
-            assert time.monotonic() < deadline, self.output
-            assert self._popen.poll() is None, self.output
-            time.sleep(0.01)
-
-    @property
-    def base_url(self) -> str:
-        self.wait_for("/v1/completions -H")
-        return self.output.split(" at ")[1].split(". Try")[0]
-
-    def signal(self, number: int) -> None:
-        self._popen.send_signal(number)
-
-    def exit_code(self, seconds: float = 30) -> int:
-        code = self._popen.wait(seconds)
-        self._reader.join()
-        return code
-
-    def kill(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-        self._reader.join()
-        assert self._popen.stdout
-        self._popen.stdout.close()
-
-
 @pytest.fixture
-def start() -> Iterator[type[Process]]:
+def start(servers: Servers) -> Iterator[Callable[..., Process]]:
     processes: list[Process] = []
 
     def run(*arguments: str, **options: Any) -> Process:
-        processes.append(Process(*arguments, **options))
+        processes.append(Process(servers, *arguments, **options))
         return processes[-1]
 
     yield run

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.serve.test_process import Process
+from tests.serve.server_processes import Process
 
 BODY = {"prompt": "hi", "max_tokens": 4}
 LINES = {
@@ -23,8 +23,8 @@ LINES = {
 
 
 @pytest.mark.parametrize("peer", LINES)
-def test_a_usual_command_line_starts_the_server(peer):
-    process = Process(*LINES[peer].split())
+def test_a_usual_command_line_starts_the_server(peer, servers):
+    process = Process(servers, *LINES[peer].split())
     try:
         for _ in range(2):  # the first one's line in the log, if there is one, comes before the second one's answer
             answer = httpx.post(f"{process.base_url}/v1/completions", json=BODY | {"model": "model"})
@@ -39,12 +39,12 @@ def test_a_usual_command_line_starts_the_server(peer):
         process.kill()
 
 
-def test_a_file_and_variables_start_the_server(tmp_path):
+def test_a_file_and_variables_start_the_server(tmp_path, servers):
     path = tmp_path / "serve.yaml"
     path.write_text(
         "model: mock\nport: 0\nmax-num-seqs: 4\nallowed-origins: ['https://a.example']\napi-key: canary-key\n"
     )
-    process = Process("--config", str(path), JAXSPEC_MAX_NUM_SEQS="5", JAXSPEC_METRICS_PREFIX="vllm")
+    process = Process(servers, "--config", str(path), JAXSPEC_MAX_NUM_SEQS="5", JAXSPEC_METRICS_PREFIX="vllm")
     try:
         url = process.base_url
         assert f"Options from {path}: port=0, allowed_origins=https://a.example, api_key=***" in process.output
