@@ -83,6 +83,8 @@ def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None =
     # As on a GPU, requests that need no more may run in a lean bucket; it also takes a third of the time to compile.
     smallest, *larger = bucket_table(settings)
     buckets = (dataclasses.replace(smallest, variant="lean"), *larger)
+    if not mixed:  # for requests that need no more: one bucket for prompts and one for decoding
+        buckets = tuple(dataclasses.replace(bucket, variant="lean") for bucket in larger)
     runner = Runner(
         model,
         random_params(model, mesh, seed=3, randomize_norms=True),

@@ -45,7 +45,7 @@ def answers(start_server, folder, **options):
     """The tokens of each choice, and the engine's figures."""
     config = EngineConfig(dtype="float32", max_model_len=128, enable_prefix_caching=False, **RETRACTING, **options)
     with pytest.MonkeyPatch.context() as patch:
-        few_buckets(patch)
+        few_buckets(patch, decode=False)
         server = start_server(load_model(folder, config, None, lambda *_: None))
         reply = server.post("/v1/chat/completions", CHAT | {"model": "mock"})
     assert reply.status_code == 200, reply.text
