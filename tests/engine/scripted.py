@@ -174,7 +174,10 @@ def lookup_runner(k: int, *, model: bool = False, full: bool = False) -> Runner:
     target = CausalLM(tiny_config("tiny"), jnp.float32)
     draft = tiny_draft("nextn") if model else None
     buckets = bucket_table(settings)[-1:] if full else one_bucket(settings)
-    return warmed(Runner(target, target_params("tiny"), settings, one_device(), draft=draft, buckets=buckets))
+    files = open_store(None)
+    return warmed(
+        Runner(target, target_params("tiny"), settings, one_device(), draft=draft, buckets=buckets, files=files)
+    )
 
 
 @cached
