@@ -188,7 +188,8 @@ def test_what_runs_ends_with_it(sanitizer, tmp_path, sent, code):
 @pytest.mark.slow
 def test_every_kernel_has_its_test():
     """Under the id that is named, which changes with a test's parameters."""
-    options = ["-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "--collect-only", "-q"]
+    options = ["-o", "addopts=", "-m", "gpu", "--collect-only", "-q"]
+    options += ["-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:schemathesis"]
     named = [f"tests/gpu/{kernel.test}" for kernel, _ in sanitize.FAULTY]
     # One process, which imports all that they need once.
     program = (
