@@ -9,6 +9,7 @@ from jaxspec.compat import compiles
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
+from tests.engine.test_schedules import options
 from tests.engine.test_transforms import plant, raw_logits
 from tests.engine.tiny import EOS, VOCAB, cached, make_engine, run, tiny_runner
 from tests.host_rules import RandomConstraint
@@ -216,7 +217,8 @@ def test_a_failing_rule_ends_its_own_request():
 
 @pytest.mark.slow
 def test_synthetic_acceptance_is_refused():
-    engine = make_engine(k=K, synthetic=2.6)
+    with options(tiny_runner(K), synthetic_acceptance_length=2.6):  # refused before any step
+        engine = make_engine(k=K)
     with pytest.raises(InvalidRequestError, match="structured output needs drafts that are verified"):
         engine.add(Request("r", [7], SamplingParams(), RandomConstraint(VOCAB, EOS)))
 
