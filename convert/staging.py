@@ -9,11 +9,15 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxspec.loading.manifest import STAGING_INFIX
+
+# Attempts to remove a temporary folder: two seconds of them.
+REMOVALS = 100
 
 # Called with the name of a point that conversion has reached; tests kill the process there.
 OnEvent = Callable[[str], None]
@@ -35,8 +39,17 @@ def staged(out: Path, on_event: OnEvent) -> Iterator[Path]:
         _sync(folder)
         _swap_in(folder, out, on_event)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Again for a while: where writing failed, other threads of Orbax may still be about to create a file."""
+    for _ in range(REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(0.02)
 
 
 def _name(out: Path) -> str:

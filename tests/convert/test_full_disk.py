@@ -15,6 +15,7 @@ import pytest
 
 from convert.convert import convert_checkpoint
 from convert.digests import ShardDigests
+from convert.staging import staged
 from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.tokenizer_files import load_tokenizer
@@ -85,6 +86,23 @@ def test_a_full_disk_leaves_the_older_conversion(
             convert_checkpoint(draft, out)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     read_manifest(out)
+
+
+def test_a_thread_that_still_writes_leaves_nothing(tmp_path: Path, monkeypatch):
+    """Orbax gives up at the first error, while files of other arrays are being created."""
+    remove, calls = shutil.rmtree, []
+
+    def outrun(folder: Path, **options: Any) -> None:
+        remove(folder, **options)
+        calls.append(folder)
+        if len(calls) < 3:
+            folder.mkdir()
+            (folder / "late").touch()
+
+    monkeypatch.setattr(shutil, "rmtree", outrun)
+    with pytest.raises(OSError, match="no space"), staged(tmp_path / "out", lambda _: None):
+        raise OSError("no space")
+    assert not list(tmp_path.iterdir())
 
 
 def convert_with_small_files(source: Path, out: Path, most_bytes: int) -> None:
