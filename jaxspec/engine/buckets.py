@@ -1,12 +1,13 @@
 """The fixed shapes that a step may have. One table drives the batch builder, the warm-up and the compile cache."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxspec.config import Settings
 
 Variant = Literal["lean", "full"]
+Part = Literal["whole", "forward", "choose"]
 
 
 @dataclass(frozen=True, order=True)
@@ -15,7 +16,8 @@ class Bucket:
 
     A decode row has a window of `drafts` + 1 tokens; a step verifies at most so many drafts a row, and proposes so many
     for the next one. Variant "lean" samples greedily or by temperature; "full" knows every sampling parameter and the likeliest
-    alternatives. The tokens of a row that needs no more than "lean" are the same in both.
+    alternatives. The tokens of a row that needs no more than "lean" are the same in both. An executable runs the whole step,
+    or one of the two parts of it that a `StepPlan` may ask for.
     """
 
     prefill_tokens: int
@@ -23,6 +25,7 @@ class Bucket:
     decode_rows: int
     variant: Variant
     drafts: int = 0
+    part: Part = "whole"
 
     @property
     def window(self) -> int:
@@ -46,11 +49,13 @@ class Bucket:
             text = f"prefill, {self.prefill_tokens} tokens of up to {_count(self.prefill_rows, 'prompt')}"
             text += f", beside {_count(self.decode_rows, 'decode row')}" if self.decode_rows else ""
         text += f", {_count(self.drafts, 'draft')}" if self.drafts else ""
+        text += "" if self.part == "whole" else f", {self.part} only"
         return text if self.variant == "full" else f"{text}, greedy or by temperature"
 
     def __str__(self) -> str:
         drafts = f" of {self.drafts} drafts" if self.drafts else ""
-        return f"prefill {self.prefill_tokens}x{self.prefill_rows}, decode {self.decode_rows}{drafts}, {self.variant}"
+        part = "" if self.part == "whole" else f", {self.part}"
+        return f"prefill {self.prefill_tokens}x{self.prefill_rows}, decode {self.decode_rows}{drafts}, {self.variant}{part}"
 
 
 def _count(number: int, what: str) -> str:
@@ -114,6 +119,30 @@ def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
         for k, shapes in zip((counts[-1], 0), ADAPTIVE_PROMPTS[variant], strict=True):
             table += [] if shapes is None else _with_prompts(settings, shapes, variant, k)
     return tuple(sorted(table))
+
+
+# Of each number of drafts, so many sizes of decode steps also exist in two parts.
+SPLIT_SIZES_FIXED, SPLIT_SIZES_ADAPTIVE = 3, 2
+
+
+def split_table(settings: Settings) -> tuple[Bucket, ...]:
+    """The buckets whose step also exists in two parts, smallest first; at most 4 of them.
+
+    Of "full" decode steps the largest few, with the most drafts and with none; on a CPU the largest. None where no step is
+    planned before the one ahead of it is read, or where no request may have a grammar.
+    """
+    if not settings.readout_depth or settings.synthetic_acceptance_length is not None:
+        return ()
+    counts = draft_counts(settings)
+    sizes = (SPLIT_SIZES_FIXED if len(counts) == 1 else SPLIT_SIZES_ADAPTIVE) if settings.on_gpu else 1
+    decode = [b for b in bucket_table(settings) if not b.prefill_tokens and b.variant == "full"]
+    chosen = [[b for b in decode if b.drafts == k][-sizes:] for k in {counts[0], counts[-1]}]
+    return tuple(sorted(b for each in chosen for b in each))
+
+
+def parts(bucket: Bucket) -> tuple[Bucket, Bucket]:
+    """The executables of a bucket's step in two parts."""
+    return replace(bucket, part="forward"), replace(bucket, part="choose")
 
 
 def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:

@@ -207,15 +207,16 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Dispatches steps up to the readout depth, and reads the oldest; at most one output a request.
 
+        A split step lets its rows choose as soon as every step before it is read; none is dispatched behind it before that.
         Ids come from one device step. Requests that have just been scheduled for the first time have an output even
         where their first step is still unread. A request that is aborted, or that a host rule ends, costs the device at
         most `readout_depth` steps more, whose ids are dropped.
         """
         outputs, self._finished_early = self._finished_early, []
         started: list[Request] = []
-        while self.runner.in_flight <= self.settings.readout_depth:
+        while self.runner.in_flight <= self.settings.readout_depth and not self.runner.begun:
             began = time.monotonic()
-            plan = self.scheduler.plan()
+            plan = self.scheduler.plan(self.runner.split_ready)
             if plan is None:
                 break
             started += [row.request for row in plan.prefill if row.request.first_scheduled_time is None]
@@ -256,13 +257,17 @@ class Engine:
         """Starts the step that the scheduler has just planned, since `began`."""
         for row in plan.prefill:
             row.request.scheduled(began)
-        write_masks(self.runner, plan)
+        if not plan.split:
+            write_masks(self.runner, plan)
         self.runner.dispatch(plan)
         self.scheduler.dispatched(plan)
         self._times.append((began, time.monotonic()))
 
     def read(self) -> list[RequestOutput]:
-        """Waits for the oldest unread step, and gives each of its requests what it brought."""
+        """Waits for the oldest unread step, and gives each of its requests what it brought.
+
+        Where it was the last one before a split step, that one's rows choose now.
+        """
         planned, dispatched = self._times.popleft()
         reading = time.monotonic()
         step = self.runner.read()
@@ -300,6 +305,9 @@ class Engine:
                 request.drafts = tuple(step.drafts[row, :held].tolist())
             if emitted:
                 outputs.append(self._emit(step, row, request, emitted, accepted, read))
+        if self.runner.begun and self.runner.in_flight == 1:
+            write_masks(self.runner, self.runner.begun)
+            self.runner.choose()
         self.scheduler.control.observe(seen)
         if self.step_log is not None:
             times = StepTimes(planned, dispatched, reading, read, time.monotonic())

@@ -30,7 +30,8 @@ class HostRule(Protocol):
     The engine itself has no notion of text: it asks the rule where to stop, and passes the rule's text on in `RequestOutput`.
 
     Attributes:
-        needs_readback: the rule must see the tokens of each step before the request's next step is planned.
+        needs_readback: the rule must see the tokens of each step before the request's next step is planned; with a
+            constraint, before the request's next token is chosen.
     """
 
     needs_readback: bool

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.engine.executables import ExecutableStore
 from jaxspec.engine.plan import NO_ID, StepPlan
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, RequestState
 
 # An upload copies the masks of so many slots, or of all.
 UPLOAD_SLOTS = (1, 8, 32)
@@ -43,12 +43,14 @@ def write_masks(store: MaskStore, plan: StepPlan) -> None:
 def constrained_rows(plan: StepPlan) -> list[tuple[Request, tuple[int, ...]]]:
     """Requests with the drafts that they verify: a mask takes time, and those of drafts beyond are not read.
 
-    A chunk in the middle chooses nothing; a request that resumes is told its next token.
+    A chunk in the middle chooses nothing; a request that resumes is told its next token. Of a split plan some requests may
+    have ended since: what their rows choose is dropped.
     """
     sampled = [row.request for row in plan.prefill if row.final and row.forced == NO_ID]
     rows: list[tuple[Request, tuple[int, ...]]] = [(request, ()) for request in sampled if request.constraint]
     windows = zip(plan.decode, plan.verified, strict=True)
-    return rows + [(request, request.drafts[:count]) for request, count in windows if request.constraint]
+    rows += [(request, request.drafts[:count]) for request, count in windows if request.constraint]
+    return [(request, drafts) for request, drafts in rows if request.state is not RequestState.FINISHED]
 
 
 class MaskUpload:

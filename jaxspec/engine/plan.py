@@ -38,6 +38,8 @@ class StepPlan:
         drafts: how many drafts a decode row may verify, and how many every row proposes.
         verified: for each decode row, the drafts that it verifies: those that it holds and its request allows; at most, for
             what is looked up may not be found.
+        split: some decode rows have a constraint whose masks follow from a step that is not read yet. The step's forward
+            pass may begin; its rows choose once all steps before it are read.
     """
 
     prefill: tuple[PrefillRow, ...]
@@ -46,6 +48,7 @@ class StepPlan:
     needs_full: bool = False
     drafts: int = 0
     verified: tuple[int, ...] = ()
+    split: bool = False
 
     @property
     def prefill_tokens(self) -> int:

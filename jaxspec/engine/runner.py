@@ -3,7 +3,7 @@
 import collections
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,15 +15,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.compile_cache import FileStore
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, bucket_for
-from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.buckets import Bucket, bucket_table, parts, split_table
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
+from jaxspec.engine.handoff import Forwarded
 from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.scoring import Scores, following_ids, score, unpack, wants_scores
 from jaxspec.engine.state import StepState, compile_zeros, state_shapes
-from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, Probe, StepArrays, make_step
+from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, Probe, StepArrays, make_parts, make_step
 from jaxspec.engine.warmup import Preparation, first_buckets
 from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import CausalLM
@@ -83,11 +84,29 @@ class StepOutput:
 
 
 class _Dispatched:
+    """A step that runs.
+
+    Attributes:
+        arrays: its outputs, on their way to the host. top: likeliest ids, which most plans never copy: no row wants any.
+    """
+
     def __init__(self, plan: StepPlan, bucket: Bucket, arrays: StepArrays):
         self.plan, self.bucket, self.arrays = plan, bucket, arrays
-        # Most plans never copy it: no row wants alternatives.
         self.top = arrays.top if any(request.params.logprobs for request in plan.requests) else None
         self.scores: jax.Array | None = None
+        arrays.packed.copy_to_host_async()
+        if self.top is not None:
+            self.top.copy_to_host_async()
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A split step whose forward pass runs, and what that hands on."""
+
+    plan: StepPlan
+    bucket: Bucket
+    inputs: np.ndarray
+    forwarded: Forwarded
 
 
 def bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
@@ -107,11 +126,13 @@ class Runner:
         layouts: of each bucket's packed input.
         kernels: what the compiled steps run, operation -> implementations; they may differ from bucket to bucket.
         bucket_seconds: what a step in each bucket takes, where it was measured: plans run in the cheapest.
+        split: the buckets whose step may also run in two parts. split_ready: those for which both are there.
 
     Args:
         params: nested dict of the model's parameters on `mesh`.
         draft: the model that proposes tokens, and its parameters, where the settings ask for one.
         buckets: those to compile (default: the table of the settings).
+        split: those of them whose step is compiled in two parts also (default: `split_table`, if `buckets` is).
         skip_dead: see `make_step`.
         probe: also return a `Probe` of every token (slower).
         files: where compiled steps stay for later starts; None: nowhere.
@@ -126,6 +147,7 @@ class Runner:
         *,
         draft: tuple[Draft, dict] | None = None,
         buckets: tuple[Bucket, ...] | None = None,
+        split: tuple[Bucket, ...] | None = None,
         skip_dead: bool = True,
         probe: bool = False,
         files: FileStore | None = None,
@@ -138,6 +160,9 @@ class Runner:
         self.settings = settings
         self.window = settings.window
         self.buckets = buckets or bucket_table(settings)
+        if split is None:
+            split = () if buckets or probe else split_table(settings)
+        self.split = split
         self._skip_dead = skip_dead
         target_def, target = bind(model, params)
         draft_def, drafter = bind(*draft) if draft else (None, None)
@@ -150,15 +175,18 @@ class Runner:
         shapes = self._shapes
         zeros = self.store.load_or_make(self.store.key("zeros", shapes), lambda: compile_zeros(shapes))
         self.state: StepState = zeros()
-        self.layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
+        shapes_of = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in (*self.buckets, *split)}
+        self.layouts = shapes_of | {part: shapes_of[b] for b in split for part in parts(b)}
         self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._ready: tuple[Bucket, ...] = ()  # those that have their step, in the table's order
+        self.split_ready: tuple[Bucket, ...] = ()
         self._scores: dict[int, jax.stages.Compiled] = {}  # by the number of prompt tokens
         self._upload = MaskUpload(self.state.masks)
         self._count = CountUpload(self.state.counts, settings.max_model_len)
         self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
         self._preparation = Preparation(self._load, self._make, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()
+        self._begun: _Begun | None = None
         self.kernels: dict[str, set[str]] = {}
         self.bucket_seconds: Mapping[Bucket, float] = {}
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -171,8 +199,13 @@ class Runner:
 
     @property
     def in_flight(self) -> int:
-        """Steps dispatched but not read."""
-        return len(self._queue)
+        """Steps dispatched but not read, one that has yet to choose included."""
+        return len(self._queue) + (self._begun is not None)
+
+    @property
+    def begun(self) -> StepPlan | None:
+        """The split step, newest of those in flight, whose rows have yet to choose."""
+        return None if self._begun is None else self._begun.plan
 
     @property
     def num_pending(self) -> int:
@@ -197,11 +230,15 @@ class Runner:
             masks=self._upload.warm_up(self.state.masks, self.store),
             counts=self._count.warm_up(self.state.counts, self.store),
         )
-        first = self.buckets if wait_for_all or not self.settings.on_gpu else first_buckets(self.buckets)
-        rest = [bucket for bucket in self.buckets if bucket not in first]
+        every = (*self.buckets, *(part for bucket in self.split for part in parts(bucket)))
+        first = every if wait_for_all or not self.settings.on_gpu else first_buckets(self.buckets)
+        rest = [bucket for bucket in every if bucket not in first]
 
         def use(bucket: Bucket, executable: Executable) -> None:
             self._install(bucket, executable)
+            if bucket.part != "whole":
+                self._warm_up_parts(replace(bucket, part="whole"))
+                return
             if bucket.prefill_tokens and bucket.variant == "full":
                 self._prepare_score(bucket)
             for _ in range(WARMUP_RUNS):
@@ -213,6 +250,14 @@ class Runner:
             self._preparation.go_on(rest)
         else:
             self._preparation.save()
+
+    def _warm_up_parts(self, bucket: Bucket) -> None:
+        """Runs the parts of a step without requests, once both are there."""
+        if bucket in self.split_ready:
+            inputs = np.zeros(self.layouts[bucket].size, np.int32)
+            for _ in range(WARMUP_RUNS):
+                arrays = self._run_choose(bucket, inputs, self._run_forward(bucket, inputs))
+                arrays.packed.block_until_ready()
 
     def run_padding(self, bucket: Bucket) -> StepArrays:
         """A step without requests, which touches page 0 and slot 0 only."""
@@ -237,9 +282,15 @@ class Runner:
         return self._steps[bucket]
 
     def dispatch(self, plan: StepPlan) -> None:
-        """Starts a step; its output comes from `read`, in order."""
+        """Starts a step; its output comes from `read`, in order. Of a split one, only the forward pass: see `choose`."""
+        assert self._begun is None
         for late, executable in self._preparation.take():
             self._install(late, executable)
+        if plan.split:
+            bucket = bucket_for(self.split_ready, plan)
+            inputs = self.layouts[bucket].pack(plan)
+            self._begun = _Begun(plan, bucket, inputs, self._run_forward(bucket, inputs))
+            return
         scored = any(map(wants_scores, plan.prefill))
         # A bucket that came late scores nothing.
         able = tuple(b for b in self._ready if b.prefill_tokens in self._scores) if scored else self._ready
@@ -253,10 +304,14 @@ class Runner:
             following = following_ids(plan.prefill, bucket.prefill_tokens)
             step.scores = score_chunks(self._leaves, step.arrays.hidden, following)
             step.scores.copy_to_host_async()
-        step.arrays.packed.copy_to_host_async()
-        if step.top is not None:
-            step.top.copy_to_host_async()
         self._queue.append(step)
+
+    def choose(self) -> None:
+        """Lets the rows of the split step choose and draft. All steps before it are read, and its masks are written."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        arrays = self._run_choose(begun.bucket, begun.inputs, begun.forwarded)
+        self._queue.append(_Dispatched(begun.plan, begun.bucket, arrays))
 
     def read(self) -> StepOutput:
         """Waits for the oldest step that was dispatched and not read."""
@@ -290,30 +345,40 @@ class Runner:
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
         """The step of a bucket, compiled anew."""
-        step = make_step(
-            self.graphdefs,
-            self.layouts[bucket],
-            self.settings,
-            probe=self._probe,
-            skip_dead=self._skip_dead,
-        )
+        step: Any
+        if bucket.part == "whole":
+            step = make_step(
+                self.graphdefs, self.layouts[bucket], self.settings, probe=self._probe, skip_dead=self._skip_dead
+            )
+        else:
+            both = make_parts(self.graphdefs, self.layouts[bucket], self.settings, skip_dead=self._skip_dead)
+            step = both[bucket.part == "choose"]
         shardings = jax.tree.map(lambda s: s.sharding, self._shapes)
         out_shardings = (shardings, self._replicated)
         inputs = jax.ShapeDtypeStruct((self.layouts[bucket].size,), jnp.int32, sharding=self._replicated)
         structure = jax.tree.structure(self.params)
 
-        def flat_step(leaves: tuple[jax.Array, ...], state: StepState, flat_inputs: jax.Array):
-            return step(jax.tree.unflatten(structure, leaves), state, flat_inputs)
+        def flat_step(leaves: tuple[jax.Array, ...], state: StepState, *rest: Any):
+            return step(jax.tree.unflatten(structure, leaves), state, *rest)
 
         jitted = jax.jit(flat_step, donate_argnums=1, out_shardings=out_shardings)
         backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
         try:
+            with self._exact(), use(backends):
+                handed = (self._forwarded(bucket, inputs),) if bucket.part == "choose" else ()
             with self._exact(), use(backends) as chosen:
-                compiled = jitted.lower(self._leaves, self._shapes, inputs).compile(self._xla_options(bucket))
+                lowered = jitted.lower(self._leaves, self._shapes, inputs, *handed)
+                compiled = lowered.compile(self._xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
         self._chosen[bucket] = {name: frozenset(ran) for name, ran in chosen.items()}
         return compiled
+
+    def _forwarded(self, bucket: Bucket, inputs: jax.ShapeDtypeStruct) -> Forwarded:
+        """Shapes of what the first part of a step hands to the second."""
+        forward_part, _ = make_parts(self.graphdefs, self.layouts[bucket], self.settings)
+        _, shapes = jax.eval_shape(forward_part, self.params, self._shapes, inputs)
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._replicated), shapes)
 
     def _prepare_score(self, bucket: Bucket) -> None:
         """What scores a chunk of so many tokens, loaded or compiled, and run once."""
@@ -365,10 +430,19 @@ class Runner:
     def _install(self, bucket: Bucket, executable: Executable) -> None:
         self._steps[bucket] = executable.compiled
         self._ready = tuple(b for b in self.buckets if b in self._steps)
+        self.split_ready = tuple(b for b in self.split if all(part in self._steps for part in parts(b)))
         for operation, implementations in executable.kernels.items():
             self.kernels.setdefault(operation, set()).update(implementations)
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
         # A NumPy array: the call itself copies it, with less host time than a separate `device_put`.
         self.state, arrays = self._steps[bucket](self._leaves, self.state, inputs)
+        return arrays
+
+    def _run_forward(self, bucket: Bucket, inputs: np.ndarray) -> Forwarded:
+        self.state, forwarded = self._steps[parts(bucket)[0]](self._leaves, self.state, inputs)
+        return forwarded
+
+    def _run_choose(self, bucket: Bucket, inputs: np.ndarray, forwarded: Forwarded) -> StepArrays:
+        self.state, arrays = self._steps[parts(bucket)[1]](self._leaves, self.state, inputs, forwarded)
         return arrays

@@ -6,6 +6,8 @@ the longest decoding one is preempted: it is prefilled again later and goes on w
 Steps are planned while earlier ones are still unread: the host then knows each request's tokens only up to what it has
 read, and reserves pages for the most that the unread steps can add.
 
+Rows whose masks follow from an unread step wait for it, unless the step may choose late: see `StepPlan.split`.
+
 Each step has one number of drafts, which `DraftControl` chooses before the rows are: a window has so many tokens more.
 """
 
@@ -79,11 +81,18 @@ class Scheduler:
         """Queues a request, whether new or preempted."""
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None where no request can run before an unread step is read. Updates the requests it plans."""
+    def plan(self, split: tuple[Bucket, ...] = ()) -> StepPlan | None:
+        """The next step, or None where no request can run before an unread step is read. Updates the requests it plans.
+
+        split: the buckets in which a step may choose later than its forward pass runs.
+        """
         budget = self.settings.max_num_batched_tokens
-        ready = sorted(filter(self._may_decode, self.running), key=lambda r: r.order)
-        drafts = self._choose_drafts(ready)
+        decoding = sorted(filter(self._may_decode, self.running), key=lambda r: r.order)
+        ready = [r for r in decoding if not self._waits(r)]
+        early = [r for r in decoding if self._waits(r) and r.constraint]
+        if not split or any(r.state is RequestState.PREFILL for r in self.running):
+            early = []
+        drafts = self._choose_drafts([*ready, *early])
         decode: list[Request] = []
         prefill = [] if self.settings.mixed else self._plan_prefill(budget)
         if not prefill:
@@ -93,6 +102,8 @@ class Scheduler:
             decode = rows
         if self.settings.mixed:
             prefill = self._plan_prefill(budget - len(decode) * (drafts + 1))
+        waited = [] if prefill else self._plan_early(early, decode, budget, drafts, split)
+        decode += waited
         if not prefill and not decode:
             return None
         needs_full = any(r.needs_full for r in (*(row.request for row in prefill), *decode))
@@ -109,7 +120,9 @@ class Scheduler:
         verified = tuple(min(drafts, request.held_drafts, request.num_drafts) for request in decode)
         for request in (*(row.request for row in prefill if row.final), *decode):
             request.state, request.held_drafts = RequestState.DECODE, drafts
-        return StepPlan(tuple(prefill), tuple(decode), tuple(deltas), needs_full, drafts, verified)
+        return StepPlan(
+            tuple(prefill), tuple(decode), tuple(deltas), needs_full, drafts, verified, split=bool(waited)
+        )
 
     def dispatched(self, plan: StepPlan) -> None:
         """The plan's array has been packed: the device will know these slots."""
@@ -174,8 +187,11 @@ class Scheduler:
 
     def _may_decode(self, request: Request) -> bool:
         surely_over = len(request.tokens) + request.unread_least >= request.max_total
-        waits = request.needs_readback and request.unread_steps
-        return request.state is RequestState.DECODE and not surely_over and not waits
+        return request.state is RequestState.DECODE and not surely_over
+
+    def _waits(self, request: Request) -> bool:
+        """For the host to see its tokens."""
+        return request.needs_readback and request.unread_steps > 0
 
     def _choose_drafts(self, ready: list[Request]) -> int:
         """The number of drafts of the next step, of the rows that may decode and the prompts that may begin."""
@@ -204,6 +220,19 @@ class Scheduler:
             elif self._unread:
                 return None
         return decode
+
+    def _plan_early(
+        self, early: list[Request], decode: list[Request], budget: int, drafts: int, split: tuple[Bucket, ...]
+    ) -> list[Request]:
+        """Rows that choose late, to come after `decode` in a step without prompts: those for which there is room."""
+        most = max((b.decode_rows for b in split if b.drafts == drafts), default=0)
+        room = max(min(most, budget // (drafts + 1)) - len(decode), 0)
+        rows: list[Request] = []
+        for request in early[:room]:
+            # Without a page it waits until the unread steps are read: only then it may preempt.
+            if self._grow(request, drafts, [*decode, *rows]):
+                rows.append(request)
+        return rows
 
     def _plan_prefill(self, budget: int) -> list[PrefillRow]:
         rows: list[PrefillRow] = []

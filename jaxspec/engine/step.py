@@ -1,6 +1,7 @@
 """The jitted step: the target reads prompt chunks and decode windows, every row chooses, the draft proposes.
 
-All state passed from step to step stays on the device; the host only reads the packed output.
+All state passed from step to step stays on the device; the host only reads the packed output. A step is one executable, or
+two where rows may choose only once the host knows more than it did when the forward pass could begin.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from jaxspec.engine.batch import InputLayout, StepInputs
 from jaxspec.engine.choose import advance, choose
 from jaxspec.engine.drafting import propose
 from jaxspec.engine.forward import forward
-from jaxspec.engine.handoff import Chosen, Drafted
+from jaxspec.engine.handoff import Chosen, Drafted, Forwarded
 from jaxspec.engine.state import StepState
 
 # The counts of accepted and of verified drafts share the packed output's flags column, eight bits each.
@@ -55,6 +56,8 @@ class StepArrays(NamedTuple):
 
 
 Step = Callable[[Any, StepState, jax.Array], tuple[StepState, StepArrays]]
+ForwardPart = Callable[[Any, StepState, jax.Array], tuple[StepState, Forwarded]]
+ChoosePart = Callable[[Any, StepState, jax.Array, Forwarded], tuple[StepState, StepArrays]]
 
 
 def make_step(
@@ -71,20 +74,49 @@ def make_step(
         graphdefs: of the target and of the model that drafts, if one does.
         skip_dead: in the draft's catch-up, attend for the rows that draft only (False for tests and benchmarks).
     """
+    forward_part, choose_part = make_parts(graphdefs, layout, settings, probe=probe, skip_dead=skip_dead)
 
     def step(params: tuple, state: StepState, flat_inputs: jax.Array) -> tuple[StepState, StepArrays]:
-        target = nnx.merge(graphdefs[0], params[0])
+        state, forwarded = forward_part(params, state, flat_inputs)
+        return choose_part(params, state, flat_inputs, forwarded)
+
+    return step
+
+
+def make_parts(
+    graphdefs: tuple[nnx.GraphDef, nnx.GraphDef | None],
+    layout: InputLayout,
+    settings: Settings,
+    *,
+    probe: bool = False,
+    skip_dead: bool = True,
+) -> tuple[ForwardPart, ChoosePart]:
+    """The step of one bucket in two parts, which follow each other with the same inputs.
+
+    (params, state, inputs) -> (state, Forwarded) reads and writes the target's KV and nothing else that tells what the rows
+    hold; (params, state, inputs, Forwarded) -> (state, StepArrays) chooses and drafts. Between the two only masks may change.
+    Arguments as in `make_step`.
+    """
+    full, window = layout.bucket.variant == "full", layout.bucket.window
+
+    def models(params: tuple) -> tuple[Any, Any]:
         draft = None if graphdefs[1] is None else nnx.merge(graphdefs[1], params[1])
+        return nnx.merge(graphdefs[0], params[0]), draft
+
+    def forward_part(params: tuple, state: StepState, flat_inputs: jax.Array) -> tuple[StepState, Forwarded]:
+        target, draft = models(params)
         inputs = layout.split(flat_inputs)
-        full = layout.bucket.variant == "full"
         capture = () if draft is None else draft.capture
         if probe:
             capture = tuple(range(len(target.layers) + 1))
-        window = layout.bucket.window
         with jax.named_scope("target"):
-            state, forwarded = forward(
-                target, state, inputs, settings, n=window, full=full, capture=capture, experts=probe
-            )
+            return forward(target, state, inputs, settings, n=window, full=full, capture=capture, experts=probe)
+
+    def choose_part(
+        params: tuple, state: StepState, flat_inputs: jax.Array, forwarded: Forwarded
+    ) -> tuple[StepState, StepArrays]:
+        target, draft = models(params)
+        inputs = layout.split(flat_inputs)
         with jax.named_scope("verify"):
             chosen = choose(
                 forwarded.logits, state, inputs,
@@ -109,7 +141,7 @@ def make_step(
         hidden = forwarded.hidden[:P] if P and full else None
         return state, StepArrays(pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen), hidden, seen)
 
-    return step
+    return forward_part, choose_part
 
 
 def drafts_of(state: StepState, inputs: StepInputs) -> jax.Array:

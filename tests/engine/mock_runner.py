@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.config import Settings
 from jaxspec.engine.batch import RESET_INTS, RESET_STOPS, InputLayout, bucket_for
-from jaxspec.engine.buckets import bucket_table
+from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN
 from jaxspec.engine.pages import PADDING_PAGE
 from jaxspec.engine.plan import StepPlan
@@ -44,6 +44,8 @@ class MockRunner:
         self.drafts = 0  # of the step that runs
         self.buckets = bucket_table(settings)
         self.num_pending = 0
+        self.split_ready: tuple[Bucket, ...] = ()
+        self.begun: StepPlan | None = None
         self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self.plans: list[StepPlan] = []
         self.touched: dict[int, int] = {}

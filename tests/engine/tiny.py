@@ -68,10 +68,13 @@ def cached(function):
 
 
 @cached
-def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None = None, mixed: bool = True) -> Runner:
+def tiny_runner(
+    k: int = 0, *, skip_dead: bool = True, synthetic: float | None = None, mixed: bool = True, split: bool = False
+) -> Runner:
     """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness.
 
-    `synthetic`: the option synthetic_acceptance_length, with which windows of every length occur. What is compiled is
+    `synthetic`: the option synthetic_acceptance_length, with which windows of every length occur. `split`: the largest
+    decode step also exists in two parts. What is compiled is
     kept for the other workers and for the time after `forget_all`.
     """
     config = read_config(HF_CONFIG)
@@ -94,6 +97,7 @@ def tiny_runner(k: int = 0, *, skip_dead: bool = True, synthetic: float | None =
         skip_dead=skip_dead,
         # The largest holds every plan.
         buckets=buckets[-1:] if synthetic is not None or not skip_dead else buckets,
+        split=tuple(b for b in larger if not b.prefill_tokens) if split else (),
         files=open_store(None),
     )
     runner.warm_up()
@@ -113,10 +117,11 @@ def make_engine(
     k: int = 0,
     skip_dead: bool = True,
     synthetic: float | None = None,
+    split: bool = False,
     **options,
 ) -> Engine:
     """An engine over the shared runner. Fewer usable pages force preemption without another compilation."""
-    runner = tiny_runner(k, skip_dead=skip_dead, synthetic=synthetic)
+    runner = tiny_runner(k, skip_dead=skip_dead, synthetic=synthetic, split=split)
     fill_cache(runner, 0.0)
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), **options)
     if usable_pages is not None:
