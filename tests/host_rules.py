@@ -21,6 +21,20 @@ class StopAfter:
         return RuleResult(keep=self.count - before if stops else None)
 
 
+class Counting(StopAfter):
+    """Its masks say how many ids it has been fed."""
+
+    needs_readback = True
+
+    @property
+    def constraint(self):
+        return self
+
+    def fill_masks(self, drafts, words):
+        assert len(drafts) < len(words)
+        words[:] = len(self.fed)
+
+
 class RandomConstraint:
     """Allows a third of all ids at each position, drawn from the text before it, and after `length` ids only `end`.
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec import SamplingParams
-from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.buckets import Bucket, bucket_table, parts
 from jaxspec.llm import LLM
 from jaxspec.progress import PromptsBar, StartBar, wants_bar
 from pallas_kernels.backend import choose, hopper_unsupported_reason
@@ -34,6 +34,7 @@ def test_bars_are_for_terminals_unless_asked_for(monkeypatch):
     [
         (Bucket(0, 0, 1, "full"), "decode, 1 row"),
         (Bucket(0, 0, 8, "lean"), "decode, 8 rows, greedy or by temperature"),
+        (parts(Bucket(0, 0, 8, "full", 3))[0], "decode, 8 rows, 3 drafts, forward only"),
         (Bucket(64, 4, 8, "full"), "prefill, 64 tokens of up to 4 prompts, beside 8 decode rows"),
         (Bucket(64, 1, 0, "full"), "prefill, 64 tokens of up to 1 prompt"),
     ],

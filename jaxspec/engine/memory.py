@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxspec.config import Settings, pages_for
-from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.buckets import Bucket, bucket_table, split_table
 from jaxspec.engine.executables import ExecutableStore
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.warmup import largest_buckets
@@ -64,7 +64,8 @@ def measure_free_bytes(
     buckets = largest_buckets(bucket_table(settings))
     logger.info("measuring what the largest steps need: %s", "; ".join(bucket.words for bucket in buckets))
     try:
-        make_runner(settings, buckets).warm_up()
+        runner = make_runner(settings, buckets)
+        runner.warm_up()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -74,9 +75,11 @@ def measure_free_bytes(
             "raise gpu_memory_utilization"
         ) from error
     pool = settings.num_pages * page_bytes
+    # A step in two parts needs what it needs as one, which one of the largest covers, and what lies between the parts.
+    handed = max(map(runner.handed_bytes, split_table(settings)), default=0)
 
     def left(device: Any) -> int:
         stats = device.memory_stats()
-        return stats["bytes_limit"] - (stats["peak_bytes_in_use"] - pool) - MARGIN_BYTES
+        return stats["bytes_limit"] - (stats["peak_bytes_in_use"] - pool) - handed - MARGIN_BYTES
 
     return min(map(left, devices))

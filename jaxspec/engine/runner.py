@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -169,6 +170,7 @@ class Runner:
         self.graphdefs = (target_def, draft_def)
         self.use_params((target, drafter))
         self._mesh = mesh
+        self._backends = Backends(settings.attention_backend, settings.moe_backend, mesh.size)
         self._probe = probe
         self._shapes = state_shapes(model, settings, mesh, draft=draft[0] if draft else None)
         self.store = ExecutableStore(files, mesh)
@@ -196,6 +198,11 @@ class Runner:
         self.params = params
         # Flattened once: modules' state is flattened in Python, which takes a fifth of a small decode step.
         self._leaves = tuple(jax.tree.leaves(params))
+
+    @property
+    def executables(self) -> tuple[Bucket, ...]:
+        """The buckets, then the parts of those whose step exists in two."""
+        return (*self.buckets, *(part for bucket in self.split for part in parts(bucket)))
 
     @property
     def in_flight(self) -> int:
@@ -230,7 +237,7 @@ class Runner:
             masks=self._upload.warm_up(self.state.masks, self.store),
             counts=self._count.warm_up(self.state.counts, self.store),
         )
-        every = (*self.buckets, *(part for bucket in self.split for part in parts(bucket)))
+        every = self.executables
         first = every if wait_for_all or not self.settings.on_gpu else first_buckets(self.buckets)
         rest = [bucket for bucket in every if bucket not in first]
 
@@ -362,11 +369,9 @@ class Runner:
             return step(jax.tree.unflatten(structure, leaves), state, *rest)
 
         jitted = jax.jit(flat_step, donate_argnums=1, out_shardings=out_shardings)
-        backends = Backends(self.settings.attention_backend, self.settings.moe_backend, self._mesh.size)
         try:
-            with self._exact(), use(backends):
-                handed = (self._forwarded(bucket, inputs),) if bucket.part == "choose" else ()
-            with self._exact(), use(backends) as chosen:
+            handed = (self._forwarded(bucket),) if bucket.part == "choose" else ()
+            with self._exact(), use(self._backends) as chosen:
                 lowered = jitted.lower(self._leaves, self._shapes, inputs, *handed)
                 compiled = lowered.compile(self._xla_options(bucket))
         except UnsupportedError as error:
@@ -374,10 +379,18 @@ class Runner:
         self._chosen[bucket] = {name: frozenset(ran) for name, ran in chosen.items()}
         return compiled
 
-    def _forwarded(self, bucket: Bucket, inputs: jax.ShapeDtypeStruct) -> Forwarded:
+    def handed_bytes(self, bucket: Bucket) -> int:
+        """Bytes on each device of what the first part of a step hands to the second."""
+        return sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(self._forwarded(bucket)))
+
+    def _forwarded(self, bucket: Bucket) -> Forwarded:
         """Shapes of what the first part of a step hands to the second."""
-        forward_part, _ = make_parts(self.graphdefs, self.layouts[bucket], self.settings)
-        _, shapes = jax.eval_shape(forward_part, self.params, self._shapes, inputs)
+        layout = InputLayout(bucket, self.settings.page_size, self.settings.max_pages)
+        forward_part, _ = make_parts(self.graphdefs, layout, self.settings)
+        inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        with self._exact(), use(self._backends):
+            _, shapes = jax.eval_shape(forward_part, self.params, self._shapes, inputs)
+        # Logits that lie split over devices are gathered here, which later parts of a whole step may do without.
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._replicated), shapes)
 
     def _prepare_score(self, bucket: Bucket) -> None:

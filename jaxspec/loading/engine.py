@@ -217,7 +217,7 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
         "KV cache bytes per token": plan.page_bytes // PAGE_SIZE,
         "KV cache": pool,
         "Maximum concurrency": f"{tokens / settings.max_model_len:.2f}x at {settings.max_model_len} tokens a request",
-        "Buckets": "; ".join(bucket.words for bucket in runner.buckets),
+        "Buckets": "; ".join(bucket.words for bucket in runner.executables),
     }
 
 

@@ -1,7 +1,7 @@
 """A runner without a model: it keeps paged memory as the device would and checks every access.
 
 The next token is a hash of all tokens that the request's page table shows, so a wrong page, a lost page delta or a stale
-slot changes the text. How many drafts of a window are accepted is another hash. The draft's memory holds, as a draft's
+slot changes the text. Masks say how many ids their request had put out, and have to be those of the step that chooses. How many drafts of a window are accepted is another hash. The draft's memory holds, as a draft's
 KV does, the token that follows each position. Of penalties it checks that each token has been counted, once.
 """
 
@@ -16,7 +16,7 @@ from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN
 from jaxspec.engine.pages import PADDING_PAGE
 from jaxspec.engine.plan import StepPlan
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import StepOutput
 from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS, SEED_LOW
 from jaxspec.sampling.params import MAX_LOGPROBS
@@ -46,6 +46,8 @@ class MockRunner:
         self.num_pending = 0
         self.split_ready: tuple[Bucket, ...] = ()
         self.begun: StepPlan | None = None
+        self._begun: tuple[InputLayout, np.ndarray] | None = None
+        self.mask_shape = settings.window, 1
         self._layouts = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in self.buckets}
         self.plans: list[StepPlan] = []
         self.touched: dict[int, int] = {}
@@ -59,6 +61,7 @@ class MockRunner:
         self.page_table = np.zeros((S, settings.max_pages), int)
         self.seq_len, self.last_token, self.max_len = np.zeros(S, int), np.zeros(S, int), np.zeros(S, int)
         self.done = np.zeros(S, bool)
+        self.masks = np.full(S, JUNK)
         self.held, self.num_drafts = np.zeros(S, int), np.zeros(S, int)
         self.seeds = [0] * S
         self.stop_ids: list[set[int]] = [set()] * S
@@ -66,16 +69,38 @@ class MockRunner:
 
     @property
     def in_flight(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + (self.begun is not None)
+
+    def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
+        assert len(set(slots.tolist())) == len(slots)
+        self.masks[slots] = words[:, 0, 0]
 
     def dispatch(self, plan: StepPlan) -> None:
+        assert self.begun is None
         self.on_dispatch(plan)
         self.plans.append(plan)
-        layout = self._layouts[bucket_for(self.buckets, plan)]
+        layout = self._layouts[bucket_for(self.split_ready if plan.split else self.buckets, plan)]
+        packed = layout.pack(plan)
+        if plan.split:
+            assert self._queue, "nothing to wait for"
+            self.begun, self._begun = plan, (layout, packed)
+        else:
+            self._run(plan, layout, packed)
+
+    def choose(self) -> None:
+        """Here the whole step: nothing else is dispatched since it began."""
+        assert not self._queue, "a step before is not read"
+        assert self.begun is not None
+        assert self._begun is not None
+        plan, self.begun = self.begun, None
+        self._run(plan, *self._begun)
+
+    def _run(self, plan: StepPlan, layout: InputLayout, packed: np.ndarray) -> None:
         self.drafts = layout.bucket.drafts
-        inputs = layout.split(layout.pack(plan))
+        inputs = layout.split(packed)
         self.full = layout.bucket.variant == "full"
         self._requests = {request.slot: request for request in plan.requests}
+        self._decoding = {request.slot for request in plan.decode}
         for fields, record in zip(inputs.prefill, inputs.resets, strict=True):
             if slot := record[0]:
                 if self.full:
@@ -136,6 +161,8 @@ class MockRunner:
             assert next_id >= 0, "a middle chunk must know the token that follows"
             self._write(slot, self.seq_len[slot] - 1, chunk[-1], next_id)
             return []
+        if forced < 0:
+            self._check_mask(slot)
         token = forced if forced >= 0 else self._sample(slot)
         self._count(slot, self.seq_len[slot], 1)
         self._write(slot, self.seq_len[slot] - 1, chunk[-1], token)
@@ -149,6 +176,7 @@ class MockRunner:
     def _decode(self, slot) -> tuple[list[int], int]:
         if self.done[slot]:
             return [], 0
+        self._check_mask(slot)
         base, n = self.seq_len[slot], self.drafts + 1
         for i in range(n):  # the window: drafts are junk until they turn out to be right
             self._write(slot, base + i, self.last_token[slot] if i == 0 else JUNK, JUNK)
@@ -174,6 +202,13 @@ class MockRunner:
     def _count(self, slot, start, length) -> None:
         if self.full:
             self.counted[slot] += range(start, start + length)
+
+    def _check_mask(self, slot) -> None:
+        """Before a token is chosen: the host had seen all before it. Of a request that the host has ended nobody cares."""
+        request = self._requests[slot]
+        if request.constraint and request.state is not RequestState.FINISHED:
+            sequence = self.seq_len[slot] + (slot in self._decoding)  # the newest token of a decode row is not written
+            assert self.masks[slot] == sequence - request.prompt_len, "masks of another step"
 
     def _check_counts(self, slot) -> None:
         """Before a token is chosen: penalties see every token that they are about."""

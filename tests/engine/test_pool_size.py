@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import Settings, pages_for
-from jaxspec.engine.buckets import bucket_table, choose_bucket, draft_choices
+from jaxspec.engine.buckets import bucket_table, choose_bucket, draft_choices, parts, split_table
 from jaxspec.engine.memory import MARGIN_BYTES, largest_buckets, measure_free_bytes
 from jaxspec.errors import ConfigError
 
 SETTINGS = Settings(
     max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64, num_pages=999, dtype="bfloat16", on_gpu=True
 )
-PAGE_BYTES = 1000
+PAGE_BYTES, HANDED_BYTES = 1000, 100
 
 
 @given(
@@ -32,6 +32,12 @@ def test_tables_of_buckets(seqs, budget, mixed, on_gpu, drafts, adaptive):
     )  # fmt: skip
     table = bucket_table(settings)
     assert len(set(table)) == len(table) <= (24 if on_gpu or adaptive else 4)
+    assert split_table(settings) == ()
+    split = split_table(replace(settings, readout_depth=1))
+    assert {part.part for b in split for part in parts(b)} == {"forward", "choose"}
+    assert len({str(part) for b in split for part in parts(b)} - {str(b) for b in table}) == 2 * len(split) <= 8
+    assert {b.drafts for b in split if b.decode_rows == seqs} == {0, drafts} if adaptive else {drafts}
+    assert all(b in table and b.variant == "full" and not b.prefill_tokens for b in split)
     largest = largest_buckets(table)
     if not adaptive:
         assert len(largest) == (1 if mixed else 2)
@@ -68,7 +74,7 @@ class Device:
         return {"bytes_limit": self.limit, "peak_bytes_in_use": max(self.loading, self.running)}
 
 
-def measured(devices, needs, made=None):
+def measured(devices, needs, made=None, depth=0):
     def make_runner(settings, buckets):
         if made is not None:
             made.append((settings, buckets))
@@ -77,9 +83,9 @@ def measured(devices, needs, made=None):
             for device in devices:
                 device.running = needs + settings.num_pages * PAGE_BYTES
 
-        return SimpleNamespace(warm_up=warm_up)
+        return SimpleNamespace(warm_up=warm_up, handed_bytes=lambda bucket: HANDED_BYTES * bucket.decode_rows)
 
-    return measure_free_bytes(make_runner, SETTINGS, PAGE_BYTES, devices)
+    return measure_free_bytes(make_runner, replace(SETTINGS, readout_depth=depth), PAGE_BYTES, devices)
 
 
 @given(needs=st.integers(0, 10**9), loading=st.integers(0, 2 * 10**9))
@@ -93,6 +99,11 @@ def test_pages_get_what_the_largest_steps_leave(needs, loading):
     # A peak while loading may hide what steps need: then there is less for pages, never more.
     assert free == 2 * 10**9 - max(needs, loading - pool) - MARGIN_BYTES
     assert free + needs + MARGIN_BYTES <= 2 * 10**9
+
+
+def test_steps_in_two_parts_leave_room_for_what_lies_between():
+    handed = HANDED_BYTES * SETTINGS.max_num_seqs
+    assert measured([Device(10**9, 0)], 5, depth=1) == measured([Device(10**9, 0)], 5) - handed
 
 
 def test_the_fullest_device_decides():

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.config import EngineConfig, Settings, pages_for, resolve
+from jaxspec.engine.buckets import split_table
 from jaxspec.engine.draft_control import FixedDrafts
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.output import FinishReason
@@ -22,7 +23,7 @@ from jaxspec.engine.scheduler import reserved_slots
 from jaxspec.errors import ConfigError, InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.mock_runner import MockRunner, next_token
-from tests.host_rules import StopAfter
+from tests.host_rules import Counting, StopAfter
 
 VOCAB, EOS = 300, 7
 SETTINGS = Settings(
@@ -93,8 +94,9 @@ def random_requests(rng: random.Random, count: int) -> list[Request]:
             presence_penalty=(0.0, 0.5)[i % 2],
         )
         count = rng.randint(1, 30) if rng.random() < 0.2 else None
-        needs_readback = rng.random() < 0.2
-        rule = StopAfter(count, needs_readback=needs_readback) if count or needs_readback else None
+        needs_readback = rng.random() < 0.3
+        kind = Counting if needs_readback and rng.random() < 0.7 else StopAfter
+        rule = kind(count, needs_readback=needs_readback) if count or needs_readback else None
         requests.append(
             Request(
                 f"r{i}", prompt, params, rule=rule, priority=rng.choice([0, 0, 1]),
@@ -165,6 +167,8 @@ def check_schedule(seed: int) -> collections.Counter:
         adaptive_drafts=k > 0 and rng.random() < 0.6, on_gpu=rng.random() < 0.5,  # there the table has gaps
     )  # fmt: skip
     engine = make_engine(settings, eos_token_ids=(EOS,), control=AnyDrafts(seed))
+    if rng.random() < 0.7:
+        engine.runner.split_ready = split_table(settings)
     watch = Watch(engine)
     step = engine.step
 
@@ -195,6 +199,7 @@ def check_schedule(seed: int) -> collections.Counter:
     )  # fmt: skip
     if not settings.mixed:
         happened["separate"] += 1
+    happened["split"] += sum(plan.split for plan in engine.runner.plans)
     happened["changed k"] += sum(a.drafts != b.drafts for a, b in itertools.pairwise(engine.runner.plans))
     return happened
 
@@ -208,6 +213,7 @@ def check_schedules(seeds) -> None:
     assert total["separate"] > count / 5
     assert total["aborted"] > count / 10
     assert total["changed k"] > count
+    assert total["split"] > count
 
 
 def test_random_schedules():
