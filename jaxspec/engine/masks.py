@@ -1,4 +1,4 @@
-"""Masks of constrained requests: filled on the host before a step that lets them choose, uploaded to their slots."""
+"""Masks of constrained requests: filled on the host before a step lets them choose, uploaded to their slots."""
 
 import functools
 from typing import Any, Protocol

@@ -390,7 +390,7 @@ class Runner:
         inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         with self._exact(), use(self._backends):
             _, shapes = jax.eval_shape(forward_part, self.params, self._shapes, inputs)
-        # Logits that lie split over devices are gathered here, which later parts of a whole step may do without.
+        # Whole on every device: logits that lie split over several are gathered between the parts.
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._replicated), shapes)
 
     def _prepare_score(self, bucket: Bucket) -> None:

@@ -120,9 +120,7 @@ class Scheduler:
         verified = tuple(min(drafts, request.held_drafts, request.num_drafts) for request in decode)
         for request in (*(row.request for row in prefill if row.final), *decode):
             request.state, request.held_drafts = RequestState.DECODE, drafts
-        return StepPlan(
-            tuple(prefill), tuple(decode), tuple(deltas), needs_full, drafts, verified, split=bool(waited)
-        )
+        return StepPlan(tuple(prefill), tuple(decode), tuple(deltas), needs_full, drafts, verified, split=bool(waited))
 
     def dispatched(self, plan: StepPlan) -> None:
         """The plan's array has been packed: the device will know these slots."""

@@ -1,8 +1,9 @@
 """A runner without a model: it keeps paged memory as the device would and checks every access.
 
 The next token is a hash of all tokens that the request's page table shows, so a wrong page, a lost page delta or a stale
-slot changes the text. Masks say how many ids their request had put out, and have to be those of the step that chooses. How many drafts of a window are accepted is another hash. The draft's memory holds, as a draft's
-KV does, the token that follows each position. Of penalties it checks that each token has been counted, once.
+slot changes the text. How many drafts of a window are accepted is another hash. The draft's memory holds, as a draft's
+KV does, the token that follows each position. Of penalties it checks that each token has been counted, once; of masks,
+which say how many ids their request had put out, that they are those of the step that chooses.
 """
 
 import collections

@@ -27,6 +27,9 @@ file are in this one; files are under tests/.
   - a thought ends inside a window
           test_every_text_is_that_of_plain_decoding
           test_grammar.py::test_reasoning_boundary_in_window
+  - a step chooses with the masks of the step before
+          test_every_text_is_that_of_plain_decoding
+          engine/test_masks.py::test_constrained_rows_get_a_token_in_every_step
   - masks compile something, or change log-probabilities
           engine/test_masks.py::test_masks_neither_recompile_nor_change_logprobs
   - one bad grammar harms other requests, or choices share a matcher
@@ -64,7 +67,7 @@ from tests.engine.grammar_requests import (
 from tests.engine.scripted import changing_runner, eagle3_runner, exchanged, target_params
 from tests.engine.test_draft_counts import Forced
 from tests.engine.test_schedules import make_engine, options
-from tests.engine.test_transforms import plant, raw_logits
+from tests.engine.test_transforms import Planter, plant, raw_logits
 from tests.engine.tiny import EOS, VOCAB, cached, fill_cache, run, tiny_runner
 from tests.sampling.rules_reference import softmax
 
@@ -72,8 +75,9 @@ K = 3
 # Each runner, and whether its target is the one of tests/engine/tiny.py or that of tests/engine/scripted.py.
 RUNNERS = {
     "plain": (lambda: tiny_runner(0), False),
+    "plain, split steps": (lambda: tiny_runner(0, split=True), False),
     "nextn, k=1": (lambda: tiny_runner(1), False),
-    "nextn, k=3": (lambda: tiny_runner(3), False),
+    "nextn, k=3": (lambda: tiny_runner(3, split=True), False),
     "nextn, k=7": (lambda: tiny_runner(7), False),
     "eagle3 llama, k=1": (lambda: eagle3_runner("llama", 1, sampler="full"), True),
     "eagle3 llama, k=3": (lambda: eagle3_runner("llama", 3, sampler="full"), True),
@@ -84,7 +88,8 @@ RUNNERS = {
 EVERY = tuple(itertools.product(range(4), (True, False), (None, 4, 6)))
 FEW = ((0, True, 6), (2, False, None))
 CASES = [
-    *(pytest.param(name, FEW, marks=pytest.mark.slow) for name in ("plain", "nextn, k=3")),
+    pytest.param("plain", FEW, marks=pytest.mark.slow),
+    pytest.param("nextn, k=3", (*FEW, (1, True, 6)), marks=pytest.mark.slow),
     *(pytest.param(name, EVERY, marks=pytest.mark.full) for name in RUNNERS),
 ]
 
@@ -124,15 +129,14 @@ def check(runner, want, engine, rng):
     made = grammar_requests()
     ids, logprobs, ends, accepted = {r.id: [] for r in made}, {r.id: [] for r in made}, {}, 0
     engine.add(*made)
-    while engine.has_work:
-        for out in engine.step():
-            ids[out.request_id] += out.new_ids
-            logprobs[out.request_id] += out.new_logprobs
-            accepted += out.num_accepted
-            assert out.error is None
-            ends[out.request_id] = out.finish_reason
-        if runner.window > 1:  # an unread step's masks are for the drafts that it has proposed itself
-            plant(engine, [r for r in made if not r.unread_steps], draft_of)
+    with Planter(engine, draft_of) if runner.window > 1 else contextlib.nullcontext():
+        while engine.has_work:
+            for out in engine.step():
+                ids[out.request_id] += out.new_ids
+                logprobs[out.request_id] += out.new_logprobs
+                accepted += out.num_accepted
+                assert out.error is None
+                ends[out.request_id] = out.finish_reason
     for name, (want_ids, want_logprobs, want_end) in want.items():
         assert (ids[name], ends[name].value) == (want_ids, want_end), name
         np.testing.assert_allclose(logprobs[name], want_logprobs, atol=2e-4)
@@ -141,13 +145,16 @@ def check(runner, want, engine, rng):
 
 @pytest.mark.parametrize(("name", "cases"), CASES)
 def test_every_text_is_that_of_plain_decoding(name, cases):
-    """Whatever the draft and its length, read at once or late, in mixed steps or not, with or without preemption."""
+    """Whatever the draft and its length, read at once or late, in mixed steps or not, with or without preemption.
+
+    Where steps are read late and may run in two parts, most do.
+    """
     make, scripted = RUNNERS[name]
     runner, want, rng = make(), solo(scripted), random.Random(0)
     accepted = preempted = 0
     fill_cache(runner, np.nan)
     if runner.window > 1:
-        plant(make_engine(runner), (), None)  # with operations of its own, which compile once
+        plant(make_engine(runner), (), None)  # as `Planter`, with operations of its own, which compile once
     before = compiles.total
     for depth, mixed, usable in cases:
         with options(runner, readout_depth=depth, mixed=mixed):

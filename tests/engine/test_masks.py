@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.compat import compiles
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, RequestState
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 from tests.engine.test_schedules import options
@@ -166,14 +166,85 @@ def test_drafts_are_verified_under_the_mask():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_steps_read_late_change_no_text(depth):
-    """Constrained rows wait for their readback while the others run ahead."""
-    engine = make_engine(k=K)
-    settings = dataclasses.replace(engine.settings, readout_depth=depth)
-    engine.settings = engine.scheduler.settings = settings
+@pytest.mark.parametrize(("depth", "split"), [(2, False), (1, True), (3, True)])
+def test_steps_read_late_change_no_text(depth, split):
+    """Constrained rows wait for their readback while the others run ahead; or all choose late, in split steps."""
+    engine = late_engine(depth, k=K, split=split)
+    steps = watched(engine)
     ids, _, _ = run(engine, list(requests()))
     assert ids == {name: text for name, (text, _, _) in solo().items()}
+    assert any(step.plan.split for step in steps) == split
+
+
+def late_engine(depth, **options):
+    engine = make_engine(**options)
+    engine.settings = engine.scheduler.settings = dataclasses.replace(engine.settings, readout_depth=depth)
+    return engine
+
+
+def watched(engine):
+    """All steps that the engine reads from now on."""
+    steps = []
+    engine.observer = steps.append
+    return steps
+
+
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.full), pytest.param(K, marks=pytest.mark.slow)])
+def test_constrained_rows_get_a_token_in_every_step(k):
+    """At readout depth 1, like the free ones, which do not notice; no step waits for another, and none compiles."""
+    engine = late_engine(1, k=k, split=True)
+    run(engine, [next(requests(free=True))])
+    everyone = [r for r in requests() if len(r.prompt_ids) < 20]  # whose prompts are one step
+    before, steps = compiles.total, watched(engine)
+    ids, _, _ = run(engine, everyone)
+    assert compiles.total == before, "the first grammar must not compile"
+    assert ids == {r.id: solo()[r.id][0] for r in everyone}
+    assert len(constrained(everyone)) > 1
+    for request in everyone:
+        mine = [i for i, step in enumerate(steps) if request in step.plan.requests]
+        assert mine == list(range(mine[0], mine[-1] + 1)), "a step without the request"
+        emitted = [int(steps[i].emitted[steps[i].plan.requests.index(request)]) for i in mine]
+        assert all(emitted[:-1]), "a step without a token"  # the last one began before the end was read
+    with_grammars = [s for s in steps if not s.plan.prefill and any(r.constraint for r in s.plan.decode)]
+    assert all(step.plan.split for step in with_grammars)
+    # The test of the test: without split steps a constrained row is in every second step.
+    waiting = late_engine(1, k=k)
+    steps = watched(waiting)
+    request = next(requests())
+    run(waiting, [request, next(requests(free=True))])
+    assert sum(request in step.plan.requests for step in steps) < 0.7 * len(steps)
+
+
+@pytest.mark.slow
+def test_rows_that_end_while_a_step_is_in_two_parts():
+    """Stopped on the host by what is read meanwhile, or aborted between the parts: their rows say nothing more."""
+
+    class Ending(RandomConstraint):
+        def feed(self, ids, ended):
+            result = super().feed(ids, ended)
+            return result._replace(keep=len(ids)) if len(self.fed) > 9 else result
+
+    engine = late_engine(3, k=K, split=True)
+    everyone = list(requests())
+    everyone[0].rule = Ending(VOCAB, EOS, seed=0)
+    aborted, ids = everyone[2], {r.id: [] for r in everyone}
+    engine.add(*everyone)
+    between = 0
+    while engine.has_work:
+        for out in engine.step():
+            ids[out.request_id] += out.new_ids
+            if out.finish_reason:
+                assert all(r.id != out.request_id for r in engine.scheduler.running)
+        begun = engine.runner.begun
+        if begun and aborted in begun.decode and aborted.state is RequestState.DECODE:
+            between += 1
+            engine.abort(aborted.id)
+    assert between == 1
+    assert 9 < len(ids["m0"]) < 14
+    for request in everyone:
+        want = solo()[request.id][0]
+        assert ids[request.id] == (want[: len(ids[request.id])] if request in (everyone[0], aborted) else want)
+    assert engine.stats().kv_cache_usage == 0
 
 
 @pytest.mark.parametrize("k", SPECULATING)

@@ -1,5 +1,7 @@
 """Every sampling transform inside the real step, with and without speculation, alone and in company."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +86,53 @@ def plant(engine, requests, draft_of) -> None:
             drafts[request.slot] = [draft_of(request, request.num_output + i) for i in range(drafts.shape[1])]
             request.drafts = tuple(drafts[request.slot].tolist())
     engine.runner.state = state._replace(drafts=jax.device_put(jnp.array(drafts), state.drafts.sharding))
+
+
+class Planter:
+    """Overwrites the drafts of every step right behind it, also while it is unread, and what the host reads of them.
+
+    For as long as it is entered. `draft_of`: as in `plant`.
+
+    Attributes:
+        num_split: how many of the steps ran in two parts.
+    """
+
+    def __init__(self, engine, draft_of):
+        self.engine, self.draft_of, self.num_split = engine, draft_of, 0
+        self._planted: collections.deque[np.ndarray] = collections.deque()
+
+    def __enter__(self):
+        runner = self.engine.runner
+        dispatch, choose = runner.dispatch, runner.choose
+
+        def dispatched(plan):
+            dispatch(plan)
+            if not plan.split:
+                self._plant(plan)
+
+        def chosen():
+            plan = runner.begun
+            choose()
+            self.num_split += 1
+            self._plant(plan)
+
+        def read(step):
+            step.drafts[:] = self._planted.popleft()
+
+        runner.dispatch, runner.choose, self.engine.observer = dispatched, chosen, read
+        return self
+
+    def __exit__(self, *_):
+        del self.engine.runner.dispatch, self.engine.runner.choose
+
+    def _plant(self, plan):
+        state = self.engine.runner.state
+        drafts, lengths = np.array(state.drafts), np.array(state.seq_len)
+        for request in (*(row.request for row in plan.prefill if row.final), *plan.decode):
+            first = lengths[request.slot] + 1 - request.prompt_len
+            drafts[request.slot] = [self.draft_of(request, first + i) for i in range(drafts.shape[1])]
+        self._planted.append(drafts[[request.slot for request in plan.requests]])
+        self.engine.runner.state = state._replace(drafts=jax.device_put(jnp.array(drafts), state.drafts.sharding))
 
 
 def run_planted(engine, requests, draft_of):
