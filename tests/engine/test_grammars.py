@@ -46,6 +46,7 @@ import itertools
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +148,7 @@ def check(runner, want, engine, rng):
 def test_every_text_is_that_of_plain_decoding(name, cases):
     """Whatever the draft and its length, read at once or late, in mixed steps or not, with or without preemption.
 
-    Where steps are read late and may run in two parts, most do.
+    Where steps are read late and may run in two parts, many do.
     """
     make, scripted = RUNNERS[name]
     runner, want, rng = make(), solo(scripted), random.Random(0)
@@ -159,7 +160,11 @@ def test_every_text_is_that_of_plain_decoding(name, cases):
     for depth, mixed, usable in cases:
         with options(runner, readout_depth=depth, mixed=mixed):
             engine = make_engine(runner, usable)
+            plans = []
+            engine.step_log = SimpleNamespace(write=lambda plan, *_, plans=plans, **__: plans.append(plan))
             accepted += check(runner, want, engine, rng)
+        split = sum(plan.split for plan in plans)
+        assert split > len(plans) / 4 if depth and runner.split else split == 0
         preempted += engine.stats().num_preemptions
     assert compiles.total == before
     assert preempted > 0

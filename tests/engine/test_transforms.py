@@ -92,13 +92,10 @@ class Planter:
     """Overwrites the drafts of every step right behind it, also while it is unread, and what the host reads of them.
 
     For as long as it is entered. `draft_of`: as in `plant`.
-
-    Attributes:
-        num_split: how many of the steps ran in two parts.
     """
 
     def __init__(self, engine, draft_of):
-        self.engine, self.draft_of, self.num_split = engine, draft_of, 0
+        self.engine, self.draft_of = engine, draft_of
         self._planted: collections.deque[np.ndarray] = collections.deque()
 
     def __enter__(self):
@@ -113,7 +110,6 @@ class Planter:
         def chosen():
             plan = runner.begun
             choose()
-            self.num_split += 1
             self._plant(plan)
 
         def read(step):
