@@ -2,11 +2,11 @@
 
 Plain steps and cycles of k drafted tokens (MTP) run in two engines that share the weights, as in `bench step`: the
 production runner and scheduler, requests that were prefilled, the engine's own loop at a readout depth of 1. Each rule
-has requests of its own, from the same prompts. Greedy requests are measured first and last, so that a change of the
-machine shows. On a GPU, a trace then tells the kernels and launches of each step.
+has requests of its own, from the same prompts. Greedy requests are measured first and last, and the mean counts. On a
+GPU, a trace then tells the kernels and launches of each step.
 
 With random weights hardly any draft is accepted, and distributions are flatter than a trained model's: more ids stay
-within top_p, of which the time depends little.
+within top_p.
 """
 
 import argparse
@@ -88,9 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"compiled after {time.perf_counter() - began:.1f} s", flush=True)
 
     times = {k: step_seconds(engine, sizes, k, arguments.rules) for k, engine in engines.items()}
-    rows = [
-        {"rows": n, "drafted_tokens": k, **figures(times[k], n)} for k in engines for n in sizes.rows
-    ]  # fmt: skip
+    rows = [{"rows": n, "drafted_tokens": k, **figures(times[k], n)} for k in engines for n in sizes.rows]
     result: dict[str, Any] = {
         "benchmark": "sampling",
         "model": arguments.model,

@@ -207,7 +207,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Dispatches steps up to the readout depth, and reads the oldest; at most one output a request.
 
-        A split step lets its rows choose as soon as every step before it is read; none is dispatched behind it before that.
+        A split step lets its rows choose as soon as every step before it is read; until then no other is dispatched.
         Ids come from one device step. Requests that have just been scheduled for the first time have an output even
         where their first step is still unread. A request that is aborted, or that a host rule ends, costs the device at
         most `readout_depth` steps more, whose ids are dropped.

@@ -84,12 +84,14 @@ class Scheduler:
     def plan(self, split: tuple[Bucket, ...] = ()) -> StepPlan | None:
         """The next step, or None where no request can run before an unread step is read. Updates the requests it plans.
 
-        split: the buckets in which a step may choose later than its forward pass runs.
+        Args:
+            split: the buckets in which a step may choose later than its forward pass runs.
         """
         budget = self.settings.max_num_batched_tokens
         decoding = sorted(filter(self._may_decode, self.running), key=lambda r: r.order)
-        ready = [r for r in decoding if not self._waits(r)]
-        early = [r for r in decoding if self._waits(r) and r.constraint]
+        waiting = [r for r in decoding if self._waits(r)]
+        ready = [r for r in decoding if not self._waits(r)] if waiting else decoding
+        early = [r for r in waiting if r.constraint]
         if not split or any(r.state is RequestState.PREFILL for r in self.running):
             early = []
         drafts = self._choose_drafts([*ready, *early])

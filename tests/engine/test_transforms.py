@@ -89,7 +89,7 @@ def plant(engine, requests, draft_of) -> None:
 
 
 class Planter:
-    """Overwrites the drafts of every step right behind it, also while it is unread, and what the host reads of them.
+    """Overwrites the drafts of every step right after it is dispatched, and what the host reads of them.
 
     For as long as it is entered. `draft_of`: as in `plant`.
     """
