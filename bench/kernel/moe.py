@@ -1,5 +1,6 @@
 """Rows of `bench kernel` and `bench tune` for routed experts, with and without shared ones."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from bench.kernel.arrays import exact, largest_error, normal, spread, take
 from bench.kernel.case import Case, once
 from pallas_kernels.moe.api import experts
 from pallas_kernels.moe.shapes import LAYERS, TOKENS
+from pallas_kernels.moe.weights import ExpertWeights
 
 MOONLIGHT = LAYERS["moonlight"]
 
@@ -49,7 +51,7 @@ class Moe(Case):
 
     def inputs(self) -> Any:
         layers = [
-            (
+            ExpertWeights(
                 normal(2 * i, (self.E, 2, self.I, self.H), self.H**-0.5),
                 normal(2 * i + 1, (self.E, self.H, self.I), self.I**-0.5),
             )
@@ -68,19 +70,19 @@ class Moe(Case):
         del results
         layers, tokens, live = inputs
         call = once(experts)
-        return [call(x, *layers[i % self.layers], weights, ids, live) for i, (x, weights, ids) in enumerate(tokens)]
+        return [call(x, layers[i % self.layers], weights, ids, live) for i, (x, weights, ids) in enumerate(tokens)]
 
     def error(self, inputs: Any, results: Any) -> float:
         """Of the first and the last token of the last call."""
         layers, tokens, _ = inputs
-        gate_up, down = layers[(self.calls - 1) % self.layers]
+        layer = layers[(self.calls - 1) % self.layers]
         x, weights, ids = (np.asarray(array) for array in tokens[-1])
         errors = []
         for token in spread(self.T, 2):
             chosen = jnp.asarray(ids[token])
-            gate, up = np.einsum("kgih,h->gki", exact(take(gate_up, chosen)), exact(x[token]), optimize=True)
+            gate, up = np.einsum("kgih,h->gki", exact(take(layer.gate_up, chosen)), exact(x[token]), optimize=True)
             inner = gate / (1 + np.exp(-gate)) * up
-            each = np.einsum("ki,khi->kh", inner, exact(take(down, chosen)), optimize=True)
+            each = np.einsum("ki,khi->kh", inner, exact(take(layer.down, chosen)), optimize=True)
             errors.append(largest_error(exact(results[-1])[token], weights[token] @ each))
         return float(np.max(errors))  # NaN, if one is
 
@@ -109,7 +111,8 @@ class MoeShared(Moe):
         call = once(experts)
         at = [i % self.layers for i in range(self.calls)]
         return [
-            call(x, *layers[j], weights, ids, live, shared[j]) for j, (x, weights, ids) in zip(at, tokens, strict=True)
+            call(x, dataclasses.replace(layers[j], shared=shared[j]), weights, ids, live)
+            for j, (x, weights, ids) in zip(at, tokens, strict=True)
         ]
 
     def error(self, inputs: Any, results: Any) -> float:

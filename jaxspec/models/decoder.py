@@ -14,9 +14,10 @@ from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig, RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, linear, rope_tables
+from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
+from pallas_kernels.quant.reference import linear
 
 Cache = tuple[LayerCache, ...]
 

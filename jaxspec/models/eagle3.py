@@ -30,10 +30,11 @@ from jaxspec.models.decoder import CausalLM, Embedding
 from jaxspec.models.fields import flag, require, section, text_list, text_or, whole_list, whole_or, wrong
 from jaxspec.models.hf_fields import MAX_LAYERS, MAX_SIZE, MAX_VOCAB, common_fields, norm_eps, size
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import DenseSpec, ResidualMLP, RMSNorm, RopeTables, linear, rope_tables
+from jaxspec.models.layers import DenseSpec, ResidualMLP, RMSNorm, RopeTables, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.norm_linear.reference import rms_norm
+from pallas_kernels.quant.reference import linear
 
 
 def _read_mla(hf: Mapping[str, Any]) -> AttentionSpec:

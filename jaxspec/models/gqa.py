@@ -10,12 +10,13 @@ from flax import nnx
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope, linear
+from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.gqa_decode.api import gqa_decode
 from pallas_kernels.gqa_prefill.api import gqa_prefill
 from pallas_kernels.kv_write.api import write_kv
+from pallas_kernels.quant.reference import linear
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare
 from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear
 from pallas_kernels.norm_linear.reference import rms_norm
+from pallas_kernels.quant.reference import linear
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
 RopeTables = tuple[jax.Array, jax.Array]
@@ -47,11 +48,6 @@ class RMSNorm(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
         """x + delta, its norm, and the linear maps of the norm."""
         return norm_linear(x_TH, self.weight[...], weights, eps=self.eps, delta=delta_TH)
-
-
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., in] with a weight kept as checkpoints store it, [*out, in] -> [..., *out]."""
-    return jnp.tensordot(x, weight, axes=(-1, -1))
 
 
 class ResidualMLP(Protocol):

@@ -10,13 +10,14 @@ from flax import nnx
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import Index, KeyMap, Piece, Pieces, nested, norm_weight
-from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope, linear, worth_merging
+from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope, worth_merging
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.mla_query.api import mla_query, write_and_query
+from pallas_kernels.quant.reference import linear
 
 
 @dataclass(frozen=True)

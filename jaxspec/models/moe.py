@@ -12,6 +12,7 @@ from jaxspec.models.layers import MLP, DenseSpec, RMSNorm
 from jaxspec.models.params import Declare
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import route_sigmoid, route_softmax, routed_experts
+from pallas_kernels.moe.weights import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,14 @@ class MoE(nnx.Module):
         x_TH, normed_TH, logits_TE = self._logits(x_TH, attended_TH, norm)
         spec = self.spec
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
-        shared = (self.shared.gate_up[...], self.shared.down[...]) if spec.shared else None
-        biases = (self.gate_up_bias[...], self.down_bias[...]) if spec.biases else None
-        return routed_experts(
-            normed_TH, self.gate_up[...], self.down[...], logits_TE, bias_E, live_T, shared, x_TH, biases,
-            clamp=spec.clamp, **self._routing(),
-        )  # fmt: skip
+        parameters = ExpertWeights(
+            self.gate_up[...],
+            self.down[...],
+            shared=(self.shared.gate_up[...], self.shared.down[...]) if spec.shared else None,
+            biases=(self.gate_up_bias[...], self.down_bias[...]) if spec.biases else None,
+            clamp=spec.clamp,
+        )
+        return routed_experts(normed_TH, parameters, logits_TE, bias_E, live_T, x_TH, **self._routing())
 
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""

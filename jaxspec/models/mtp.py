@@ -13,9 +13,10 @@ from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Block, CausalLM, block_key_map
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import RMSNorm, RopeTables, linear, rope_tables
+from jaxspec.models.layers import RMSNorm, RopeTables, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
+from pallas_kernels.quant.reference import linear
 
 
 class NextN(nnx.Module):

@@ -12,9 +12,9 @@ from flax import nnx
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.decoder import CausalLM, Embedding
 from jaxspec.models.draft import Draft
-from jaxspec.models.layers import linear
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
+from pallas_kernels.quant.reference import linear
 
 
 class Reduced(nnx.Module):

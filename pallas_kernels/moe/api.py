@@ -24,8 +24,8 @@ import jax
 
 from pallas_kernels.backend import choose, current
 from pallas_kernels.moe import mosaic, one_token, reference, routing
-from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.selection import Routing
+from pallas_kernels.moe.weights import ExpertWeights
 
 
 def route_sigmoid(
@@ -74,28 +74,19 @@ def route_softmax(
 
 def experts(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    parameters: ExpertWeights,
     weights: jax.Array,
     ids: jax.Array,
     live: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None = None,
     residual: jax.Array | None = None,
-    biases: tuple[jax.Array, jax.Array] | None = None,
-    *,
-    clamp: Clamp | None = None,
 ) -> jax.Array:
     """Weighted sum of the routed experts' SwiGLU outputs, plus the output of the shared experts, plus the residual.
 
     Args:
         x: [T, H].
-        gate_up: [E, 2, I, H], gate first. down: [E, H, I]. Both as checkpoints store them, [out, in].
         weights: float32 [T, k]. ids: int32 [T, k].
         live: bool [T]; tokens that are not live reach no expert and give 0.
-        shared: gate_up [2, S, H] and down [H, S] of the shared experts, which are one MLP of their joint inner size S.
         residual: [T, H] added to the sum after it is rounded to x's dtype.
-        biases: of the routed experts, [E, 2, I] and [E, H].
-        clamp: how the routed experts join gate and up, where it is not SwiGLU.
 
     Returns:
         [T, H] in x's dtype.
@@ -103,22 +94,17 @@ def experts(
     Raises:
         UnsupportedError: the requested backend (`backend.Backends.moe`) does not support this call.
     """
-    backend = _experts_backend(x, gate_up, down, shared, biases, clamp)
-    return _experts(backend, x, gate_up, down, weights, ids, live, shared, residual, biases, clamp)
+    return _experts(_experts_backend(x, parameters), x, parameters, weights, ids, live, residual)
 
 
 def routed_experts(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    parameters: ExpertWeights,
     logits: jax.Array,
     bias: jax.Array | None,
     live: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None = None,
     residual: jax.Array | None = None,
-    biases: tuple[jax.Array, jax.Array] | None = None,
     *,
-    clamp: Clamp | None = None,
     top_k: int,
     num_groups: int,
     top_groups: int,
@@ -131,7 +117,7 @@ def routed_experts(
 
     Args:
         logits, bias, top_k, num_groups, top_groups, normalize, scale: as in `route_sigmoid`.
-        x, gate_up, down, live, shared, residual, biases, clamp: as in `experts`.
+        x, parameters, live, residual: as in `experts`.
 
     Returns:
         [T, H] in x's dtype.
@@ -140,53 +126,38 @@ def routed_experts(
         UnsupportedError: the requested backend (`backend.Backends.moe`) does not support this call.
     """
     options = Routing(top_k, num_groups, top_groups, normalize, scale)
-    backend = _experts_backend(x, gate_up, down, shared, biases, clamp)
+    backend = _experts_backend(x, parameters)
     route_backend = _route_backend(logits, options)
     if backend != "mosaic" or route_backend != "mosaic":
         weights, ids = _route_on(route_backend, logits, bias, options)
-        return _experts(backend, x, gate_up, down, weights, ids, live, shared, residual, biases, clamp)
-    if biases is None and clamp is None and one_token.supports(x, gate_up, shared):
+        return _experts(backend, x, parameters, weights, ids, live, residual)
+    if one_token.supports(x, parameters):
         # With their padding: to cut them to k would be two launches.
         weights, ids, zero = routing.route_padded(logits, bias, live, routing=options)
-        return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, zero, k=top_k)
-    out = mosaic.routed_experts(
-        x, gate_up, down, logits, bias, live, shared, biases, clamp=clamp, routing=options
-    )  # fmt: skip
+        return one_token.experts(x, parameters, weights, ids, live, residual, zero, k=top_k)
+    out = mosaic.routed_experts(x, parameters, logits, bias, live, routing=options)
     return out if residual is None else residual + out
 
 
-def _experts_backend(
-    x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None,
-    biases: tuple[jax.Array, jax.Array] | None,
-    clamp: Clamp | None,
-) -> str:
-    special = biases is not None or clamp is not None
-    reason = mosaic.unsupported_reason(x, gate_up, down, shared, special=special)
-    return choose("moe", current().moe, {"mosaic": reason})
+def _experts_backend(x: jax.Array, parameters: ExpertWeights) -> str:
+    return choose("moe", current().moe, {"mosaic": mosaic.unsupported_reason(x, parameters)})
 
 
 def _experts(
     backend: str,
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    parameters: ExpertWeights,
     weights: jax.Array,
     ids: jax.Array,
     live: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None,
     residual: jax.Array | None,
-    biases: tuple[jax.Array, jax.Array] | None,
-    clamp: Clamp | None,
 ) -> jax.Array:
     if backend != "mosaic":
-        out = reference.experts(x, gate_up, down, weights, ids, live, shared, biases, clamp=clamp)
-    elif biases is None and clamp is None and one_token.supports(x, gate_up, shared):
-        return one_token.experts(x, gate_up, down, weights, ids, live, shared, residual, k=ids.shape[1])
+        out = reference.experts(x, parameters, weights, ids, live)
+    elif one_token.supports(x, parameters):
+        return one_token.experts(x, parameters, weights, ids, live, residual, k=ids.shape[1])
     else:
-        out = mosaic.experts(x, gate_up, down, weights, ids, live, shared, biases, clamp=clamp)
+        out = mosaic.experts(x, parameters, weights, ids, live)
     return out if residual is None else residual + out
 
 

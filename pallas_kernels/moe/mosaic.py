@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.moe import gather
-from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
 from pallas_kernels.moe.dispatch import dispatch, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
@@ -23,37 +22,31 @@ from pallas_kernels.moe.reference import swiglu
 from pallas_kernels.moe.routing import assign
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.slots import SlotTables
+from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant.values import unquantised_reason
 
 
-def unsupported_reason(
-    x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None = None,
-    *,
-    special: bool = False,
-) -> str | None:
-    """Why the kernels do not support this call, or None if they do. `special`: it has biases or a clamp."""
-    inner, H = gate_up.shape[2:]
-    if special and shared is not None:
+def unsupported_reason(x: jax.Array, parameters: ExpertWeights) -> str | None:
+    """Why the kernels do not support this call, or None if they do."""
+    inner, H = parameters.gate_up.shape[2:]
+    matrices = (parameters.gate_up, parameters.down, *(parameters.shared or ()))
+    if reason := unquantised_reason(*matrices):
+        return reason
+    if parameters.special and parameters.shared is not None:
         return "it has no biases and no clamped SwiGLU beside shared experts"
     if H % M or inner % M:
         return f"it needs a hidden size and an expert size of multiples of {M}, not {H} and {inner}"
-    return hopper_unsupported_reason(x.dtype, gate_up.dtype, down.dtype, *(w.dtype for w in shared or ()))
+    return hopper_unsupported_reason(x.dtype, *(array.dtype for array in jax.tree.leaves(matrices)))
 
 
-@functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
 def experts(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    parameters: ExpertWeights,
     weights: jax.Array,
     ids: jax.Array,
     live: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None = None,
-    biases: tuple[jax.Array, jax.Array] | None = None,
     *,
-    clamp: Clamp | None = None,
     config: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -63,24 +56,20 @@ def experts(
         config: default `configure`'s.
         interpret: passed to Pallas.
     """
-    config = config or _configured(x, gate_up, ids.shape[1], shared)
-    E = gate_up.shape[0]
+    config = config or _configured(x, parameters, ids.shape[1])
+    E = parameters.gate_up.shape[0]
     tables = dispatch(ids, live, E, config.rows, config.slots, all_tokens=config.all_tokens, interpret=interpret)
-    return _apply(x, gate_up, down, weights, tables, live, shared, biases, clamp, config, interpret)
+    return _apply(x, parameters, weights, tables, live, config, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("routing", "clamp", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("routing", "config", "interpret"))
 def routed_experts(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    parameters: ExpertWeights,
     logits: jax.Array,
     bias: jax.Array | None,
     live: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None = None,
-    biases: tuple[jax.Array, jax.Array] | None = None,
     *,
-    clamp: Clamp | None = None,
     routing: Routing,
     config: Config | None = None,
     interpret: Any = False,
@@ -92,7 +81,7 @@ def routed_experts(
     """
     T, E = logits.shape
     k = routing.top_k
-    config = config or _configured(x, gate_up, k, shared)
+    config = config or _configured(x, parameters, k)
     if config.all_tokens:
         weights, tables = route_and_dispatch(
             logits, bias, live, config.rows, config.slots, routing=routing, interpret=interpret
@@ -103,37 +92,33 @@ def routed_experts(
             assigned, T, routing.width, E, config.rows, config.slots, all_tokens=False, interpret=interpret
         )
         tables = tables._replace(place=tables.place[:, :k])
-    return _apply(x, gate_up, down, weights, tables, live, shared, biases, clamp, config, interpret)
+    return _apply(x, parameters, weights, tables, live, config, interpret)
 
 
-def _configured(x: jax.Array, gate_up: jax.Array, k: int, shared: tuple[jax.Array, jax.Array] | None) -> Config:
+def _configured(x: jax.Array, parameters: ExpertWeights, k: int) -> Config:
     T, H = x.shape
-    E, _, inner, _ = gate_up.shape
-    shared_inner = 0 if shared is None else shared[1].shape[1]
-    return configure(T, E, k, H, inner, shared_inner)
+    E, _, inner, _ = parameters.gate_up.shape
+    return configure(T, E, k, H, inner, parameters.shared_inner)
 
 
 def _apply(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    parameters: ExpertWeights,
     weights: jax.Array,
     tables: SlotTables,
     live: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None,
-    biases: tuple[jax.Array, jax.Array] | None,
-    clamp: Clamp | None,
     config: Config,
     interpret: Any,
 ) -> jax.Array:
     T = x.shape[0]
+    gate_up, down, shared = parameters.arrays()
     x_parts, gate_up_parts, down_parts = [slot_rows(x, tables, config, interpret=interpret)], [gate_up], [down]
     if shared is not None and config.pieces:
         x_parts.append(_pad_tokens(x)[None])
         gate_up_parts.append(shared[0])
         down_parts.append(shared[1])
-    up_bias, down_bias = biases or (None, None)
-    h_parts = up_matmul(x_parts, gate_up_parts, tables, config, up_bias, clamp, interpret=interpret)
+    up_bias, down_bias = parameters.biases or (None, None)
+    h_parts = up_matmul(x_parts, gate_up_parts, tables, config, up_bias, parameters.clamp, interpret=interpret)
     y, *y_pieces = down_matmul(h_parts, down_parts, tables, config, down_bias, interpret=interpret)
     addends = [y_piece[i, :T] for y_piece in y_pieces for i in range(config.pieces)]
     if shared is not None and not config.pieces:

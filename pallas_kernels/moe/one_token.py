@@ -25,6 +25,7 @@ from jax import lax
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 from pallas_kernels.moe.selection import live_flags
+from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import current
 
 # Warpgroups that multiply; each has its own rows of a stage.
@@ -37,15 +38,12 @@ MOST_STAGES = 16
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 
 
-def supports(x: jax.Array, gate_up: jax.Array, shared: tuple[jax.Array, jax.Array] | None) -> bool:
+def supports(x: jax.Array, parameters: ExpertWeights) -> bool:
     """Whether this kernel runs a call that `mosaic.unsupported_reason` allows."""
     T, H = x.shape
-    inner, S = gate_up.shape[2], _shared_inner(shared)
-    return current().one_token_experts and T == 1 and inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
-
-
-def _shared_inner(shared: tuple[jax.Array, jax.Array] | None) -> int:
-    return 0 if shared is None else shared[1].shape[1]
+    inner, S = parameters.gate_up.shape[2], parameters.shared_inner
+    fits = T == 1 and inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
+    return current().one_token_experts and fits and not parameters.special
 
 
 @dataclass(frozen=True)
@@ -101,12 +99,10 @@ class Sizes:
 @functools.partial(jax.jit, static_argnames=("k", "blocks", "interpret"))
 def experts(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    parameters: ExpertWeights,
     weights: jax.Array,
     ids: jax.Array,
     live: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None = None,
     residual: jax.Array | None = None,
     counter: jax.Array | None = None,
     *,
@@ -123,10 +119,11 @@ def experts(
         blocks: of the grid, all on the device at once (default: one a multiprocessor).
         interpret: passed to Pallas.
     """
+    gate_up, down, shared = parameters.arrays()
     E, _, inner, H = gate_up.shape
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = blocks or getattr(jax.devices()[0], "core_count", None) or 132
-    z = Sizes(E, k, H, inner, _shared_inner(shared), grid)
+    z = Sizes(E, k, H, inner, parameters.shared_inner, grid)
     inputs = [ids, live_flags(live), weights, x, *([] if residual is None else [residual])]
     inputs += [gate_up.reshape(E, 2, inner, -1, z.up_cut.columns), down.reshape(E, H, -1, z.down_cut.columns)]
     if shared is not None:

@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.moe.activation import Clamp, joined
+from pallas_kernels.moe.activation import joined
 from pallas_kernels.moe.slots import SlotTables, max_slots
+from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant.reference import dequantise, linear
+from pallas_kernels.quant.values import Weight
 
 # Bounds the [tokens, experts, inner] intermediate.
 TOKEN_BLOCK = 256
@@ -116,39 +119,22 @@ def slot_tables(ids: jax.Array, live: jax.Array, E: int, rows: int, *, all_token
     return lax.optimization_barrier(tables)
 
 
-def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def swiglu(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     """down(silu(gate x) * up x): [T, H] from x [T, H], gate_up [2, I, H] and down [H, I]."""
-    gate_up_T2I = jnp.tensordot(x, gate_up, axes=(-1, -1))
-    return jnp.tensordot(joined(gate_up_T2I[:, 0], gate_up_T2I[:, 1], None), down, axes=(-1, -1))
+    gate_up_T2I = linear(x, gate_up)
+    return linear(joined(gate_up_T2I[:, 0], gate_up_T2I[:, 1], None), down)
 
 
-def experts(
-    x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    weights: jax.Array,
-    ids: jax.Array,
-    live: jax.Array,
-    shared: tuple[jax.Array, jax.Array] | None = None,
-    biases: tuple[jax.Array, jax.Array] | None = None,
-    *,
-    clamp: Clamp | None = None,
-) -> jax.Array:
-    out = routed(x, gate_up, down, weights, ids, live, biases, clamp)
-    return out if shared is None else jnp.where(live[:, None], out + swiglu(x, *shared), 0)
+def experts(x: jax.Array, parameters: ExpertWeights, weights: jax.Array, ids: jax.Array, live: jax.Array) -> jax.Array:
+    out = routed(x, parameters, weights, ids, live)
+    return out if parameters.shared is None else jnp.where(live[:, None], out + swiglu(x, *parameters.shared), 0)
 
 
-def routed(
-    x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    weights: jax.Array,
-    ids: jax.Array,
-    live: jax.Array,
-    biases: tuple[jax.Array, jax.Array] | None,
-    clamp: Clamp | None,
-) -> jax.Array:
+def routed(x: jax.Array, parameters: ExpertWeights, weights: jax.Array, ids: jax.Array, live: jax.Array) -> jax.Array:
+    """The routed experts alone."""
     T = x.shape[0]
+    gate_up, down = (dequantise(weight, x.dtype) for weight in (parameters.gate_up, parameters.down))
+    biases = parameters.biases
     E = gate_up.shape[0]
     weights = jnp.where(live[:, None], weights, 0.0)
     share_TE = jnp.zeros((T, E), jnp.float32).at[jnp.arange(T)[:, None], ids].add(weights)
@@ -158,7 +144,7 @@ def routed(
         gate_up_TEGI = jnp.einsum("th,egih->tegi", x_TH, gate_up)
         if biases is not None:
             gate_up_TEGI += biases[0]
-        inner_TEI = joined(gate_up_TEGI[:, :, 0], gate_up_TEGI[:, :, 1], clamp)
+        inner_TEI = joined(gate_up_TEGI[:, :, 0], gate_up_TEGI[:, :, 1], parameters.clamp)
         out_ETH = jnp.einsum("tei,ehi->eth", inner_TEI, down, preferred_element_type=jnp.float32)
         if biases is not None:
             out_ETH += biases[1][:, None]

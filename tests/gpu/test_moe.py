@@ -19,6 +19,7 @@ from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.routing import route
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
+from pallas_kernels.moe.weights import ExpertWeights
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +52,7 @@ def want(x, gate_up, down, weights, ids, live, shared):
         one = jnp.zeros_like(ids)
         mine = jnp.where(ids == e, weights, 0.0).sum(axis=1, keepdims=True)
         parts = [jax.lax.dynamic_index_in_dim(w, e).astype(jnp.float32) for w in (gate_up, down)]
-        return total + reference.experts(x, *parts, mine, one[:, :1], live)
+        return total + reference.experts(x, ExpertWeights(*parts), mine, one[:, :1], live)
 
     routed = jax.lax.fori_loop(0, gate_up.shape[0], add, jnp.zeros(x.shape, jnp.float32))
     return routed if shared is None else routed + reference.swiglu(x, *(w.astype(jnp.float32) for w in shared))
@@ -74,7 +75,8 @@ def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray, shared_inner:
         sound[poisoned] = False
     with use(Backends(moe="mosaic")):
         run = jax.jit(api.experts)
-        got = np.asarray(run(jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, live, shared), np.float32)
+        parameters = ExpertWeights(gate_up, down, shared)
+        got = np.asarray(run(jnp.asarray(dirty, jnp.bfloat16), parameters, weights, ids, live), np.float32)
     with jax.default_matmul_precision("highest"):
         expected = np.asarray(want(x, gate_up, down, weights, ids, live, shared))
     np.testing.assert_array_equal(got[~live], 0)
@@ -161,8 +163,9 @@ def test_one_token(shape, shared_inner, live):
     alive = jnp.array([live])
     with use(Backends(moe="mosaic")), tuning.use(tuning.Tuning(one_token_experts=True)):
         options = dataclasses.asdict(routing)
-        run = jax.jit(lambda x, *a: api.routed_experts(x, *holes, *a, shared, residual, **options))
-        after_routing = jax.jit(lambda x, *a: api.experts(x, *holes, *a, shared))
+        parameters = ExpertWeights(*holes, shared)
+        run = jax.jit(lambda x, *a: api.routed_experts(x, parameters, *a, residual, **options))
+        after_routing = jax.jit(lambda x, *a: api.experts(x, parameters, *a))
         results = run(x, logits, bias, alive), residual + after_routing(x, weights, ids, alive)
         poisoned = run(x.at[0, H // 2].set(jnp.nan), logits, bias, alive)
     with jax.default_matmul_precision("highest"):
@@ -190,12 +193,10 @@ def test_one_token_after_another():
     with use(Backends(moe="mosaic")), tuning.use(tuning.Tuning(one_token_experts=True)):
 
         @jax.jit
-        def run(gate_up, down, shared):
-            return jnp.stack(
-                [api.experts(x, gate_up, down, w, i, live, shared) for x, w, i in zip(xs, weights, ids, strict=True)]
-            )
+        def run(parameters):
+            return jnp.stack([api.experts(x, parameters, w, i, live) for x, w, i in zip(xs, weights, ids, strict=True)])
 
-        results = [np.asarray(run(gate_up, down, shared), np.float32) for _ in range(8)]
+        results = [np.asarray(run(ExpertWeights(gate_up, down, shared)), np.float32) for _ in range(8)]
     with jax.default_matmul_precision("highest"):
         exact = np.stack([want(*call, live, shared) for call in zip(
             xs.astype(jnp.float32), [gate_up] * 24, [down] * 24, weights, ids, strict=True
@@ -225,7 +226,7 @@ def test_slots_that_do_not_exist_are_not_read(T):
     hole = (jnp.arange(E) >= k)[:, None, None]
     gate_up, down = jnp.where(hole[..., None], jnp.nan, gate_up), jnp.where(hole, jnp.nan, down)
     x, ids = jnp.ones((T, H), jnp.bfloat16), jnp.tile(jnp.arange(k), (T, 1))
-    got = jax.jit(mosaic.experts)(x, gate_up, down, jnp.ones((T, k)), ids, jnp.ones(T, bool))
+    got = jax.jit(mosaic.experts)(x, ExpertWeights(gate_up, down), jnp.ones((T, k)), ids, jnp.ones(T, bool))
     assert jnp.isfinite(got.astype(jnp.float32)).all()
 
 
@@ -269,15 +270,15 @@ def test_routing_and_experts_together(shape, T):
     """As routing and then experts; 300 tokens are a prefill."""
     H, E, _, _ = SHAPES[shape]
     _, routing = ROUTINGS[shape]
-    gate_up, down = layer(shape)
+    parameters = ExpertWeights(*layer(shape))
     logits = jax.random.normal(jax.random.key(T), (T, E), jnp.float32)
     bias = jnp.linspace(-0.1, 0.1, E)
     x = jax.random.normal(jax.random.key(1), (T, H), jnp.bfloat16)
     live = jnp.arange(T) % 5 != 4
     with use(Backends(moe="mosaic")):
         run = jax.jit(lambda *a: api.routed_experts(*a, **dataclasses.asdict(routing)))
-        got = np.asarray(run(x, gate_up, down, logits, bias, live), np.float32)
+        got = np.asarray(run(x, parameters, logits, bias, live), np.float32)
     weights, ids = by_reference(logits, bias, routing)
-    expected = np.asarray(mosaic.experts(x, gate_up, down, weights, ids, live), np.float32)
+    expected = np.asarray(mosaic.experts(x, parameters, weights, ids, live), np.float32)
     np.testing.assert_array_equal(got[~np.asarray(live)], 0)
     np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2)

@@ -11,6 +11,7 @@ from jaxspec.models.params import Declare
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import experts, route_sigmoid, route_softmax
 from pallas_kernels.moe.reference import TOKEN_BLOCK, ranks
+from pallas_kernels.moe.weights import ExpertWeights
 
 
 def numpy_route(logits, bias, *, top_k, num_groups, top_groups, normalize, scale, sigmoid):
@@ -102,9 +103,10 @@ def test_experts(T, clamp):
     x_with_nan = np.where(live[:, None], x, np.nan).astype(np.float32)
     zero = np.zeros((E, 2, inner), np.float32), np.zeros((E, H), np.float32)
     up_bias, down_bias = (rng.normal(size=z.shape).astype(np.float32) for z in zero) if clamp else zero
-    options = {"biases": (up_bias, down_bias), "clamp": clamp} if clamp else {}
+    biases = (up_bias, down_bias) if clamp else None
     both = gate_up.astype(np.float32), down.astype(np.float32)
-    out = np.asarray(experts(x_with_nan, *both, weights, ids, live, **options))
+    parameters = ExpertWeights(*both, biases=biases, clamp=clamp)
+    out = np.asarray(experts(x_with_nan, parameters, weights, ids, live))
     for t in np.flatnonzero(live):
         want = 0
         for e, w in zip(ids[t], weights[t], strict=True):
@@ -114,7 +116,7 @@ def test_experts(T, clamp):
             joined = gate / (1 + np.exp(-gate * (1.702 if clamp else 1))) * up
             want = want + w * (down[e] @ joined + down_bias[e])
         np.testing.assert_allclose(out[t], want, atol=1e-4)
-    dead = np.asarray(experts(x, *both, weights, ids, live, **options))[~live]
+    dead = np.asarray(experts(x, parameters, weights, ids, live))[~live]
     np.testing.assert_array_equal(dead, 0)
 
 
@@ -134,7 +136,7 @@ def test_shared_experts_are_an_mlp(dtype, T):
     ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
     weights, live = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32), np.arange(T) % 5 != 4
     x = jnp.where(live[:, None], normal(T, H), jnp.nan)
-    got = experts(x, *routed, weights, ids, live, shared)
-    want = experts(x, *routed, weights, ids, live) + mlp(x)
+    got = experts(x, ExpertWeights(*routed, shared), weights, ids, live)
+    want = experts(x, ExpertWeights(*routed), weights, ids, live) + mlp(x)
     np.testing.assert_array_equal(got[live], want[live])
     np.testing.assert_array_equal(got[~live], 0)

@@ -20,6 +20,7 @@ from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
+from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
@@ -29,10 +30,10 @@ def routed(rng: np.random.Generator, T: int, E: int, k: int) -> tuple[np.ndarray
     return rng.uniform(0.1, 1, size=(T, k)).astype(np.float32), ids
 
 
-def interpret(config: Config, *arrays, **options) -> np.ndarray:
+def interpret(config: Config, *arrays) -> np.ndarray:
     # Two blocks, so that a block works on several tiles and the interpreter is not one of 132 threads.
     config = dataclasses.replace(config, grid=2)
-    got = np.asarray(mosaic.experts(*arrays, **options, config=config, interpret=detect_races()), np.float32)
+    got = np.asarray(mosaic.experts(*arrays, config=config, interpret=detect_races()), np.float32)
     assert_no_races(got)
     return got
 
@@ -69,11 +70,10 @@ def check(
         dirty[poisoned] = np.nan
     config = config or configure(T, E, k, H, inner, shared_inner)
     biases = tuple(jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((E, 2, inner), (E, H))) if clamp else None
-    experts = jnp.asarray(dirty, jnp.bfloat16), gate_up, down, weights, ids, jnp.asarray(live), shared, biases
-    got = interpret(config, *experts, clamp=clamp)
-    exact, exact_shared = jax.tree.map(lambda a: a.astype(jnp.float32), ((x, gate_up, down), shared))
-    exact_biases = jax.tree.map(lambda a: a.astype(jnp.float32), biases)
-    want = np.asarray(reference.experts(*exact, weights, ids, live, exact_shared, exact_biases, clamp=clamp))
+    parameters = ExpertWeights(gate_up, down, shared, biases, clamp)
+    got = interpret(config, jnp.asarray(dirty, jnp.bfloat16), parameters, weights, ids, jnp.asarray(live))
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, parameters))
+    want = np.asarray(reference.experts(*exact, weights, ids, live))
     sound = live.copy()
     if poisoned is not None:
         assert np.isnan(got[poisoned]).all()
@@ -192,20 +192,12 @@ def test_no_token_is_live():
 def test_lowers_for_the_gpu(model, T, num_shared):
     H, E, k, inner, _ = LAYERS[model]
     S = num_shared * inner
-    args = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((T, H), jnp.bfloat16),
-            ((E, 2, inner, H), jnp.bfloat16),
-            ((E, H, inner), jnp.bfloat16),
-            ((T, k), jnp.float32),
-            ((T, k), jnp.int32),
-            ((T,), jnp.bool_),
-        )
-    ]
-    if num_shared:
-        args.append(tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, S, H), (H, S))))
-    text = jax.jit(mosaic.experts).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    shared = (bf16((2, S, H)), bf16((H, S))) if num_shared else None
+    parameters = ExpertWeights(bf16((E, 2, inner, H)), bf16((E, H, inner)), shared)
+    routes = [jax.ShapeDtypeStruct((T, k), dtype) for dtype in (jnp.float32, jnp.int32)]
+    traced = jax.jit(mosaic.experts).trace(bf16((T, H)), parameters, *routes, jax.ShapeDtypeStruct((T,), jnp.bool_))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     gathers = T > ALL_TOKENS_ROWS and gather.supports(H)
     two_plans = T > ALL_TOKENS_ROWS and T * k > dispatch.MOST_CHUNKS * BLOCK
     assert text.count("custom_call @mosaic_gpu") == 3 + gathers + two_plans
@@ -217,17 +209,15 @@ def test_biases_and_a_clamp_lower_for_the_gpu(T):
     """gpt-oss-20b, whose sizes are odd multiples of 64; routed in the same call."""
     H = inner = 2880
     E, S = 32, jax.ShapeDtypeStruct
-    experts = S((T, H), jnp.bfloat16), S((E, 2, inner, H), jnp.bfloat16), S((E, H, inner), jnp.bfloat16)
+    arrays = S((E, 2, inner, H), jnp.bfloat16), S((E, H, inner), jnp.bfloat16)
     biases = S((E, 2, inner), jnp.bfloat16), S((E, H), jnp.bfloat16)
-    call = functools.partial(
-        mosaic.routed_experts,
-        clamp=Clamp(),
-        routing=Routing(4, 1, 1, normalize=True, scale=1.0),
-        bias=None,
-        shared=None,
-    )
-    run = jax.jit(lambda logits, live, biases, *experts: call(*experts, logits=logits, live=live, biases=biases))
-    text = run.trace(S((T, E), jnp.float32), S((T,), jnp.bool_), biases, *experts).lower(lowering_platforms=("cuda",))
+    routing = Routing(4, 1, 1, normalize=True, scale=1.0)
+    run = jax.jit(lambda x, parameters, logits, live: mosaic.routed_experts(
+        x, parameters, logits, None, live, routing=routing
+    ))  # fmt: skip
+    parameters = ExpertWeights(*arrays, biases=biases, clamp=Clamp())
+    traced = run.trace(S((T, H), jnp.bfloat16), parameters, S((T, E), jnp.float32), S((T,), jnp.bool_))
+    text = traced.lower(lowering_platforms=("cuda",))
     assert text.as_text().count("custom_call @mosaic_gpu") >= 3
 
 
@@ -281,6 +271,6 @@ def test_unsupported_calls_say_why():
     x, gate_up, down = jnp.zeros((1, 96)), jnp.zeros((2, 2, 64, 96)), jnp.zeros((2, 96, 64))
     weights, ids, live = jnp.ones((1, 1)), jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool)
     with use(Backends(moe="mosaic")), pytest.raises(UnsupportedError, match="multiples of 64, not 96 and 64"):
-        api.experts(x, gate_up, down, weights, ids, live)
+        api.experts(x, ExpertWeights(gate_up, down), weights, ids, live)
     with use(Backends(moe="auto")):
-        assert api.experts(x, gate_up, down, weights, ids, live).shape == (1, 96)
+        assert api.experts(x, ExpertWeights(gate_up, down), weights, ids, live).shape == (1, 96)

@@ -16,6 +16,7 @@ from pallas_kernels.moe import api, mosaic, one_token, reference
 from pallas_kernels.moe.routing import route_padded
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
+from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -54,14 +55,14 @@ def test_interpreted_without_races(H, E, k, inner, S, adds):
 
     def run(x, live):
         got = one_token.experts(
-            x, *holes, padded_weights, padded_ids, jnp.array([live]), shared, residual if adds else None,
+            x, ExpertWeights(*holes, shared), padded_weights, padded_ids, jnp.array([live]), residual if adds else None,
             k=k, blocks=3, interpret=detect_races(),
         )  # fmt: skip
         assert_no_races(got, kernels=2)
         return np.asarray(got, np.float32)
 
     exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, gate_up, down, shared, residual))
-    want = reference.experts(*exact[:3], weights, ids, jnp.array([True]), exact[3])
+    want = reference.experts(exact[0], ExpertWeights(*exact[1:4]), weights, ids, jnp.array([True]))
     added = exact[4] if adds else 0.0
     assert relative_error(run(x, True), want + added) < 8e-3
     dead = np.broadcast_to(added, (1, H))
@@ -83,14 +84,14 @@ def test_routing_and_experts_give_what_the_reference_does(sigmoid, live):
     interpret = detect_races()
     weights, ids, zero = route_padded(logits, bias, alive, routing=routing, interpret=interpret)
     assert zero.tolist() == [0]
-    args = x, gate_up, down
-    got = one_token.experts(*args, weights, ids, alive, shared, x, zero, k=routing.top_k, blocks=2, interpret=interpret)
+    args = x, ExpertWeights(gate_up, down, shared)
+    got = one_token.experts(*args, weights, ids, alive, x, zero, k=routing.top_k, blocks=2, interpret=interpret)
     assert_no_races(got, kernels=3)
     options = dataclasses.asdict(routing)
     of_reference = (
         reference.route_softmax(logits, **options) if bias is None else reference.route_sigmoid(logits, bias, **options)
     )
-    want = x + reference.experts(*args, *of_reference, alive, shared)
+    want = x + reference.experts(*args, *of_reference, alive)
     assert relative_error(got, want) < 8e-3
 
 
@@ -110,7 +111,7 @@ def test_lowers_for_the_gpu(model):
 
     def block(x, gate_up, down, logits, bias, live, shared):
         weights, ids, zero = route_padded(logits, bias, live, routing=routing)
-        return one_token.experts(x, gate_up, down, weights, ids, live, shared, x, zero, k=k)
+        return one_token.experts(x, ExpertWeights(gate_up, down, shared), weights, ids, live, x, zero, k=k)
 
     shared = (shape(2, S, H), shape(H, S)) if S else None
     traced = jax.jit(block).trace(
@@ -141,7 +142,7 @@ def test_which_calls_it_supports():
 
     def supports(T, H, E, _, inner, S):
         shared = (shape((2, S, H)), shape((H, S))) if S else None
-        return one_token.supports(shape((T, H)), shape((E, 2, inner, H)), shared)
+        return one_token.supports(shape((T, H)), ExpertWeights(shape((E, 2, inner, H)), shape((E, H, inner)), shared))
 
     assert not supports(1, *SHAPES["moonlight"])  # not chosen where it has not been measured
     with tuning.use(ON):
@@ -159,12 +160,12 @@ def test_the_api_uses_it(adds, monkeypatch):
     monkeypatch.setattr(api.routing, "route_padded", lambda logits, *_, **__: (logits, logits.astype(jnp.int32), None))
     monkeypatch.setattr(one_token, "experts", lambda *args, k: calls.append((args, k)) or args[0])
     H, E, inner = 128, 8, 64
-    gate_up, down, shared = layer(H, E, inner, inner)
+    parameters = ExpertWeights(*layer(H, E, inner, inner))
     x, logits, live = jnp.ones((1, H), jnp.bfloat16), jnp.ones((1, E)), jnp.ones(1, bool)
     residual = x if adds else None
     options = dataclasses.asdict(ROUTINGS["odd"][1])
     with use(Backends()), tuning.use(ON):
-        api.routed_experts(x, gate_up, down, logits, None, live, shared, residual, **options)
-        api.experts(x, gate_up, down, logits[:, :2], logits[:, :2].astype(jnp.int32), live, shared, residual)
+        api.routed_experts(x, parameters, logits, None, live, residual, **options)
+        api.experts(x, parameters, logits[:, :2], logits[:, :2].astype(jnp.int32), live, residual)
     assert [k for _, k in calls] == [2, 2]
-    assert all(args[6] is shared and args[7] is residual for args, _ in calls)
+    assert all(args[1] is parameters and args[5] is residual for args, _ in calls)

@@ -15,6 +15,7 @@ from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.routing import route, unsupported_reason
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
+from pallas_kernels.moe.weights import ExpertWeights
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
@@ -81,10 +82,11 @@ def test_routed_experts(T):
     live = jnp.arange(T) % 5 != 4
     config = dataclasses.replace(configure(T, E, routing.top_k, H, inner), grid=2)
     got = mosaic.routed_experts(
-        x, gate_up, down, logits, bias, live, routing=routing, config=config, interpret=detect_races()
+        x, ExpertWeights(gate_up, down), logits, bias, live, routing=routing, config=config, interpret=detect_races()
     )
     weights, ids = by_reference(logits, bias, routing)
-    want = reference.experts(*(a.astype(jnp.float32) for a in (x, gate_up, down)), weights, ids, live)
+    exact = (a.astype(jnp.float32) for a in (gate_up, down))
+    want = reference.experts(x.astype(jnp.float32), ExpertWeights(*exact), weights, ids, live)
     got, want = np.asarray(got, np.float32), np.asarray(want)
     np.testing.assert_array_equal(got[~live], 0)
     assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
@@ -123,7 +125,7 @@ def test_a_layer_lowers_for_the_gpu(T, kernels):
         ((T, H), jnp.bfloat16), ((E, 2, inner, H), jnp.bfloat16), ((E, H, inner), jnp.bfloat16), ((T, E), jnp.float32),
         ((E,), jnp.float32), ((T,), jnp.bool_),
     )  # fmt: skip
-    layer = jax.jit(lambda *a: mosaic.routed_experts(*a, routing=routing))
+    layer = jax.jit(lambda x, *a: mosaic.routed_experts(x, ExpertWeights(*a[:2]), *a[2:], routing=routing))
     text = layer.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == kernels
 

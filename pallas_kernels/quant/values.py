@@ -1,0 +1,32 @@
+"""A quantised weight as a value: it goes where an array of weights goes."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels.quant.schemes import Scheme
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scale"), meta_fields=("scheme",))
+@dataclass(frozen=True)
+class Quantised:
+    """Codes [*stack, out, in] and the scale of their blocks, of shape `scheme.scale_shape(codes.shape)`."""
+
+    codes: jax.Array
+    scale: jax.Array
+    scheme: Scheme
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return self.codes.shape
+
+
+Weight = jax.Array | Quantised
+
+
+def unquantised_reason(*weights: Weight) -> str | None:
+    """Why a kernel for unquantised weights does not support these, or None if they are arrays."""
+    schemes = sorted({str(weight.scheme) for weight in weights if isinstance(weight, Quantised)})
+    return f"it has no weights in {' or '.join(schemes)}" if schemes else None
