@@ -26,6 +26,7 @@ def build_engine(
     dtype: Any,
     lean: bool,
     full: bool = False,
+    split: bool = False,
     skip_dead: bool = True,
 ) -> Engine:
     """The engine as `LLM` makes it, with a pool for exactly this load; nothing is compiled yet.
@@ -34,6 +35,7 @@ def build_engine(
         k: drafted tokens a step; 0 for plain steps.
         lean: only the buckets that are measured, see `measured_buckets`.
         full: of them also those that know every sampling parameter.
+        split: the step of the most rows that know every sampling parameter also exists in two parts.
         skip_dead: see `Runner`.
     """
     most_rows = sizes.rows[-1]
@@ -64,6 +66,7 @@ def build_engine(
         mesh,
         draft=weights.draft if k else None,
         buckets=measured_buckets(table, sizes.rows, full=full) if lean else table,
+        split=(decode_bucket(table, most_rows, full=True),) if split else (),
         skip_dead=skip_dead,
     )
     return Engine(runner, vocab_size=weights.model.config.vocab_size)

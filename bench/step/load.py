@@ -16,6 +16,7 @@ from bench.step.engines import decode_bucket
 from bench.step.sizes import WARMUP_STEPS
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.host_rule import HostRule
 from jaxspec.engine.output import RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
@@ -120,16 +121,27 @@ class Load:
     Args:
         depth: readout depth of the engine's own loop.
         params: of the requests (default: greedy).
+        prompts: of the requests (default: random tokens).
+        rules: of the requests, if they have any. A rule does not follow a `rewind`: such requests only go on.
     """
 
     def __init__(
-        self, engine: Engine, rows: int, context: int, *, depth: int = 1, params: SamplingParams = GREEDY
+        self,
+        engine: Engine,
+        rows: int,
+        context: int,
+        *,
+        depth: int = 1,
+        params: SamplingParams = GREEDY,
+        prompts: Sequence[Sequence[int]] | None = None,
+        rules: Sequence[HostRule | None] | None = None,
     ) -> None:
         self.engine, self.runner, self._depth = engine, engine.runner, depth
         rng = np.random.default_rng(0)
+        prompts = prompts or [rng.integers(0, engine.vocab_size, context).tolist() for _ in range(rows)]
         self.requests = [
-            Request(f"r{i}", rng.integers(0, engine.vocab_size, context).tolist(), params, arrival_time=float(i))
-            for i in range(rows)
+            Request(f"r{i}", prompt, params, rule, arrival_time=float(i))
+            for i, (prompt, rule) in enumerate(zip(prompts, rules or [None] * rows, strict=True))
         ]
         engine.add(*self.requests)
         while any(r.state is not RequestState.DECODE for r in self.requests):
@@ -215,8 +227,14 @@ class Load:
 
     @contextlib.contextmanager
     def running_late(self, rows: int) -> Iterator[None]:
-        """From the start, warm, at the load's readout depth, with steps unread; at the end all are read."""
+        """From the start, else as `going_on`."""
         self.rewind()
+        with self.going_on(rows):
+            yield
+
+    @contextlib.contextmanager
+    def going_on(self, rows: int) -> Iterator[None]:
+        """Warm, at the load's readout depth, with steps unread; at the end all are read."""
         with _readout_depth(self.engine, self._depth):
             self.select(rows)
             for _ in range(WARMUP_STEPS):
