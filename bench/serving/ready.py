@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ _ALL_SECONDS = 900.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "jaxspec bench ready [options] [-- flags of jaxspec serve]"
-    parser.set_defaults(engine_flags=[], tokenizer=None, ignore_eos=True, temperature=0.0)
+    parser.set_defaults(engine_flags=[], tokenizer=None, ignore_eos=True, temperature=0.0, top_p=1.0)
     add = parser.add_argument
     add("--model", default="demo", metavar="NAME", help="what to serve (default: demo)")
     add("--warm-starts", type=int, default=3, metavar="N", help="starts after the cold one (default: 3)")
@@ -50,6 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vocab = f"prompts hold ids below N (default: {DEFAULT_VOCAB_SIZE})"
     add("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, metavar="N", help=vocab)
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for a request (default: 600)")
+    cache = (
+        "keeps the compiled steps here, for other benchmarks ($JAXSPEC_CACHE); must be empty (default: a temporary one)"
+    )
+    add("--cache-folder", type=Path, metavar="FOLDER", help=cache)
     add("--demo", action="store_true", help="also time `jaxspec demo`")
     record.add_arguments(parser)
 
@@ -60,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as e:
         raise ConfigError('bench ready needs httpx: pip install httpx, or pip install -e ".[test]"') from e
     names = ["cold", *(f"warm {i + 1}" for i in range(arguments.warm_starts))]
-    with tempfile.TemporaryDirectory() as cache:
-        env = {**os.environ, "JAXSPEC_CACHE": cache}
+    with _folder(arguments.cache_folder) as cache:
+        env = {**os.environ, "JAXSPEC_CACHE": str(cache)}
         starts = {name: time_server(arguments, env, seed) for seed, name in enumerate(names)}
     result: dict[str, Any] = {"benchmark": "ready", "model": arguments.model, "serve": starts}
     if arguments.demo:
@@ -72,6 +77,21 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # only to name the device
     record.write(f"ready_{Path(arguments.model).name}", result, arguments)
     return int(any(burst["failed"] for start in starts.values() for burst in start["requests"].values()))
+
+
+@contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    """
+    Raises:
+        ConfigError: the folder that is to be kept has something in it, with which no start would be cold.
+    """
+    if kept is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    if kept.exists() and (not kept.is_dir() or any(kept.iterdir())):
+        raise ConfigError(f"--cache-folder {kept} must be a new or an empty folder: the first start is to be cold")
+    yield kept
 
 
 def time_server(arguments: argparse.Namespace, env: Mapping[str, str], seed: int) -> dict[str, Any]:

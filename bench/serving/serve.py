@@ -52,7 +52,7 @@ PROFILE_NAMES = ("reasoning", "agentic")
 _PREFIX_COUNTERS = ("prefix_cache_queries_total", "prefix_cache_hits_total")
 DEFAULT_VOCAB_SIZE = 1000
 # What a server would take from the model's generation_config.json is not measured.
-NO_DEFAULTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+NO_DEFAULTS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _KEY_VARIABLE = "JAXSPEC_API_KEY"
 _EXAMPLES = 5
 _LAG_MS = 100
@@ -73,11 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--request-rate", type=float, metavar="R", help="requests a second, Poisson arrivals")
     running = f"requests kept running (default: {DEFAULT_CONCURRENCY})"
     load.add_argument("--concurrency", type=_positive, metavar="N", help=running)
-    add("--input-len", type=_lengths, default=(128, 128), metavar="N|MIN:MAX", help="tokens of a prompt (default: 128)")
+    add("--input-len", type=lengths, default=(128, 128), metavar="N|MIN:MAX", help="tokens of a prompt (default: 128)")
     output = "most tokens of an answer (default: 64)"
-    add("--output-len", type=_lengths, default=(64, 64), metavar="N|MIN:MAX", help=output)
+    add("--output-len", type=lengths, default=(64, 64), metavar="N|MIN:MAX", help=output)
     add("--ignore-eos", action="store_true", help="answers have their full length, end-of-text tokens or not")
     add("--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy")
+    add("--top-p", type=float, default=1.0, metavar="X", help="default: 1")
     add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths, arrivals and sampling (default: 0)")
     vocab = f"prompts hold ids below N, all of which the model must have (default: {DEFAULT_VOCAB_SIZE})"
     add("--vocab-size", type=_positive, default=DEFAULT_VOCAB_SIZE, metavar="N", help=vocab)
@@ -98,7 +99,8 @@ def _positive(text: str) -> int:
     return value
 
 
-def _lengths(text: str) -> tuple[int, int]:
+def lengths(text: str) -> tuple[int, int]:
+    """The two bounds of N or MIN:MAX."""
     low, colon, high = text.partition(":")
     try:
         bounds = int(low), int(high if colon else low)
@@ -135,6 +137,7 @@ def body_of(arguments: argparse.Namespace, model: str, seed: int) -> dict[str, A
     body = {
         "model": model,
         "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
         **NO_DEFAULTS,
         "seed": seed,
         "stream": True,
@@ -256,6 +259,7 @@ def measure(endpoint: "Endpoint", arguments: argparse.Namespace, model: str) -> 
         "drafting": accepted is not None,
         "prefix_cache": {"looked_up": looked_up, "found": found},
         "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
         "ignore_eos": arguments.ignore_eos,
         "seed": arguments.seed,
         **summarise(outcomes),

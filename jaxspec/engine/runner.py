@@ -216,7 +216,7 @@ class Runner:
 
     @property
     def num_pending(self) -> int:
-        """Buckets that a thread still prepares; larger ones serve in their place."""
+        """Buckets that threads still prepare; larger ones serve in their place."""
         return self._preparation.num_pending
 
     def warm_up(

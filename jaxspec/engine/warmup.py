@@ -1,12 +1,13 @@
 """Before the first request: every bucket's executable is loaded or compiled, and run on padding.
 
 A server need not wait for all of them. It is ready with those that hold every plan and the usual numbers of decode rows;
-a thread gets the others, and the runner takes each into its table between two steps. Until then the next larger bucket
+threads get the others, and the runner takes each into its table between two steps. Until then the next larger bucket
 serves.
 """
 
 import atexit
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import os
@@ -28,6 +29,8 @@ logger = logging.getLogger("jaxspec.warmup")
 FIRST_DECODE_ROWS = (1, 8)
 # Python gives its lock to a waiting thread after this long (5 ms by default): a step must not wait for a tracing thread.
 _SWITCH_SECONDS = 0.0005
+# As `nice` counts, of threads that compile while steps run.
+_LOW_PRIORITY = 10
 # Most that the end of the process waits for a compilation, which cannot be interrupted.
 _STOP_SECONDS = 30
 
@@ -71,7 +74,7 @@ class Preparation:
         save: keeps one.
 
     Attributes:
-        num_pending: buckets that are still to come from the thread that `go_on` starts.
+        num_pending: buckets that are still to come from the threads that `go_on` starts.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class Preparation:
         self._stopping = threading.Event()
         self._prepared: queue.SimpleQueue[tuple[Bucket, Executable]] = queue.SimpleQueue()
         self._unsaved: list[tuple[Bucket, Executable]] = []
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.num_pending = 0
 
     def run(
@@ -130,23 +133,62 @@ class Preparation:
 
     def save(self) -> None:
         """Keeps what `run` has compiled."""
-        while self._unsaved and not self._stopping.is_set():
-            self._save(*self._unsaved.pop())
+        while not self._stopping.is_set():
+            try:
+                unsaved = self._unsaved.pop()
+            except IndexError:  # this thread or another took the last
+                return
+            self._save(*unsaved)
 
     def go_on(self, buckets: Sequence[Bucket]) -> None:
-        """Prepares more buckets, and saves, on a thread that gives way to this one; `take` has what is prepared."""
+        """Prepares more buckets, and keeps all, on threads that give way to this one; `take` has what is prepared.
+
+        Not on a CPU, where what is kept may not be written while something compiles.
+        """
         self.num_pending = len(buckets)
-        self._thread = threading.Thread(target=self._go_on, args=(buckets,), name="warm-up", daemon=True)
+        waiting: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
+        for bucket in buckets:
+            waiting.put(bucket)
+        started, numbers = time.monotonic(), itertools.count(1)
+
+        def work() -> None:
+            _give_way()
+            try:
+                self.save()
+                with compiles.apart(), contextlib.suppress(queue.Empty):
+                    while not self._stopping.is_set():
+                        bucket = waiting.get_nowait()
+                        how = self._prepare(bucket)
+                        numbered = f"{how} {next(numbers)} of {len(buckets)} while serving"
+                        logger.info("%s, after %.1f s: %s", numbered, time.monotonic() - started, bucket)
+            except Exception:
+                logger.exception("a step could not be compiled while serving: larger ones go on serving in its place")
+
+        # Half of the cores: XLA compiles a step for tens of seconds, most of it without Python's lock.
+        count = max(1, min(len(buckets), (os.cpu_count() or 1) // 2))
+        self._threads = [threading.Thread(target=work, name=f"warm-up {i}", daemon=True) for i in range(count)]
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
         atexit.register(self.stop)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
+
+    def _prepare(self, bucket: Bucket) -> str:
+        executable = self._load(bucket)
+        if executable is not None:
+            self._prepared.put((bucket, executable))
+            return "loaded"
+        executable = self._make(bucket)
+        self._prepared.put((bucket, executable))
+        self._save(bucket, executable)
+        return "compiled"
 
     def stop(self) -> None:
-        """Waits for the compilation that runs, and begins no other: the process may not end while XLA compiles."""
+        """Waits for the compilations that run, and begins no other: the process may not end while XLA compiles."""
         self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(_STOP_SECONDS)
+        deadline = time.monotonic() + _STOP_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def take(self) -> list[tuple[Bucket, Executable]]:
         """What has been prepared since the last call."""
@@ -156,26 +198,11 @@ class Preparation:
             self.num_pending -= 1
         return out
 
-    def _go_on(self, buckets: Sequence[Bucket]) -> None:
-        started = time.monotonic()
-        try:
-            with compiles.apart():
-                for number, bucket in enumerate(buckets, 1):
-                    if self._stopping.is_set():
-                        return
-                    executable = self._load(bucket)
-                    how = "loaded" if executable else "compiled"
-                    if executable is None:
-                        executable = self._make(bucket)
-                        self._unsaved.append((bucket, executable))
-                    self._prepared.put((bucket, executable))
-                    seconds = time.monotonic() - started
-                    logger.info(
-                        "%s %d of %d while serving, after %.1f s: %s", how, number, len(buckets), seconds, bucket
-                    )
-                self.save()
-        except Exception:
-            logger.exception("a step could not be compiled while serving: larger ones go on serving in its place")
+
+def _give_way() -> None:
+    """The calling thread runs when others do not need the core; on Linux priorities are of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
 T = TypeVar("T")

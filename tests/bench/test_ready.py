@@ -18,6 +18,12 @@ def test_a_server_that_does_not_say_what_is_pending_is_no_server_with_nothing_pe
         wait_for_all(endpoint.Endpoint("http://127.0.0.1:9", trust_env=False))
 
 
+def test_the_first_start_is_cold(tmp_path, capsys):
+    (tmp_path / "something").touch()
+    assert main(["ready", "--cache-folder", str(tmp_path)]) == 1
+    assert "must be a new or an empty folder" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_start_is_timed_and_its_requests_compared(tmp_path, monkeypatch, capsys):
     """Each start has the same folder for compiled steps, which is gone at the end."""

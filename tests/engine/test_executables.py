@@ -153,7 +153,8 @@ def test_kept_executables_are_loaded_and_the_others_made_and_kept():
     assert kept[B] == "made 2"
 
 
-def test_the_rest_come_from_a_thread_and_a_failure_is_logged(caplog):
+def test_the_rest_come_from_threads_and_a_failure_is_logged(caplog):
+    """What compiled before and beside the one that failed is there, and is kept."""
     kept = {}
 
     def make(bucket):
@@ -171,6 +172,7 @@ def test_the_rest_come_from_a_thread_and_a_failure_is_logged(caplog):
     assert preparation.take() == [(B, "made 2")]
     assert preparation.take() == []
     assert preparation.num_pending == 1
+    assert kept == {A: "made 1", B: "made 2"}
     assert "larger ones go on serving" in caplog.text
 
 

@@ -1,0 +1,41 @@
+"""`bench load` against a server with the mock engine."""
+
+import json
+
+import pytest
+
+from bench.__main__ import main
+from tests.serve.conftest import start_server  # noqa: F401 - a fixture
+from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
+
+SMALL = ["--concurrency", "2,9", "--repeats", "2", "--rounds", "1", "--input-len", "5", "--output-len", "3"]
+
+
+def bench(tmp_path, name, url, *options):
+    out = tmp_path / name
+    code = main(["load", "--url", url, "--vocab-size", "256", "--out", str(out), *SMALL, *options])
+    return code, json.loads(out.read_text()) if out.exists() else {}
+
+
+@pytest.mark.slow
+def test_numbers_at_once_beside_a_peer(start_server, tmp_path, capsys):  # noqa: F811
+    """Each number runs as often as asked, with prompts of its own, and ratios are to the peer's record of the same load."""
+    server = start_server(served(MockEngine(), byte_tokenizer()))
+    code, first = bench(tmp_path, "first.json", server.base_url, "--temperature", "0.7", "--top-p", "0.95")
+    assert code == 0
+    assert {count: [run["complete"] for run in runs] for count, runs in first["runs"].items()} == {
+        "2": [8, 8],  # the fewest
+        "9": [9, 9],
+    }
+    assert {run["output_tokens"] for runs in first["runs"].values() for run in runs} == {8 * 3, 9 * 3}
+    assert first["medians"]["9"]["tokens/s"] > 0
+    same = ["--temperature", "0.7", "--top-p", "0.95", "--peer", str(tmp_path / "first.json")]
+    doubled = json.loads((tmp_path / "first.json").read_text())
+    for figures in doubled["medians"].values():
+        figures["tokens/s"] = 1e-9
+    (tmp_path / "first.json").write_text(json.dumps(doubled))
+    capsys.readouterr()
+    assert bench(tmp_path, "second.json", server.base_url, *same)[0] == 0
+    assert "over mock of --peer" in capsys.readouterr().out
+    assert bench(tmp_path, "third.json", server.base_url, *same[2:])[0] == 1
+    assert "has another load: temperature 0.7, here 0.0" in capsys.readouterr().err
