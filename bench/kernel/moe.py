@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel.arrays import exact, largest_error, normal, spread, take
+from bench.kernel.arrays import exact, largest_error, normal, rounded, spread, take
 from bench.kernel.case import Case, once
-from pallas_kernels.moe.api import experts
+from pallas_kernels.moe.api import add_routed_experts, experts
 from pallas_kernels.moe.shapes import LAYERS, TOKENS
 from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.norm_linear.api import norm_linear
 
 MOONLIGHT = LAYERS["moonlight"]
 
@@ -126,8 +127,70 @@ class MoeShared(Moe):
         return super().error((layers, tokens, live), [exact(results[-1]) - beside])
 
 
+@dataclass(frozen=True)
+class MoeBlock(Moe):
+    """The whole second half of a block without shared experts: sum, norm, router, experts, sum, and the norm after it."""
+
+    # Of a sigmoid routing without groups.
+    scale: float = 2.446
+
+    def inputs(self) -> Any:
+        layers, tokens, live = super().inputs()
+        router = normal(200, (self.E, self.H), self.H**-0.5).astype(jnp.float32)
+        gain, bias = normal(201, (self.H,)), jnp.zeros(self.E)
+        streams = [(x, normal(2000 + i, x.shape)) for i, (x, _, _) in enumerate(tokens)]
+        return layers, streams, live, router, gain, bias
+
+    def results(self) -> Any:
+        return [(jax.ShapeDtypeStruct((self.T, self.H), jnp.bfloat16),) * 2] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        layers, streams, live, router, gain, bias = inputs
+
+        def block(parameters: ExpertWeights, x: Any, attended: Any) -> tuple[jax.Array, jax.Array]:
+            x, normed, (logits,) = norm_linear(x, gain, (router,), eps=1e-6, delta=attended)
+            out, following = add_routed_experts(
+                x, normed, parameters, logits, bias, live, (gain, 1e-6),
+                top_k=self.K, num_groups=1, top_groups=1, normalize=True, scale=self.scale,
+            )  # fmt: skip
+            return out, norm_linear(out, gain, (), eps=1e-6)[1] if following is None else following
+
+        call = once(block)
+        return [call(layers[i % self.layers], *stream) for i, stream in enumerate(streams)]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of the first and the last token of the last call."""
+        layers, streams, _, router, gain, _ = inputs
+        layer = layers[(self.calls - 1) % self.layers]
+        rows = spread(self.T, 2)
+        x, attended = (exact(np.asarray(array)[rows]) for array in streams[-1])
+        x = rounded(x + attended)
+
+        def norm(row: np.ndarray) -> np.ndarray:
+            return rounded(rounded(row / np.sqrt(np.mean(row**2) + 1e-6)) * exact(gain))
+
+        errors = []
+        for token, row in zip(rows, x, strict=True):
+            normed = norm(row)
+            scores = 1 / (1 + np.exp(-(exact(router) @ normed)))
+            ids = np.argsort(-scores, kind="stable")[: self.K]
+            weights = self.scale * scores[ids] / scores[ids].sum()
+            gate, up = np.einsum("kgih,h->gki", exact(take(layer.gate_up, jnp.asarray(ids))), normed, optimize=True)
+            each = np.einsum("ki,khi->kh", gate / (1 + np.exp(-gate)) * up, exact(take(layer.down, jnp.asarray(ids))))
+            true = row + weights @ each
+            out, following = (exact(result[token]) for result in results[-1])
+            errors += [largest_error(out, true), largest_error(following, norm(true))]
+        return float(np.max(errors))
+
+
 MOE: dict[str, list[Case]] = {
     "all": [Moe(T) for T in TOKENS],
     "quick": [Moe(T) for T in (1, 32, 512)],
     "tiny": [Moe(T, 32, 8, 2, 16, 2, 4) for T in (1, 6)],
+}
+MOE_BLOCK: dict[str, list[Case]] = {
+    "all": [MoeBlock(T) for T in (1, 4, 16, 32, 64, 128)],
+    "quick": [MoeBlock(32)],
+    "tiny": [MoeBlock(6, 32, 8, 2, 16, 2, 4)],
 }

@@ -26,7 +26,7 @@ from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.kernel.case import LARGEST_ERROR, Case
 from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode
-from bench.kernel.moe import Moe, MoeShared
+from bench.kernel.moe import Moe, MoeBlock, MoeShared
 from bench.kernel.norm_linear import NormLinear
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
@@ -54,6 +54,7 @@ def slots(narrow: float, middle: float, wide: float) -> tuple[tuple[float, int],
 
 # Larger batches fill the device without splits.
 MOST_SPLIT_REQUESTS = 64
+BLOCKS, TINY_BLOCKS = tuple(MoeBlock(T) for T in (4, 32, 128)), (MoeBlock(6, 32, 8, 2, 16, 2, 4),)
 CHOICES: dict[str, Choice] = {
     "split_overhead_pages": Choice(
         (2, 3, 5, 8, 12),
@@ -77,6 +78,8 @@ CHOICES: dict[str, Choice] = {
         (0, 1, 2, 4), tuple(NormLinear(T) for T in (1, 2, 4)), (NormLinear(3, 32, (8, 4), 3),)
     ),
     "one_token_experts": Choice((False, True), (Moe(1), MoeShared(1)), (MoeShared(1, 32, 8, 2, 16, 2, 4),)),
+    "row_kernel_tokens": Choice((0, 512), BLOCKS, TINY_BLOCKS),
+    "copying_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
 }
 
 

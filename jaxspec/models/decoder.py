@@ -14,7 +14,7 @@ from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig, RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, rope_tables
+from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, Stream, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.quant.reference import linear
@@ -46,26 +46,43 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x_TH: jax.Array,
+        stream: Stream,
         cache: LayerCache,
         meta: StepMetadata,
         rope: RopeTables | None,
         experts: list[jax.Array] | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
-        """With a list, the layer's chosen experts are added to it, if it has any."""
+        following: RMSNorm | None = None,
+    ) -> tuple[Stream, LayerCache]:
+        """The residual stream of T tokens after the block, and its cache.
+
+        Args:
+            experts: where given, the layer's chosen experts are added to it, if it has any.
+            following: the norm that the result is read through next, if by one only.
+        """
+        x_TH = stream.x
         with jax.named_scope("attention"):
-            out_TH, cache = self.attention(x_TH, cache, meta, rope, norm=self.input_norm)
+            if stream.normed is None:
+                out_TH, cache = self.attention(x_TH, cache, meta, rope, norm=self.input_norm)
+            else:
+                out_TH, cache = self.attention(stream.normed, cache, meta, rope)
         if experts is not None and (ids_TK := self.mlp.chosen_experts(x_TH, out_TH, self.post_norm)) is not None:
             experts.append(ids_TK)
         with jax.named_scope("mlp"):
-            return self.mlp.add_to(x_TH, out_TH, self.post_norm, meta.live), cache
+            return self.mlp.add_to(x_TH, out_TH, self.post_norm, meta.live, following), cache
 
     def catch_up(
-        self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables | None
-    ) -> tuple[jax.Array, LayerCache]:
+        self,
+        x_TH: jax.Array,
+        live: LiveRows,
+        cache: LayerCache,
+        meta: StepMetadata,
+        rope: RopeTables | None,
+        following: RMSNorm | None = None,
+    ) -> tuple[Stream, LayerCache]:
         """The block for R live tokens out of T, -> [R, H]: all T tokens' caches are written, the rest is live only."""
         out_RH, cache = self.attention.catch_up(self.input_norm(x_TH), live, cache, meta, rope)
-        return self.mlp.add_to(x_TH[live.tokens], out_RH, self.post_norm, meta.live[live.tokens]), cache
+        live_R = meta.live[live.tokens]
+        return self.mlp.add_to(x_TH[live.tokens], out_RH, self.post_norm, live_R, following), cache
 
     def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables | None) -> LayerCache:
         """Writes the cache of all T tokens and computes nothing else of the block."""
@@ -119,23 +136,25 @@ class CausalLM(nnx.Module):
                 id `num_layers` the one leaving the last layer, before the final norm.
             experts: also return which experts were chosen, which routes the tokens twice.
         """
-        x_TH = self.embed_ids(ids_T)
+        stream = Stream(self.embed_ids(ids_T))
+        norms = [*(layer.input_norm for layer in self.layers), self.norm]
         ropes: dict[RopeConfig, RopeTables] = {}
         written: list[LayerCache] = []
         captured = []
         chosen: list[jax.Array] | None = [] if experts else None
         for i, layer in enumerate(self.layers):
             if i in capture:
-                captured.append(x_TH)
+                captured.append(stream.x)
             rope = layer.spec.attention.rope
             if rope is not None and rope not in ropes:
                 ropes[rope] = rope_tables(rope, meta.positions)
             with jax.named_scope(f"layer{i}"):
-                x_TH, layer_cache = layer(x_TH, cache[i], meta, ropes[rope] if rope else None, chosen)
+                tables = ropes[rope] if rope else None
+                stream, layer_cache = layer(stream, cache[i], meta, tables, chosen, norms[i + 1])
             written.append(layer_cache)
         if len(self.layers) in capture:
-            captured.append(x_TH)
-        return ModelOutput(self.norm(x_TH), tuple(written), tuple(captured), tuple(chosen or ()))
+            captured.append(stream.x)
+        return ModelOutput(stream.norm(self.norm), tuple(written), tuple(captured), tuple(chosen or ()))
 
     def embed_ids(self, ids_T: jax.Array) -> jax.Array:
         x_TH = jnp.take(self.embed.weight[...], ids_T, axis=0)

@@ -311,8 +311,9 @@ class Eagle3(nnx.Module):
         return pair_T2H, residual_TH, rope_tables(rope, meta.positions) if rope else None
 
     def _finish(self, residual_TH: jax.Array, out_TH: jax.Array, live_T: jax.Array) -> jax.Array:
-        y_TH = self.mlp.add_to(residual_TH, out_TH, self.post_norm, live_T)
-        return self.norm(y_TH) if self.config.norm_output else y_TH
+        following = self.norm if self.config.norm_output else None
+        stream = self.mlp.add_to(residual_TH, out_TH, self.post_norm, live_T, following)
+        return stream.norm(following) if following else stream.x
 
 
 def eagle3_key_map(config: Eagle3Config, *, names: Iterable[str], own_embedding: bool, own_head: bool) -> KeyMap:

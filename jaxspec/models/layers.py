@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +50,33 @@ class RMSNorm(nnx.Module):
         return norm_linear(x_TH, self.weight[...], weights, eps=self.eps, delta=delta_TH)
 
 
+class Stream(NamedTuple):
+    """The residual stream [T, H] between blocks, and its norm for what follows, where its writer made that too."""
+
+    x: jax.Array
+    normed: jax.Array | None = None
+
+    def norm(self, following: RMSNorm) -> jax.Array:
+        """The norm that follows, [T, H]."""
+        return following(self.x) if self.normed is None else self.normed
+
+
 class ResidualMLP(Protocol):
     """The interface of an MLP module at the end of a block."""
 
-    def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:
-        """The residual stream after the block, [T, H]: x + attended, and the MLP of its norm added.
+    def add_to(
+        self,
+        x_TH: jax.Array,
+        attended_TH: jax.Array,
+        norm: RMSNorm,
+        live_T: jax.Array,
+        following: RMSNorm | None = None,
+    ) -> Stream:
+        """The residual stream after the block: x + attended, and the MLP of its norm added.
 
-        `live_T`: false for padding tokens, whose rows are never read.
+        Args:
+            live_T: false for padding tokens, whose rows are never read.
+            following: the norm that the stream is read through next, if by one only.
         """
         ...
 
@@ -98,9 +118,17 @@ class MLP(nnx.Module):
         out_TH = linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...])
         return out_TH if self.scale == 1 else out_TH * self.scale
 
-    def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:  # noqa: ARG002
+    def add_to(
+        self,
+        x_TH: jax.Array,
+        attended_TH: jax.Array,
+        norm: RMSNorm,
+        live_T: jax.Array,  # noqa: ARG002
+        following: RMSNorm | None = None,  # noqa: ARG002
+    ) -> Stream:
+        """See `ResidualMLP`."""
         x_TH = x_TH + attended_TH
-        return x_TH + self(norm(x_TH))
+        return Stream(x_TH + self(norm(x_TH)))
 
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> None:
         """See `ResidualMLP`."""

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.keymap import KeyMap, Piece
-from jaxspec.models.layers import MLP, DenseSpec, RMSNorm
+from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
 from jaxspec.models.params import Declare
 from pallas_kernels.moe.activation import Clamp
-from pallas_kernels.moe.api import route_sigmoid, route_softmax, routed_experts
+from pallas_kernels.moe.api import add_routed_experts, route_sigmoid, route_softmax
 from pallas_kernels.moe.weights import ExpertWeights
 
 
@@ -84,7 +84,14 @@ class MoE(nnx.Module):
         if spec.shared:
             self.shared: MLP = spec.shared.build(hidden, declare)
 
-    def add_to(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm, live_T: jax.Array) -> jax.Array:
+    def add_to(
+        self,
+        x_TH: jax.Array,
+        attended_TH: jax.Array,
+        norm: RMSNorm,
+        live_T: jax.Array,
+        following: RMSNorm | None = None,
+    ) -> Stream:
         """See `ResidualMLP`. Padding tokens are routed to no expert."""
         x_TH, normed_TH, logits_TE = self._logits(x_TH, attended_TH, norm)
         spec = self.spec
@@ -96,7 +103,10 @@ class MoE(nnx.Module):
             biases=(self.gate_up_bias[...], self.down_bias[...]) if spec.biases else None,
             clamp=spec.clamp,
         )
-        return routed_experts(normed_TH, parameters, logits_TE, bias_E, live_T, x_TH, **self._routing())
+        norm_after = (following.weight[...], following.eps) if following else None
+        return Stream(
+            *add_routed_experts(x_TH, normed_TH, parameters, logits_TE, bias_E, live_T, norm_after, **self._routing())
+        )
 
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""

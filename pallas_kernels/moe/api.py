@@ -19,13 +19,15 @@ kernels.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import mosaic, one_token, reference, routing
+from pallas_kernels.moe import combine, mosaic, one_token, reference, routing
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.norm_linear.api import norms_apart
 
 
 def route_sigmoid(
@@ -137,6 +139,39 @@ def routed_experts(
         return one_token.experts(x, parameters, weights, ids, live, residual, zero, k=top_k)
     out = mosaic.routed_experts(x, parameters, logits, bias, live, routing=options)
     return out if residual is None else residual + out
+
+
+def add_routed_experts(
+    residual: jax.Array,
+    x: jax.Array,
+    parameters: ExpertWeights,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    live: jax.Array,
+    following: tuple[jax.Array, float] | None = None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`routed_experts` with a residual, and where one kernel makes both, the RMS norm of the result.
+
+    Args:
+        following: weight [H] and eps of that norm; None for no norm.
+        others: as in `routed_experts`.
+
+    Returns:
+        [T, H] in x's dtype, and its norm [T, H], or None where whoever needs the norm has to make it.
+
+    Raises:
+        UnsupportedError: the requested backend (`backend.Backends.moe`) does not support this call.
+    """
+    if following is not None and norms_apart(x.shape[0]):
+        routing_options = Routing(**options)
+        backends = _experts_backend(x, parameters), _route_backend(logits, routing_options)
+        reason = combine.unsupported_reason(residual, following[0])
+        if backends == ("mosaic", "mosaic") and choose("moe_combine", "auto", {"mosaic": reason}) == "mosaic":
+            return mosaic.add_and_norm(
+                x, parameters, logits, bias, live, residual, following[0], routing=routing_options, eps=following[1]
+            )
+    return routed_experts(x, parameters, logits, bias, live, residual, **options), None
 
 
 def _experts_backend(x: jax.Array, parameters: ExpertWeights) -> str:

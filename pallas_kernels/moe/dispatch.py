@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.moe.dispatch_large import count_chunks, place_chunks
-from pallas_kernels.moe.dispatch_small import place_all
+from pallas_kernels.moe.dispatch_small import copies, place_all
 from pallas_kernels.moe.dispatch_tiles import BLOCK
 from pallas_kernels.moe.slots import SlotTables
 
@@ -37,19 +37,20 @@ def dispatch(
     padded = -(-T * k // BLOCK) * BLOCK
     ids_N = jnp.where(live[:, None], ids, E).reshape(-1)
     ids_N = jnp.pad(ids_N, (0, padded - T * k), constant_values=E).reshape(-1, BLOCK)
-    tables = dispatch_assigned(ids_N, T, k, E, rows, slots, all_tokens=all_tokens, interpret=interpret)
+    tables = dispatch_assigned(ids_N, k, E, rows, slots, all_tokens=all_tokens, interpret=interpret)
+    place = tables.place[:T]
     if all_tokens:
-        place = jnp.where(live[:, None], tables.place + jnp.arange(T, dtype=jnp.int32)[:, None], 0)
-        tables = tables._replace(place=place)
-    return tables
+        place = jnp.where(live[:, None], place + jnp.arange(T, dtype=jnp.int32)[:, None], 0)
+    return tables._replace(place=place)
 
 
 def dispatch_assigned(
-    ids_N: jax.Array, T: int, k: int, E: int, rows: int, slots: int, *, all_tokens: bool, interpret: Any = False
+    ids_N: jax.Array, k: int, E: int, rows: int, slots: int, *, all_tokens: bool, interpret: Any = False
 ) -> SlotTables:
-    """As `dispatch`, for ids [N / BLOCK, BLOCK] as `routing.assign` gives them: k for each of T tokens, E for no expert.
+    """As `dispatch`, for ids [N / BLOCK, BLOCK] as `routing.assign` gives them: k for each token, E for no expert.
 
-    With `all_tokens`, `place` holds the first row of each slot; the token's own row has still to be added.
+    `place` has a row for each token that the ids have room for. With `all_tokens` it holds the first row of each slot; the
+    token's own row has still to be added.
     """
     chunks = ids_N.shape[0]
     if all_tokens or chunks <= MOST_CHUNKS:
@@ -57,4 +58,22 @@ def dispatch_assigned(
     else:
         counts, rank = count_chunks(chunks, E, interpret)(ids_N)
         num_slots, expert, token, place = place_chunks(chunks, E, k, rows, slots, interpret)(ids_N, counts, rank)
-    return SlotTables(num_slots, expert, token, place.reshape(-1)[: T * k].reshape(T, k))
+    return SlotTables(num_slots, expert, token, place.reshape(-1)[: place.size // k * k].reshape(-1, k))
+
+
+def copies_tokens(ids_N: jax.Array, k: int, H: int) -> bool:
+    """Whether `dispatch_and_copy` supports these ids, and tokens of H columns."""
+    return ids_N.shape[0] <= MOST_CHUNKS and copies(ids_N.shape[0], k, H)
+
+
+def dispatch_and_copy(
+    ids_N: jax.Array, x: jax.Array, k: int, E: int, rows: int, slots: int, *, interpret: Any = False
+) -> tuple[SlotTables, jax.Array]:
+    """`dispatch_assigned`, and the slots' rows of x [T, H] in the same launch, [slots, rows, H].
+
+    Rows without a token are uninitialised, and so is `token`.
+    """
+    kernel = place_all(ids_N.shape[0], E, k, rows, slots, False, interpret, (x.shape[1], x.dtype))
+    num_slots, expert, copied, place = kernel(ids_N, x)
+    token = jnp.zeros(slots * rows, jnp.int32)  # never read
+    return SlotTables(num_slots, expert, token, place.reshape(-1, k)), copied.reshape(slots, rows, -1)

@@ -40,7 +40,9 @@ def route_and_dispatch(
     routing: Routing,
     interpret: Any = False,
 ) -> tuple[jax.Array, SlotTables]:
-    """Weights float32 [T, k] and the slot tables of T <= ROWS tokens, where every slot has all tokens.
+    """Weights and the slot tables of T <= ROWS tokens, where every slot has all tokens.
+
+    Weights and places, [ROWS, COLUMNS], keep the kernel's padding: the first T rows and k columns count.
 
     Args:
         logits: float32 [T, E]. bias: float32 [E], None for `api.route_softmax`.
@@ -48,11 +50,10 @@ def route_and_dispatch(
         rows: token rows of a slot, ROWS.
         slots: `max_slots` or more.
     """
-    T, E = logits.shape
-    run = _route_and_dispatch(T, E, routing, rows, slots, interpret)
+    run = _route_and_dispatch(*logits.shape, routing, rows, slots, interpret)
     weights, num_slots, expert, place = run(*kernel_inputs(logits, bias, live))
     token = jnp.zeros(slots * rows, jnp.int32)  # never read
-    return weights[:T, : routing.top_k], SlotTables(num_slots, expert, token, place[:T, : routing.top_k])
+    return weights, SlotTables(num_slots, expert, token, place)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from pallas_kernels.moe.dispatch_tiles import (
     tile_columns,
     write_places,
     write_slots,
+    write_token,
     zero_rows,
     zero_tile,
 )
@@ -117,7 +118,7 @@ def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: 
 
             slot, earlier = lax.fori_loop(0, experts // BLOCK, look_up, (zero_rows(BLOCK), zero_rows(BLOCK)))
             row = slot * rows + earlier + load(rank, (here,), layout=AS_ROWS)
-            write_places(place, token, row_smem, row, ids_row < E, here, part, parts, k)
+            write_places(place, write_token(token, k), row_smem, row, ids_row < E, here, part, parts)
 
     body.__name__ = "moe_place"
     return plgpu.kernel(

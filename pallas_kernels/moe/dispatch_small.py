@@ -8,6 +8,7 @@ comparing ids with ids.
 import functools
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -32,24 +33,53 @@ from pallas_kernels.moe.dispatch_tiles import (
     tile_columns,
     write_places,
     write_slots,
+    write_token,
     zero_past,
     zero_rows,
     zero_tile,
 )
+from pallas_kernels.row import WARPGROUP, whole_row
+
+# A kernel's x: its columns and type.
+Copied = tuple[int, Any]
+
+
+def copies(chunks: int, k: int, H: int) -> bool:
+    """Whether the kernel can copy rows of H columns to their slots: each block has assignments of one token."""
+    return k % (BLOCK // blocks_per_chunk(chunks)) == 0 and H % WARPGROUP == 0
 
 
 @functools.cache
-def place_all(chunks: int, E: int, k: int, rows: int, slots: int, all_tokens: bool, interpret: Any) -> Any:
-    """kernel(ids [chunks, BLOCK], E for no expert) -> num_slots, expert, token, place [chunks, BLOCK]; all int32."""
+def place_all(
+    chunks: int, E: int, k: int, rows: int, slots: int, all_tokens: bool, interpret: Any, copied: Copied | None = None
+) -> Any:
+    """kernel(ids [chunks, BLOCK], E for no expert) -> num_slots, expert, token, place [chunks, BLOCK]; all int32.
+
+    With `copied`, where `copies` holds, it is kernel(ids, x [T, H]), and instead of `token` gives the slots' rows of x,
+    [slots * rows, H]; rows without a token are uninitialised.
+    """
     int32 = jnp.int32
     experts = -(-E // BLOCK) * BLOCK
     parts = 1 if all_tokens else blocks_per_chunk(chunks)
     narrow = tile_columns(experts)
 
-    def body(ids, num_slots, expert, token, place, ids_smem, blocks_smem, ends_smem, row_smem, arrived):
+    def body(ids, *refs, ids_smem, blocks_smem, ends_smem, row_smem, arrived):
+        num_slots, expert, filled, place = refs[-4:]
         block = lax.axis_index("block")
         here, part = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
         plgpu.copy_gmem_to_smem(ids, ids_smem, arrived)
+        if copied:
+            x, columns = refs[0], pl.ds(0, copied[0])
+            mine = lax.div(here * BLOCK + part * (BLOCK // parts), int32(k))
+            # On its way while the tables are made. Blocks and assignments of no token read the last one.
+            value = load(x, (lax.min(mine, int32(x.shape[0] - 1)), columns), layout=whole_row(copied[0]))
+
+            def fill(row, assignment):
+                del assignment
+                filled[row, :] = value
+
+        else:
+            fill = write_token(filled, k)
         plgpu.barrier_wait(arrived)
 
         def count(chunk, counts):
@@ -88,12 +118,15 @@ def place_all(chunks: int, E: int, k: int, rows: int, slots: int, all_tokens: bo
             )
             earlier = iota((BLOCK, BLOCK), 1) < iota((BLOCK, BLOCK), 0)
             row = row + increment(ranks, equal(here) & earlier).sum(axis=1)
-            write_places(place, token, row_smem, row, chosen, here, part, parts, k)
+            write_places(place, fill, row_smem, row, chosen, here, part, parts)
 
     body.__name__ = "moe_plan"
+    out_type = table_types(chunks, slots, rows)
+    if copied:
+        out_type[2] = jax.ShapeDtypeStruct((slots * rows, copied[0]), copied[1])
     return plgpu.kernel(
         body,
-        out_type=table_types(chunks, slots, rows),
+        out_type=out_type,
         scratch_types={
             "ids_smem": plgpu.SMEM((chunks, BLOCK), int32),
             "blocks_smem": plgpu.SMEM((experts,), int32),

@@ -1,5 +1,6 @@
 """Parts of the dispatch kernels: register tiles of expert ids that are compared with vectors along their axes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -135,12 +136,20 @@ def zero_past(values: jax.Array, E: int) -> jax.Array:
 
 
 def write_places(
-    place: Any, token: Any, row_smem: Any, row: jax.Array, chosen: jax.Array, chunk: Any, part: Any, parts: int, k: int
+    place: Any,
+    fill: Callable[[Any, Any], None],
+    row_smem: Any,
+    row: jax.Array,
+    chosen: jax.Array,
+    chunk: Any,
+    part: Any,
+    parts: int,
 ) -> None:
-    """Writes the places of a chunk of assignments, and the tokens of one part of the rows that they fill.
+    """Writes the places of a chunk of assignments, and fills one part of the rows that they take.
 
     Args:
-        place, token: refs int32 [chunks, BLOCK] and [slots * rows].
+        place: ref int32 [chunks, BLOCK].
+        fill: fill(row, assignment) fills a row.
         row_smem: scratch [BLOCK].
         row, chosen: [BLOCK] the row of each assignment, and whether it has an expert; if not, its place is 0.
         part: which of the `parts` blocks that share the chunk this is.
@@ -159,4 +168,13 @@ def write_places(
 
         @pl.when(to >= 0)
         def _() -> None:
-            token[to] = lax.div(chunk * BLOCK + i, jnp.int32(k))
+            fill(to, chunk * BLOCK + i)
+
+
+def write_token(token: Any, k: int) -> Callable[[Any, Any], None]:
+    """For `write_places`: writes which token a row holds to a ref int32 [slots * rows]."""
+
+    def fill(row: Any, assignment: Any) -> None:
+        token[row] = lax.div(assignment, jnp.int32(k))
+
+    return fill

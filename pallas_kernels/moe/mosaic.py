@@ -6,16 +6,17 @@ Route (`routing.py`), make the slot tables (`dispatch.py`), gather the slots' to
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.moe import gather
+from pallas_kernels.moe.combine import combine_and_norm
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
-from pallas_kernels.moe.dispatch import dispatch, dispatch_assigned
+from pallas_kernels.moe.dispatch import copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.grouped_matmul import down_matmul, up_matmul
 from pallas_kernels.moe.reference import swiglu
@@ -59,7 +60,9 @@ def experts(
     config = config or _configured(x, parameters, ids.shape[1])
     E = parameters.gate_up.shape[0]
     tables = dispatch(ids, live, E, config.rows, config.slots, all_tokens=config.all_tokens, interpret=interpret)
-    return _apply(x, parameters, weights, tables, live, config, interpret)
+    slots_x = slot_rows(x, tables, config, interpret=interpret)
+    rows = _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
+    return combine(rows, live, ids.shape[1]).astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("routing", "config", "interpret"))
@@ -76,23 +79,77 @@ def routed_experts(
 ) -> jax.Array:
     """As `api.routed_experts` without the residual, in bfloat16, where `routing.unsupported_reason` is None too.
 
-    Between the router's matmul and the experts' a step of up to 8 tokens has one kernel, a larger decode step two, a
-    prefill three.
+    Between the router's matmul and the experts' a step of up to 8 tokens has one kernel, a larger decode step two or
+    three, a prefill four.
     """
-    T, E = logits.shape
-    k = routing.top_k
-    config = config or _configured(x, parameters, k)
+    rows = _routed_rows(x, parameters, logits, bias, live, routing, config, interpret)
+    return combine(rows, live, routing.top_k).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("routing", "eps", "config", "interpret"))
+def add_and_norm(
+    x: jax.Array,
+    parameters: ExpertWeights,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    live: jax.Array,
+    residual: jax.Array,
+    norm_weight: jax.Array,
+    *,
+    routing: Routing,
+    eps: float,
+    config: Config | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """residual + `routed_experts`, and the norm of that, where `combine.unsupported_reason` is None too."""
+    rows = _routed_rows(x, parameters, logits, bias, live, routing, config, interpret)
+    return combine_and_norm(
+        rows.y, rows.addends, rows.weights, rows.place, live, residual, norm_weight,
+        k=routing.top_k, eps=eps, interpret=interpret,
+    )  # fmt: skip
+
+
+class ExpertRows(NamedTuple):
+    """What is left to be summed.
+
+    Attributes:
+        y: [slots, rows, H] of the slots.
+        addends: each [parts, >= T, H], of the shared experts.
+        weights: float32 [>= T, >= k].
+        place: see `SlotTables`.
+    """
+
+    y: jax.Array
+    addends: tuple[jax.Array, ...]
+    weights: jax.Array
+    place: jax.Array
+
+
+def _routed_rows(
+    x: jax.Array,
+    parameters: ExpertWeights,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    live: jax.Array,
+    routing: Routing,
+    config: Config | None,
+    interpret: Any,
+) -> ExpertRows:
+    E = logits.shape[1]
+    config = config or _configured(x, parameters, routing.top_k)
     if config.all_tokens:
         weights, tables = route_and_dispatch(
             logits, bias, live, config.rows, config.slots, routing=routing, interpret=interpret
         )
     else:
         weights, assigned = assign(logits, bias, live, routing=routing, interpret=interpret)
-        tables = dispatch_assigned(
-            assigned, T, routing.width, E, config.rows, config.slots, all_tokens=False, interpret=interpret
-        )
-        tables = tables._replace(place=tables.place[:, :k])
-    return _apply(x, parameters, weights, tables, live, config, interpret)
+        sizes = routing.width, E, config.rows, config.slots
+        if tuning.current().copying_tokens >= x.shape[0] and copies_tokens(assigned, routing.width, x.shape[1]):
+            tables, slots_x = dispatch_and_copy(assigned, x, *sizes, interpret=interpret)
+            return _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
+        tables = dispatch_assigned(assigned, *sizes, all_tokens=False, interpret=interpret)
+    slots_x = slot_rows(x, tables, config, interpret=interpret)
+    return _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
 
 
 def _configured(x: jax.Array, parameters: ExpertWeights, k: int) -> Config:
@@ -101,29 +158,27 @@ def _configured(x: jax.Array, parameters: ExpertWeights, k: int) -> Config:
     return configure(T, E, k, H, inner, parameters.shared_inner)
 
 
-def _apply(
+def _expert_rows(
     x: jax.Array,
+    slots_x: jax.Array,
     parameters: ExpertWeights,
     weights: jax.Array,
     tables: SlotTables,
-    live: jax.Array,
     config: Config,
     interpret: Any,
-) -> jax.Array:
-    T = x.shape[0]
+) -> ExpertRows:
     gate_up, down, shared = parameters.arrays()
-    x_parts, gate_up_parts, down_parts = [slot_rows(x, tables, config, interpret=interpret)], [gate_up], [down]
+    x_parts, gate_up_parts, down_parts = [slots_x], [gate_up], [down]
     if shared is not None and config.pieces:
         x_parts.append(_pad_tokens(x)[None])
         gate_up_parts.append(shared[0])
         down_parts.append(shared[1])
     up_bias, down_bias = parameters.biases or (None, None)
     h_parts = up_matmul(x_parts, gate_up_parts, tables, config, up_bias, parameters.clamp, interpret=interpret)
-    y, *y_pieces = down_matmul(h_parts, down_parts, tables, config, down_bias, interpret=interpret)
-    addends = [y_piece[i, :T] for y_piece in y_pieces for i in range(config.pieces)]
+    y, *addends = down_matmul(h_parts, down_parts, tables, config, down_bias, interpret=interpret)
     if shared is not None and not config.pieces:
-        addends = [swiglu(x, *shared)]
-    return combine(y, weights, tables, live, addends).astype(x.dtype)
+        addends = [swiglu(x, *shared)[None]]
+    return ExpertRows(y, tuple(addends), weights, tables.place)
 
 
 def slot_rows(x: jax.Array, tables: SlotTables, config: Config, *, interpret: Any = False) -> jax.Array:
@@ -141,13 +196,12 @@ def _pad_tokens(x: jax.Array) -> jax.Array:
     return x if T < GRANULE or T % GRANULE == 0 else jnp.pad(x, ((0, -T % GRANULE), (0, 0)))
 
 
-def combine(
-    y: jax.Array, weights: jax.Array, tables: SlotTables, live: jax.Array, addends: Sequence[jax.Array] = ()
-) -> jax.Array:
-    """The weighted sum of each live token's rows in y [slots, rows, H], plus the addends [T, H]: float32 [T, H]."""
-    picked_TkH = y.reshape(-1, y.shape[-1]).at[tables.place].get(mode="promise_in_bounds").astype(jnp.float32)
-    out = (picked_TkH * weights[:, :, None]).sum(axis=1)
-    for part in addends:
+def combine(rows: ExpertRows, live: jax.Array, k: int) -> jax.Array:
+    """The weighted sum of each live token's rows, plus the addends: float32 [T, H]."""
+    T, flat = live.shape[0], rows.y.reshape(-1, rows.y.shape[-1])
+    picked_TkH = flat.at[rows.place[:T, :k]].get(mode="promise_in_bounds").astype(jnp.float32)
+    out = (picked_TkH * rows.weights[:T, :k, None]).sum(axis=1)
+    for part in (addend[i, :T] for addend in rows.addends for i in range(addend.shape[0])):
         out += part.astype(jnp.float32)
     # Not by a weight of 0: the place of a token that is not live is another's row or was never written, and may be NaN.
     return jnp.where(live[:, None], out, 0.0)

@@ -75,12 +75,12 @@ def route_padded(
 def assign(
     logits: jax.Array, bias: jax.Array | None, live: jax.Array, *, routing: Routing, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights float32 [T, k], and ids for `dispatch.dispatch_assigned`.
+    """Weights float32 [>= T, >= k], and ids for `dispatch.dispatch_assigned`.
 
     The ids are int32 [chunks, BLOCK], `routing.width` for each token; E for tokens that are not live or do not exist.
     """
     weights, ids, _ = route_padded(logits, bias, live, routing=routing, interpret=interpret)
-    return weights[: logits.shape[0], : routing.top_k], ids.reshape(-1, BLOCK)
+    return weights, ids.reshape(-1, BLOCK)
 
 
 @functools.cache

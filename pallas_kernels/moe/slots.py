@@ -16,7 +16,8 @@ class SlotTables(NamedTuple):
         num_slots: int32 [1].
         expert: int32 [at least slots], the expert of each slot.
         token: int32 [slots * rows], the row of x in each row of a slot; undefined where every slot has all tokens.
-        place: int32 [T, k], the row among all slots' rows of each assignment; 0 for tokens that are not live.
+        place: int32 [>= T, >= k], the row among all slots' rows of each assignment; 0 for tokens that are not live. Rows
+            and columns past T and k are padding.
     """
 
     num_slots: jax.Array

@@ -4,7 +4,7 @@ import jax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
-from pallas_kernels.norm_linear import mosaic, reference
+from pallas_kernels.norm_linear import add_norm, mosaic, reference
 
 
 def needs_separate_weights(T: int) -> bool:
@@ -13,6 +13,12 @@ def needs_separate_weights(T: int) -> bool:
     They do for the kernel, and on several devices, where sharded weights cannot be concatenated.
     """
     return tuning.current().norm_linear_tokens >= T or current().devices > 1
+
+
+def norms_apart(T: int) -> bool:
+    """Whether the norm of T tokens is best made where the residual stream is written, apart from what reads the norm."""
+    choices = tuning.current()
+    return choices.norm_linear_tokens < T <= choices.row_kernel_tokens and current().attention != "reference"
 
 
 def norm_linear(
@@ -35,7 +41,13 @@ def norm_linear(
     """
     # With more tokens XLA's matmuls are faster.
     if x.shape[0] > tuning.current().norm_linear_tokens:
-        return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
+        if delta is None or not norms_apart(x.shape[0]):
+            return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
+        reason = add_norm.unsupported_reason(x, norm_weight)
+        if choose("add_norm", "auto", {"mosaic": reason}) != "mosaic":
+            return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
+        summed, normed = add_norm.add_norm(x, delta, norm_weight, eps=eps)
+        return summed, normed, reference.project(normed, weights)
     unsupported_reasons = {"mosaic": mosaic.unsupported_reason(x, norm_weight, weights)}
     wanted = "reference" if current().attention == "reference" else "auto"
     chosen = mosaic if choose("norm_linear", wanted, unsupported_reasons) == "mosaic" else reference

@@ -19,8 +19,8 @@ from jax import lax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
+from pallas_kernels.row import inverse_rms, normed_row, whole_row
 
-WARPGROUP = 128
 # Columns of a load by one warp, 16 bytes of the weights in each lane.
 COLUMNS = {jnp.dtype(jnp.bfloat16): 256, jnp.dtype(jnp.float32): 128}
 # Rows of a block: few enough that all blocks' loads are in flight together.
@@ -60,9 +60,7 @@ def norm_linear(
     T, H = x.shape
     flat = [weight.reshape(-1, H) for weight in weights]
     blocks = [weight.shape[0] // ROWS[weight.dtype] for weight in flat]
-    # A whole token over a warpgroup, up to 16 bytes a load.
-    vector = math.gcd(H // WARPGROUP, 8)
-    whole = plgpu.Layout.WG_STRIDED((H,), vec_size=vector)
+    whole = whole_row(H)
     adds = delta is not None
     kinds = sorted({jnp.dtype(weight.dtype) for weight in flat}, key=str)
 
@@ -77,12 +75,7 @@ def norm_linear(
             return value if delta is None else value + load(delta, (t, at), layout=layout)
 
         def scale(t):
-            row = added(t, pl.ds(0, H), whole).astype(f32)
-            return lax.rsqrt((row * row).sum() * (1 / H) + eps)
-
-        def norm(row, scale, weight):
-            # A product of two bfloat16 is exact in float32, so it is rounded once, as in the reference.
-            return (weight.astype(f32) * (row.astype(f32) * scale).astype(bf16).astype(f32)).astype(bf16)
+            return inverse_rms(added(t, pl.ds(0, H), whole), eps)
 
         def project(weight, rows_s, arrived, out, first):
             dtype = weight.dtype
@@ -98,7 +91,7 @@ def norm_linear(
             for part in range(H // columns):
                 at = pl.ds(part * columns, columns)
                 gain = load(norm_weight, (at,), layout=across)
-                vectors = [norm(added(t, at, across), scales[t], gain).astype(f32) for t in range(T)]
+                vectors = [normed_row(added(t, at, across), scales[t], gain).astype(f32) for t in range(T)]
                 if part == 0:
                     plgpu.barrier_wait(arrived)
                 for g in range(0, rows, WARPS):
@@ -121,7 +114,7 @@ def norm_linear(
             for t in range(T):
                 row = added(t, pl.ds(0, H), whole)
                 summed[t, :] = row
-                normed[t, :] = norm(row, scale(t), load(norm_weight, (pl.ds(0, H),), layout=whole))
+                normed[t, :] = normed_row(row, scale(t), load(norm_weight, (pl.ds(0, H),), layout=whole))
 
     body.__name__ = "norm_linear"
     run = plgpu.kernel(

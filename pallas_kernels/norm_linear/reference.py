@@ -19,10 +19,15 @@ def norm_linear(
         x = x + delta
     # The barrier keeps the product with the norm's weight in the norm's kernel: without it XLA adds a kernel on an H200.
     normed = lax.optimization_barrier(rms_norm(x, norm_weight, eps))
+    return x, normed, project(normed, weights)
 
-    def project(weight: jax.Array) -> jax.Array:
+
+def project(normed: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The norm [T, H] with each of the weights [*out, H]: [T, *out], in the weight's type."""
+
+    def by(weight: jax.Array) -> jax.Array:
         # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
         precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
         return jnp.tensordot(normed.astype(weight.dtype), weight, axes=(-1, -1), precision=precision)
 
-    return x, normed, tuple(map(project, weights))
+    return tuple(map(by, weights))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.norm_linear import mosaic, reference
+from pallas_kernels.norm_linear import add_norm, mosaic, reference
 from pallas_kernels.norm_linear.shapes import READERS
 from tests.kernels.paged_cases import relative_error
 from tests.kernels.test_norm_linear import inputs
@@ -33,3 +33,17 @@ def test_sizes(T, H, outs, experts):
         # Row by row, so that a wrong one cannot hide among many.
         for t in range(T):
             assert relative_error(np.asarray(g[t], np.float32), w[t]) < 1e-2
+
+
+@pytest.mark.parametrize("T", [2, 32, 130])
+@pytest.mark.parametrize("H", [128, 2048, 7168])
+def test_sum_and_norm(H, T):
+    x, gain, _, delta = inputs(T, H, ())
+    run = jax.jit(functools.partial(add_norm.add_norm, eps=1e-5))
+    for _ in range(3):
+        summed, normed = run(x, delta, gain)
+    want_sum, want_norm, _ = jax.jit(functools.partial(reference.norm_linear, weights=(), eps=1e-5))(
+        x, gain, delta=delta
+    )
+    np.testing.assert_array_equal(summed, want_sum)
+    np.testing.assert_allclose(normed.astype(jnp.float32), want_norm.astype(jnp.float32), rtol=1.6e-2)

@@ -179,7 +179,8 @@ def test_no_token_is_live():
     tables = slot_tables(jnp.asarray(ids), jnp.zeros(20, bool), 8, 16, all_tokens=False)
     assert tables.num_slots.tolist() == [0]
     y = jnp.full((tables.expert.shape[0], 16, 128), jnp.nan, jnp.bfloat16)
-    np.testing.assert_array_equal(mosaic.combine(y, weights, tables, jnp.zeros(20, bool)), 0)
+    rows = mosaic.ExpertRows(y, (), jnp.asarray(weights), tables.place)
+    np.testing.assert_array_equal(mosaic.combine(rows, jnp.zeros(20, bool), 2), 0)
 
 
 @pytest.mark.parametrize(

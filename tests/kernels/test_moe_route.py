@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference
 from pallas_kernels.moe.config import configure
@@ -16,6 +17,7 @@ from pallas_kernels.moe.routing import route, unsupported_reason
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
@@ -63,15 +65,15 @@ def test_tables_of_the_same_launch(shape, sigmoid, T):
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
-    np.testing.assert_array_equal(got.place, want.place)
-    np.testing.assert_allclose(weights, want_weights, rtol=1e-6)
+    np.testing.assert_array_equal(got.place[:T, : routing.top_k], want.place)
+    np.testing.assert_allclose(weights[:T, : routing.top_k], want_weights, rtol=1e-6)
     assert_no_races(got)
 
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("T", [3, 20])
-def test_routed_experts(T):
+@pytest.mark.parametrize(("T", "copying"), [(3, 0), (20, 0), (20, 20)])
+def test_routed_experts(T, copying):
     """Slots with all tokens, and others: as routing and then experts."""
     E, H, inner, routing = 8, 128, 128, ROUTINGS["odd"][1]
     rng = np.random.default_rng(T)
@@ -81,9 +83,10 @@ def test_routed_experts(T):
     logits, bias = rng.normal(size=(T, E)).astype(np.float32), rng.normal(size=E).astype(np.float32)
     live = jnp.arange(T) % 5 != 4
     config = dataclasses.replace(configure(T, E, routing.top_k, H, inner), grid=2)
-    got = mosaic.routed_experts(
-        x, ExpertWeights(gate_up, down), logits, bias, live, routing=routing, config=config, interpret=detect_races()
-    )
+    call = x, ExpertWeights(gate_up, down), logits, bias, live
+    jax.clear_caches()
+    with tuning.use(Tuning(copying_tokens=copying)):
+        got = mosaic.routed_experts(*call, routing=routing, config=config, interpret=detect_races())
     weights, ids = by_reference(logits, bias, routing)
     exact = (a.astype(jnp.float32) for a in (gate_up, down))
     want = reference.experts(x.astype(jnp.float32), ExpertWeights(*exact), weights, ids, live)
@@ -116,9 +119,14 @@ def test_lowers_for_the_gpu(shape, sigmoid, T):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize(("T", "kernels"), [(1, 3), (8, 3), (32, 5), (2048, 6)])
-def test_a_layer_lowers_for_the_gpu(T, kernels):
-    """From logits to the experts' matmuls: one kernel for few tokens, three with the gather for more, four for a prefill."""
+@pytest.mark.parametrize(
+    ("T", "copying", "kernels"), [(1, 0, 3), (8, 128, 3), (32, 0, 5), (32, 128, 4), (128, 128, 4), (2048, 4096, 6)]
+)
+def test_a_layer_lowers_for_the_gpu(T, copying, kernels):
+    """From logits to the experts' matmuls: one kernel for few tokens, three with the gather for more, four for a prefill.
+
+    With tokens copied by the kernel that makes the tables one less, where that is one.
+    """
     E, routing = ROUTINGS["moonlight"]
     H, _, _, inner, _ = LAYERS["moonlight"]
     args = abstract(
@@ -126,7 +134,9 @@ def test_a_layer_lowers_for_the_gpu(T, kernels):
         ((E,), jnp.float32), ((T,), jnp.bool_),
     )  # fmt: skip
     layer = jax.jit(lambda x, *a: mosaic.routed_experts(x, ExpertWeights(*a[:2]), *a[2:], routing=routing))
-    text = layer.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    jax.clear_caches()
+    with tuning.use(Tuning(copying_tokens=copying)):
+        text = layer.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == kernels
 
 
