@@ -22,6 +22,7 @@ ROOMS = {
         "readout": "what late readout gains, and what a long prompt costs running decodes, mixed and separate",
         "cycle": "time of a speculative cycle by draft, with and without the catch-up skip, and where it goes",
         "sampling": "steps in which every row has top_p, penalties, alternatives ..., over greedy ones",
+        "grammar": "steps of which half the rows have a grammar, over those of the same batch without, by kind of row",
         "adaptive": "throughput of drafting that follows the load, beside no drafts and fixed numbers of them",
         "timeline": "a step log (jaxspec serve --log-steps FILE) as an SVG picture, with a summary",
     },
