@@ -36,6 +36,8 @@ class Tuning:
             the norms that follow them are kernels of ours.
         copying_tokens: up to this many tokens, the kernel that makes the slot tables also copies the tokens to their slots,
             if it is one kernel.
+        router_tokens: with more tokens than `norm_linear_tokens` and up to this many, the router is a kernel of ours, of
+            whose parts the routing makes the sum.
     """
 
     split_overhead_pages: int = 5
@@ -45,6 +47,7 @@ class Tuning:
     one_token_experts: bool = False
     row_kernel_tokens: int = 0
     copying_tokens: int = 0
+    router_tokens: int = 0
 
 
 _current: ContextVar[Tuning | None] = ContextVar("tuning", default=None)

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, rounded, spread, take
 from bench.kernel.case import Case, once
-from pallas_kernels.moe.api import add_routed_experts, experts
+from pallas_kernels.moe.api import add_routed_experts, experts, logit_parts, splits_router
 from pallas_kernels.moe.shapes import LAYERS, TOKENS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norm_linear
@@ -149,9 +149,10 @@ class MoeBlock(Moe):
         layers, streams, live, router, gain, bias = inputs
 
         def block(parameters: ExpertWeights, x: Any, attended: Any) -> tuple[jax.Array, jax.Array]:
-            x, normed, (logits,) = norm_linear(x, gain, (router,), eps=1e-6, delta=attended)
+            split = splits_router(x, router)
+            x, normed, logits = norm_linear(x, gain, () if split else (router,), eps=1e-6, delta=attended)
             out, following = add_routed_experts(
-                x, normed, parameters, logits, bias, live, (gain, 1e-6),
+                x, normed, parameters, logit_parts(normed, router) if split else logits[0], bias, live, (gain, 1e-6),
                 top_k=self.K, num_groups=1, top_groups=1, normalize=True, scale=self.scale,
             )  # fmt: skip
             return out, norm_linear(out, gain, (), eps=1e-6)[1] if following is None else following

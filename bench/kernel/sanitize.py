@@ -84,6 +84,7 @@ KERNELS = (
     Watched("gqa_decode", "test_gqa.py::test_decode_windows[mosaic-1]"),
     Watched("gqa_decode_merge", "test_gqa.py::test_decode_windows[mosaic-2]"),
     Watched("gqa_prefill", "test_gqa.py::test_prefill[starts0-chunks0-22-1-1-64]"),
+    Watched("moe_router", "test_moe.py::test_router_on_tensor_cores[moonlight-2048-2]"),
     Watched("moe_route", "test_moe.py::test_routed_as_the_reference[odd-True-9]"),
     Watched("moe_route_plan", "test_moe.py::test_tables_of_the_routing_launch[moonlight-True-3]"),
     Watched("moe_plan", "test_moe.py::test_dispatch_gives_the_slot_tables_of_the_reference[9-8-2]"),

@@ -80,6 +80,7 @@ CHOICES: dict[str, Choice] = {
     "one_token_experts": Choice((False, True), (Moe(1), MoeShared(1)), (MoeShared(1, 32, 8, 2, 16, 2, 4),)),
     "row_kernel_tokens": Choice((0, 512), BLOCKS, TINY_BLOCKS),
     "copying_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
+    "router_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
 }
 
 

@@ -11,7 +11,7 @@ from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
 from jaxspec.models.params import Declare
 from pallas_kernels.moe.activation import Clamp
-from pallas_kernels.moe.api import add_routed_experts, route_sigmoid, route_softmax
+from pallas_kernels.moe.api import add_routed_experts, logit_parts, route_sigmoid, route_softmax, splits_router
 from pallas_kernels.moe.weights import ExpertWeights
 
 
@@ -93,7 +93,7 @@ class MoE(nnx.Module):
         following: RMSNorm | None = None,
     ) -> Stream:
         """See `ResidualMLP`. Padding tokens are routed to no expert."""
-        x_TH, normed_TH, logits_TE = self._logits(x_TH, attended_TH, norm)
+        x_TH, normed_TH, logits = self._logits(x_TH, attended_TH, norm)
         spec = self.spec
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
         parameters = ExpertWeights(
@@ -105,18 +105,21 @@ class MoE(nnx.Module):
         )
         norm_after = (following.weight[...], following.eps) if following else None
         return Stream(
-            *add_routed_experts(x_TH, normed_TH, parameters, logits_TE, bias_E, live_T, norm_after, **self._routing())
+            *add_routed_experts(x_TH, normed_TH, parameters, logits, bias_E, live_T, norm_after, **self._routing())
         )
 
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""
-        _, _, logits_TE = self._logits(x_TH, attended_TH, norm)
+        _, _, logits = self._logits(x_TH, attended_TH, norm)
         if self.spec.scoring == "sigmoid":
-            return route_sigmoid(logits_TE, self.router_bias[...], **self._routing())[1]
-        return route_softmax(logits_TE, **self._routing())[1]
+            return route_sigmoid(logits, self.router_bias[...], **self._routing())[1][: x_TH.shape[0]]
+        return route_softmax(logits, **self._routing())[1][: x_TH.shape[0]]
 
     def _logits(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x + attended, its norm, and the router's logits float32 [T, E]."""
+        """x + attended, its norm, and the router's logits float32 [T, E], or their `logit_parts`."""
+        if not self.spec.biases and splits_router(x_TH, self.router[...]):
+            x_TH, normed_TH, _ = norm.add_into(x_TH, attended_TH)
+            return x_TH, normed_TH, logit_parts(normed_TH, self.router[...])
         x_TH, normed_TH, (logits_TE,) = norm.add_into(x_TH, attended_TH, self.router[...])
         return x_TH, normed_TH, logits_TE + self.logit_bias[...] if self.spec.biases else logits_TE
 

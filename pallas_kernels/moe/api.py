@@ -23,8 +23,9 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import combine, mosaic, one_token, reference, routing
+from pallas_kernels.moe import combine, mosaic, one_token, reference, router, routing
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norms_apart
@@ -46,7 +47,7 @@ def route_sigmoid(
     biased scores; the best `top_groups` groups stay; the weights are the unbiased scores of the chosen experts.
 
     Args:
-        logits: float32 [T, E].
+        logits: float32 [T, E], or parts of them (`logit_parts`), whose T is padded.
         bias: float32 [E].
         top_k: experts of a token.
         num_groups: groups of E / num_groups experts each, of which `top_groups` stay.
@@ -65,13 +66,35 @@ def route_softmax(
     """DeepSeek-V2 routing (arXiv 2405.04434 section 2.2): softmax scores; a group counts by its best score.
 
     Args:
-        logits: float32 [T, E].
+        logits: float32 [T, E], or parts of them (`logit_parts`), whose T is padded.
         top_k, num_groups, top_groups, normalize, scale: as in `route_sigmoid`.
 
     Returns:
         weights float32 [T, top_k] and expert ids int32 [T, top_k].
     """
     return _route(logits, None, Routing(top_k, num_groups, top_groups, normalize, scale))
+
+
+def splits_router(x: jax.Array, weight: jax.Array) -> bool:
+    """Whether the logits x weight^T are best computed by `logit_parts`.
+
+    Args:
+        x: [T, H] what the router reads, or what it is the norm of. weight: [E, H] of the router.
+    """
+    choices = tuning.current()
+    if not choices.norm_linear_tokens < x.shape[0] <= choices.router_tokens:
+        return False
+    wanted = "auto" if current().moe == "mosaic" else current().moe
+    return choose("moe_router", wanted, {"mosaic": router.unsupported_reason(x, weight)}) == "mosaic"
+
+
+def logit_parts(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Logits x weight^T as float32 [parts, >= T, E], whose sum they are: routing takes them as it takes logits.
+
+    Args:
+        x: [T, H]. weight: float32 [E, H].
+    """
+    return router.logit_parts(x, weight)
 
 
 def experts(
@@ -118,7 +141,8 @@ def routed_experts(
     Together, because kernels for both need fewer launches than one after the other.
 
     Args:
-        logits, bias, top_k, num_groups, top_groups, normalize, scale: as in `route_sigmoid`.
+        logits: float32 [T, E], or parts of them (`logit_parts`).
+        bias, top_k, num_groups, top_groups, normalize, scale: as in `route_sigmoid`.
         x, parameters, live, residual: as in `experts`.
 
     Returns:
@@ -131,7 +155,7 @@ def routed_experts(
     backend = _experts_backend(x, parameters)
     route_backend = _route_backend(logits, options)
     if backend != "mosaic" or route_backend != "mosaic":
-        weights, ids = _route_on(route_backend, logits, bias, options)
+        weights, ids = (a[: x.shape[0]] for a in _route_on(route_backend, logits, bias, options))
         return _experts(backend, x, parameters, weights, ids, live, residual)
     if one_token.supports(x, parameters):
         # With their padding: to cut them to k would be two launches.
@@ -209,6 +233,7 @@ def _route(logits: jax.Array, bias: jax.Array | None, options: Routing) -> tuple
 def _route_on(backend: str, logits: jax.Array, bias: jax.Array | None, options: Routing) -> tuple[jax.Array, jax.Array]:
     if backend == "mosaic":
         return routing.route(logits, bias, routing=options)
+    logits = logits.sum(axis=0) if logits.ndim == 3 else logits
     if bias is None:
         return reference.route_softmax(logits, **dataclasses.asdict(options))
     return reference.route_sigmoid(logits, bias, **dataclasses.asdict(options))

@@ -45,12 +45,12 @@ def route_and_dispatch(
     Weights and places, [ROWS, COLUMNS], keep the kernel's padding: the first T rows and k columns count.
 
     Args:
-        logits: float32 [T, E]. bias: float32 [E], None for `api.route_softmax`.
+        logits: float32 [T, E], or parts of them (`router.logit_parts`). bias: float32 [E], None for `api.route_softmax`.
         live: bool [T].
         rows: token rows of a slot, ROWS.
         slots: `max_slots` or more.
     """
-    run = _route_and_dispatch(*logits.shape, routing, rows, slots, interpret)
+    run = _route_and_dispatch(live.shape[0], logits.shape[-1], routing, rows, slots, interpret)
     weights, num_slots, expert, place = run(*kernel_inputs(logits, bias, live))
     token = jnp.zeros(slots * rows, jnp.int32)  # never read
     return weights, SlotTables(num_slots, expert, token, place)

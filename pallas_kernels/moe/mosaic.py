@@ -135,7 +135,7 @@ def _routed_rows(
     config: Config | None,
     interpret: Any,
 ) -> ExpertRows:
-    E = logits.shape[1]
+    E = logits.shape[-1]
     config = config or _configured(x, parameters, routing.top_k)
     if config.all_tokens:
         weights, tables = route_and_dispatch(

@@ -37,7 +37,7 @@ CHOSEN = plgpu.Layout.TILED(
 
 def unsupported_reason(logits: jax.Array, routing: Routing) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
-    E = logits.shape[1]
+    E = logits.shape[-1]
     if E > MAX_EXPERTS or routing.top_k > COLUMNS or routing.num_groups > MAX_GROUPS:
         return (
             f"it supports up to {MAX_EXPERTS} experts, {COLUMNS} of a token and {MAX_GROUPS} groups, "
@@ -53,7 +53,7 @@ def route(
     logits: jax.Array, bias: jax.Array | None, *, routing: Routing, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
     """As `api.route_sigmoid`, or `api.route_softmax` where the bias is None: weights and ids [T, k]."""
-    T, k = logits.shape[0], routing.top_k
+    T, k = logits.shape[-2], routing.top_k
     weights, ids, _ = route_padded(logits, bias, jnp.ones(T, bool), routing=routing, interpret=interpret)
     return weights[:T, :k], ids[:T, :k]
 
@@ -64,10 +64,12 @@ def route_padded(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `route`, with the kernel's padding: [>= T, COLUMNS] weights and [>= T, `routing.width`] ids.
 
+    The logits may be in parts (`router.logit_parts`).
+
     Ids are E past the k-th, past the last token and for tokens that are not live. The third result is a 0, int32 [1], for
     a kernel that needs a counter.
     """
-    T, E = logits.shape
+    T, E = live.shape[0], logits.shape[-1]
     weights, chosen, zero = _route(T, E, routing, interpret)(*kernel_inputs(logits, bias, live))
     return weights, chosen.reshape(-1, routing.width), zero
 

@@ -5,6 +5,7 @@ score, and the lowest index among equals, are two reductions by integer `redux.s
 That is why scores are compared as integers of the same order. No two warps have to wait for each other.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ TILE = plgpu.Layout.TILED(plgpu.Tiling(((4, COLUMNS), (2,))), warp_dims=(-3,), l
 
 # Tiles of scores, their keys and the order of choice stay in registers.
 MAX_EXPERTS = 512
+# Experts times parts of their logits that are loaded at once: 4 registers a thread for each 64.
+PARTS_TILE = 1024
 # One bit each.
 MAX_GROUPS = 31
 
@@ -51,8 +54,14 @@ class Routing:
 
 
 def kernel_inputs(logits: jax.Array, bias: jax.Array | None, live: jax.Array) -> list[jax.Array]:
-    """What `read_block` reads, padded. For a decode step of a large model only `live` needs padding, once a step."""
-    T, E = logits.shape
+    """What `read_block` reads, padded. For a decode step of a large model only `live` needs padding, once a step.
+
+    Logits in parts, as `router.logit_parts` gives them, need none.
+    """
+    E = logits.shape[-1]
+    if logits.ndim == 3:
+        return [logits, *([] if bias is None else [bias]), live_flags(live)]
+    T = logits.shape[0]
     rows, columns = -T % ROWS if T > ROWS else 0, -E % COLUMNS
     logits = jnp.pad(logits, ((0, rows), (0, columns)), constant_values=-jnp.inf)
     biases = [] if bias is None else [jnp.pad(bias, (0, columns))]
@@ -67,12 +76,14 @@ def live_flags(live: jax.Array) -> jax.Array:
 def read_block(refs: Any, block: Any, T: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Logits and bias [ROWS, experts] and live flags [ROWS] of a block, from references to `kernel_inputs` of T tokens."""
     logits, *biases, live = refs
-    experts = logits.shape[1]
+    experts = logits.shape[-1]
     bias = down_columns(load(biases[0], (pl.ds(0, experts),), layout=TILE.reduce(0))) if biases else None
     return _read_logits(logits, block, T), bias, load(live, (pl.ds(block * ROWS, ROWS),), layout=TILE.reduce(1))
 
 
 def _read_logits(logits: Any, block: Any, T: int) -> jax.Array:
+    if len(logits.shape) == 3:
+        return _summed_parts(logits, block)
     if T >= ROWS:
         return load(logits, (pl.ds(block * ROWS, ROWS),), layout=TILE)
     tile = down_columns(load(logits, (0,), layout=TILE.reduce(0)))
@@ -80,6 +91,23 @@ def _read_logits(logits: Any, block: Any, T: int) -> jax.Array:
         row = down_columns(load(logits, (t,), layout=TILE.reduce(0)))
         tile = jnp.where(iota(tile.shape, 0) == t, row, tile)
     return tile
+
+
+def _summed_parts(parts: Any, block: Any) -> jax.Array:
+    """The logits [ROWS, experts] of a block from their parts [parts, >= T, experts], summed in order."""
+    count, _, experts = parts.shape
+    at_once = math.gcd(count, max(PARTS_TILE // experts, 1))
+
+    def add(i: Any, total: jax.Array) -> jax.Array:
+        # Loads of a round are in flight together.
+        rows = pl.ds(block * ROWS, ROWS)
+        tiles = [load(parts, (i * at_once + j, rows), layout=TILE) for j in range(at_once)]
+        for tile in tiles:
+            total = total + tile
+        return total
+
+    zero = plgpu.layout_cast(jnp.zeros((ROWS, experts), jnp.float32), TILE)
+    return lax.fori_loop(0, count // at_once, add, zero)
 
 
 def select_experts(

@@ -10,13 +10,13 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe import api, mosaic, reference, router
 from pallas_kernels.moe.config import configure
 from pallas_kernels.moe.dispatch import dispatch
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.gather import gather_slots
 from pallas_kernels.moe.reference import slot_tables
-from pallas_kernels.moe.routing import route
+from pallas_kernels.moe.routing import route, route_padded
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
@@ -243,6 +243,28 @@ def test_routed_as_the_reference(shape, sigmoid, T):
     same = np.asarray(ids == want_ids).all(axis=1)
     assert (~same).sum() <= T // 1000
     np.testing.assert_allclose(np.asarray(weights)[same], np.asarray(want_weights)[same], rtol=2e-6)
+
+
+@pytest.mark.parametrize("T", [2, 32, 130])
+@pytest.mark.parametrize(("shape", "H"), [("moonlight", 2048), ("deepseek-v3", 7168)])
+def test_router_on_tensor_cores(shape, H, T):
+    """With the precision of float32, and the same experts from parts of the logits as from their sum."""
+    E, routing = ROUTINGS[shape]
+    x = jax.random.normal(jax.random.key(0), (T, H), jnp.bfloat16)
+    weight = jax.random.normal(jax.random.key(1), (E, H), jnp.float32)
+    bias, live = jnp.linspace(-0.1, 0.1, E), jnp.ones(T, bool)
+    run = jax.jit(router.logit_parts)
+    for _ in range(3):  # the third run is a recorded graph's
+        parts = run(x, weight)
+    exact = np.asarray(x, np.float64), np.asarray(weight, np.float64)
+    error = np.abs(np.asarray(parts, np.float64).sum(axis=0)[:T] - exact[0] @ exact[1].T)
+    assert (error <= 1e-6 * np.abs(exact[0]) @ np.abs(exact[1]).T).all()
+    summed = sum(parts[1:], parts[0])[:T]
+    of_parts = jax.jit(lambda *a: route_padded(*a, routing=routing))(parts, bias, live)
+    weights, ids = route(summed, bias, routing=routing)
+    k = routing.top_k
+    np.testing.assert_array_equal(of_parts[1][:T, :k], ids)
+    np.testing.assert_allclose(of_parts[0][:T, :k], weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize("T", [1, 3, 8])

@@ -1,6 +1,7 @@
 """The routing kernels without a GPU: interpreted against the reference, and lowered."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,11 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.moe import api, mosaic, reference
+from pallas_kernels.moe import api, mosaic, reference, router
 from pallas_kernels.moe.config import configure
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.reference import slot_tables
-from pallas_kernels.moe.routing import route, unsupported_reason
+from pallas_kernels.moe.routing import route, route_padded, unsupported_reason
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
@@ -94,6 +95,46 @@ def test_routed_experts(T, copying):
     np.testing.assert_array_equal(got[~live], 0)
     assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
     assert_no_races(got)
+
+
+@interpreted
+@pytest.mark.parametrize("T", [4, 70])
+def test_the_router_on_tensor_cores(T):
+    """The parts' sum has the precision of float32, and routing takes the parts as it takes their sum."""
+    E, H, routing = 64, 256, ROUTINGS["moonlight"][1]
+    rng = np.random.default_rng(T)
+    x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16).at[T // 2, 0].set(jnp.nan)
+    weight = jnp.asarray(rng.normal(size=(E, H)), jnp.float32)
+    parts = router.logit_parts(x, weight, interpret=detect_races())
+    assert_no_races(parts)
+    assert parts.shape == (2, -(-T // 64) * 64, E)
+    got = np.asarray(parts, np.float64).sum(axis=0)[:T]
+    want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(np.nan_to_num(got), np.nan_to_num(want), atol=1e-4)
+    bias, live = jnp.linspace(-0.1, 0.1, E), jnp.arange(T) % 3 != 1
+    summed = (parts[0] + parts[1])[:T]
+    if T <= 8:
+        run = functools.partial(route_and_dispatch, rows=8, slots=max_slots(T, 6, E, 8, all_tokens=True))
+    else:
+        run = route_padded
+    of_parts, of_sum = (run(a, bias, live, routing=routing, interpret=detect_races()) for a in (parts, summed))
+    for a, b in zip(jax.tree.leaves(of_parts), jax.tree.leaves(of_sum), strict=True):
+        # Rows past the last token are undefined.
+        np.testing.assert_array_equal(*(each[:T] if each.ndim > 1 else each for each in (a, b)))
+
+
+def test_the_router_lowers_for_cuda():
+    x, weight, bias, live = abstract(
+        ((32, 7168), jnp.bfloat16), ((256, 7168), jnp.float32), ((256,), jnp.float32), ((32,), jnp.bool_)
+    )
+
+    def step(x, weight, bias, live):
+        return route_padded(router.logit_parts(x, weight), bias, live, routing=ROUTINGS["deepseek-v3"][1])
+
+    text = jax.jit(step).trace(x, weight, bias, live).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert "multiples of 64 experts" in str(router.unsupported_reason(jnp.zeros((2, 128)), jnp.zeros((160, 128))))
 
 
 def abstract(*arrays):
