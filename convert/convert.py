@@ -10,12 +10,13 @@ from convert.progress import Progress, Silent
 from convert.staging import OnEvent, staged
 from convert.writer import jaxspec_version, write_manifest, write_part
 from jaxspec.errors import ConfigError, ModelFormatError
-from jaxspec.loading.hf_checkpoint import HFCheckpoint
+from jaxspec.loading.hf_checkpoint import HFCheckpoint, Quantization
 from jaxspec.loading.hf_folder import CONFIG, GENERATION_CONFIG, cache_repository, naming, read_json
 from jaxspec.loading.manifest import Manifest, has_manifest
 from jaxspec.loading.parts import MTP
 from jaxspec.loading.resolve import resolve_model
 from jaxspec.loading.tokenizer_files import copy_tokenizer, write_json
+from jaxspec.models.params import dotted
 
 
 def convert_checkpoint(
@@ -23,6 +24,7 @@ def convert_checkpoint(
     out: str | Path,
     *,
     revision: str | None = None,
+    quantization: Quantization = "auto",
     progress: Progress | None = None,
     on_event: OnEvent = lambda _: None,
 ) -> Path:
@@ -32,6 +34,7 @@ def convert_checkpoint(
         source: a local Hugging Face folder, or a hub id.
         out: the folder to make. An older conversion there is replaced, anything else is left alone and an error.
         revision: branch, tag or commit of a hub id; the manifest records the commit.
+        quantization: see `HFCheckpoint`.
         progress: `convert.progress.console()` for people; silent by default.
         on_event: called at every point where a process may be killed without leaving a folder that loads.
 
@@ -48,7 +51,7 @@ def convert_checkpoint(
     _check_destination(out)
     try:
         with staged(out, on_event) as work:
-            _convert(folder, work, progress or Silent(), on_event)
+            _convert(folder, work, quantization, progress or Silent(), on_event)
     except OSError as e:
         where = f" ({e.filename})" if e.filename else ""
         raise ConfigError(f"cannot convert into {out}: {e.strerror or e}{where}; what was there is unchanged") from e
@@ -62,10 +65,10 @@ def _check_destination(out: Path) -> None:
         raise ModelFormatError(f"{out} exists and was not made by jaxspec convert; name another folder or remove it")
 
 
-def _convert(folder: Path, work: Path, progress: Progress, on_event: OnEvent) -> None:
+def _convert(folder: Path, work: Path, quantization: Quantization, progress: Progress, on_event: OnEvent) -> None:
     """Fills the folder `work`, its manifest last."""
     with naming(folder):
-        checkpoint = HFCheckpoint(folder)
+        checkpoint = HFCheckpoint(folder, quantization)
     _check_space(checkpoint, work)
     sizes = {part: checkpoint.source_bytes(part) for part in checkpoint.parts}
 
@@ -92,6 +95,11 @@ def _convert(folder: Path, work: Path, progress: Progress, on_event: OnEvent) ->
         nextn_parameters=parameters.pop(MTP, 0),
         parameters=sum(parameters.values()),
         dtype=checkpoint.dtype,
+        schemes={
+            part: {dotted(path): scheme.name for path, scheme in schemes.items()}
+            for part, schemes in checkpoint.schemes.items()
+            if schemes
+        },
         jaxspec_version=jaxspec_version(),
     )
     write_manifest(work, manifest)
@@ -107,7 +115,7 @@ def _check_space(checkpoint: HFCheckpoint, work: Path) -> None:
 
 
 def _write_configs(folder: Path, hf: dict[str, Any], work: Path) -> None:
-    # The weights are no longer quantised, and code that came with the model is never run.
+    # How the weights are stored is the manifest's to say, and code that came with the model is never run.
     config = {key: value for key, value in hf.items() if key not in ("quantization_config", "auto_map")}
     write_json(work / CONFIG, config)
     if (folder / GENERATION_CONFIG).exists():

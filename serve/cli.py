@@ -83,6 +83,8 @@ def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
     convert.add_argument("source", metavar="SRC", help="a Hugging Face folder or a hub id")
     convert.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
     convert.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+    quantization = "auto keeps quantised weights as the checkpoint has them, bf16 dequantises all (default: auto)"
+    convert.add_argument("--quantization", choices=("auto", "bf16"), default="auto", help=quantization)
 
     compare = command("compare", _compare, "Compare a model with PyTorch: layers, logits, greedy text.")
     if argv[:1] == ["compare"]:  # the module of its flags imports NumPy
@@ -351,7 +353,13 @@ def _convert(arguments: argparse.Namespace) -> int:
     from convert.progress import console
     from jaxspec.loading.draft import is_draft
 
-    out = convert_checkpoint(arguments.source, arguments.out, revision=arguments.revision, progress=console())
+    out = convert_checkpoint(
+        arguments.source,
+        arguments.out,
+        revision=arguments.revision,
+        quantization=arguments.quantization,
+        progress=console(),
+    )
     use = f"jaxspec serve MODEL --speculative-model {out}" if is_draft(out) else f"jaxspec serve {out}"
     print(f"Converted {arguments.source} into {out}. Try: {use}")
     return 0

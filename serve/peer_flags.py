@@ -119,7 +119,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag(
         "--quantization -q",
         BOTH,
-        Refused("leave it out: weights run in --dtype, and FP8 checkpoints are dequantised as they are read"),
+        Refused("leave it out: weights are served as the checkpoint or `jaxspec convert --quantization` stores them"),
         "fp8",
     ),
     _flag(

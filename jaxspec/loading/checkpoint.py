@@ -14,13 +14,13 @@ from jaxspec.loading.converted import ConvertedCheckpoint
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.hf_folder import eos_token_ids, naming, read_hf_config
 from jaxspec.loading.manifest import MANIFEST
-from jaxspec.loading.parts import EMBED, HEAD, MTP, WEIGHTS, PartTargets, draft_part_of, parts_of
+from jaxspec.loading.parts import DRAFT, EMBED, HEAD, MTP, WEIGHTS, PartTargets, draft_part_of, parts_of, path_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import Eagle3, check_d2t, is_eagle3, read_eagle3_config
 from jaxspec.models.keymap import ParamPath
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import nest, with_shardings
+from jaxspec.models.params import ModuleT, Schemes, declarations, dotted, nest, quantised, with_shardings
 from jaxspec.models.registry import read_config
 from jaxspec.progress import LOADING, Progress
 
@@ -33,11 +33,13 @@ class Checkpoint(Protocol):
     Attributes:
         hf: its config.json.
         dtype: of its parameters, but for those that a model declares float32.
+        schemes: part -> path in the part -> how this parameter is quantised.
     """
 
     folder: Path
     hf: dict[str, Any]
     dtype: str
+    schemes: Mapping[str, Schemes]
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -83,20 +85,43 @@ def read_model_config(folder: Path) -> ModelConfig:
         return dataclasses.replace(read_config(hf), eos_token_ids=eos_token_ids(folder))
 
 
+def declare_target(checkpoint: Checkpoint, dtype: Any) -> CausalLM:
+    """The target model of a checkpoint, without parameters."""
+    model = CausalLM(read_model_config(checkpoint.folder), np.dtype(dtype))
+    inner = {part: schemes for part, schemes in checkpoint.schemes.items() if part != MTP}
+    found = {path_of(part, path): scheme for part, schemes in inner.items() for path, scheme in schemes.items()}
+    return _quantised(model, found, checkpoint)
+
+
+def declare_nextn(checkpoint: Checkpoint, dtype: Any) -> NextN:
+    """The NextN (MTP) layer of a checkpoint, without parameters."""
+    model = NextN(read_model_config(checkpoint.folder), np.dtype(dtype))
+    return _quantised(model, checkpoint.schemes.get(MTP, {}), checkpoint)
+
+
+def _quantised(model: ModuleT, schemes: Schemes, checkpoint: Checkpoint) -> ModuleT:
+    declared = declarations(model)
+    for path in schemes:
+        if path not in declared or not declared[path].get_metadata()["quantisable"]:
+            raise ModelFormatError(f"{checkpoint.folder}: {dotted(path)} is no weight that can be quantised")
+    return quantised(model, schemes)
+
+
 def load_params(
     checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None, *, progress: Progress | None = None
 ) -> tuple[CausalLM, Params]:
     """The target model of a checkpoint, and its parameters on `mesh` as a nested dict.
 
     Args:
-        dtype: of the parameters; parameters that the model declares float32 stay float32. None: the checkpoint's.
+        dtype: of the parameters; those that the model declares float32, and the codes and scales of quantised weights,
+            keep theirs. None: the checkpoint's.
         progress: called after each part.
 
     Raises:
         ModelFormatError: the checkpoint is damaged, or not that of a model.
         ConfigError: the mesh does not divide the model.
     """
-    model = CausalLM(read_model_config(checkpoint.folder), np.dtype(dtype or checkpoint.dtype))
+    model = declare_target(checkpoint, dtype or checkpoint.dtype)
     targets = with_shardings(model, mesh)
     flat: dict[ParamPath, jax.Array] = {}
     parts = parts_of({path: path for path in targets})
@@ -117,7 +142,7 @@ def load_nextn(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[N
     config = read_model_config(checkpoint.folder)
     if MTP not in checkpoint.parts or not config.nextn_layers:
         raise ModelFormatError(f"{checkpoint.folder} has no NextN (MTP) layer")
-    model = NextN(config, np.dtype(dtype or checkpoint.dtype))
+    model = declare_nextn(checkpoint, dtype or checkpoint.dtype)
     ((_, values),) = checkpoint.read_parts({MTP: with_shardings(model, mesh)})
     return model, nest(values)
 
@@ -127,7 +152,8 @@ def declare_eagle3(checkpoint: Checkpoint, capture: tuple[int, ...], dtype: Any)
     parts = checkpoint.parts
     with naming(checkpoint.folder):
         config = read_eagle3_config(checkpoint.hf)
-    return Eagle3(config, np.dtype(dtype), capture=capture, own_embedding=EMBED in parts, own_head=HEAD in parts)
+    model = Eagle3(config, np.dtype(dtype), capture=capture, own_embedding=EMBED in parts, own_head=HEAD in parts)
+    return _quantised(model, checkpoint.schemes.get(DRAFT, {}), checkpoint)
 
 
 def load_eagle3(checkpoint: Checkpoint, mesh: Mesh, dtype: str, capture: tuple[int, ...]) -> tuple[Eagle3, Params]:

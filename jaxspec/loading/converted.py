@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import ModelFormatError
@@ -24,8 +25,11 @@ from jaxspec.loading.hf_folder import read_hf_config
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.parts import WEIGHTS, PartTargets
 from jaxspec.models.keymap import ParamPath
-from jaxspec.models.params import dotted, nest
+from jaxspec.models.params import Schemes, dotted, nest
+from pallas_kernels.quant.schemes import SCHEMES
 
+# Parameters in these are loaded in another one of them.
+_CAST = {np.dtype(dtype) for dtype in (ml_dtypes.bfloat16, np.float32)}
 # Parts that are read at once. Each is in host memory as a whole until it is on its devices.
 _AT_ONCE = 2
 
@@ -43,6 +47,10 @@ class ConvertedCheckpoint:
         self.hf = read_hf_config(folder)
         self.dtype = manifest.dtype
         self.parts = manifest.parts
+        self.schemes: Mapping[str, Schemes] = {
+            part: {tuple(path.split(".")): SCHEMES[name] for path, name in schemes.items()}
+            for part, schemes in manifest.schemes.items()
+        }
 
     def read_parts(self, targets: Mapping[str, PartTargets]) -> Iterator[tuple[str, dict[ParamPath, jax.Array]]]:
         """Reads parts, in order, straight to the targets' shardings and dtypes.
@@ -71,7 +79,7 @@ class ConvertedCheckpoint:
         try:
             with checkpointer() as orbax:
                 stored = orbax.metadata(path).item_metadata.tree
-                _check_shapes(part, stored, targets)
+                _check_arrays(part, stored, targets)
                 _check_bytes(part, path, stored)
                 restore_args = nest({p: options(t) for p, t in targets.items()})
                 tree = orbax.restore(path, args=ocp.args.PyTreeRestore(item=nest(targets), restore_args=restore_args))
@@ -99,16 +107,19 @@ def checkpointer() -> Any:
     return ocp.Checkpointer(handler)
 
 
-def _check_shapes(part: str, stored: Any, targets: PartTargets) -> None:
-    found = {tuple(key.key for key in path): tuple(leaf.shape) for path, leaf in jax.tree.leaves_with_path(stored)}
+def _check_arrays(part: str, stored: Any, targets: PartTargets) -> None:
+    found = {tuple(key.key for key in path): leaf for path, leaf in jax.tree.leaves_with_path(stored)}
     if odd := found.keys() ^ targets.keys():
         raise ModelFormatError(f"part {part} and config.json disagree on {dotted(min(odd, key=dotted))}")
     for path, target in targets.items():
-        if found[path] != target.shape:
+        shape, dtype = tuple(found[path].shape), np.dtype(found[path].dtype)
+        if shape != target.shape:
             raise ModelFormatError(
-                f"part {part} holds {dotted(path)} of shape {list(found[path])}; config.json asks for "
-                f"{list(target.shape)}"
+                f"part {part} holds {dotted(path)} of shape {list(shape)}; config.json asks for {list(target.shape)}"
             )
+        # Codes cast to another dtype, or numbers to codes, would be numbers without their scale.
+        if dtype != target.dtype and not {dtype, np.dtype(target.dtype)} <= _CAST:
+            raise ModelFormatError(f"part {part} holds {dotted(path)} in {dtype}, not in {target.dtype}")
 
 
 def _check_bytes(part: str, path: Path, stored: Any) -> None:

@@ -10,9 +10,16 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxspec.config import EngineConfig, flagged, np_dtype
+from jaxspec.config import EngineConfig, flagged
 from jaxspec.errors import ConfigError, plain
-from jaxspec.loading.checkpoint import Checkpoint, declare_eagle3, load_eagle3, load_nextn, open_checkpoint
+from jaxspec.loading.checkpoint import (
+    Checkpoint,
+    declare_eagle3,
+    declare_nextn,
+    load_eagle3,
+    load_nextn,
+    open_checkpoint,
+)
 from jaxspec.loading.draft_vocabulary import declare_reduced, read_frequent, reduce_loaded
 from jaxspec.loading.hf_folder import naming, read_hf_config
 from jaxspec.loading.parts import MTP
@@ -21,7 +28,6 @@ from jaxspec.loading.tokenizer_files import read_vocabulary
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import capture_layers, check_fit, is_eagle3, read_eagle3_config
-from jaxspec.models.mtp import NextN
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def _plan_whole(config: EngineConfig, target: Checkpoint, target_config: ModelCo
                 f"NextN (MTP) layer; name an EAGLE3 draft with {flagged('speculative_model')}, draft without a model with "
                 f"{flagged('speculative_method')} ngram, or use 0"
             )
-        return DraftPlan("MTP", NextN(target_config, np_dtype(dtype)), lambda mesh: load_nextn(target, mesh, dtype))
+        return DraftPlan("MTP", declare_nextn(target, dtype), lambda mesh: load_nextn(target, mesh, dtype))
 
     folder = resolve_model(config.speculative_model)
     hf = read_hf_config(folder)

@@ -18,7 +18,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import Eagle3
-from jaxspec.models.params import with_shardings
+from jaxspec.models.params import quantised, schemes_of, with_shardings
 from jaxspec.models.reduced import Reduced
 
 
@@ -60,7 +60,10 @@ def declare_reduced(draft: Draft, size: int, target: ModelConfig, dtype: str) ->
     inner = draft
     if isinstance(draft, Eagle3):
         whole = replace(draft.config, draft_vocab_size=target.vocab_size)
-        inner = Eagle3(whole, np_dtype(dtype), capture=draft.capture, own_embedding=draft.own_embedding, own_head=False)
+        without_head = Eagle3(
+            whole, np_dtype(dtype), capture=draft.capture, own_embedding=draft.own_embedding, own_head=False
+        )
+        inner = quantised(without_head, schemes_of(draft))
     return Reduced(inner, size, target.vocab_size, target.hidden_size, np_dtype(dtype))
 
 

@@ -5,6 +5,7 @@ All checks that need no weights run before the weights are read.
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.compile_cache import FileStore, open_store
-from jaxspec.config import PAGE_SIZE, EngineConfig, Lookup, Settings, flagged, np_dtype, resolve, resolve_dtype
+from jaxspec.config import PAGE_SIZE, EngineConfig, Lookup, Settings, flagged, resolve, resolve_dtype
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executables import ExecutableStore
@@ -24,13 +25,13 @@ from jaxspec.engine.memory import free_bytes, measure_free_bytes, smallest_pool
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError
-from jaxspec.loading.checkpoint import Checkpoint, load_params, open_checkpoint, read_model_config
+from jaxspec.loading.checkpoint import Checkpoint, declare_target, load_params, open_checkpoint, read_model_config
 from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.models.cache import CacheSpec, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.decoder import CausalLM
-from jaxspec.models.params import TENSOR_AXIS, count_parameters
+from jaxspec.models.params import TENSOR_AXIS, count_parameters, parameter_bytes, schemes_of
 from jaxspec.progress import Progress
+from pallas_kernels.quant.schemes import Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class _Plan:
     """What is known before the weights are read.
 
     Attributes:
-        parameters: of the model and its draft.
+        parameters: of the model and its draft; `stored_bytes`: that they take in all.
         caches: of all layers, the draft's included, and of the text where drafts are looked up.
         files: where compiled steps are kept.
     """
@@ -111,6 +112,7 @@ class _Plan:
     model: ModelConfig
     draft: DraftPlan | None
     parameters: int
+    stored_bytes: int
     caches: tuple[CacheSpec, ...]
     files: FileStore | None
 
@@ -122,7 +124,7 @@ class _Plan:
     @property
     def weight_bytes(self) -> int:
         """Of the weights on one device, if all were split evenly."""
-        return self.parameters * np_dtype(self.dtype).itemsize // self.config.tensor_parallel_size
+        return self.stored_bytes // self.config.tensor_parallel_size
 
     def free_bytes(self) -> int:
         """An estimate of what KV pages may take on one device; on a GPU, steps are measured later."""
@@ -150,7 +152,10 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     model_config = read_model_config(folder)
     checkpoint = open_checkpoint(folder)
     draft = plan_draft(config, checkpoint, model_config, dtype)
-    model = CausalLM(model_config, np_dtype(dtype))
+    model = declare_target(checkpoint, dtype)
+    modules: tuple[Any, ...] = (model, *([draft.model] if draft else []))
+    if on_gpu:
+        check_kernels(folder, {scheme for module in modules for scheme in schemes_of(module).values()})
     return _Plan(
         config=config,
         mesh=mesh,
@@ -159,12 +164,26 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         checkpoint=checkpoint,
         model=model_config,
         draft=draft,
-        parameters=count_parameters(model) + (count_parameters(draft.model) if draft else 0),
+        parameters=sum(map(count_parameters, modules)),
+        stored_bytes=sum(map(parameter_bytes, modules)),
         caches=model.cache_specs()
         + ((draft.model.cache_spec,) if draft else ())
         + ((HISTORY,) if config.lookup else ()),
         files=open_store(config.compilation_cache_dir),
     )
+
+
+def check_kernels(folder: Path, schemes: Collection[Scheme]) -> None:
+    """Refuses weights in schemes that no kernel reads: plain XLA would write them out in bfloat16 in every step.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    if schemes:
+        raise ConfigError(
+            f"weights of {folder} are quantised ({', '.join(sorted(map(str, schemes)))}), for which there are no kernels on "
+            "this GPU; make a copy in bfloat16: jaxspec convert SRC OUT --quantization bf16"
+        )
 
 
 def _make_mesh(tensor_parallel_size: int) -> Mesh:

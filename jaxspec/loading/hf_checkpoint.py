@@ -10,33 +10,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from jaxspec.errors import ModelFormatError, shown
+from jaxspec.errors import ModelFormatError
 from jaxspec.loading.ahead import THREADS, Unread, Work, empty, placed_in_order
 from jaxspec.loading.hf_folder import read_hf_config
+from jaxspec.loading.kept import kept_scheme, scale_blocks, scale_piece
 from jaxspec.loading.key_check import check
 from jaxspec.loading.parts import DRAFT, MTP, PartTargets, draft_part_of, parts_of
-from jaxspec.loading.safetensors_reader import SafetensorsReader
+from jaxspec.loading.quantisation_config import check_quantisation
+from jaxspec.loading.weight_reader import WeightReader
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
-from jaxspec.models.fields import section
 from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, fill
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import declarations
+from jaxspec.models.params import Schemes, declarations
 from jaxspec.models.registry import family_of, read_config
+from pallas_kernels.quant.schemes import Scheme
+
+# How weights are stored by `jaxspec convert`.
+Quantization = Literal["auto", "bf16"]
 
 
 @dataclass(frozen=True, eq=False)
 class ParamSource:
-    """How one parameter is made. `dtype` is what converted folders store it in."""
+    """How one parameter is made.
+
+    Attributes:
+        pieces: that it or, for codes and scales, its weight is made of.
+        dtype: what converted folders store it in.
+        scheme: of the weight, for its codes and for its scale; `scale`: which of them it is.
+    """
 
     pieces: Pieces
     shape: tuple[int, ...]
     dtype: Any
+    scheme: Scheme | None = None
+    scale: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -49,8 +63,13 @@ Parts = dict[str, dict[ParamPath, ParamSource]]
 class HFCheckpoint:
     """A Hugging Face folder of a model or of an EAGLE3 draft. A `Checkpoint`.
 
+    Args:
+        quantization: "auto": weights that are stored quantised, and that the model takes so, stay as they are; "bf16": all
+            are dequantised.
+
     Attributes:
         hf: its config.json.
+        schemes: see `Checkpoint`.
         reader: its tensors.
         dtype: of the parameters before a loader casts them: bfloat16 for bfloat16 models, else float32. Converted
             folders store this dtype, so both load to the same bits.
@@ -61,21 +80,26 @@ class HFCheckpoint:
             config.json asks for.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, quantization: Quantization = "auto"):
         self.folder = folder
         self.hf = read_hf_config(folder)
         is_draft = is_eagle3(self.hf)
         config = read_eagle3_config(self.hf).model if is_draft else read_config(self.hf)
-        _check_quantisation(self.hf)
-        self.reader = SafetensorsReader(folder)
+        check_quantisation(self.hf)
+        self.reader = WeightReader(folder)
+        self._keeps = quantization == "auto"
         # bfloat16 would round float16's values; float32 holds them.
         self.dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
         if is_draft:
-            self.sources, ignore = _draft_sources(self.hf, self.reader, self.dtype), EAGLE3_HARMLESS
+            self.sources, ignore = self._draft_sources(), EAGLE3_HARMLESS
         else:
-            self.sources, ignore = _model_sources(self.hf, self.reader, self.dtype), family_of(config).harmless(config)
+            self.sources, ignore = self._model_sources(config), family_of(config).harmless(config)
         maps = [{path: s.pieces for path, s in part.items()} for part in self.sources.values()]
         check(maps, self.reader.tensors, ignore)
+        self.schemes: Mapping[str, Schemes] = {
+            part: {path[:-1]: s.scheme for path, s in sources.items() if s.scheme and not s.scale}
+            for part, sources in self.sources.items()
+        }
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -107,10 +131,15 @@ class HFCheckpoint:
 
     def _begin(self, source: ParamSource) -> tuple[np.ndarray, Sequence[Work]]:
         value = empty(source.shape, source.dtype)
-        return value, [functools.partial(fill, piece, value, self.reader.read) for piece in source.pieces]
+        if source.scheme is None:
+            return value, [functools.partial(fill, piece, value, self.reader.read) for piece in source.pieces]
+        if not source.scale:
+            return value, [functools.partial(fill, piece, value, self.reader.read_codes) for piece in source.pieces]
+        pieces, out = [scale_piece(piece, source.scheme) for piece in source.pieces], scale_blocks(value, source.scheme)
+        return value, [functools.partial(fill, piece, out, self.reader.read_scale) for piece in pieces]
 
     def num_parameters(self, part: str) -> int:
-        return sum(math.prod(source.shape) for source in self.sources[part].values())
+        return sum(math.prod(source.shape) for source in self.sources[part].values() if not source.scale)
 
     def converted_bytes(self, part: str) -> int:
         """The size of a part's parameters in a converted folder."""
@@ -121,68 +150,51 @@ class HFCheckpoint:
         names = {piece.name for source in self.sources[part].values() for piece in source.pieces}
         return sum(self.reader.tensors[name].nbytes for name in names)
 
+    def _sources(self, model: CausalLM | NextN | Eagle3, pieces: KeyMap) -> dict[ParamPath, ParamSource]:
+        out: dict[ParamPath, ParamSource] = {}
+        for path, variable in declarations(model).items():
+            value, scheme = variable.get_value(), None
+            if self._keeps and variable.get_metadata()["quantisable"]:
+                scheme = kept_scheme(pieces[path], value.shape, self.reader.quantised)
+            if scheme is None:
+                out[path] = ParamSource(pieces[path], value.shape, value.dtype)
+            else:
+                out[*path, "codes"] = ParamSource(pieces[path], value.shape, scheme.codes, scheme)
+                shape = scheme.scale_shape(value.shape)
+                out[*path, "scale"] = ParamSource(pieces[path], shape, scheme.scale, scheme, scale=True)
+        return out
 
-def _check_quantisation(hf: dict[str, Any]) -> None:
-    quantisation = section(hf, "quantization_config")
-    method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size", [128, 128])
-    if not quantisation or (method, block) == ("fp8", [128, 128]):
-        return
-    if method == "mxfp4":
-        raise ModelFormatError(
-            "quantization 'mxfp4' is not supported yet: it comes with quantised weights. Use a bfloat16 copy, which "
-            "transformers makes: from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)).save_pretrained"
-        )
-    if (packed := quantisation.get("format")) is not None:  # of compressed-tensors; INT4 is "pack-quantized"
-        raise ModelFormatError(
-            f"quantization {shown(method)} in the format {shown(packed)} is not supported; use a bfloat16 copy of the "
-            "model, or one in FP8 ('fp8' with blocks [128, 128])"
-        )
-    raise ModelFormatError(
-        f"quantization {shown(method)} with blocks {shown(block)} is not supported "
-        "(supported: 'fp8' with blocks [128, 128])"
-    )
+    def _model_sources(self, config: ModelConfig) -> Parts:
+        model = CausalLM(config, np.dtype(self.dtype))
+        parts = parts_of(self._sources(model, family_of(config).key_map(config)))
+        # A model that was saved with transformers keeps the NextN layer in its config and loses the layer's weights.
+        if config.nextn_layers:
+            keys = family_of(config).nextn_key_map(config)
+            if any(piece.name in self.reader.tensors for pieces in keys.values() for piece in pieces):
+                parts[MTP] = self._sources(NextN(config, np.dtype(self.dtype)), keys)
+        return parts
 
+    def _draft_sources(self) -> Parts:
+        """The parts of an EAGLE3 draft.
 
-def _sources(model: CausalLM | NextN | Eagle3, pieces: KeyMap) -> dict[ParamPath, ParamSource]:
-    out = {}
-    for path, variable in declarations(model).items():
-        value = variable.get_value()
-        out[path] = ParamSource(pieces[path], value.shape, value.dtype)
-    return out
-
-
-def _model_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> Parts:
-    config = read_config(hf)
-    parts = parts_of(_sources(CausalLM(config, np.dtype(dtype)), family_of(config).key_map(config)))
-    # A model that was saved with transformers keeps the NextN layer in its config and loses the layer's weights.
-    if config.nextn_layers:
-        keys = family_of(config).nextn_key_map(config)
-        if any(piece.name in reader.tensors for pieces in keys.values() for piece in pieces):
-            parts[MTP] = _sources(NextN(config, np.dtype(dtype)), keys)
-    return parts
-
-
-def _draft_sources(hf: dict[str, Any], reader: SafetensorsReader, dtype: str) -> Parts:
-    """The parts of an EAGLE3 draft.
-
-    Raises:
-        ModelFormatError: a reduced vocabulary without its map or with a wrong one.
-    """
-    config = read_eagle3_config(hf)
-    own_head = "lm_head.weight" in reader.tensors
-    if config.reduced:
-        if missing := [name for name in ("d2t", "lm_head.weight") if name not in reader.tensors]:
-            raise ModelFormatError(
-                f"the draft proposes {config.draft_vocab_size} of {config.model.vocab_size} tokens, but its checkpoint "
-                f"lacks {missing[0]}"
-            )
-        if reader.tensors["d2t"].shape == (config.draft_vocab_size,):  # else the check of shapes names both
-            check_d2t(reader.read("d2t"), config.model.vocab_size)
-    elif "d2t" in reader.tensors and reader.read("d2t").any():
-        raise ModelFormatError("the draft proposes the whole vocabulary, but its d2t maps tokens to others")
-    own = {"own_embedding": "embed_tokens.weight" in reader.tensors, "own_head": own_head}
-    model = Eagle3(config, np.dtype(dtype), capture=tuple(range(config.num_captured)), **own)
-    parts: Parts = {DRAFT: {}}
-    for path, source in _sources(model, eagle3_key_map(config, names=reader.tensors, **own)).items():
-        parts.setdefault(draft_part_of(path), {})[path] = source
-    return parts
+        Raises:
+            ModelFormatError: a reduced vocabulary without its map or with a wrong one.
+        """
+        config, reader = read_eagle3_config(self.hf), self.reader
+        own_head = "lm_head.weight" in reader.tensors
+        if config.reduced:
+            if missing := [name for name in ("d2t", "lm_head.weight") if name not in reader.tensors]:
+                raise ModelFormatError(
+                    f"the draft proposes {config.draft_vocab_size} of {config.model.vocab_size} tokens, but its checkpoint "
+                    f"lacks {missing[0]}"
+                )
+            if reader.tensors["d2t"].shape == (config.draft_vocab_size,):  # else the check of shapes names both
+                check_d2t(reader.read("d2t"), config.model.vocab_size)
+        elif "d2t" in reader.tensors and reader.read("d2t").any():
+            raise ModelFormatError("the draft proposes the whole vocabulary, but its d2t maps tokens to others")
+        own = {"own_embedding": "embed_tokens.weight" in reader.tensors, "own_head": own_head}
+        model = Eagle3(config, np.dtype(self.dtype), capture=tuple(range(config.num_captured)), **own)
+        parts: Parts = {DRAFT: {}}
+        for path, source in self._sources(model, eagle3_key_map(config, names=reader.tensors, **own)).items():
+            parts.setdefault(draft_part_of(path), {})[path] = source
+        return parts

@@ -9,11 +9,12 @@ from jaxspec.errors import ModelFormatError, plain, shown
 from jaxspec.loading.hf_folder import read_json
 from jaxspec.loading.parts import DRAFT, EMBED, HEAD, MTP, WEIGHTS
 from jaxspec.models.fields import require, section, text_list, text_or, whole, wrong
+from pallas_kernels.quant.schemes import SCHEMES
 
 MANIFEST = "manifest.json"
 
 # Raised whenever a folder written by an older jaxspec can no longer be read.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 # An unfinished folder is named `.NAME.tmp-RANDOM`.
 STAGING_INFIX = ".tmp-"
@@ -34,6 +35,7 @@ class Manifest:
         draft, then "embed" and "head" where it brings its own.
     parameters: of the model (or the draft); `nextn_parameters`: of the NextN layer, 0 without one.
     dtype: of the stored weights; parameters that a model declares float32 are float32.
+    schemes: part -> dotted path in the part -> the scheme of a quantised weight, whose codes and scale are two parameters.
     """
 
     source: str
@@ -43,6 +45,7 @@ class Manifest:
     parameters: int
     nextn_parameters: int
     dtype: str
+    schemes: dict[str, dict[str, str]]
     layout_version: int = LAYOUT_VERSION
     jaxspec_version: str = ""
 
@@ -125,5 +128,15 @@ def _checked(raw: dict[str, Any]) -> Manifest:
         parameters=whole(raw, "parameters", 0, _MAX_PARAMETERS, where=MANIFEST),
         nextn_parameters=whole(raw, "nextn_parameters", 0, _MAX_PARAMETERS, where=MANIFEST),
         dtype=dtype,
+        schemes=_schemes(section(raw, "schemes", where=MANIFEST)),
         jaxspec_version=text_or(raw, "jaxspec_version", "", where=MANIFEST),
     )
+
+
+def _schemes(raw: dict[str, Any]) -> dict[str, dict[str, str]]:
+    found = {part: section(raw, part, where=MANIFEST) for part in raw}
+    for part, schemes in found.items():
+        for path, scheme in schemes.items():
+            if not isinstance(scheme, str) or scheme not in SCHEMES:
+                raise wrong(f"schemes[{shown(part)}][{shown(path)}]", " or ".join(SCHEMES), scheme, MANIFEST)
+    return found

@@ -26,6 +26,11 @@ def part_of(path: ParamPath) -> tuple[str, ParamPath]:
     return (EMBED if path[0] == "embed" else HEAD), path
 
 
+def path_of(part: str, path: ParamPath) -> ParamPath:
+    """The parameter of `CausalLM` that a part holds under `path`: the reverse of `part_of`."""
+    return path if part in (EMBED, HEAD) else ("layers", int(part), *path)
+
+
 def draft_part_of(path: ParamPath) -> str:
     """The part that a parameter of `Eagle3` is stored in, under the same path."""
     return {"embed": EMBED, "head": HEAD}.get(str(path[0]), DRAFT)

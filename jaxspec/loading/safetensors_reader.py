@@ -17,7 +17,6 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import ModelFormatError, plain, shown
-from jaxspec.loading.fp8 import SCALE_SUFFIX, dequantise, scale_shape
 from jaxspec.loading.hf_folder import INDEX, weight_files
 
 # The limit of the safetensors library itself.
@@ -31,6 +30,7 @@ DTYPES: dict[str, Any] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     FP8: np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I64": np.dtype(np.int64),  # d2t of EAGLE3 drafts
     "BOOL": np.dtype(np.bool_),
 }
@@ -48,15 +48,15 @@ class TensorInfo:
 
 
 class SafetensorsReader:
-    """All tensors of a folder's shards; FP8 weights with block scales read as bfloat16.
+    """All tensors of a folder's shards, as they are stored.
 
     Attributes:
         files: the shards, in name order.
-        tensors: name -> where it is, without the scales of FP8 weights, which belong to their weight.
+        tensors: name -> where it is.
 
     Raises:
         ModelFormatError: for all that `weight_files` refuses; a damaged or truncated shard; a tensor that two shards
-            hold; an index that does not agree with the shards; an FP8 weight without its scales.
+            hold; an index that does not agree with the shards.
     """
 
     def __init__(self, folder: Path):
@@ -72,24 +72,9 @@ class SafetensorsReader:
                 raise ModelFormatError(
                     f"{folder / INDEX} places tensor {plain(name)} in {file_name}, which does not hold it"
                 )
-        self._scales = {n: self.tensors.pop(n + SCALE_SUFFIX) for n in self._check_scales()}
-
-    def _check_scales(self) -> list[str]:
-        quantised = [name for name, info in self.tensors.items() if info.dtype == FP8]
-        for name in quantised:
-            scale = self.tensors.get(name + SCALE_SUFFIX)
-            if scale is None:
-                raise ModelFormatError(f"tensor {name} is {FP8} and its scales {name}{SCALE_SUFFIX} are missing")
-            expected = scale_shape(self.tensors[name].shape)
-            if len(expected) != 2 or scale.shape != expected or scale.dtype != "F32":
-                raise ModelFormatError(
-                    f"tensor {name}{SCALE_SUFFIX} is {scale.dtype} {list(scale.shape)}; scales of 128 x 128 blocks of "
-                    f"{list(self.tensors[name].shape)} are F32 {list(expected)}"
-                )
-        return quantised
 
     def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
-        """One tensor, in its stored dtype; FP8 is dequantised to bfloat16. For any number of threads.
+        """One tensor, in its stored dtype. For any number of threads.
 
         Args:
             into: C-contiguous, of the tensor's size in any shape: it is filled and returned if it has the dtype.
@@ -97,10 +82,7 @@ class SafetensorsReader:
         Raises:
             ModelFormatError: a dtype that is not supported, or a file that is not what it was.
         """
-        info = self.tensors[name]
-        if name in self._scales:
-            return dequantise(_read(name, info), _read(name + SCALE_SUFFIX, self._scales[name]), into)
-        return _read(name, info, into)
+        return _read(name, self.tensors[name], into)
 
 
 def check_dtype(name: str, info: TensorInfo) -> None:

@@ -110,8 +110,8 @@ class MLP(nnx.Module):
 
     def __init__(self, hidden: int, inner: int, declare: Declare, *, scale: float = 1.0):
         self.scale = scale
-        self.gate_up = declare((2, inner, hidden), (None, "mlp", None))
-        self.down = declare((hidden, inner), (None, "mlp"))
+        self.gate_up = declare((2, inner, hidden), (None, "mlp", None), quantisable=True)
+        self.down = declare((hidden, inner), (None, "mlp"), quantisable=True)
 
     def __call__(self, x_TH: jax.Array) -> jax.Array:
         gate_up_T2I = linear(x_TH, self.gate_up[...])

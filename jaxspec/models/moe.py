@@ -75,8 +75,8 @@ class MoE(nnx.Module):
         self.router = declare((E, hidden), (None, None), dtype=jnp.float32)
         if spec.scoring == "sigmoid":
             self.router_bias = declare((E,), (None,), "zeros", dtype=jnp.float32)
-        self.gate_up = declare((E, 2, inner, hidden), ("experts", None, None, None))
-        self.down = declare((E, hidden, inner), ("experts", None, None))
+        self.gate_up = declare((E, 2, inner, hidden), ("experts", None, None, None), quantisable=True)
+        self.down = declare((E, hidden, inner), ("experts", None, None), quantisable=True)
         if spec.biases:
             self.logit_bias = declare((E,), (None,), "zeros", dtype=jnp.float32)
             self.gate_up_bias = declare((E, 2, inner), ("experts", None, None), "zeros")

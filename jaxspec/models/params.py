@@ -5,17 +5,20 @@ values (for benchmarks and tests) all follow from them.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import EllipsisType
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ConfigError
+from pallas_kernels.quant.schemes import Scheme
+from pallas_kernels.quant.values import Quantised
 
 TENSOR_AXIS = "tensor"
 
@@ -28,7 +31,11 @@ AXIS_RULES: dict[str, str] = {
     "experts": TENSOR_AXIS,
 }
 
-Init = Literal["normal", "ones", "zeros"]
+# Of random e4m3 codes, whose largest is 448.
+CODES_STD = 112.0
+
+Init = Literal["normal", "ones", "zeros", "codes", "scale"]
+ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,59 @@ class Declare:
     dtype: Any
 
     def __call__(
-        self, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Init = "normal", dtype: Any = None
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        init: Init = "normal",
+        dtype: Any = None,
+        *,
+        quantisable: bool = False,
     ) -> nnx.Param:
+        """`quantisable`: a weight [*stack, out, in] that the model also takes as a `Quantised`."""
         assert len(shape) == len(axes)
-        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype or self.dtype), axes=axes, init=init)
+        value = jax.ShapeDtypeStruct(shape, dtype or self.dtype)
+        return nnx.Param(value, axes=axes, init=init, quantisable=quantisable, block=(1,) * len(shape))
+
+
+class QuantisedParam(nnx.Module):
+    """A weight declared as two parameters, `codes` and `scale`; read like a parameter it gives a `Quantised`."""
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], scheme: Scheme):
+        self.scheme = scheme
+        codes = jax.ShapeDtypeStruct(shape, scheme.codes)
+        self.codes = nnx.Param(codes, axes=axes, init="codes", scheme=scheme, block=scheme.block(len(shape)))
+        scale = jax.ShapeDtypeStruct(scheme.scale_shape(shape), scheme.scale)
+        axes = scheme.scale_axes(axes)
+        ones = (1,) * len(axes)
+        self.scale = nnx.Param(scale, axes=axes, init="scale", scheme=scheme, block=ones, fan_in=shape[-1])
+
+    def __getitem__(self, index: EllipsisType) -> Quantised:
+        return Quantised(self.codes[index], self.scale[index], self.scheme)
+
+
+Schemes = Mapping[tuple[str | int, ...], Scheme]
+
+
+def quantised(model: ModuleT, schemes: Schemes) -> ModuleT:
+    """`model`, with its parameters at these paths declared as quantised."""
+    for path, scheme in schemes.items():
+        owner: Any = model
+        for key in path[:-1]:
+            owner = owner[key] if isinstance(key, int) else getattr(owner, key)
+        declared = getattr(owner, str(path[-1]))
+        metadata = declared.get_metadata()
+        assert metadata["quantisable"], dotted(path)
+        setattr(owner, str(path[-1]), QuantisedParam(declared.get_value().shape, metadata["axes"], scheme))
+    return model
+
+
+def schemes_of(model: nnx.Module) -> dict[tuple[str | int, ...], Scheme]:
+    """What `quantised` was given."""
+    found = {}
+    for path, variable in declarations(model).items():
+        if "scheme" in (metadata := variable.get_metadata()) and path[-1] == "codes":
+            found[path[:-1]] = metadata["scheme"]
+    return found
 
 
 def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
@@ -62,16 +118,22 @@ def with_shardings(model: nnx.Module, mesh: Mesh) -> dict[tuple[str | int, ...],
     """Path -> shape, dtype and sharding of every parameter on `mesh`.
 
     Raises:
-        ConfigError: a split axis is not divisible by the mesh axis.
+        ConfigError: a split axis is not divisible by the mesh axis, or the mesh cuts a block that has one scale.
     """
     out = {}
     for path, variable in declarations(model).items():
         value = variable.get_value()
-        spec = partition_spec(variable.get_metadata()["axes"])
-        for size, mesh_axis in zip(value.shape, spec, strict=True):
-            if mesh_axis and size % mesh.shape[mesh_axis]:
+        metadata = variable.get_metadata()
+        spec = partition_spec(metadata["axes"])
+        for size, mesh_axis, block in zip(value.shape, spec, metadata["block"], strict=True):
+            devices = mesh.shape[mesh_axis] if mesh_axis else 1
+            if size % devices:
+                raise ConfigError(f"tensor parallel size {devices} does not divide {size}, an axis of {dotted(path)}")
+            if devices > 1 and size // devices % block:
                 raise ConfigError(
-                    f"tensor parallel size {mesh.shape[mesh_axis]} does not divide {size}, an axis of {dotted(path)}"
+                    f"tensor parallel size {devices} cuts {dotted(path[:-1])} inside a block of {block} that has one "
+                    f"scale ({metadata['scheme']}: {size} over {devices}); use another size, or convert the model with "
+                    "--quantization bf16"
                 )
         out[path] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
     return out
@@ -104,14 +166,11 @@ def random_params(model: nnx.Module, mesh: Mesh, seed: int = 0, *, randomize_nor
     key = jax.random.key(seed, impl="rbg")
     flat = {}
     for i, (path, target) in enumerate(with_shardings(model, mesh).items()):
-        init: Init = declarations(model)[path].get_metadata()["init"]
-        draw = _drawer(init, randomize_norms, _std(path, target.shape), target)
+        metadata = declarations(model)[path].get_metadata()
+        std = 1.0 if path[0] == "embed" else float(metadata.get("fan_in", target.shape[-1])) ** -0.5
+        draw = _drawer(metadata["init"], randomize_norms, std, target)
         flat[path] = draw(jax.random.fold_in(key, i))
     return nest(flat)
-
-
-def _std(path: tuple[str | int, ...], shape: tuple[int, ...]) -> float:
-    return 1.0 if path[0] == "embed" else float(shape[-1]) ** -0.5
 
 
 @functools.lru_cache(maxsize=256)
@@ -127,6 +186,10 @@ def _drawer(
             value = jnp.ones(target.shape)
             if randomize_norms:
                 value = jax.random.uniform(key, target.shape, minval=0.5, maxval=1.5)
+        elif init == "codes":
+            value = jnp.clip(jax.random.normal(key, target.shape) * CODES_STD, -4 * CODES_STD, 4 * CODES_STD)
+        elif init == "scale":
+            value = jax.random.uniform(key, target.shape, minval=0.5, maxval=1.5) * std / CODES_STD
         else:
             value = jnp.zeros(target.shape)
             if randomize_norms:
@@ -137,4 +200,11 @@ def _drawer(
 
 
 def count_parameters(model: Any) -> int:
-    return sum(int(np.prod(v.get_value().shape)) for v in declarations(model).values())
+    """Of the model; the scales of quantised weights are none of them."""
+    declared = declarations(model).values()
+    return sum(math.prod(v.get_value().shape) for v in declared if v.get_metadata()["init"] != "scale")
+
+
+def parameter_bytes(model: Any) -> int:
+    """On a device that holds all of the model."""
+    return sum(math.prod(v.get_value().shape) * v.get_value().dtype.itemsize for v in declarations(model).values())

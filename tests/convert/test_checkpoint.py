@@ -38,12 +38,12 @@ def test_other_layout_version(folder: Path):
     manifest |= {"layout_version": LAYOUT_VERSION + 1, "jaxspec_version": "9.9"}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
-        ModelFormatError, match=r"layout version 2 \(written by jaxspec 9\.9\).*convert the model again"
+        ModelFormatError, match=r"layout version 3 \(written by jaxspec 9\.9\).*convert the model again"
     ):
         read_manifest(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layout_version": 1, "jaxspec_version": "0"}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layout_version": 2, "jaxspec_version": "0"}'])
 def test_damaged_manifest(folder: Path, text: str):
     (folder / "manifest.json").write_text(text)
     with pytest.raises(ModelFormatError, match="is damaged"):

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from convert.convert import convert_checkpoint
+from jaxspec.errors import ConfigError
 from jaxspec.loading.checkpoint import load_eagle3, load_nextn, load_params, open_checkpoint
 from jaxspec.loading.parts import DRAFT, MTP
 from jaxspec.loading.resolve import EMBEDDED, resolve_model
@@ -66,7 +67,11 @@ def bits(array: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", variants())
 def test_models(variant: str, dtype: str, source: Get, converted: Get, devices: Mesh):
-    assert_same(source(variant), converted(variant), devices, dtype)
+    if variant == "v3-fp8" and devices.size > 1:  # its sizes are no multiples of blocks
+        with pytest.raises(ConfigError, match="inside a block"):
+            load_params(open_checkpoint(source(variant)), devices, dtype)
+    else:
+        assert_same(source(variant), converted(variant), devices, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

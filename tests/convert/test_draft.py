@@ -160,7 +160,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for part in parts:
         (folder / WEIGHTS / part).mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS["v3"] | {"num_hidden_layers": 6}))
-    write_manifest(folder, Manifest("tiny", None, {}, parts, 0, 0, "float32"))
+    write_manifest(folder, Manifest("tiny", None, {}, parts, 0, 0, "float32", {}))
     return folder
 
 

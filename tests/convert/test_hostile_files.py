@@ -36,7 +36,8 @@ HOSTILE: tuple[Any, ...] = (
 )  # fmt: skip
 MANIFEST: dict[str, Any] = {
     "source": "tiny", "revision": None, "shards": {"model.safetensors": "00"}, "parts": ["embed", "000", "head"],
-    "parameters": 10, "nextn_parameters": 0, "dtype": "float32", "layout_version": 1, "jaxspec_version": "0",
+    "parameters": 10, "nextn_parameters": 0, "dtype": "float32", "layout_version": 2, "jaxspec_version": "0",
+    "schemes": {"000": {"mlp.down": "fp8_block"}},
 }  # fmt: skip
 SECONDS = 2.0
 

@@ -67,12 +67,13 @@ def test_only_the_vision_part_is_harmless(tmp_path: Path):
 
 @pytest.mark.parametrize("at", ["text_config", "top"])
 def test_published_int4_is_refused_with_a_way_out(at: str, tmp_path: Path):
-    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {}}}
+    groups = {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     if at == "top":
         (tmp_path / "config.json").write_text(json.dumps(KIMI | {"quantization_config": packed}))
     else:
         write(tmp_path, quantization_config=packed)
-    want = r"'compressed-tensors' in the format 'pack-quantized' is not supported; use a bfloat16 copy .* or one in FP8"
+    want = r"'compressed-tensors' with weights of 4 bits \('int'\) is not supported .*; use a copy .* in bfloat16"
     with pytest.raises(ModelFormatError, match=want) as caught:
         open_checkpoint(tmp_path)
     assert "\n" not in str(caught.value)

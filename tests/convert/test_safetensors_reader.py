@@ -14,8 +14,10 @@ from safetensors.numpy import save_file
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading import safetensors_reader
-from jaxspec.loading.fp8 import dequantise, scale_shape
+from jaxspec.loading.dequantise import dequantise
 from jaxspec.loading.safetensors_reader import SafetensorsReader
+from jaxspec.loading.weight_reader import WeightReader
+from pallas_kernels.quant.schemes import FP8_BLOCK
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 arrays = st.builds(
@@ -121,9 +123,9 @@ def test_reads_into_an_array_of_the_dtype(tmp_path: Path, dtype: Any):
     rng = np.random.default_rng(0)
     tensors = {"x": rng.normal(size=(130, 260)).astype(dtype)}
     if dtype == ml_dtypes.float8_e4m3fn:
-        tensors["x_scale_inv"] = rng.uniform(0.5, 2, scale_shape((130, 260))).astype(np.float32)
+        tensors["x_scale_inv"] = rng.uniform(0.5, 2, FP8_BLOCK.scale_shape((130, 260))).astype(np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
-    reader = SafetensorsReader(tmp_path)
+    reader = WeightReader(tmp_path)
     expected = reader.read("x")
     for other in (expected.dtype, np.float16):
         into = np.zeros((10, 13, 260), other)
@@ -176,9 +178,9 @@ def test_fp8_formula():
     """Every block, partial ones included, against the definition in float64."""
     rng = np.random.default_rng(0)
     weight = rng.normal(size=(200, 300)).astype(ml_dtypes.float8_e4m3fn)
-    scale = rng.uniform(0.1, 2, size=scale_shape(weight.shape)).astype(np.float32)
+    scale = rng.uniform(0.1, 2, size=FP8_BLOCK.scale_shape(weight.shape)).astype(np.float32)
     assert scale.shape == (2, 3)
-    out = dequantise(weight, scale)
+    out = dequantise(weight, scale, FP8_BLOCK)
     for i, j in [(0, 0), (127, 128), (128, 127), (199, 299), (130, 256)]:
         exact = np.float32(weight[i, j]) * scale[i // 128, j // 128]
         assert out[i, j] == exact.astype(ml_dtypes.bfloat16)
@@ -188,8 +190,8 @@ def test_fp8_formula():
     ("scale_entry", "message"),
     [
         (None, r"scales x\.weight_scale_inv are missing"),
-        (entry(0, 8, (2, 1)), r"\[2, 1\].* F32 \[2, 2\]"),
-        (entry(0, 8, (2, 2), "BF16"), r"BF16 \[2, 2\]"),
+        (entry(0, 8, (2, 1)), r"F32 \[2, 1\]; .*\[2, 2\] for blocks"),
+        (entry(0, 8, (2, 2), "I16"), r"I16 \[2, 2\]"),
     ],
 )
 def test_fp8_scales_are_checked(tmp_path: Path, scale_entry: dict[str, Any] | None, message: str):
@@ -199,4 +201,4 @@ def test_fp8_scales_are_checked(tmp_path: Path, scale_entry: dict[str, Any] | No
         header["x.weight_scale_inv"] = scale_entry
     write_raw(tmp_path / "model.safetensors", header, bytes(size + 129 * 130))
     with pytest.raises(ModelFormatError, match=message):
-        SafetensorsReader(tmp_path)
+        WeightReader(tmp_path)

@@ -1,0 +1,226 @@
+"""Quantised checkpoints: codes and scales as they are stored, and what they stand for."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
+
+from convert.convert import convert_checkpoint
+from jaxspec.errors import ConfigError, ModelFormatError
+from jaxspec.loading.checkpoint import declare_target, load_nextn, load_params, open_checkpoint
+from jaxspec.loading.engine import check_kernels
+from jaxspec.loading.manifest import read_manifest
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.params import (
+    TENSOR_AXIS,
+    count_parameters,
+    declarations,
+    parameter_bytes,
+    quantised,
+    with_shardings,
+)
+from jaxspec.models.registry import read_config
+from pallas_kernels.quant.reference import dequantise
+from pallas_kernels.quant.schemes import FP8_BLOCK, SCHEMES
+from pallas_kernels.quant.values import Quantised
+from tests.convert.edits import edit_config, edit_tensors
+from tests.convert.quantised_checkpoints import FORMATS, ct_config, fp8_rows, quantise, raw_tensors
+from tests.tiny_models import CONFIGS, tiny_checkpoint
+
+pytestmark = pytest.mark.torch
+Get = Callable[[str], Path]
+
+
+def of_mlps(name: str) -> bool:
+    return "_proj.weight" in name and ".mlp." in name
+
+
+def of_linear_maps(name: str) -> bool:
+    return "_proj" in name and "eh_proj" not in name and name.endswith("weight")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts of 160 columns and fewer rows, with a NextN layer; float32."""
+    sizes = {"intermediate_size": 160, "moe_intermediate_size": 160, "hidden_size": 160, "num_hidden_layers": 2}
+    return tiny_checkpoint("v3-mtp", tmp_path_factory.mktemp("source") / "hf", **sizes)
+
+
+def values(params: Any, schemes: Any, prefix: tuple[str | int, ...] = ()) -> Any:
+    """Parameters, quantised ones as the float32 arrays that they stand for."""
+    if not isinstance(params, dict):
+        return np.asarray(params)
+    if set(params) == {"codes", "scale"}:
+        return np.asarray(dequantise(Quantised(**params, scheme=schemes[prefix]), jnp.float32))
+    return {key: values(child, schemes, (*prefix, key)) for key, child in params.items()}
+
+
+def loaded(load: Any, folder: Path, mesh: Mesh) -> Any:
+    from jaxspec.models.params import schemes_of
+
+    model, params = load(open_checkpoint(folder), mesh)
+    return values(params, schemes_of(model))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_stored_weights_are_what_they_stand_for(kind: str, source: Path, tmp_path: Path, mesh: Mesh):
+    """From the Hugging Face folder and the converted one: equal to the float32 checkpoint of the same values, to the bit."""
+    stored, plain = quantise(source, tmp_path, kind, of_mlps)
+    converted = convert_checkpoint(stored, tmp_path / "converted")
+    schemes = read_manifest(converted).schemes
+    assert set(schemes) == {"000", "001", "mtp"}
+    assert {name for of_part in schemes.values() for name in of_part.values()} == {FORMATS[kind][2]}
+    for load in (load_params, load_nextn):
+        want = load(open_checkpoint(plain), mesh)[1]
+        for folder in (stored, converted):
+            jax.tree.map(np.testing.assert_array_equal, loaded(load, folder, mesh), want)
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "ct-fp8-channel"])
+def test_rotary_rows_take_their_scales(kind: str, source: Path, tmp_path: Path, mesh: Mesh):
+    """Attention is dequantised, and so is all with "bf16": rows that change places had their own scales before."""
+    stored, plain = quantise(source, tmp_path, kind, of_linear_maps)
+    want = load_params(open_checkpoint(plain), mesh, "bfloat16")[1]
+    got = load_params(open_checkpoint(stored), mesh, "bfloat16")[1]
+    for layer in (0, 1):
+        jax.tree.map(
+            np.testing.assert_array_equal, got["layers"][layer]["attention"], want["layers"][layer]["attention"]
+        )
+    everything = convert_checkpoint(stored, tmp_path / "bf16", quantization="bf16")
+    assert read_manifest(everything).schemes == {}
+    got = load_params(open_checkpoint(everything), mesh, "bfloat16")[1]
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_codes_keep_their_bits(source: Path, tmp_path: Path, mesh: Mesh):
+    """In any dtype of the model; and a part whose codes are no codes is refused instead of cast."""
+    stored, _ = quantise(source, tmp_path, "deepseek", of_mlps)
+    converted = convert_checkpoint(stored, tmp_path / "converted")
+    codes = raw_tensors(stored)["model.layers.1.mlp.experts.3.up_proj.weight"].view(np.uint8)
+    for folder in (stored, converted):
+        for dtype in ("bfloat16", "float32"):
+            got = load_params(open_checkpoint(folder), mesh, dtype)[1]["layers"][1]["mlp"]["gate_up"]
+            assert got["codes"].dtype == FP8_BLOCK.codes
+            assert got["scale"].dtype == jnp.float32
+            np.testing.assert_array_equal(np.asarray(got["codes"])[3, 1].view(np.uint8), codes)
+    checkpoint = open_checkpoint(converted)
+    targets = with_shardings(declare_target(checkpoint, np.float32), mesh)
+    part = {path[2:]: target for path, target in targets.items() if path[:2] == ("layers", 1)}
+    place = ("mlp", "gate_up", "codes")
+    cast = jax.ShapeDtypeStruct(part[place].shape, jnp.bfloat16, sharding=part[place].sharding)
+    with pytest.raises(ModelFormatError, match=r"gate_up\.codes in float8_e4m3fn, not in bfloat16"):
+        list(checkpoint.read_parts({"001": part | {place: cast}}))
+    manifest = json.loads((converted / "manifest.json").read_text())
+    del manifest["schemes"]["001"]["mlp.gate_up"]
+    (converted / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ModelFormatError, match=r"disagree on mlp\.gate_up"):
+        load_params(open_checkpoint(converted), mesh)
+
+
+def test_draft_keeps_its_own_scheme(source: Path, tmp_path: Path, mesh: Mesh):
+    """Which layers are quantised is read off their tensors: an MTP layer may be left out, or be the only one."""
+    for draft in (True, False):
+
+        def chosen(name: str, draft: bool = draft) -> bool:
+            return of_mlps(name) and (".layers.2." in name) == draft
+
+        stored, plain = quantise(source, tmp_path / str(draft), "deepseek", chosen)
+        checkpoint = open_checkpoint(stored)
+        assert {part for part, schemes in checkpoint.schemes.items() if schemes} == (
+            {"mtp"} if draft else {"000", "001"}
+        )
+        for load in (load_params, load_nextn):
+            want = load(open_checkpoint(plain), mesh)[1]
+            jax.tree.map(np.testing.assert_array_equal, loaded(load, stored, mesh), want)
+
+
+def test_weights_stored_in_several_ways_are_dequantised(source: Path, tmp_path: Path, mesh: Mesh):
+    """One expert that a publisher left out, and another one with a scale of each row."""
+
+    def chosen(name: str) -> bool:
+        return of_mlps(name) and "experts.2.gate_proj" not in name
+
+    stored, plain = quantise(source, tmp_path, "deepseek", chosen)
+    name = "model.layers.1.mlp.experts.4.down_proj.weight"
+    parts, value = fp8_rows(name, raw_tensors(plain)[name])
+    unchanged = {n: t for n, t in raw_tensors(stored).items() if n != f"{name}_scale_inv"}
+    save_file(unchanged | parts, stored / "model.safetensors")
+    edit_tensors(plain, add={name: value})
+    checkpoint = open_checkpoint(stored)
+    assert set(checkpoint.schemes["001"]) == {("mlp", "shared", "gate_up"), ("mlp", "shared", "down")}
+    got, want = (load_params(open_checkpoint(f), mesh, "bfloat16")[1]["layers"][1]["mlp"] for f in (stored, plain))
+    for key in ("gate_up", "down"):
+        np.testing.assert_array_equal(got[key], want[key])
+
+
+def test_mesh_that_cuts_a_block_is_refused():
+    """Half a block's rows, and Moonlight's shared experts: 22 blocks over 4 devices. Whole blocks are fine."""
+    config = CONFIGS["llama"] | {"num_attention_heads": 4, "num_key_value_heads": 4}
+    for inner, devices, fits in ((192, 2, False), (2816, 4, False), (2816, 2, True)):
+        model = CausalLM(read_config(config | {"intermediate_size": inner}), np.dtype(np.float32))
+        schemes = {("layers", 0, "mlp", "gate_up"): FP8_BLOCK, ("layers", 0, "mlp", "down"): FP8_BLOCK}
+        mesh = jax.sharding.AbstractMesh((devices,), (TENSOR_AXIS,))
+        if fits:
+            assert with_shardings(quantised(model, schemes), mesh)["layers", 0, "mlp", "down", "scale"].shape == (1, 22)
+        else:
+            with pytest.raises(ConfigError, match=rf"size {devices} cuts layers\.0\.mlp\.\w+ inside a block of 128"):
+                with_shardings(quantised(model, schemes), mesh)
+
+
+def test_bytes_of_packed_weights(source: Path, tmp_path: Path):
+    """Parameters are what a weight stands for, bytes what it is stored in."""
+    stored, plain = quantise(source, tmp_path, "deepseek", of_mlps)
+    got, want = (declare_target(open_checkpoint(folder), ml_dtypes.bfloat16) for folder in (stored, plain))
+    assert count_parameters(got) == count_parameters(want)
+    codes = sum(v.get_value().size for v in declarations(got).values() if v.get_metadata()["init"] == "codes")
+    scales = sum(v.get_value().size for v in declarations(got).values() if v.get_metadata()["init"] == "scale")
+    assert parameter_bytes(want) - parameter_bytes(got) == codes - 4 * scales
+
+
+def test_gpus_without_kernels_name_the_way_out():
+    check_kernels(Path("model"), set())
+    with pytest.raises(ConfigError, match=r"fp8_block.*convert SRC OUT --quantization bf16"):
+        check_kernels(Path("model"), {FP8_BLOCK})
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_bits": 8, "type": "int"}, r"8 bits \('int'\)"),
+    ({"num_bits": 8, "type": "float", "symmetric": False}, "zero points"),
+    ({"num_bits": 8, "type": "float", "strategy": "group"}, "scales of a 'group'"),
+    ({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 64]}, r"blocks \[64, 64\]"),
+])  # fmt: skip
+def test_other_formats_are_refused_by_name(changes: dict[str, Any], message: str, source: Path, tmp_path: Path):
+    folder = shutil.copytree(source, tmp_path / "in")
+    edit_config(folder, quantization_config=ct_config(**changes))
+    with pytest.raises(ModelFormatError, match=f"'compressed-tensors' with .*{message}.*is not supported"):
+        open_checkpoint(folder)
+    for method in ("gptq", "awq"):
+        edit_config(folder, quantization_config={"quant_method": method})
+        with pytest.raises(ModelFormatError, match=f"quantization '{method}' is not supported"):
+            open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("scheme", ["int2", None, ["fp8_block"]])
+def test_manifest_with_a_scheme_that_nobody_knows(scheme: Any, source: Path, tmp_path: Path):
+    stored, _ = quantise(source, tmp_path, "deepseek", of_mlps)
+    converted = convert_checkpoint(stored, tmp_path / "converted")
+    manifest = json.loads((converted / "manifest.json").read_text())
+    for part, path, name in (
+        ("001", "mlp.gate_up", scheme),
+        ("001", "norm", "fp8_block"),
+        ("head", "norm", "fp8_block"),
+    ):
+        (converted / "manifest.json").write_text(json.dumps(manifest | {"schemes": {part: {path: name}}}))
+        with pytest.raises(
+            ModelFormatError, match=r"manifest\.json is damaged.*" + "|".join(SCHEMES) + "|is no weight"
+        ):
+            declare_target(open_checkpoint(converted), np.float32)
