@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernel.arrays import exact, largest_error, normal
+from bench.kernel.arrays import exact, largest_error, normal, rounded
 from bench.kernel.case import Case, once
-from pallas_kernels.norm_linear.api import norm_linear
+from pallas_kernels.norm_linear.api import linear_to_add, norm_linear
 from pallas_kernels.norm_linear.shapes import READERS, TOKENS
 
 ATTENTION = READERS["moonlight, attention"]
@@ -56,8 +56,51 @@ class NormLinear(Case):
         return max(largest_error(exact(got), want) for got, want in zip(results[-1], true, strict=True))
 
 
+@dataclass(frozen=True)
+class AddLinear(Case):
+    """What T tokens' heads gather projected, added to the residual stream and normed, in turn by many layers."""
+
+    T: int
+    H: int = ATTENTION.hidden
+    heads: tuple[int, int] = (16, 128)
+    calls: int = 24
+    labels: ClassVar[tuple[str, ...]] = ("T", "H")
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * self.H * math.prod(self.heads)
+
+    def inputs(self) -> Any:
+        deviation = math.prod(self.heads) ** -0.5
+        weights = [normal(i, (self.H, *self.heads), deviation) for i in range(self.calls)]
+        values = [normal(1000 + i, (self.T, *self.heads)) for i in range(self.calls)]
+        return normal(998, (self.T, self.H)), normal(999, (self.H,)), values, weights
+
+    def results(self) -> Any:
+        return [(jax.ShapeDtypeStruct((self.T, self.H), jnp.bfloat16),) * 2] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        x, norm, values, weights = inputs
+        call = once(lambda v, w: norm_linear(x, norm, (), eps=1e-6, delta=linear_to_add(v, w))[:2])
+        return [call(v, w) for v, w in zip(values, weights, strict=True)]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of the last call."""
+        x, norm, values, weights = inputs
+        delta = exact(values[-1]).reshape(self.T, -1) @ exact(weights[-1]).reshape(self.H, -1).T
+        summed = rounded(exact(x) + rounded(delta))
+        normed = summed / np.sqrt(np.mean(summed**2, axis=1, keepdims=True) + 1e-6) * exact(norm)
+        return max(largest_error(exact(got), want) for got, want in zip(results[-1], (summed, normed), strict=True))
+
+
 NORM_LINEAR: dict[str, list[Case]] = {
     "all": [NormLinear(T) for T in TOKENS],
     "quick": [NormLinear(1)],
     "tiny": [NormLinear(T, 32, (8, 4), 3) for T in (1, 3)],
+}
+ADD_LINEAR: dict[str, list[Case]] = {
+    "all": [AddLinear(T) for T in (1, 4, 16, 32, 64, 128)],
+    "quick": [AddLinear(32)],
+    "tiny": [AddLinear(3, 32, (2, 8), 3)],
 }

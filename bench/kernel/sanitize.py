@@ -73,6 +73,7 @@ class Watched:
 KERNELS = (
     Watched("norm_linear", "test_norm_linear.py::test_sizes[2048-outs0-0-1]"),
     Watched("add_norm", "test_norm_linear.py::test_sum_and_norm[128-2]"),
+    Watched("split_linear", "test_norm_linear.py::test_parts_of_a_linear_map[2048-2048-4]"),
     Watched("kv_write", "test_kv_write.py::test_rows[8]"),
     Watched("mla_query", "test_mla_query.py::test_sizes[1-4]"),
     Watched("mla_write_and_query", "test_mla_query.py::test_with_the_latents_in_one_launch[1-4-False]"),
@@ -93,7 +94,7 @@ KERNELS = (
     Watched("moe_gather", "test_moe.py::test_gathers_the_rows_of_slots[8]"),
     Watched("moe_up", "test_moe.py::test_balanced_routing[odd-3]"),
     Watched("moe_down", "test_moe.py::test_balanced_routing[odd-3]"),
-    Watched("moe_combine", "test_moe.py::test_routing_and_experts_together[odd-8]"),
+    Watched("moe_combine", "test_moe.py::test_routing_and_experts_together[moonlight-8]"),
     Watched("moe_one_token", "test_moe.py::test_one_token[odd-1344-True]"),
     Watched("logits_stats", "test_sampling.py::test_stats[6-1024-bfloat16]"),
     Watched("tally", "test_sampling.py::test_truncation[1024]"),

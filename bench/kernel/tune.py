@@ -27,7 +27,7 @@ from bench.kernel.case import LARGEST_ERROR, Case
 from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode
 from bench.kernel.moe import Moe, MoeBlock, MoeShared
-from bench.kernel.norm_linear import NormLinear
+from bench.kernel.norm_linear import AddLinear, NormLinear
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
 from pallas_kernels.mla_decode.shapes import CONTEXTS, HEADS, WINDOWS
@@ -81,6 +81,9 @@ CHOICES: dict[str, Choice] = {
     "row_kernel_tokens": Choice((0, 512), BLOCKS, TINY_BLOCKS),
     "copying_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
     "router_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
+    "split_linear_tokens": Choice(
+        (0, 64, 128), tuple(AddLinear(T) for T in (4, 32, 64, 128)), (AddLinear(3, 32, (2, 8), 3),)
+    ),
 }
 
 

@@ -25,7 +25,10 @@ class Attention(Protocol):
         rope: Any,
         norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Writes the cache of all T tokens, then attends: [T, input_dim], `norm` of it if given, -> [T, H]."""
+        """Writes the cache of all T tokens, then attends: [T, input_dim], `norm` of it if given, -> [T, H].
+
+        The result, and that of `catch_up`, may be in parts: [parts, T, H] as `norm_linear.api.linear_to_add` makes them.
+        """
         ...
 
     def catch_up(

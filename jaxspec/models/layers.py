@@ -13,7 +13,7 @@ from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare
 from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear
-from pallas_kernels.norm_linear.reference import rms_norm
+from pallas_kernels.norm_linear.reference import rms_norm, whole
 from pallas_kernels.quant.reference import linear
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
@@ -75,6 +75,7 @@ class ResidualMLP(Protocol):
         """The residual stream after the block: x + attended, and the MLP of its norm added.
 
         Args:
+            attended_TH: or parts [parts, T, H] of it, see `norm_linear.api.linear_to_add`.
             live_T: false for padding tokens, whose rows are never read.
             following: the norm that the stream is read through next, if by one only.
         """
@@ -127,7 +128,7 @@ class MLP(nnx.Module):
         following: RMSNorm | None = None,  # noqa: ARG002
     ) -> Stream:
         """See `ResidualMLP`."""
-        x_TH = x_TH + attended_TH
+        x_TH = x_TH + whole(attended_TH)
         return Stream(x_TH + self(norm(x_TH)))
 
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> None:

@@ -17,6 +17,7 @@ from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.mla_query.api import mla_query, write_and_query
+from pallas_kernels.norm_linear.api import linear_to_add
 from pallas_kernels.quant.reference import linear
 
 
@@ -185,9 +186,10 @@ class MLA(nnx.Module):
         return outs[0].reshape(T, -1), outs[-1]
 
     def project_out(self, out_TNV: jax.Array) -> jax.Array:
-        """Values of the heads -> what attention adds to the residual stream, [T, H]."""
-        out_TH = jnp.einsum("tnv,hnv->th", out_TNV, self.o[...])
-        return out_TH if self.mla.output_scale == 1 else out_TH * self.mla.output_scale
+        """Values of the heads -> what attention adds to the residual stream, [T, H], or parts of it."""
+        if self.mla.output_scale == 1:
+            return linear_to_add(out_TNV, self.o[...])
+        return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]) * self.mla.output_scale
 
     def attend_prefill(
         self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, latents: jax.Array, meta: StepMetadata

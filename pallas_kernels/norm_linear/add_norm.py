@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
-from pallas_kernels.row import PARAMS, inverse_rms, normed_row, row_unsupported_reason, whole_row
+from pallas_kernels.row import PARAMS, bf16, f32, inverse_rms, normed_row, row_unsupported_reason, whole_row
 
 
 def unsupported_reason(x: jax.Array, norm_weight: jax.Array) -> str | None:
@@ -28,7 +28,8 @@ def add_norm(
     """x + delta and its norm, [T, H] each. Jitted, so that the layers of a model share one lowering.
 
     Args:
-        x, delta: [T, H]. norm_weight: [H].
+        x: [T, H]. norm_weight: [H].
+        delta: [T, H], or [parts, T, H], whose sum is rounded before it is added.
         interpret: passed to Pallas.
     """
     T, H = x.shape
@@ -37,7 +38,18 @@ def add_norm(
     def add_norm(x, delta, norm_weight, summed, normed):
         t = lax.axis_index("token")
         weight = load(norm_weight, (pl.ds(0, H),), layout=whole)
-        row = load(x, (t, pl.ds(0, H)), layout=whole) + load(delta, (t, pl.ds(0, H)), layout=whole)
+        row = load(x, (t, pl.ds(0, H)), layout=whole)
+        # All loads come first, so that they are in flight together.
+        first, *others = (
+            load(delta, (*part, t, pl.ds(0, H)), layout=whole)
+            for part in (((i,) for i in range(delta.shape[0])) if len(delta.shape) == 3 else ((),))
+        )
+        if others:
+            total = first.astype(f32)
+            for other in others:
+                total = total + other.astype(f32)
+            first = total.astype(bf16)
+        row = row + first
         summed[t, :] = row
         normed[t, :] = normed_row(row, inverse_rms(row, eps), weight)
 

@@ -1,10 +1,11 @@
 """An RMS norm and the linear maps that read it."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
-from pallas_kernels.norm_linear import add_norm, mosaic, reference
+from pallas_kernels.norm_linear import add_norm, mosaic, reference, split_linear
 
 
 def needs_separate_weights(T: int) -> bool:
@@ -21,6 +22,23 @@ def norms_apart(T: int) -> bool:
     return choices.norm_linear_tokens < T <= choices.row_kernel_tokens and current().attention != "reference"
 
 
+def linear_to_add(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A linear map for the `delta` of `norm_linear`: its parts, where a kernel makes them for the sum with the stream.
+
+    Args:
+        x: [T, *in]. weight: [H, *in].
+
+    Returns:
+        [T, H], or [parts, T, H] whose float32 sum it is; `reference.whole` gives that.
+    """
+    T = x.shape[0]
+    if norms_apart(T) and tuning.current().split_linear_tokens >= T:
+        reason = split_linear.unsupported_reason(x, weight)
+        if choose("split_linear", "auto", {"mosaic": reason}) == "mosaic":
+            return split_linear.split_linear(x, weight)
+    return jnp.tensordot(x, weight, axes=(tuple(range(1, x.ndim)), tuple(range(1, weight.ndim))))
+
+
 def norm_linear(
     x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...], *, eps: float, delta: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
@@ -34,7 +52,7 @@ def norm_linear(
         norm_weight: [H].
         weights: each [*out, H]. A float32 one (a router) gets the norm in float32.
         eps: of the norm.
-        delta: [T, H] added to x first.
+        delta: [T, H] added to x first, or parts of it as `linear_to_add` gives them.
 
     Returns:
         x + delta [T, H]; its norm [T, H]; and for each of the weights the projection [T, *out], in the weight's type.
@@ -50,5 +68,6 @@ def norm_linear(
         return summed, normed, reference.project(normed, weights)
     unsupported_reasons = {"mosaic": mosaic.unsupported_reason(x, norm_weight, weights)}
     wanted = "reference" if current().attention == "reference" else "auto"
+    delta = None if delta is None else reference.whole(delta)
     chosen = mosaic if choose("norm_linear", wanted, unsupported_reasons) == "mosaic" else reference
     return chosen.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)

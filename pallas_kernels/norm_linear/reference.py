@@ -12,11 +12,16 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return weight * normed.astype(x.dtype)
 
 
+def whole(delta: jax.Array) -> jax.Array:
+    """[T, H] as it is; of parts [parts, T, H] the sum in float32, rounded."""
+    return delta if delta.ndim == 2 else delta.astype(jnp.float32).sum(axis=0).astype(delta.dtype)
+
+
 def norm_linear(
     x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...], *, eps: float, delta: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     if delta is not None:
-        x = x + delta
+        x = x + whole(delta)
     # The barrier keeps the product with the norm's weight in the norm's kernel: without it XLA adds a kernel on an H200.
     normed = lax.optimization_barrier(rms_norm(x, norm_weight, eps))
     return x, normed, project(normed, weights)

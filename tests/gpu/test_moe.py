@@ -317,7 +317,8 @@ def test_routing_and_experts_together(shape, T):
     np.testing.assert_array_equal(got[~np.asarray(live)], 0)
     np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2)
     np.testing.assert_allclose(added.astype(jnp.float32), residual + got, rtol=1e-2, atol=1e-2)
-    assert (normed is None) == (T == 1)
-    if T > 1:
+    # 320 columns are no multiple of a warpgroup.
+    assert (normed is None) == (T == 1 or shape == "odd")
+    if normed is not None:
         want_norm = rms_norm(added, gain, 1e-5).astype(jnp.float32)
         np.testing.assert_allclose(normed.astype(jnp.float32), want_norm, rtol=1.6e-2)

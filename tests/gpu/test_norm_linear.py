@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.norm_linear import add_norm, mosaic, reference
+from pallas_kernels.norm_linear import add_norm, mosaic, reference, split_linear
 from pallas_kernels.norm_linear.shapes import READERS
 from tests.kernels.paged_cases import relative_error
 from tests.kernels.test_norm_linear import inputs
@@ -47,3 +47,24 @@ def test_sum_and_norm(H, T):
     )
     np.testing.assert_array_equal(summed, want_sum)
     np.testing.assert_allclose(normed.astype(jnp.float32), want_norm.astype(jnp.float32), rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("T", [2, 4, 32, 128])
+@pytest.mark.parametrize(("H", "columns"), [(2048, 2048), (128, 512)])
+def test_parts_of_a_linear_map(H, columns, T):
+    x, _, (weight,), delta = inputs(T, columns, ((H,),))
+    x = x.reshape(T, -1, 128)
+    weight = weight.reshape(H, -1, 128)
+    run = jax.jit(split_linear.split_linear)
+    for _ in range(3):  # the third run is a recorded graph's
+        parts = run(x, weight)
+    want = np.asarray(x, np.float64).reshape(T, -1) @ np.asarray(weight, np.float64).reshape(H, -1).T
+    got = np.asarray(parts, np.float64).sum(axis=0)
+    assert np.abs(got - want).max() <= 2**-15 * np.abs(want).max()
+    stream, gain = delta[:, :H], jnp.full(H, 1.5, jnp.bfloat16)
+    sums = [
+        jax.jit(functools.partial(add_norm.add_norm, eps=1e-5))(stream, d, gain)
+        for d in (parts, reference.whole(parts))
+    ]
+    for of_parts, of_whole in zip(*sums, strict=True):
+        np.testing.assert_array_equal(of_parts, of_whole)

@@ -11,8 +11,8 @@ from pallas_kernels import tuning
 from pallas_kernels.moe import api, combine, mosaic
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.weights import ExpertWeights
-from pallas_kernels.norm_linear import add_norm, reference
-from pallas_kernels.norm_linear.api import norm_linear, norms_apart
+from pallas_kernels.norm_linear import add_norm, reference, split_linear
+from pallas_kernels.norm_linear.api import linear_to_add, norm_linear, norms_apart
 from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -42,6 +42,30 @@ def test_add_norm():
     np.testing.assert_array_equal(got[0].astype(jnp.float32), want_sum.astype(jnp.float32))
     assert jnp.isnan(got[1][1]).all()
     same(jnp.delete(got[1], 1, axis=0), jnp.delete(want_norm, 1, axis=0))
+
+
+@interpreted
+@pytest.mark.parametrize("T", [4, 16])
+def test_split_linear(T):
+    """The sum of the parts is the linear map, to 16 bits of each; `add_norm` adds it as it adds the whole."""
+    rng = np.random.default_rng(T)
+    x, weight = bf16(rng, T, 4, 256), bf16(rng, 128, 4, 256)
+    x = x.at[1, 0, 0].set(jnp.nan)
+    parts = split_linear.split_linear(x, weight, interpret=detect_races())
+    assert_no_races(parts)
+    assert parts.shape == (4, T, 128)
+    exact = (np.asarray(a, np.float64).reshape(a.shape[0], -1) for a in (x, weight))
+    want = np.matmul(next(exact), next(exact).T)
+    got = np.asarray(parts, np.float64).sum(axis=0)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(np.nan_to_num(got), np.nan_to_num(want), atol=2**-16 * np.nanmax(np.abs(want)))
+    stream, gain = bf16(rng, T, 128), bf16(rng, 128)
+    added = [
+        add_norm.add_norm(stream, delta, gain, eps=EPS, interpret=detect_races())
+        for delta in (parts, reference.whole(parts))
+    ]
+    for of_parts, of_whole in zip(*added, strict=True):
+        np.testing.assert_array_equal(of_parts.astype(jnp.float32), of_whole.astype(jnp.float32))
 
 
 @interpreted
@@ -80,6 +104,13 @@ def test_lowers_for_cuda():
 
     x, gain = abstract("b", T, H), abstract("b", H)
     assert text(lambda *a: add_norm.add_norm(*a, eps=EPS), x, x, gain).count("custom_call @mosaic_gpu") == 1
+
+    def project_and_add(x, values, weight, gain):
+        return add_norm.add_norm(x, split_linear.split_linear(values, weight), gain, eps=EPS)
+
+    for tokens in (4, 128):
+        stream, values, weight = abstract("b", tokens, H), abstract("b", tokens, 16, 128), abstract("b", H, 16, 128)
+        assert text(project_and_add, stream, values, weight, gain).count("custom_call @mosaic_gpu") == 2
     shared = abstract("b", 2, S, H), abstract("b", H, S)
     parameters = ExpertWeights(abstract("b", E, 2, inner, H), abstract("b", E, H, inner), shared)
     layer = x, parameters, abstract("f", T, E), abstract("f", E), abstract("i", T), x, gain
@@ -112,4 +143,8 @@ def test_without_a_gpu_the_results_are_the_reference():
         np.testing.assert_array_equal(got, want)
     assert following is None
     np.testing.assert_array_equal(out, api.routed_experts(*args, residual=summed, **options))
+    with tuning.use(dataclasses.replace(ON, split_linear_tokens=128)):
+        np.testing.assert_array_equal(linear_to_add(x, delta), x @ delta.T)
+    assert "multiples of 8" in str(split_linear.unsupported_reason(bf16(rng, 12, 512), bf16(rng, 64, 512)))
+    assert "multiples of 64 outputs" in str(split_linear.unsupported_reason(x, x))
     assert "multiple of 128" in str(add_norm.unsupported_reason(x, gain))
