@@ -1,4 +1,4 @@
-"""Rows of `bench kernel` for sampling: one pass over the logits, and draws."""
+"""Rows of `bench kernel` for sampling: one pass over the logits, draws, what top_k and top_p keep, and alternatives."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +9,8 @@ import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, spread
 from bench.kernel.case import Case, once
-from pallas_kernels.sampling.api import gumbel_argmax, logits_stats
+from pallas_kernels.sampling.api import Bounds, cutoffs, gumbel_argmax, likeliest, logits_stats
+from pallas_kernels.sampling.keys import float_of, weight_scale
 from pallas_kernels.sampling.reference import gumbel
 from pallas_kernels.sampling.shapes import ROWS, VOCABULARIES
 
@@ -62,8 +63,109 @@ class Sampling(Case):
         return largest_error(log_z[rows], top + np.log(np.exp(x - top[:, None]).sum(axis=1)))
 
 
+@dataclass(frozen=True)
+class Cutoffs(Case):
+    """R rows of V logits, all of which have top_k (0: none) and top_p (1: none). At least one pass is read."""
+
+    R: int
+    top_k: int
+    top_p: float
+    V: int = VOCABULARIES["moonlight"]
+    calls: int = 4
+    labels: ClassVar[tuple[str, ...]] = ("R", "top_k", "top_p")
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * self.R * self.V
+
+    def inputs(self) -> Any:
+        return [normal(i, (self.R, self.V), 3.0) for i in range(self.calls)]
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.R,), jnp.float32)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        ones = jnp.ones(self.R)
+
+        def least(logits: jax.Array) -> jax.Array:
+            highest = logits.max(axis=1).astype(jnp.float32)
+            # These logits have about this sum; the scale of weights need not be exact.
+            scale = weight_scale(highest, jnp.full(self.R, np.log(self.V) + 4.5, jnp.float32))
+            bounds = Bounds(ones, -jnp.inf * ones, jnp.full(self.R, self.top_k), self.top_p * ones, highest, scale)
+            return float_of(cutoffs(logits, bounds))
+
+        call = once(least)
+        return [call(each) for each in inputs]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """0, or infinite if some row of the last call keeps fewer or more than it should."""
+        rows = np.array(spread(self.R, 4))
+        for x, cut in zip(exact(inputs[-1][rows]), exact(results[-1])[rows], strict=True):
+            kept = np.ones(self.V, bool)
+            if self.top_k:
+                kept = x >= np.sort(x)[-self.top_k]
+            p = np.where(kept, np.exp(x - x.max()), 0.0)
+            p /= p.sum()
+            if self.top_p < 1:
+                enough, without = p[x >= cut].sum(), p[x > cut].sum()
+                right = not kept[x < cut].any() or enough >= self.top_p - 1e-5
+                right &= without < self.top_p + 1e-5
+            else:
+                right = np.array_equal(kept, x >= cut)
+            if not right:
+                return float("inf")
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Alternatives(Case):
+    """The 20 likeliest of V logits in each of R rows, of which `wanted` ask for them."""
+
+    R: int
+    wanted: int
+    V: int = VOCABULARIES["moonlight"]
+    calls: int = 4
+    count: int = 20
+    labels: ClassVar[tuple[str, ...]] = ("R", "wanted")
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * self.wanted * self.V
+
+    def inputs(self) -> Any:
+        return [normal(i, (self.R, self.V), 3.0) for i in range(self.calls)]
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.R, self.count), jnp.float32)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        wanted = jnp.arange(self.R) < self.wanted
+        call = once(lambda logits: jnp.where(wanted[:, None], likeliest(logits, self.count, wanted).logits, 0.0))
+        return [call(each) for each in inputs]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Infinite if a row's values are not the largest."""
+        rows = np.array(spread(self.R, 4))
+        largest = -np.sort(-exact(inputs[-1][rows]), axis=1)[:, : self.count]
+        right = np.where(rows[:, None] < self.wanted, largest, 0.0)
+        return 0.0 if np.array_equal(exact(results[-1])[rows], right) else float("inf")
+
+
+_RULES = ((0, 1.0), (50, 1.0), (0, 0.95), (50, 0.95))
+_RULE_ROWS = (1, 32, 128, 512)
+
 SAMPLING: dict[str, list[Case]] = {
-    "all": [Sampling(R, draws) for R in ROWS for draws in (0, R)],
-    "quick": [Sampling(R, 0) for R in (1, 128)],
-    "tiny": [Sampling(3, 2, 40, 2)],
+    "all": [
+        *(Sampling(R, draws) for R in ROWS for draws in (0, R)),
+        *(Cutoffs(R, *rule) for R in _RULE_ROWS for rule in _RULES),
+        *(Alternatives(R, wanted) for R in _RULE_ROWS for wanted in (0, R)),
+    ],
+    "quick": [
+        *(Sampling(R, 0) for R in (1, 128)),
+        *(Cutoffs(R, *rule) for R in _RULE_ROWS for rule in _RULES),
+        *(Alternatives(R, R) for R in _RULE_ROWS),
+    ],
+    "tiny": [Sampling(3, 2, 40, 2), Cutoffs(3, 5, 0.9, 40, 2), Alternatives(3, 2, 40, 2)],
 }

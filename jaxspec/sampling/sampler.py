@@ -69,7 +69,7 @@ def transform(logits: jax.Array, rows: SamplingRows, stats: LogitsStats) -> jax.
         stats: of the logits, at `temperatures(rows)`.
     """
     kept = Truncation(temperatures(rows), rows.min_p, rows.top_k, rows.top_p)
-    return truncate(logits.astype(jnp.float32), kept, stats, rows.temperature > 0)
+    return truncate(logits, kept, stats, rows.temperature > 0)
 
 
 def temperatures(rows: SamplingRows) -> jax.Array:

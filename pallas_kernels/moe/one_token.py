@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from jax import lax
 
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
+from pallas_kernels.meet import meet
 from pallas_kernels.moe.selection import live_flags
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import current
@@ -136,19 +136,6 @@ def experts(
     counter = jnp.zeros(1, i32) if counter is None else counter
     _, _, result = run_in_place(inputs=inputs, outs=[counter], new=[h, out], **kernel("up", "down"))
     return result
-
-
-def _meet(counter: Any, count: int) -> None:
-    """Waits until `count` warpgroups of the grid have arrived; what they wrote before is visible after."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def meet(_: Any, counter: Any) -> None:
-        mgpu.utils.warpgroup_barrier()
-        semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
-        semaphore.signal(1, memory_scope="gpu")
-        semaphore.wait(count, decrement=False, memory_scope="gpu")
-
-    meet(counter)
 
 
 def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any]:
@@ -272,7 +259,7 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                     h[pl.ds(row_of(item) + warpgroup * WARPS, WARPS)] = value.astype(bf16)
 
             if counter is not None:
-                _meet(counter, grid * CONSUMERS)
+                meet(counter, grid * CONSUMERS)
 
             if "down" in halves:
                 layout = warp_per_row(down_cut.columns)

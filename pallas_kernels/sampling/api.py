@@ -1,12 +1,13 @@
 """A sampler's passes over the logits: each logit is read once, and noise is drawn only for rows that need it."""
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from pallas_kernels.backend import choose, current
 from pallas_kernels.sampling import mosaic, reference
-from pallas_kernels.sampling.reference import Likeliest, LogitsStats, Residual, Tally, Weights
+from pallas_kernels.sampling.cutoffs import cutoffs as cutoffs_mosaic
+from pallas_kernels.sampling.reference import Bounds, Likeliest, LogitsStats, Residual
 
 
 def logits_stats(logits: jax.Array, temperature: jax.Array) -> LogitsStats:
@@ -50,26 +51,21 @@ def gumbel_argmax(
     return _implementation("gumbel_argmax", logits).gumbel_argmax(logits, rows, temperature, keys, wanted, residual)
 
 
-def tallies(logits: jax.Array, weights: Weights | None = None) -> Callable[..., Tally]:
-    """A function that counts or weighs the ids whose key `ordered(logits)` reaches each of T thresholds.
+def cutoffs(logits: jax.Array, bounds: Bounds) -> jax.Array:
+    """The key `ordered(logit)` of the least logit that a row's min_p, top_k and top_p keep; all above are kept too.
 
-    Sums of integers: every implementation gives the same, in whatever order it adds.
+    Ids with the same logit / temperature as the last that top_k keeps stay, as do those of equal probability to the last
+    that top_p keeps. Sums are of integers: every implementation has the same, in whatever order it adds.
 
     Args:
-        logits: float32 [R, V], after the temperature; some may be -inf, none NaN or infinite in rows that are wanted.
-        weights: sums of weights instead of counts.
+        logits: [R, V]; some may be -inf.
+        bounds: the rules. Where all are neutral the result is at most the key of -inf; so it may be in rows with NaN.
 
     Returns:
-        tally(brackets, thresholds, wanted), of int32 [R, 2], keys: `Tally.inside` is of those from the first on, below
-        the second; int32 [R, T], above the least int32; bool [R]: where it is False, the results may be anything. Where
-        there is one threshold at once, only thresholds are read, and the others may be None.
+        int32 [R].
     """
-    return _implementation("tallies", logits).tallies(logits, weights)
-
-
-def thresholds_at_once(logits: jax.Array) -> int:
-    """Into how many parts less one a tally should cut a bracket: what it costs is reading, or each threshold."""
-    return _implementation("tallies", logits).THRESHOLDS
+    operation: Any = cutoffs_mosaic if _chosen("cutoffs", logits) == "mosaic" else reference.cutoffs
+    return operation(logits, bounds)
 
 
 def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
@@ -87,5 +83,9 @@ def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
 
 
 def _implementation(operation: str, logits: jax.Array):
+    return mosaic if _chosen(operation, logits) == "mosaic" else reference
+
+
+def _chosen(operation: str, logits: jax.Array) -> str:
     wanted = "reference" if current().attention == "reference" else "auto"
-    return mosaic if choose(operation, wanted, {"mosaic": mosaic.unsupported_reason(logits)}) == "mosaic" else reference
+    return choose(operation, wanted, {"mosaic": mosaic.unsupported_reason(logits)})

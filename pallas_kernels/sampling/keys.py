@@ -1,14 +1,25 @@
 """The order of float32 as the order of integers, and probabilities as integers whose sums do not depend on their order."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+# Below the keys of all floats.
+LEAST_KEY = -(2**31)
+LOG2_E = math.log2(math.e)
 
 
 def ordered(x: jax.Array) -> jax.Array:
     """float32 to int32 with the same order; -0.0 comes before 0.0, NaN at the ends."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+def float_of(keys: jax.Array) -> jax.Array:
+    """The inverse of `ordered`."""
+    return lax.bitcast_convert_type(jnp.where(keys < 0, keys ^ jnp.int32(0x7FFFFFFF), keys), jnp.float32)
 
 
 def weight_scale(tempered_max: jax.Array, log_z: jax.Array) -> jax.Array:
@@ -21,9 +32,14 @@ def weight_scale(tempered_max: jax.Array, log_z: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((127 + 30 - exponent) << 23, jnp.float32)
 
 
-def weight(tempered: jax.Array, tempered_max: jax.Array, scale: jax.Array) -> jax.Array:
-    """exp(tempered - max) * scale to the nearest int32. A row's sum fits into 32 bits without a sign.
+def probability(logits: jax.Array, highest: jax.Array, temperature: jax.Array) -> jax.Array:
+    """exp((logits - highest) / temperature): probabilities over the largest one of a row."""
+    return jnp.exp2((logits - highest) * (LOG2_E / temperature))
+
+
+def weight(probability: jax.Array, scale: jax.Array) -> jax.Array:
+    """probability * scale to the nearest int32. A row's sum fits into 32 bits without a sign.
 
     What rounds to nothing has a probability below 2**-31.
     """
-    return (jnp.exp(tempered - tempered_max) * scale + 0.5).astype(jnp.int32)
+    return (probability * scale + 0.5).astype(jnp.int32)

@@ -6,8 +6,6 @@ combine theirs once, at the end, and XLA joins the parts, which are a few number
 """
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,26 +16,16 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.compat import load
-from pallas_kernels.sampling.keys import ordered, weight
-from pallas_kernels.sampling.reference import Likeliest, LogitsStats, Residual, Tally, Weights
+from pallas_kernels.sampling.keys import LOG2_E
+from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
+from pallas_kernels.sampling.reference import Likeliest, LogitsStats, Residual
 
-WARPGROUP = 128
-# Bytes that a thread loads at once.
-LOAD_BYTES = 16
 # Vectors whose loads are in flight together.
 AT_ONCE = 4
-# Blocks of each multiprocessor, if there are columns enough.
-BLOCKS_PER_SM = 8
-# Of a tally: four bits of a key. Twice as many would not fit into registers.
-THRESHOLDS = 15
 # Vectors that a block of `likeliest` keeps in registers.
 KEPT = 8
-# Below all thresholds.
-LEAST_KEY = -(2**31)
 # Below all logits, so that the first maximum is finite: the difference of two infinities is NaN.
 LOWEST = -1e30
-LOG2_E = math.log2(math.e)
 # Ids are kept as float32 beside the logits.
 MOST_IDS = 2**24
 TINY = float(np.finfo(np.float32).tiny)
@@ -55,41 +43,6 @@ def unsupported_reason(logits: jax.Array) -> str | None:
         return f"it needs a vocabulary of at least {width} and rows of multiples of {LOAD_BYTES} bytes, not {V} ids"
     # Logits that a full bucket has masked are float32.
     return hopper_unsupported_reason(*[logits.dtype] * (logits.dtype != f32))
-
-
-class Parts:
-    """How rows of V columns are cut: each block has `vectors` vectors of `width` columns.
-
-    The last vector of a row ends where the row ends, and overlaps the vector before it; further vectors repeat it.
-
-    Args:
-        at_once: a block has a multiple of so many vectors.
-        vectors: of each block (default: as few as keep the GPU busy).
-    """
-
-    def __init__(self, R: int, V: int, itemsize: int, at_once: int, vectors: int | None = None):
-        # The number of an H200, where there is no GPU to ask (lowering on a CPU).
-        sms = getattr(jax.devices()[0], "core_count", None) or 132
-        self.V, self.vec_size = V, LOAD_BYTES // itemsize
-        self.width = WARPGROUP * self.vec_size
-        self.layout = plgpu.Layout.WG_STRIDED((self.width,), vec_size=self.vec_size)
-        total = -(-V // self.width)
-        wanted = min(-(-BLOCKS_PER_SM * sms // R), total)
-        self.vectors = vectors or -(-total // (wanted * at_once)) * at_once
-        self.count = -(-total // self.vectors)
-
-    def column(self, j: Any) -> jax.Array:
-        """The first column of the j-th vector."""
-        return lax.min(j * self.width, i32(self.V - self.width))
-
-    def columns(self, j: Any) -> jax.Array:
-        return plgpu.broadcasted_iota(i32, (self.width,), 0, layout=self.layout) + self.column(j)
-
-    def load(self, ref: Any, row: Any, j: Any) -> jax.Array:
-        return load(ref, (row, pl.ds(self.column(j), self.width)), layout=self.layout).astype(f32)
-
-    def fill(self, value: float, dtype: Any = f32) -> jax.Array:
-        return plgpu.layout_cast(jnp.full((self.width,), value, dtype), self.layout)
 
 
 def _first_of_best(best: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -283,74 +236,6 @@ def gumbel_argmax(
         return ids
     left_ids, left_best = joined(*found[2:])
     return jnp.where(residual.dense & (left_best > -jnp.inf), left_ids, ids)
-
-
-def tallies(logits: jax.Array, weights: Weights | None = None, *, interpret: Any = False) -> Callable[..., Tally]:
-    """See api.py."""
-    return functools.partial(_tally, logits, weights, interpret=interpret)
-
-
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def _tally(
-    logits: jax.Array,
-    weights: Weights | None,
-    brackets: jax.Array,
-    thresholds: jax.Array,
-    wanted: jax.Array,
-    *,
-    interpret: Any = False,
-) -> Tally:
-    """A block of a row that is not wanted ends at once."""
-    R, V = logits.shape
-    T = thresholds.shape[1]
-    parts = Parts(R, V, logits.dtype.itemsize, 1)
-
-    def tally(logits, brackets, thresholds, wanted, *refs):
-        weighing = None if weights is None else Weights(*refs[:2])
-        sums, least, most = refs[-3:]
-        row, part = lax.axis_index("row"), lax.axis_index("part")
-
-        @pl.when(wanted[row] != 0)
-        def _():
-            start, end = brackets[row, 0], brackets[row, 1]
-            bounds = [thresholds[row, t] for t in range(T)]
-            nothing, unit = parts.fill(0, i32), parts.fill(1, i32)
-
-            def step(i, carry):
-                totals, low, high = carry
-                j = part * parts.vectors + i
-                x = parts.load(logits, row, j)
-                # In a vector that overlaps the one before, only new columns count.
-                keys = jnp.where(parts.columns(j) >= j * parts.width, ordered(x), i32(LEAST_KEY))
-                each = unit
-                if weighing is not None:
-                    each = weight(x, weighing.tempered_max[row], weighing.scale[row])
-                totals = tuple(
-                    total + jnp.where(keys >= bound, each, nothing) for total, bound in zip(totals, bounds, strict=True)
-                )
-                inside = (keys >= start) & (keys < end)
-                # ~key turns the order round, which negation would not for the least int32.
-                low = jnp.maximum(low, jnp.where(inside, ~keys, i32(LEAST_KEY)))
-                return totals, low, jnp.maximum(high, jnp.where(inside, keys, i32(LEAST_KEY)))
-
-            none = parts.fill(LEAST_KEY, i32)
-            carry = ((nothing,) * T, none, none)
-            totals, low, high = lax.fori_loop(i32(0), i32(parts.vectors), step, carry)
-            for t, total in enumerate(totals):
-                sums[row, part, t] = total.sum()
-            least[row, part], most[row, part] = low.max(), high.max()
-
-    sums, least, most = plgpu.kernel(
-        tally,
-        out_type=[jax.ShapeDtypeStruct(dims, i32) for dims in ((R, parts.count, T), *((R, parts.count),) * 2)],
-        grid=(R, parts.count),
-        grid_names=("row", "part"),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
-        ),
-    )(logits, brackets, thresholds, wanted.astype(i32), *(weights or ()))
-    return Tally(sums.sum(axis=1).astype(jnp.uint32), (~least.max(axis=1), most.max(axis=1)))
 
 
 @functools.partial(jax.jit, static_argnames=("count", "interpret"))

@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sampling.keys import ordered, weight
+from pallas_kernels.sampling.keys import float_of, ordered, probability, weight
 
 # Ids in a block of `likeliest`. Only a block's maximum is read until the block is known to hold a winner.
 BLOCK = 512
-# Of a pass: each costs XLA a reduction of its own, so more would only add comparisons.
-THRESHOLDS = 1
 
 
 class LogitsStats(NamedTuple):
@@ -49,23 +47,24 @@ class Residual(NamedTuple):
     q_rows: jax.Array
 
 
-class Weights(NamedTuple):
-    """What an id weighs, exp(logit - tempered_max) * scale (see `keys.weight`): float32 [R]."""
-
-    tempered_max: jax.Array
-    scale: jax.Array
-
-
-class Tally(NamedTuple):
-    """What lies at or above each of a row's thresholds.
+class Bounds(NamedTuple):
+    """What rows keep of their logits: ids that min_p, then top_k, then top_p keep. float32 [R] but top_k.
 
     Attributes:
-        sums: uint32 [R, T]: how many ids, or the sum of their weights.
-        inside: int32 [R], the least and the greatest key within the row's bracket; None where nobody looked.
+        temperature: above 0.
+        log_min_p: min_p keeps what is at most this below the largest logit, both over the temperature; -inf: all.
+        top_k: int32 [R], 0: all.
+        top_p: 1: all.
+        highest: a row's largest logit. Finite where top_p does not keep all.
+        scale: of weights, see `keys.weight_scale`.
     """
 
-    sums: jax.Array
-    inside: tuple[jax.Array, jax.Array] | None
+    temperature: jax.Array
+    log_min_p: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    highest: jax.Array
+    scale: jax.Array
 
 
 class Likeliest(NamedTuple):
@@ -121,22 +120,61 @@ def gumbel_argmax(
     return jnp.argmax(jnp.where(untouched[:, None], tempered, adjusted) + noise, axis=1).astype(jnp.int32)
 
 
-def tallies(logits: jax.Array, weights: Weights | None = None) -> Callable[..., Tally]:
-    each = jnp.ones((), jnp.int32)
-    if weights is not None:
-        each = weight(logits, weights.tempered_max[:, None], weights.scale[:, None])
-    # Or XLA would compute the exponentials again in every pass.
-    keys, each = lax.optimization_barrier((ordered(logits), each))
+def border_of(bounds: Bounds, tempered_max: jax.Array) -> jax.Array:
+    """The least logit / temperature that min_p keeps, from the largest one; -inf where it keeps all."""
+    border = tempered_max + bounds.log_min_p
+    # -0.0 is no less than 0.0. A border that is NaN drops nothing.
+    return jnp.where(border > -jnp.inf, jnp.where(border == 0, jnp.float32(-0.0), border), jnp.float32(-jnp.inf))
 
-    def tally(brackets: jax.Array, thresholds: jax.Array, wanted: jax.Array) -> Tally:
-        del brackets, wanted  # Every row costs the same here, and another reduction would cost more than it saves.
-        sums = [
-            jnp.where(keys >= thresholds[:, t, None], each, 0).sum(axis=1, dtype=jnp.int32)
-            for t in range(thresholds.shape[1])
-        ]
-        return Tally(jnp.stack(sums, axis=1).astype(jnp.uint32), None)
 
-    return tally
+def cutoffs(logits: jax.Array, bounds: Bounds) -> jax.Array:
+    """Bisection over the bits of keys: a pass a bit and rule, and one for what equals the least that is kept."""
+    logits = logits.astype(jnp.float32)
+
+    def wide(values: jax.Array) -> jax.Array:
+        return values[:, None]
+
+    tempered = ordered(logits / wide(bounds.temperature))
+    relative = probability(logits, wide(bounds.highest), wide(bounds.temperature))
+    weights = weight(relative, wide(bounds.scale))
+    # Once, and in memory: or XLA would compute them again in every pass, and could round them otherwise.
+    keys, tempered, relative, weights = lax.optimization_barrier((ordered(logits), tempered, relative, weights))
+
+    def least(kept: jax.Array, values: jax.Array, most: float) -> jax.Array:
+        return jnp.where(kept, values, most).min(axis=1)
+
+    greatest = 2**31 - 1
+    border = border_of(bounds, float_of(tempered.max(axis=1)))
+    first = least(tempered >= wide(ordered(border)), keys, greatest)
+
+    def counted(key: jax.Array) -> jax.Array:
+        return (keys >= wide(key)).sum(axis=1, dtype=jnp.int32)
+
+    found = _greatest_with(lambda key: counted(key) >= bounds.top_k, first)
+    same = tempered >= wide(least(keys >= wide(found), tempered, greatest))
+    least_k = jnp.where(bounds.top_k > 0, least(same, keys, greatest), first)
+
+    def weighed(key: jax.Array) -> jax.Array:
+        total = jnp.where(keys >= wide(key), weights, 0).sum(axis=1, dtype=jnp.int32)
+        return total.astype(jnp.uint32).astype(jnp.float32)
+
+    target = bounds.top_p * weighed(least_k)
+    found = _greatest_with(lambda key: weighed(key) >= target, least_k)
+    same = (keys >= wide(least_k)) & (relative >= wide(least(keys >= wide(found), relative, jnp.inf)))
+    return jnp.where(bounds.top_p < 1, least(same, keys, greatest), least_k)
+
+
+def _greatest_with(enough: Callable[[jax.Array], jax.Array], first: jax.Array) -> jax.Array:
+    """The greatest key int32 [R] that is enough, or `first` if that is greater."""
+
+    def key_of(bits: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)
+
+    bits = jnp.zeros(first.shape, jnp.uint32)
+    for bit in range(31, -1, -1):
+        candidate = bits | jnp.uint32(1 << bit)
+        bits = jnp.where(enough(key_of(candidate)), candidate, bits)
+    return jnp.maximum(first, key_of(bits))
 
 
 def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:

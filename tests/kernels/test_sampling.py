@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, reference
+from pallas_kernels.sampling.cutoffs import cutoffs
 from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
@@ -100,19 +101,14 @@ def test_lowers_for_the_gpu(R, size, dtype):
     bools, keys, log_q = shape((R,), bool), shape((R, 2), jnp.uint32), shape((3 * R, size), jnp.float32)
     residual = reference.Residual(floats, ints, bools, log_q, ints)
 
-    def tally(logits, weights, *args):
-        return mosaic.tallies(logits, weights)(*args)
-
     def best(logits, wanted):
         return mosaic.likeliest(logits, 20, wanted)
 
-    brackets, thresholds = shape((R, 2), jnp.int32), shape((R, mosaic.THRESHOLDS + 1), jnp.int32)
     for function, *args in (
         (mosaic.logits_stats, logits, floats),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, None),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual),
-        (tally, logits, None, brackets, thresholds, bools),
-        (tally, logits, reference.Weights(floats, floats), brackets, thresholds, bools),
+        (cutoffs, logits, reference.Bounds(floats, floats, ints, floats, floats, floats)),
         (best, logits, bools),
     ):
         text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
