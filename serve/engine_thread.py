@@ -30,6 +30,8 @@ logger = logging.getLogger("jaxspec.serve")
 MAX_UNREAD_BYTES = 16 * 2**20
 MAX_ALL_UNREAD_BYTES = 256 * 2**20
 _UNREAD_CHECK_SECONDS = 1.0
+# How often an engine without work looks for steps that have been compiled since its start.
+_PREPARE_SECONDS = 0.1
 
 
 class Phase(enum.Enum):
@@ -238,7 +240,10 @@ class EngineThread:
         assert self.model is not None
         engine = self.model.engine
         while not self._stopping:
-            self._run_commands(wait=not engine.has_work)
+            if engine.has_work:
+                self._run_commands(0)
+            else:
+                self._run_commands(_PREPARE_SECONDS if engine.prepare() else None)
             if not engine.has_work:
                 self._publish()
                 continue
@@ -255,9 +260,10 @@ class EngineThread:
             if delivered:
                 self._call(self._deliver, delivered)
 
-    def _run_commands(self, *, wait: bool) -> None:
+    def _run_commands(self, seconds: float | None) -> None:
+        """Runs what waits, after waiting up to so long for the first command; None: as long as it takes."""
         try:
-            self._commands.get(block=wait)()
+            self._commands.get(block=seconds != 0, timeout=seconds)()
             while True:
                 self._commands.get_nowait()()
         except queue.Empty:

@@ -197,6 +197,10 @@ class Engine:
                 param="max_tokens",
             )
 
+    def prepare(self) -> bool:
+        """While there is no work: lets a step serve that was compiled since the start. Whether more may come."""
+        return self.runner.install_prepared()
+
     def abort(self, request_id: str) -> None:
         """Ends a request in any state; an unknown id is ignored, for the request may just have ended."""
         request = self._requests.get(request_id)

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,8 @@ from pallas_kernels.backend import Backends, UnsupportedError, use
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
 WARMUP_RUNS = 3
+# One step is traced at a time: Python's lock lets no two run, and the more threads want it, the longer a serving one waits.
+_tracing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ class Runner:
             announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
                 at the same time as `progress`.
             wait_for_all: False: on a GPU only the `first_buckets` are ready then, and the rest follow while steps run.
-                Their first runs are steps of requests. (A CPU has few buckets, and no cores to spare.)
+                Their first runs are steps of requests, or `install_prepared`'s. (A CPU has few buckets, and no cores to spare.)
         """
         self.state = self.state._replace(
             masks=self._upload.warm_up(self.state.masks, self.store),
@@ -243,13 +246,9 @@ class Runner:
 
         def use(bucket: Bucket, executable: Executable) -> None:
             self._install(bucket, executable)
-            if bucket.part != "whole":
-                self._warm_up_parts(replace(bucket, part="whole"))
-                return
-            if bucket.prefill_tokens and bucket.variant == "full":
+            if bucket.part == "whole" and bucket.prefill_tokens and bucket.variant == "full":
                 self._prepare_score(bucket)
-            for _ in range(WARMUP_RUNS):
-                self.run_padding(bucket).packed.block_until_ready()
+            self._try_out(bucket)
 
         self._preparation.run(first, use, progress, announce)
         self.store.flush()
@@ -258,8 +257,27 @@ class Runner:
         else:
             self._preparation.save()
 
-    def _warm_up_parts(self, bucket: Bucket) -> None:
-        """Runs the parts of a step without requests, once both are there."""
+    def install_prepared(self) -> bool:
+        """Runs one executable that threads have prepared on padding, and lets it serve. Nothing may be in flight.
+
+        Returns:
+            Whether more may come.
+        """
+        assert not self.in_flight
+        pending = self.num_pending  # read first: what is prepared later is found next time
+        prepared = self._preparation.take(1)
+        for bucket, executable in prepared:
+            self._install(bucket, executable)
+            self._try_out(bucket)
+        return bool(prepared or pending)
+
+    def _try_out(self, bucket: Bucket) -> None:
+        """First runs, on padding; of a step in two parts once both are there."""
+        if bucket.part == "whole":
+            for _ in range(WARMUP_RUNS):
+                self.run_padding(bucket).packed.block_until_ready()
+            return
+        bucket = replace(bucket, part="whole")
         if bucket in self.split_ready:
             inputs = np.zeros(self.layouts[bucket].size, np.int32)
             for _ in range(WARMUP_RUNS):
@@ -372,7 +390,8 @@ class Runner:
         try:
             handed = (self._forwarded(bucket),) if bucket.part == "choose" else ()
             with self._exact(), use(self._backends) as chosen:
-                lowered = jitted.lower(self._leaves, self._shapes, inputs, *handed)
+                with _tracing:
+                    lowered = jitted.lower(self._leaves, self._shapes, inputs, *handed)
                 compiled = lowered.compile(self._xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None

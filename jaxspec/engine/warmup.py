@@ -28,7 +28,7 @@ logger = logging.getLogger("jaxspec.warmup")
 # A decode step of one request, and of a few; the largest number is always among the first.
 FIRST_DECODE_ROWS = (1, 8)
 # Python gives its lock to a waiting thread after this long (5 ms by default): a step must not wait for a tracing thread.
-_SWITCH_SECONDS = 0.0005
+_SWITCH_SECONDS = 0.0001
 # As `nice` counts, of threads that compile while steps run.
 _LOW_PRIORITY = 10
 # Most that the end of the process waits for a compilation, which cannot be interrupted.
@@ -74,7 +74,7 @@ class Preparation:
         save: keeps one.
 
     Attributes:
-        num_pending: buckets that are still to come from the threads that `go_on` starts.
+        num_pending: buckets that the threads that `go_on` starts have still to prepare.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Preparation:
     ):
         self._load, self._make, self._save = load, make, save
         self._stopping = threading.Event()
+        self._counting = threading.Lock()
         self._prepared: queue.SimpleQueue[tuple[Bucket, Executable]] = queue.SimpleQueue()
         self._unsaved: list[tuple[Bucket, Executable]] = []
         self._threads: list[threading.Thread] = []
@@ -174,14 +175,14 @@ class Preparation:
             thread.start()
 
     def _prepare(self, bucket: Bucket) -> str:
-        executable = self._load(bucket)
-        if executable is not None:
+        kept = self._load(bucket)
+        executable = kept or self._make(bucket)
+        with self._counting:
             self._prepared.put((bucket, executable))
-            return "loaded"
-        executable = self._make(bucket)
-        self._prepared.put((bucket, executable))
-        self._save(bucket, executable)
-        return "compiled"
+            self.num_pending -= 1
+        if kept is None:
+            self._save(bucket, executable)
+        return "loaded" if kept else "compiled"
 
     def stop(self) -> None:
         """Waits for the compilations that run, and begins no other: the process may not end while XLA compiles."""
@@ -190,12 +191,11 @@ class Preparation:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def take(self) -> list[tuple[Bucket, Executable]]:
-        """What has been prepared since the last call."""
-        out = []
-        while self.num_pending and not self._prepared.empty():
+    def take(self, most: int = sys.maxsize) -> list[tuple[Bucket, Executable]]:
+        """What has been prepared and not taken."""
+        out: list[tuple[Bucket, Executable]] = []
+        while len(out) < most and not self._prepared.empty():
             out.append(self._prepared.get())
-            self.num_pending -= 1
         return out
 
 

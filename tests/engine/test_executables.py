@@ -20,10 +20,16 @@ from jaxspec.compile_cache import FileStore
 from jaxspec.config import Settings
 from jaxspec.engine import fingerprint
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.executables import Executable, ExecutableStore
 from jaxspec.engine.fingerprint import NotKeptError, canonical
 from jaxspec.engine.memory import free_bytes
+from jaxspec.engine.runner import Runner
 from jaxspec.engine.warmup import Preparation, first_buckets
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.params import random_params
+from jaxspec.models.registry import read_config
+from tests.engine import tiny
 
 MESH = Mesh(np.array(jax.devices()[:1]), ("tensor",))
 GPU = Settings(
@@ -174,6 +180,23 @@ def test_the_rest_come_from_threads_and_a_failure_is_logged(caplog):
     assert preparation.num_pending == 1
     assert kept == {A: "made 1", B: "made 2"}
     assert "larger ones go on serving" in caplog.text
+
+
+def test_an_idle_engine_takes_what_was_prepared():
+    """No request need come before the steps that are compiled after the start have run and serve."""
+    model, mesh = CausalLM(read_config(tiny.HF_CONFIG), jnp.float32), MESH
+    params = random_params(model, mesh, seed=3, randomize_norms=True)
+    settings = dataclasses.replace(tiny.SETTINGS, on_gpu=True)
+    late, *first = Bucket(0, 0, 2, "lean"), Bucket(0, 0, 4, "lean"), Bucket(64, 8, 8, "lean")
+    runner = Runner(model, params, settings, mesh, buckets=(late, *first))
+    engine = Engine(runner, vocab_size=tiny.VOCAB)
+    engine.warm_up(wait_for_all=False)
+    deadline = time.monotonic() + 60
+    while engine.prepare() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.stats().buckets_pending == 0
+    assert not engine.prepare()
+    assert runner.executable(late) is not None
 
 
 def test_compilations_apart_are_no_faults():

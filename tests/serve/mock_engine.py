@@ -121,6 +121,9 @@ class MockEngine:
     def has_work(self) -> bool:
         return bool(self._requests or self._early)
 
+    def prepare(self) -> bool:
+        return False
+
     def validate(self, request: Request) -> None:
         limit, max_tokens = self.max_model_len, request.params.max_tokens
         if not request.prompt_len:
