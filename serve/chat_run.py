@@ -13,7 +13,7 @@ from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
 from serve.generation import Choice, Delta
 from serve.parsers.events import Event, Reasoning
-from serve.parsers.grammar import required_calls
+from serve.parsers.grammar import ANYTHING, held_calls, required_calls
 from serve.parsers.output import OutputFormat, OutputParser, ThinkTags
 from serve.parsers.registry import reasoning_parser, tool_parser
 from serve.protocol import ChatBody
@@ -70,12 +70,15 @@ async def prepare_chat(
     """Renders and encodes the chat.
 
     Raises:
-        InvalidRequestError: the template rejects it, or it is too long, or the format of the model's calls is not known.
+        InvalidRequestError: the template rejects it, or it is too long, or the format of the model's calls is not known, or
+            a schema that they are to be held to cannot be.
         ApiError: too much text is in work, or a deadline has passed.
     """
     tokenizer = service.tokenizer()
     form, tags = output_format(service, body)
-    asked, names = params[0].structured_outputs, body.required_tools
+    prompt = await encode_chat(service, body)
+    prompt_end = tokenizer.decode(prompt[-_LAST_IDS:], skip_special_tokens=False)
+    asked, names, held = params[0].structured_outputs, body.required_tools, list[str]()
     if names is not None or (asked is not None and body.callable_tools):
         await service.compiled_grammar(asked)  # so that an error names the right schema
         instead = asked if names is None else None
@@ -83,9 +86,10 @@ async def prepare_chat(
         parallel = body.parallel_tool_calls and len(names) > 1
         calls = _calls_grammar(tokenizer, form, names, parallel=parallel, instead=instead)
         params = [replace(each, structured_outputs=calls) for each in params]
-    matcher = await service.compiled_grammar(params[0].structured_outputs, param="tools" if names else None)
-    prompt = await encode_chat(service, body)
-    prompt_end = tokenizer.decode(prompt[-_LAST_IDS:], skip_special_tokens=False)
+    elif held := body.strict_tools:
+        calls = _held_grammar(tokenizer, form, held, prompt_end)
+        params = [replace(each, structured_outputs=calls) for each in params]
+    matcher = await service.compiled_grammar(params[0].structured_outputs, param="tools" if names or held else None)
     choices = service.make_choices(
         [prompt],
         params,
@@ -94,7 +98,7 @@ async def prepare_chat(
         arrival_time=arrival,
         matcher=matcher,
         shown=tokenizer.ids_of(tags),
-        free_until=None if matcher is None else _end_of_thought(tokenizer, form, prompt_end),
+        free_until=None if matcher is None or held else _end_of_thought(tokenizer, form, prompt_end),
     )
     parsers = [OutputParser(form, prompt_end) for _ in choices]
     return ChatRun(tokenizer, choices, parsers, form.reasoning is not None, body.include_reasoning)
@@ -120,6 +124,24 @@ def _calls_grammar(
     schemas = {name: form.schemas[name] for name in names}
     answer = None if instead is None else _answer_schema(instead)
     text = required_calls(form.tools, schemas, tokenizer.special_id, parallel=parallel, instead=answer)
+    return StructuredOutputsParams(grammar=text)
+
+
+def _held_grammar(
+    tokenizer: Tokenizer, form: OutputFormat, strict: Sequence[str], prompt_end: str
+) -> StructuredOutputsParams:
+    """The grammar of an answer that may call functions, of which those of these names fit their schemas.
+
+    Raises:
+        InvalidRequestError: the schemas are too long.
+    """
+    schemas = {name: schema if name in strict else ANYTHING for name, schema in form.schemas.items()}
+    thoughts, calls = form.reasoning, form.calls
+    assert calls is not None
+    thought, inside = None, False
+    if isinstance(thoughts, ThinkTags) and not form.calls_end_thoughts:
+        thought, inside = thoughts.tokens, thoughts.begins_inside(prompt_end)
+    text = held_calls(calls, schemas, tokenizer.special_id, tokenizer.special_ids, thought=thought, inside=inside)
     return StructuredOutputsParams(grammar=text)
 
 

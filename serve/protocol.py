@@ -17,7 +17,7 @@ from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 from serve import tolerance
 from serve.fields import MAX_PROMPTS, Count, Int64, LogitBias, Prompt, Stop, StopTokenIds, Tokens, invalid
 from serve.structured import ResponseFormat, StructuredOutputs
-from serve.tool_fields import ToolCalls, ToolChoice, Tools, Variables, required_names
+from serve.tool_fields import ToolCalls, ToolChoice, Tools, Variables, required_names, without_marks
 
 MAX_CHOICES = 16
 MAX_OUTPUTS = 256  # choices times prompts of one call
@@ -310,6 +310,11 @@ class ChatBody(GenerationBody):
         """The functions of which one has to be called; None where none has to be."""
         return required_names(self.tool_choice, self.tools or [])
 
+    @property
+    def strict_tools(self) -> list[str]:
+        """The functions whose calls are held to their schemas, whether or not one has to be called."""
+        return [tool["function"]["name"] for tool in self.callable_tools if tool.get("strict")]
+
     @model_validator(mode="after")
     def _check_tool_choice(self) -> "ChatBody":
         """What is asked of an answer's text by `response_format` is nothing to an answer that has to be a call."""
@@ -334,7 +339,7 @@ def template_variables(
     tools: list[dict[str, Any]] | None, effort: str | None, kwargs: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Variables of a chat template. An effort also turns thinking on or off, by both names that templates have for that."""
-    out: dict[str, Any] = {"tools": tools} if tools else {}
+    out: dict[str, Any] = {"tools": without_marks(tools)} if tools else {}
     if effort is not None:
         thinks = effort != "none"
         out |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}

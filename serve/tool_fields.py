@@ -35,7 +35,7 @@ _TAKEN = frozenset(
     ]
 )
 # Fields of tools and calls that change nothing here.
-_FUNCTION_NOTES = frozenset({"strict", "cache_control"})
+_FUNCTION_NOTES = frozenset({"cache_control"})
 _CALL_NOTES = frozenset({"index", "provider_specific_fields", "cache_control", "extra_content"})
 CHOICES = ("none", "auto", "required")
 
@@ -91,14 +91,27 @@ def function_tool(name: str, description: str | None, parameters: Json | None) -
 
 
 def read_function(function: Json, at: str) -> Json:
-    """A tool of an object with name, description and parameters."""
+    """A tool of an object with name, description and parameters; where its calls are held to these, it is marked `strict`."""
     name = check_name(function.get("name"), f"{at}.name")
     description, parameters = function.get("description"), function.get("parameters")
     if description is not None:
         check_text(description, f"{at}.description")
     if parameters is not None:
         check_object(parameters, f"{at}.parameters")
-    return function_tool(name, description, parameters)
+    tool = function_tool(name, description, parameters)
+    return tool | {"strict": True} if _is_strict(function, at) else tool
+
+
+def _is_strict(value: Json, at: str) -> bool:
+    strict = value.get("strict")
+    if strict not in (None, True, False):
+        raise invalid("must be true or false", f"{at}.strict")
+    return bool(strict)
+
+
+def without_marks(tools: list[Json]) -> list[Json]:
+    """Tools as templates are given them."""
+    return [{"type": "function", "function": tool["function"]} for tool in tools]
 
 
 def unique_names(tools: list[Json]) -> list[Json]:
@@ -117,11 +130,11 @@ def _tools(value: Any) -> list[Json]:
         check_object(tool, f"[{i}]")
         if tool.get("type") != "function":
             raise invalid("must be 'function'", f"[{i}].type")
-        only(tool, ("type", "function"), _FUNCTION_NOTES, f"[{i}]")
+        only(tool, ("type", "function", "strict"), _FUNCTION_NOTES, f"[{i}]")
         at = f"[{i}].function"
         function = check_object(tool.get("function"), at)
-        only(function, ("name", "description", "parameters"), _FUNCTION_NOTES, at)
-        found.append(read_function(function, at))
+        only(function, ("name", "description", "parameters", "strict"), _FUNCTION_NOTES, at)
+        found.append(read_function(function | {"strict": True} if _is_strict(tool, f"[{i}]") else function, at))
     return unique_names(found)
 
 
@@ -199,7 +212,10 @@ FUNCTION_SCHEMA: Json = {
         "name": _NAME_SCHEMA,
         "description": {"type": "string"},
         "parameters": {"type": "object", "description": "A JSON schema."},
-        "strict": {"description": "Accepted; arguments are held to the schema where a call is required."},
+        "strict": {
+            "anyOf": [{"type": "boolean"}, {"type": "null"}],
+            "description": "Calls are held to the schema; where a call is required they always are.",
+        },
     },
     "required": ["name"],
 }

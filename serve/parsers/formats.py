@@ -20,7 +20,7 @@ class ToolFormat(Protocol):
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Of its tags those that are special tokens in some vocabulary: the text must have them."""
+        """See `CallWriter`."""
         ...
 
     @property
@@ -39,6 +39,10 @@ class ToolFormat(Protocol):
 
     def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
         """The grammar of one call of a function, whose parameters have this JSON schema."""
+        ...
+
+    def watch(self, grammar: CallGrammar, functions: Schemas) -> str:
+        """See `CallWriter`."""
         ...
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:

@@ -10,9 +10,9 @@ from serve.parsers.events import Sink
 from serve.parsers.source import Parsing, Source, attempt
 
 _MESSAGE = "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_STARTS = ("<|start|>", "<|channel|>")
-TOKENS = (_MESSAGE, *_ENDS, *_STARTS, "<|constrain|>")
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+STARTS = ("<|start|>", "<|channel|>")
+TOKENS = (_MESSAGE, *ENDS, *STARTS, "<|constrain|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<>{}\"']{1,256})")
 
@@ -25,7 +25,7 @@ def parse_harmony(source: Source, sink: Sink, *, tools: bool, reasoning: bool) -
     """
     thought_end = 0
     while True:
-        tag = yield from source.until(sink.content, *_STARTS)
+        tag = yield from source.until(sink.content, *STARTS)
         if tag is None:
             return thought_end
         found = yield from attempt(source, source.short(_MESSAGE))
@@ -36,12 +36,12 @@ def parse_harmony(source: Source, sink: Sink, *, tools: bool, reasoning: bool) -
         channel, function = _CHANNEL.search(header), _FUNCTION.search(header)
         if function and tools:
             sink.call(function.group(1))
-            yield from source.until(sink.arguments, *_ENDS)
+            yield from source.until(sink.arguments, *ENDS)
             if not source.cut:
                 sink.end_call()
         elif reasoning and channel and channel.group(1) == "analysis":
-            yield from source.until(sink.reasoning, *_ENDS)
+            yield from source.until(sink.reasoning, *ENDS)
             thought_end = source.consumed
             sink.end_of_reasoning()
         else:
-            yield from source.until(sink.content, *_ENDS)
+            yield from source.until(sink.content, *ENDS)

@@ -7,7 +7,7 @@ from typing import Any
 from serve.parsers.arguments import Schemas
 from serve.parsers.events import Sink
 from serve.parsers.formats import call_name
-from serve.parsers.grammar import CallGrammar, Frame
+from serve.parsers.grammar import CallGrammar, Frame, pattern
 from serve.parsers.source import Parsing, Source, attempt
 
 
@@ -62,11 +62,44 @@ class JsonCalls:
         return Frame(between=f"/{self.between} ?/" if self.between else grammar.text("\n"))
 
     def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
-        head, value = f'{{"name": "{name}", "{self.arguments}": ', grammar.value(parameters)
         if not self.close:
-            return f"{grammar.text(head)} {value} {grammar.text('}')}"
-        before, after = grammar.text("\n" + head), grammar.text("}\n")
-        return f"{grammar.tag(self.opens[0])} {before} {value} {after} {grammar.tag(self.close)}"
+            return f"{grammar.text(self._head(name))} {grammar.value(parameters)} {grammar.text('}')}"
+        return f"{grammar.tag(self.opens[0])} {self._tagged(grammar, name, parameters)}"
+
+    def watch(self, grammar: CallGrammar, functions: Schemas) -> str:
+        if self.close:
+            calls = grammar.either(self._tagged(grammar, name, each) for name, each in functions.items())
+            return grammar.watched([(tag, calls) for tag in self.opens])
+        values = {name: grammar.value(each) for name, each in functions.items()}
+        first, more = (self._bare_call(grammar, values, before) for before in ("", rf"\s*{self.between}"))
+        calls = f"({first} {more}*)?"
+        return grammar.watched([(tag, calls) for tag in self.opens], first=calls)
+
+    def _head(self, name: str) -> str:
+        return f'{{"name": "{name}", "{self.arguments}": '
+
+    def _tagged(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        """A call behind its opening tag."""
+        before, after = grammar.text("\n" + self._head(name)), grammar.text("}\n")
+        return f"{before} {grammar.value(parameters)} {after} {grammar.tag(self.close)}"
+
+    def _bare_call(self, grammar: CallGrammar, values: Mapping[str, str], before: str) -> str:
+        """One call as `_one` tells it from other objects, which it does by its beginning, however that is spaced.
+
+        Args:
+            values: the arguments of each function.
+            before: a regular expression of what stands in front.
+        """
+        bodies = []
+        brace, keys = rf"{before}\s*\{{\s*", r'"(arguments|parameters)"\s*:'
+        names = {name: pattern(name) for name in values}
+        for name, value in values.items():
+            head = grammar.soon(rf'{brace}"name"\s*:\s*"{names[name]}"\s*,\s*{keys}')
+            bodies.append(f"{head} {grammar.text(' ')}? {value} {grammar.text('}')}")
+        # Arguments first: whose they are turns out behind them. An object that is no call cannot begin so.
+        named = [rf'{value} /\s*,\s*"name"\s*:\s*"{names[name]}"\s*\}}/' for name, value in values.items()]
+        bodies.append(f"{grammar.soon(brace + keys)} {grammar.text(' ')}? {grammar.either(named)}")
+        return grammar.either(bodies)
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:
         if not (yield from self._one(source, sink, tag, schemas)):

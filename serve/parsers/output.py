@@ -8,7 +8,7 @@ from serve.parsers.arguments import Schemas
 from serve.parsers.events import Event, Sink, new_call_id
 from serve.parsers.formats import ToolFormat
 from serve.parsers.grammar import CallGrammar, Frame
-from serve.parsers.harmony import TOKENS, parse_harmony
+from serve.parsers.harmony import ENDS, STARTS, TOKENS, parse_harmony
 from serve.parsers.source import Parsing, Source, attempt
 
 
@@ -25,7 +25,7 @@ class ThinkTags:
     starts_inside: bool = False
 
     @property
-    def tokens(self) -> tuple[str, ...]:
+    def tokens(self) -> tuple[str, str]:
         return (self.open, self.close)
 
     def begins_inside(self, prompt_end: str) -> bool:
@@ -55,6 +55,21 @@ class Harmony:
         json_follows = f"{tag('<|constrain|>')} {text('json')} {tag('<|message|>')}"
         return f"{tag('<|channel|>')} {to} {json_follows} {grammar.value(parameters)}"
 
+    def watch(self, grammar: CallGrammar, functions: Schemas) -> str:
+        """Of a message's header: a text may say what it likes of functions."""
+        tag, text = grammar.tag, grammar.text
+        space, as_json = f"{text(' ')}?", f"{tag('<|constrain|>')} {text('json')}"
+        kind = f"({space} {tag('<|channel|>')} {text('commentary')})? ({space} {as_json} | {text(' json')})? {space}"
+        calls = [f"{text(name)} {kind} {tag('<|message|>')} {grammar.value(each)}" for name, each in functions.items()]
+        others = grammar.others("<|message|>")
+        before = f"(ANY_TEXT {others})*" if others else ""
+        call = grammar.either([f"{before} {grammar.free('to=functions.')} {grammar.either(calls)}"])
+        end = grammar.either(map(tag, ENDS))
+        header = grammar.either([f"{before} {grammar.free('<|message|>')}", f"{call} {end}"])
+        return grammar.watched(
+            [(each, header) for each in STARTS], last=[f"{grammar.free(each)} {call}" for each in STARTS]
+        )
+
 
 @dataclass(frozen=True)
 class OutputFormat:
@@ -76,6 +91,16 @@ class OutputFormat:
     def tokens(self) -> frozenset[str]:
         """Special tokens that the text must have."""
         return frozenset(tag for part in (self.reasoning, self.tools) if part for tag in part.tokens)
+
+    @property
+    def calls(self) -> ToolFormat | Harmony | None:
+        """The format in which calls are read: messages have their own."""
+        return self.reasoning if self.tools and isinstance(self.reasoning, Harmony) else self.tools
+
+    @property
+    def calls_end_thoughts(self) -> bool:
+        """A call may come inside a thought, which it ends."""
+        return self.calls is not None and (isinstance(self.calls, Harmony) or self.calls.ends_reasoning)
 
 
 class OutputParser:
@@ -139,7 +164,7 @@ class OutputParser:
         if opened is None and not inside:
             return None
         ends = (
-            form.tools.opens if form.tools and not isinstance(form.tools, Harmony) and form.tools.ends_reasoning else ()
+            form.tools.opens if form.tools and not isinstance(form.tools, Harmony) and form.calls_end_thoughts else ()
         )
         tag = yield from source.until(self._sink.reasoning, tags.close, *ends)
         self.reasoning_end = source.consumed

@@ -55,12 +55,22 @@ class Sections:
         return Frame(grammar.tag(self.section[0]), "", grammar.tag(self.section[1]))
 
     def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        return f"{grammar.tag(self.call[0])} {self._opened(grammar, name, parameters)}"
+
+    def watch(self, grammar: CallGrammar, functions: Schemas) -> str:
+        call = grammar.either(self._opened(grammar, name, each) for name, each in functions.items())
+        opening, line = grammar.tag(self.call[0]), grammar.text("\n")
+        section = f"{opening} {call} ({line}? {opening} {call})* {grammar.tag(self.section[1])}"
+        return grammar.watched([(self.section[0], section), (self.call[0], call)])
+
+    def _opened(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        """A call behind its opening tag."""
         tag, text, arguments = grammar.tag, grammar.text, grammar.value(parameters)
         if self.has_kind:
             head = f"{text('function')} {tag(self.middle)} {text(name + chr(10) + '```json' + chr(10))}"
-            return f"{tag(self.call[0])} {head} {arguments} {text(chr(10) + '```')} {tag(self.call[1])}"
+            return f"{head} {arguments} {text(chr(10) + '```')} {tag(self.call[1])}"
         head = f"{text(f'functions.{name}:')} /[0-9]{{1,4}}/" if self.has_id else text(name)
-        return f"{tag(self.call[0])} {head} {tag(self.middle)} {arguments} {tag(self.call[1])}"
+        return f"{head} {tag(self.middle)} {arguments} {tag(self.call[1])}"
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:  # noqa: ARG002
         header = yield from attempt(source, self._first(source, tag))

@@ -7,7 +7,7 @@ from typing import Any
 from serve.parsers.arguments import ArgumentsWriter, Schemas, types_of
 from serve.parsers.events import Sink
 from serve.parsers.formats import call_name
-from serve.parsers.grammar import CallGrammar, Frame
+from serve.parsers.grammar import ANY_NAME, CallGrammar, Frame
 from serve.parsers.source import Parsing, Source, attempt
 
 
@@ -50,6 +50,18 @@ class TaggedCalls:
         return Frame(f"{before} {line}", line, f"{line} {after}")
 
     def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        return f"{grammar.text(self.call[0])} {self._opened(grammar, name, parameters)}"
+
+    def watch(self, grammar: CallGrammar, functions: Schemas) -> str:
+        opened = grammar.either(self._opened(grammar, name, each) for name, each in functions.items())
+        line = grammar.text("\n")
+        call = f"{grammar.text(self.call[0])} {opened} {line}"
+        calls = f"{line} {call}" if self.wrap_is_optional else f"{line} ({call})+"  # each has its own wrap, or not
+        openings = [(before, f"{calls} {grammar.tag(after)}") for before, after in self.wraps]
+        return grammar.watched([*openings, *([(self.call[0], opened)] if self.wrap_is_optional else [])])
+
+    def _opened(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        """A call behind what begins it."""
         text = grammar.text
         edge = "\n" if self.trims else ""
 
@@ -59,8 +71,18 @@ class TaggedCalls:
             value = grammar.bare_value(schema, parameters, edge + self.parameter[1])
             return f"{text(self.parameter[0] + key + end + edge)} {value} {text(chr(10))}"
 
-        head = text(f"{self.call[0]}{name}{self.call[1]}\n")
-        return f"{head} {grammar.parameters(parameters, parameter)} {text(self.call[2])}"
+        def anything() -> str:
+            begin, end = text(self.parameter[0]), edge + self.parameter[1]
+            values = (
+                [grammar.free(end), f"{grammar.value({})} {grammar.tag(end)}"]
+                if self.tells_texts
+                else [grammar.free(end)]
+            )
+            written = (f"{text(name + edge)} {value}" for name, value in zip(self.names, values, strict=True))
+            return f"{begin} {ANY_NAME} {grammar.either(written)} {text(chr(10))}"
+
+        written = grammar.parameters(parameters, parameter, anything)
+        return f"{text(f'{name}{self.call[1]}' + chr(10))} {written} {text(self.call[2])}"
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:
         wrapped = tag != self.call[0]
@@ -122,6 +144,14 @@ class GlmCalls:
         return Frame(between=grammar.text("\n"))
 
     def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        return f"{grammar.tag('<tool_call>')} {self._opened(grammar, name, parameters)}"
+
+    def watch(self, grammar: CallGrammar, functions: Schemas) -> str:
+        calls = grammar.either(self._opened(grammar, name, each) for name, each in functions.items())
+        return grammar.watched([("<tool_call>", calls)])
+
+    def _opened(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+        """A call behind its opening tag."""
         tag, text = grammar.tag, grammar.text
 
         def parameter(key: str, schema: Mapping[str, Any]) -> str:
@@ -129,8 +159,11 @@ class GlmCalls:
             head = f"{tag('<arg_key>')} {text(key)} {tag('</arg_key>')} {text(chr(10))} {tag('<arg_value>')}"
             return f"{head} {value} {text(chr(10))}"
 
-        head = f"{tag('<tool_call>')} {text(name + chr(10))}"
-        return f"{head} {grammar.parameters(parameters, parameter)} {tag('</tool_call>')}"
+        def anything() -> str:
+            head = f"{tag('<arg_key>')} {ANY_NAME} {tag('</arg_key>')} {text(chr(10))} {tag('<arg_value>')}"
+            return f"{head} {grammar.free('</arg_value>')} {text(chr(10))}"
+
+        return f"{text(name + chr(10))} {grammar.parameters(parameters, parameter, anything)} {tag('</tool_call>')}"
 
     def calls(self, source: Source, sink: Sink, tag: str, schemas: Schemas) -> Parsing[bool]:  # noqa: ARG002
         found = yield from attempt(source, self._header(source))

@@ -155,7 +155,7 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
 
 def _as_asked(body: ResponsesBody) -> dict[str, Any]:
     """What a response repeats of its request, and what never changes here."""
-    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in body.tools or []]
+    tools = [{"type": "function", "strict": tool.get("strict", False), **tool["function"]} for tool in body.tools or []]
     effort = body.reasoning.effort if body.reasoning else None
     return {
         "object": "response",

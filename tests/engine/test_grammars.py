@@ -43,6 +43,7 @@ file are in this one; files are under tests/.
 import collections
 import contextlib
 import itertools
+import json
 import random
 import re
 from pathlib import Path
@@ -55,7 +56,11 @@ import pytest
 
 from jaxspec.compat import compiles
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
+from serve.parsers.grammar import held_calls
+from serve.parsers.json_calls import JsonCalls
 from tests.engine.grammar_requests import (
     PIECES,
     THOUGHT_END,
@@ -64,6 +69,7 @@ from tests.engine.grammar_requests import (
     fits,
     grammar_requests,
     prompt_of,
+    tokenizer,
 )
 from tests.engine.scripted import changing_runner, eagle3_runner, exchanged, target_params
 from tests.engine.test_draft_counts import Forced
@@ -251,3 +257,52 @@ def test_the_distribution_is_the_targets_over_what_is_allowed():
     # The test of the test: it tells another temperature.
     statistic, bound = chi_square(counts, distribution(prompt, asked, length, 0.65))
     assert statistic > bound
+
+
+# Calls as `<name{...}>` in free text: one character opens them, so that random text has many.
+CALLS = JsonCalls(opens=("<",), close=">")
+FITS = {"type": "object", "properties": {"n": {"enum": [12, 34]}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.slow
+def test_calls_in_free_text_are_held_and_text_is_not():
+    """With and without drafts, read at once or late: one text, that of the same request without a grammar up to its call."""
+    asked = StructuredOutputsParams(
+        grammar=held_calls(CALLS, {"f": FITS}, tokenizer().special_id, tokenizer().special_ids)
+    )
+    (opening,) = tokenizer().encode("<")
+    unknown = dict.fromkeys(range(tokenizer().vocab_size, VOCAB), -50.0)  # no grammar allows an id that is no token
+    sampled = {"temperature": 1.0, "max_tokens": 150, "logit_bias": {opening: 2.5, **unknown}}
+    rng, runner = np.random.default_rng(7), tiny_runner(K, split=True)
+    prompts = [prompt_of(rng, 5 + 9 * i) for i in range(4)]
+
+    def made():
+        return [constrained(str(i), prompt, asked, seed=i, **sampled) for i, prompt in enumerate(prompts)]
+
+    want, _, _ = run(make_engine(tiny_runner(0)), made())
+    free = [Request(str(i), prompt, SamplingParams(seed=i, **sampled)) for i, prompt in enumerate(prompts)]
+    loose, _, _ = run(make_engine(tiny_runner(0)), free)
+    draws = random.Random(0)
+
+    def draft_of(request, index):
+        text = want[request.id]
+        return text[index] if index < len(text) and draws.random() < 0.8 else draws.randrange(EOS, VOCAB)
+
+    for depth in (0, 1, 2):
+        with options(runner, readout_depth=depth):
+            engine = make_engine(runner)
+            requests = made()
+            engine.add(*requests)
+            with Planter(engine, draft_of):
+                while engine.has_work:
+                    assert all(out.error is None for out in engine.step())
+        assert {r.id: r.tokens[r.prompt_len :] for r in requests} == want
+    calls = []
+    for name, ids in want.items():
+        start = ids.index(opening) if opening in ids else len(ids)
+        assert ids[: start + 1] == loose[name][: start + 1]
+        text = tokenizer().decode(ids)
+        calls += re.findall(r'<\n\{"name": "f", "arguments": (.*?)\}\n>', text, re.DOTALL)
+        assert text.count("<") - text.count("\n>") <= 1, "the last may be cut"
+    assert len(calls) > 4
+    assert {json.loads(call)["n"] for call in calls} <= {12, 34}

@@ -1,4 +1,4 @@
-"""Required calls of every family: whatever a grammar lets through, the family's parser reads as calls that fit."""
+"""Required and held calls of every family: whatever a grammar lets through, its parser reads as calls that fit."""
 
 import json
 import random
@@ -13,8 +13,8 @@ from jaxspec.grammar.rule import output_rule
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
 from serve.parsers.events import CallArguments, CallStart, Content
-from serve.parsers.grammar import required_calls
-from serve.parsers.output import Harmony, OutputFormat, OutputParser
+from serve.parsers.grammar import ANYTHING, held_calls, required_calls
+from serve.parsers.output import Harmony, OutputFormat, OutputParser, ThinkTags
 from serve.parsers.registry import TOOL_PARSERS
 from tests.serve.mock_engine import byte_tokenizer
 from tests.serve.parsers.cases import TOOLS
@@ -47,7 +47,7 @@ FUNCTIONS = {
 def tokenizer_of(form, *, special: bool):
     tokenizer = byte_tokenizer()
     if special:
-        tags = [AddedToken(tag, special=True, normalized=False) for tag in form.tokens]
+        tags = [AddedToken(tag, special=True, normalized=False) for tag in (*form.tokens, *ThinkTags().tokens)]
         tokenizer.hugging_face.backend_tokenizer.add_special_tokens(tags)
         tokenizer = type(tokenizer)(tokenizer.hugging_face)
     return tokenizer
@@ -62,10 +62,22 @@ def rule_for(name, schemas, *, special, parallel=True):
     form = TOOL_PARSERS[name]
     tokenizer = tokenizer_of(form, special=special)
     text = required_calls(form, schemas, special_id(tokenizer), parallel=parallel)
+    return tokenizer, rule_of(tokenizer, text)
+
+
+def held_rule(name, schemas, *, special, **thought):
+    """Of an output that may call functions."""
+    form = TOOL_PARSERS[name]
+    tokenizer = tokenizer_of(form, special=special)
+    text = held_calls(form, schemas, special_id(tokenizer), tokenizer.special_ids, **thought)
+    return tokenizer, rule_of(tokenizer, text)
+
+
+def rule_of(tokenizer, text):
     asked = StructuredOutputsParams(grammar=text)
     matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS]).matcher(asked)
     params = SamplingParams(structured_outputs=asked, skip_special_tokens=False)
-    return tokenizer, output_rule(tokenizer, [], params, matcher)
+    return output_rule(tokenizer, [], params, matcher)
 
 
 def allowed(rule, tokenizer):
@@ -74,9 +86,9 @@ def allowed(rule, tokenizer):
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
-def calls_of(name, text, schemas):
+def calls_of(name, text, schemas, reasoning=None):
     form = TOOL_PARSERS[name]
-    parser = OutputParser(OutputFormat(form if isinstance(form, Harmony) else None, form, schemas))
+    parser = OutputParser(OutputFormat(form if isinstance(form, Harmony) else reasoning, form, schemas))
     events = [*parser.feed(text), *parser.end()]
     content = "".join(e.text for e in events if isinstance(e, Content))
     calls = [[e.name, ""] for e in events if isinstance(e, CallStart)]
@@ -157,3 +169,99 @@ def test_what_templates_teach_passes(name, special):
     assert EOS in allowed(rule, tokenizer)
     called = [call for call, _ in calls_of(name, text, TOOLS)[1]]
     assert called[0] == "get_weather"
+
+
+# How a call begins in the middle of an answer, or at its beginning.
+BEGINNINGS = {
+    name: [*form.opens, *(['{"name": "get_weather", "parameters":', '{"arguments": '] if form.bare else [])]
+    for name, form in TOOL_PARSERS.items()
+    if not isinstance(form, Harmony)
+} | {"gpt-oss": ["<|start|>assistant<|channel|>commentary to=functions.", "<|channel|>analysis to=functions."]}
+
+
+def feed(tokenizer, rule, text):
+    """How much of a text passes."""
+    for i, token in enumerate(ids := tokenizer.encode(text, add_special_tokens=False)):
+        if token not in allowed(rule, tokenizer):
+            return tokenizer.decode(ids[:i], skip_special_tokens=False)
+        assert rule.feed([token], None).error is None
+    return text
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special tokens", "texts"])
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_whatever_is_called_fits(name, special):
+    """Random walks: text, tags of all kinds, the beginnings of calls, and what is allowed then."""
+    validators = {f: jsonschema_rs.validator_for(schema) for f, schema in FUNCTIONS.items()}
+    form, seen = TOOL_PARSERS[name], set()
+    for seed in range(6):
+        rng = random.Random(seed)
+        tokenizer, rule = held_rule(name, FUNCTIONS, special=special)
+        texts = [
+            *form.tokens,
+            *ThinkTags().tokens,
+            *BEGINNINGS[name],
+            *BEGINNINGS[name],
+            "so: ",
+            "; ",
+            "\n",
+            '{"name": "x"',
+        ]
+        text, calls = rng.choice(BEGINNINGS[name]), 0
+        assert feed(tokenizer, rule, text) == text
+        for _ in range(20_000):
+            ids = allowed(rule, tokenizer)
+            if EOS in ids:  # nothing holds what comes next
+                if calls == 8:
+                    break
+                piece, calls = rng.choice(texts), calls + 1
+                text += feed(tokenizer, rule, piece)
+                continue
+            token = rng.choice(ids)
+            if tokenizer.token_text(token).isspace() and len(ids) > 1 and rng.random() < 0.9:
+                token = rng.choice(ids)
+            text += rule.feed([token], None).text
+        else:
+            raise AssertionError(f"no end: {text[-200:]!r}")
+        for called, arguments in calls_of(name, text, FUNCTIONS)[1]:
+            assert validators[called].is_valid(arguments), (text, arguments)
+            seen.add(called)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special tokens", "texts"])
+@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+def test_arguments_are_held_and_text_is_not(name, special):
+    """What templates teach passes; arguments that a schema does not have stop, unless their function is held to nothing."""
+    said = "" if name == "llama3_json" else "Let me <tool> {look}: to=functions.x; </s>\n"
+    wrong = said + CANONICAL[name].replace("days", "hours")
+    tokenizer, rule = held_rule(name, FUNCTIONS, special=special)
+    everything = {tokenizer.encode(chr(code), add_special_tokens=False)[0] for code in range(128)}
+    assert everything | tokenizer.special_ids <= set(allowed(rule, tokenizer))
+    assert feed(tokenizer, rule, said + CANONICAL[name]) == said + CANONICAL[name]
+    assert EOS in allowed(rule, tokenizer)
+    tokenizer, rule = held_rule(name, FUNCTIONS, special=special)
+    passed = feed(tokenizer, rule, wrong)
+    assert len(said) < len(passed) <= wrong.index("hours")
+    others = {f: schema if f == "now" else ANYTHING for f, schema in FUNCTIONS.items()}
+    tokenizer, rule = held_rule(name, others, special=special)
+    assert feed(tokenizer, rule, wrong) == wrong
+    assert calls_of(name, wrong, others)[1][0][1].keys() == {"city", "hours"}
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["special tokens", "texts"])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "minimax_m2"])
+def test_nothing_is_a_call_inside_a_thought(name, special):
+    tags = ThinkTags()
+    call = CANONICAL[name]
+    wrong = call.replace("days", "hours")
+    for opening in ("\n<think>", "<think>", ""):
+        text = f"{opening}Not {wrong}, but</think>\n{call}"
+        options = {"special": special, "thought": tags.tokens, "inside": not opening}
+        tokenizer, rule = held_rule(name, FUNCTIONS, **options)
+        assert feed(tokenizer, rule, text) == text
+        if opening:
+            assert calls_of(name, text, FUNCTIONS, tags)[1][0] == ("get_weather", {"city": "a b", "days": 3})
+        for before in (f"{opening}{call}</think>", *(["Well. "] if opening else [])):
+            tokenizer, rule = held_rule(name, FUNCTIONS, **options)
+            assert feed(tokenizer, rule, before + wrong) != before + wrong
