@@ -39,6 +39,7 @@ class Tuning:
         router_tokens: with more tokens than `norm_linear_tokens` and up to this many, the router is a kernel of ours, of
             whose parts the routing makes the sum.
         split_linear_tokens: as `row_kernel_tokens`, of the linear map before such a sum, whose parts the sum adds up.
+        joined_linear_tokens: as `row_kernel_tokens`, of the projections that read a norm made there.
     """
 
     split_overhead_pages: int = 5
@@ -50,6 +51,7 @@ class Tuning:
     copying_tokens: int = 0
     router_tokens: int = 0
     split_linear_tokens: int = 0
+    joined_linear_tokens: int = 0
 
 
 _current: ContextVar[Tuning | None] = ContextVar("tuning", default=None)

@@ -34,7 +34,7 @@ from bench.kernel.kv_write import KV_WRITE
 from bench.kernel.loop import Loop, device_seconds
 from bench.kernel.mla_query import MLA_QUERY
 from bench.kernel.moe import MOE, MOE_BLOCK
-from bench.kernel.norm_linear import ADD_LINEAR, NORM_LINEAR
+from bench.kernel.norm_linear import ADD_LINEAR, JOINED_LINEAR, NORM_LINEAR
 from bench.kernel.peers import LIBRARIES, PeerError, Peers
 from bench.kernel.report import figures, print_table, summary
 from bench.kernel.sampling import SAMPLING
@@ -49,6 +49,7 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "mla_query": MLA_QUERY,
     "norm_linear": NORM_LINEAR,
     "add_linear": ADD_LINEAR,
+    "joined_linear": JOINED_LINEAR,
     "moe": MOE,
     "moe_block": MOE_BLOCK,
     "sampling": SAMPLING,

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, rounded
 from bench.kernel.case import Case, once
-from pallas_kernels.norm_linear.api import linear_to_add, norm_linear
+from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add, norm_linear
 from pallas_kernels.norm_linear.shapes import READERS, TOKENS
 
 ATTENTION = READERS["moonlight, attention"]
@@ -57,6 +57,31 @@ class NormLinear(Case):
 
 
 @dataclass(frozen=True)
+class JoinedLinear(NormLinear):
+    """The same projections of tokens that are normed already."""
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        tokens, _, weights = inputs
+
+        def project(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            if joins_linears(x, weights):
+                joined = joined_linear(x, weights)
+            else:
+                joined = jnp.tensordot(x, jnp.concatenate(weights), axes=(-1, -1))
+            return tuple(jnp.split(joined, np.cumsum(self.outs[:-1]), axis=1))
+
+        call = once(project)
+        return [call(x, each) for x, each in zip(tokens, weights, strict=True)]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Of the last call."""
+        tokens, _, weights = inputs
+        true = [exact(tokens[-1]) @ exact(w).T for w in weights[-1]]
+        return max(largest_error(exact(got), want) for got, want in zip(results[-1], true, strict=True))
+
+
+@dataclass(frozen=True)
 class AddLinear(Case):
     """What T tokens' heads gather projected, added to the residual stream and normed, in turn by many layers."""
 
@@ -98,6 +123,11 @@ NORM_LINEAR: dict[str, list[Case]] = {
     "all": [NormLinear(T) for T in TOKENS],
     "quick": [NormLinear(1)],
     "tiny": [NormLinear(T, 32, (8, 4), 3) for T in (1, 3)],
+}
+JOINED_LINEAR: dict[str, list[Case]] = {
+    "all": [JoinedLinear(T) for T in (4, 16, 32, 64, 128)],
+    "quick": [JoinedLinear(32)],
+    "tiny": [JoinedLinear(3, 32, (8, 4), 3)],
 }
 ADD_LINEAR: dict[str, list[Case]] = {
     "all": [AddLinear(T) for T in (1, 4, 16, 32, 64, 128)],

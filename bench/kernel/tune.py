@@ -27,7 +27,7 @@ from bench.kernel.case import LARGEST_ERROR, Case
 from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode
 from bench.kernel.moe import Moe, MoeBlock, MoeShared
-from bench.kernel.norm_linear import AddLinear, NormLinear
+from bench.kernel.norm_linear import AddLinear, JoinedLinear, NormLinear
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
 from pallas_kernels.mla_decode.shapes import CONTEXTS, HEADS, WINDOWS
@@ -83,6 +83,9 @@ CHOICES: dict[str, Choice] = {
     "router_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
     "split_linear_tokens": Choice(
         (0, 64, 128), tuple(AddLinear(T) for T in (4, 32, 64, 128)), (AddLinear(3, 32, (2, 8), 3),)
+    ),
+    "joined_linear_tokens": Choice(
+        (0, 16, 32, 64, 128), tuple(JoinedLinear(T) for T in (4, 16, 32, 64, 128)), (JoinedLinear(3, 32, (8, 4), 3),)
     ),
 }
 

@@ -17,7 +17,7 @@ from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.mla_query.api import mla_query, write_and_query
-from pallas_kernels.norm_linear.api import linear_to_add
+from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add
 from pallas_kernels.quant.reference import linear
 
 
@@ -177,9 +177,12 @@ class MLA(nnx.Module):
         """
         T, inputs = x_TH.shape
         weights = (self.qkv_a[...],) if self.q_lora_rank else (self.q[...], self.kv_a[...])
-        if not self.q_lora_rank and worth_merging(T):
-            weights = (jnp.concatenate([weight.reshape(-1, inputs) for weight in weights]),)
-        outs = norm.into(x_TH, *weights) if norm else tuple(linear(x_TH, weight) for weight in weights)
+        if norm is None and joins_linears(x_TH, weights):
+            outs: tuple[jax.Array, ...] = (joined_linear(x_TH, weights),)
+        else:
+            if not self.q_lora_rank and worth_merging(T):
+                weights = (jnp.concatenate([weight.reshape(-1, inputs) for weight in weights]),)
+            outs = norm.into(x_TH, *weights) if norm else tuple(linear(x_TH, weight) for weight in weights)
         if self.q_lora_rank:
             (q_TND,) = self.q_norm.into(outs[0][:, : self.q_lora_rank], self.q_b[...])
             return q_TND.reshape(T, -1), outs[0]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
 from pallas_kernels.norm_linear import add_norm, mosaic, reference, split_linear
+from pallas_kernels.norm_linear import joined_linear as joined
 
 
 def needs_separate_weights(T: int) -> bool:
@@ -20,6 +21,19 @@ def norms_apart(T: int) -> bool:
     """Whether the norm of T tokens is best made where the residual stream is written, apart from what reads the norm."""
     choices = tuning.current()
     return choices.norm_linear_tokens < T <= choices.row_kernel_tokens and current().attention != "reference"
+
+
+def joins_linears(x: jax.Array, weights: tuple[jax.Array, ...]) -> bool:
+    """Whether the linear maps of x [T, H] by weights [*out, H] are best computed by `joined_linear`."""
+    choices, T = tuning.current(), x.shape[0]
+    if not choices.norm_linear_tokens < T <= choices.joined_linear_tokens or current().attention == "reference":
+        return False
+    return choose("joined_linear", "auto", {"mosaic": joined.unsupported_reason(x, weights)}) == "mosaic"
+
+
+def joined_linear(x: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+    """Linear maps of x [T, H] by weights [*out, H], side by side: [T, outputs of all]."""
+    return joined.joined_linear(x, weights)
 
 
 def linear_to_add(x: jax.Array, weight: jax.Array) -> jax.Array:

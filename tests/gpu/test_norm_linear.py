@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.norm_linear import add_norm, mosaic, reference, split_linear
+from pallas_kernels.norm_linear import add_norm, joined_linear, mosaic, reference, split_linear
 from pallas_kernels.norm_linear.shapes import READERS
 from tests.kernels.paged_cases import relative_error
 from tests.kernels.test_norm_linear import inputs
@@ -68,3 +68,15 @@ def test_parts_of_a_linear_map(H, columns, T):
     ]
     for of_parts, of_whole in zip(*sums, strict=True):
         np.testing.assert_array_equal(of_parts, of_whole)
+
+
+@pytest.mark.parametrize("T", [2, 4, 32, 128])
+def test_linear_maps_side_by_side(T):
+    H, outs, _ = READERS["moonlight, attention"]
+    x, _, weights, _ = inputs(T, H, outs)
+    run = jax.jit(joined_linear.joined_linear)
+    for _ in range(3):  # the third run is a recorded graph's
+        got = run(x, weights)
+    want = np.asarray(x, np.float64) @ np.concatenate([np.asarray(w, np.float64).reshape(-1, H) for w in weights]).T
+    for t in range(T):
+        assert relative_error(np.asarray(got[t], np.float32), want[t]) < 5e-3

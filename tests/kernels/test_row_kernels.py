@@ -11,8 +11,8 @@ from pallas_kernels import tuning
 from pallas_kernels.moe import api, combine, mosaic
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.weights import ExpertWeights
-from pallas_kernels.norm_linear import add_norm, reference, split_linear
-from pallas_kernels.norm_linear.api import linear_to_add, norm_linear, norms_apart
+from pallas_kernels.norm_linear import add_norm, joined_linear, reference, split_linear
+from pallas_kernels.norm_linear.api import joins_linears, linear_to_add, norm_linear, norms_apart
 from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -69,6 +69,21 @@ def test_split_linear(T):
 
 
 @interpreted
+@pytest.mark.parametrize("T", [4, 16])
+def test_joined_linear(T):
+    """More stages than the ring has, and a NaN that stays in its token."""
+    rng = np.random.default_rng(T)
+    weights = bf16(rng, 2, 64, 2048), bf16(rng, 64, 2048)
+    x = bf16(rng, T, 2048).at[1, 0].set(jnp.nan)
+    got = joined_linear.joined_linear(x, weights, interpret=detect_races())
+    assert_no_races(got)
+    want = np.asarray(x, np.float64) @ np.concatenate([np.asarray(w, np.float64).reshape(-1, 2048) for w in weights]).T
+    assert np.isnan(got[1]).all()
+    sound = np.arange(T) != 1
+    np.testing.assert_allclose(np.asarray(got, np.float64)[sound], want[sound], rtol=4e-3, atol=1e-3)
+
+
+@interpreted
 @pytest.mark.parametrize("parts", [(), (2, 1)])
 def test_combine_and_norm(parts):
     """As XLA's sum, residual and norm; rows of tokens that are not live are never read, and may be NaN."""
@@ -108,6 +123,8 @@ def test_lowers_for_cuda():
     def project_and_add(x, values, weight, gain):
         return add_norm.add_norm(x, split_linear.split_linear(values, weight), gain, eps=EPS)
 
+    projections = abstract("b", 16, 192, H), abstract("b", 576, H)
+    assert text(joined_linear.joined_linear, abstract("b", 128, H), projections).count("custom_call @mosaic_gpu") == 1
     for tokens in (4, 128):
         stream, values, weight = abstract("b", tokens, H), abstract("b", tokens, 16, 128), abstract("b", H, 16, 128)
         assert text(project_and_add, stream, values, weight, gain).count("custom_call @mosaic_gpu") == 2
@@ -145,6 +162,9 @@ def test_without_a_gpu_the_results_are_the_reference():
     np.testing.assert_array_equal(out, api.routed_experts(*args, residual=summed, **options))
     with tuning.use(dataclasses.replace(ON, split_linear_tokens=128)):
         np.testing.assert_array_equal(linear_to_add(x, delta), x @ delta.T)
+    with tuning.use(dataclasses.replace(ON, joined_linear_tokens=128)):
+        assert not joins_linears(x, (delta,))
+    assert "of 128 columns" in str(joined_linear.unsupported_reason(x, (delta,)))
     assert "multiples of 8" in str(split_linear.unsupported_reason(bf16(rng, 12, 512), bf16(rng, 64, 512)))
     assert "multiples of 64 outputs" in str(split_linear.unsupported_reason(x, x))
     assert "multiple of 128" in str(add_norm.unsupported_reason(x, gain))
