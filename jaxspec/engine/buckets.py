@@ -62,8 +62,9 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-# Decode rows of steps without prompts, besides the most there may be.
-DECODE_ROWS: dict[Variant, tuple[int, ...]] = {"lean": (1, 4, 8, 16, 32, 64, 128), "full": (8, 32)}
+# Decode rows of steps without prompts, besides the most there may be. Up to eight rows there is no lean sampler between
+# four and eight: the full one costs little there, and its executable is better spent on a single row with every rule.
+DECODE_ROWS: dict[Variant, tuple[int, ...]] = {"lean": (1, 4, 16, 32, 64, 128), "full": (1, 8, 32)}
 # Of steps with prompts: (prompt tokens, decode rows beside them), None for the most there may be. A prompt of any length,
 # with few decode rows or many, should find a step that is not much larger. What is over the limits is left out.
 PROMPTS: dict[Variant, tuple[tuple[int | None, int | None], ...]] = {
@@ -78,10 +79,10 @@ ADAPTIVE_PROMPTS: dict[Variant, tuple[tuple[tuple[int | None, int | None], ...] 
 }
 # Decode rows by variant where the number of drafts changes from step to step, besides the most there may be: of a step
 # with the most drafts, with one (None: of no use), and with none. A wide window makes padding rows dear, so it gets more
-# sizes; the full sampler gets few.
+# sizes; the full sampler gets few. Without drafts 32 greedy rows share the full sampler's executable.
 ADAPTIVE_ROWS: dict[Variant, tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]] = {
-    "lean": ((1, 4, 16, 64), (1, 16, 64), (1, 32)),
-    "full": ((8,), None, (8, 32)),
+    "lean": ((1, 4, 16, 64), (1, 16, 64), (1,)),
+    "full": ((1, 8), None, (8, 32)),
 }
 
 

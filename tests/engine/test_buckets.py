@@ -93,6 +93,17 @@ def test_adaptive_drafts_leave_room_for_prompts_of_one_request():
     assert padding(settings, 8, (64, 2048), GREEDY) <= 1.3
 
 
+@pytest.mark.parametrize(
+    "drafts", [{}, {"num_speculative_tokens": 3}, {"num_speculative_tokens": 3, "adaptive_drafts": True}]
+)
+def test_one_row_with_a_rule_has_a_step_of_its_own(drafts):
+    settings = replace(GPU, **drafts)
+    table = bucket_table(settings)
+    assert len(table) <= 24
+    decode = [plan for plan in plans(settings, 1, (100, 100), FULL) if not plan.prefill]
+    assert {bucket(table, plan).decode_rows for plan in decode} == {1}
+
+
 def test_the_cheapest_is_what_was_measured_to_be():
     """Where a bucket that holds the plan was not measured, the fewest tokens decide."""
     small, large, other = Bucket(64, 4, 8, "full"), Bucket(128, 4, 8, "full"), Bucket(256, 4, 8, "full")
