@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError
-from jaxspec.grammar.compiler import MAX_KEPT, GrammarCompiler
+from jaxspec.grammar.compiler import MAX_KEPT, GrammarCompiler, grammar_text
 from jaxspec.grammar.rule import GrammarRule, output_rule
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import MAX_CHOICES, StructuredOutputsParams
@@ -84,6 +84,24 @@ def test_advance_ends_at_stop():
 def test_an_id_that_the_grammar_forbids_is_an_error():
     """It cannot come from a masked step."""
     assert "matcher failed" in rule_for(ABC).feed(ids("xyz"), None).error
+
+
+def test_a_matcher_that_fails_in_a_mask_is_an_error():
+    """Its mask allows the end of the text, which is not the end of what was asked for."""
+    from llguidance import LLMatcher, LLParserLimits
+    from llguidance.hf import from_tokenizer
+
+    tree = from_tokenizer(TOKENIZER.hugging_face, n_vocab=V, eos_token=[EOS])
+    limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=50)
+    matcher = LLMatcher(tree, grammar_text(StructuredOutputsParams(json_object=True)), log_level=0, limits=limits)
+    rule = GrammarRule(matcher, output_rule(TOKENIZER, [], SamplingParams()))
+    for token in ids('{"abc": [1, {"x": "y"}]'):
+        if masks(rule, [], n=1) == [{EOS}]:
+            break
+        assert rule.feed([token], None).error is None
+    else:
+        raise AssertionError("it did not fail")
+    assert "matcher failed" in rule.feed([EOS], FinishReason.STOP).error
 
 
 def test_reasoning_boundary_in_window():

@@ -69,7 +69,10 @@ class GrammarRule:
         if self._free and self._free_until in told:
             told = told[told.index(self._free_until) + 1 :]
             self._free = False
-        if not self._free and told and not self._matcher.consume_tokens(told):
+        if not self._free and told:
+            self._matcher.consume_tokens(told)
+        # It may also have failed while masks were filled. These then allow the end alone, which nobody may take for one.
+        if self._matcher.is_error():
             return result._replace(error=f"the grammar's matcher failed: {self._matcher.get_error()}")
         return result
 

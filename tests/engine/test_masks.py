@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.compat import compiles
+from jaxspec.engine.host_rule import RuleResult
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
@@ -252,6 +253,50 @@ def test_rows_that_end_while_a_step_is_in_two_parts():
         want = solo()[request.id][0]
         assert ids[request.id] == (want[: len(ids[request.id])] if request in (everyone[0], aborted) else want)
     assert engine.stats().kv_cache_usage == 0
+
+
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.full), pytest.param(K, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fails_in", ["feed", "fill_masks"])
+def test_a_rule_that_fails_while_a_step_is_in_two_parts(k, fails_in):
+    """By what is read meanwhile, or where its masks are filled for the second part: its request alone ends, with an error.
+
+    A matcher that fails in a mask lets the end of the text come, and says what happened when it is fed the next time.
+    """
+    between = []
+
+    class Failing(RandomConstraint):
+        failed = False
+
+        def feed(self, ids, ended):
+            if not self.failed:
+                super().feed(ids, ended)
+            if fails_in == "feed" and len(self.fed) > 9:
+                self.failed = True
+                between.append(engine.runner.begun is not None and request in engine.runner.begun.decode)
+            return RuleResult(error="it is broken" if self.failed else None)
+
+        def fill_masks(self, drafts, words):
+            assert not self.failed, "the output is over"
+            if fails_in == "fill_masks" and len(self.fed) > 9:
+                self.failed = True
+                between.append(engine.runner.begun is not None and request in engine.runner.begun.decode)
+                words[:] = np.packbits(np.arange(32 * words.shape[1]) == EOS, bitorder="little").view(np.int32)
+            else:
+                super().fill_masks(drafts, words)
+
+    engine = late_engine(1, k=k, split=True)
+    slots = engine.scheduler.num_free_slots
+    request, *others = requests()
+    request.rule = Failing(VOCAB, EOS, seed=0)
+    ids, _, ends = run(engine, [request, *others])
+    assert between == [True]
+    assert ends[request.id] == ("error", "it is broken")
+    for other in others:
+        want_ids, _, want_end = solo()[other.id]
+        assert (ids[other.id], ends[other.id]) == (want_ids, want_end)
+    assert engine.stats().kv_cache_usage == 0
+    assert engine.scheduler.num_free_slots == slots
+    assert not engine.runner.in_flight
 
 
 @pytest.mark.parametrize("k", SPECULATING)
