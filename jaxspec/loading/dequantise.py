@@ -6,32 +6,49 @@ The formula is that of `pallas_kernels.quant.reference.dequantise`.
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.quant.schemes import Scheme
-
-# float32 of every code: a lookup is several times faster than converting element by element.
-_VALUES = {np.dtype(dtype): np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32) for dtype in (
-    ml_dtypes.float8_e4m3fn,
-)}  # fmt: skip
+from pallas_kernels.quant.schemes import VALUES, Scheme
 
 
-def dequantise(codes: np.ndarray, scale: np.ndarray, scheme: Scheme, into: np.ndarray | None = None) -> np.ndarray:
-    """Codes [out, in] and a scale of each block, [blocks of out, blocks of in] -> bfloat16 [out, in].
+def dequantise(
+    codes: np.ndarray,
+    scale: np.ndarray,
+    scheme: Scheme,
+    into: np.ndarray | None = None,
+    *,
+    factor: np.ndarray | None = None,
+) -> np.ndarray:
+    """Codes [*stack, out, in] and a scale of each block, [*stack, blocks of out, of in] -> bfloat16 [*stack, out, in].
 
     Goes by rows of blocks, so that no float32 copy of the whole weight exists.
 
     Args:
         into: C-contiguous, of the weight's size in any shape: it is filled and returned if it is bfloat16.
+        factor: float32, a number, where the scheme has one.
     """
-    values, bits = _VALUES[codes.dtype], codes.view(np.uint8)
     result = into
     if result is None or result.dtype != ml_dtypes.bfloat16:
         result = np.empty(codes.shape, ml_dtypes.bfloat16)
-    out, inputs = result.reshape(codes.shape), codes.shape[-1]
+    out = result.reshape(codes.shape)
+    for matrix in np.ndindex(codes.shape[:-2]):
+        _fill(out[matrix], codes[matrix], scale[matrix], scheme, factor)
+    return result
+
+
+def _fill(out: np.ndarray, codes: np.ndarray, scale: np.ndarray, scheme: Scheme, factor: np.ndarray | None) -> None:
+    """One matrix. A lookup is several times faster than converting element by element."""
+    values, inputs = VALUES[scheme.values], codes.shape[1]
+    bits = codes.view(np.uint8)
     # As many rows as give NumPy enough to do at a time.
     step = max(scheme.rows, 128)
     for first in range(0, len(codes), step):
         rows = slice(first, first + step)
-        of_rows = scale[first // scheme.rows : -(-(first + step) // scheme.rows)].astype(np.float32)
+        of_rows = _numbers(scale[first // scheme.rows : -(-(first + step) // scheme.rows)])
         each = np.repeat(of_rows, scheme.columns or inputs, axis=1)[:, :inputs]
-        out[rows] = values[bits[rows]] * np.repeat(each, scheme.rows, axis=0)[: len(bits[rows])]
-    return result
+        value = values[bits[rows] & (len(values) - 1)] * np.repeat(each, scheme.rows, axis=0)[: len(bits[rows])]
+        out[rows] = value if factor is None else value * factor
+
+
+def _numbers(scale: np.ndarray) -> np.ndarray:
+    if scale.dtype != np.uint8:
+        return scale.astype(np.float32)
+    return (scale.astype(np.uint32) << 23).view(np.float32)

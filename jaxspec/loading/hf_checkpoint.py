@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.ahead import THREADS, Unread, Work, empty, placed_in_order
 from jaxspec.loading.hf_folder import read_hf_config
-from jaxspec.loading.kept import kept_scheme, scale_blocks, scale_piece
+from jaxspec.loading.kept import factor_piece, kept_scheme, scale_piece
 from jaxspec.loading.key_check import check
 from jaxspec.loading.parts import DRAFT, MTP, PartTargets, draft_part_of, parts_of
 from jaxspec.loading.quantisation_config import check_quantisation
@@ -26,11 +26,11 @@ from jaxspec.loading.weight_reader import WeightReader
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
-from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, fill
+from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, Read, fill
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import Schemes, declarations
 from jaxspec.models.registry import family_of, read_config
-from pallas_kernels.quant.schemes import Scheme
+from pallas_kernels.quant.schemes import Scheme, bits
 
 # How weights are stored by `jaxspec convert`.
 Quantization = Literal["auto", "bf16"]
@@ -41,19 +41,20 @@ class ParamSource:
     """How one parameter is made.
 
     Attributes:
-        pieces: that it or, for codes and scales, its weight is made of.
-        dtype: what converted folders store it in.
-        scheme: of the weight, for its codes and for its scale; `scale`: which of them it is.
+        pieces: that it or, if it is an array of a quantised weight, that weight is made of.
+        dtype: what converted folders store it in; two codes of four bits in a byte.
+        scheme: of the quantised weight, and which of its arrays this is.
     """
 
     pieces: Pieces
     shape: tuple[int, ...]
     dtype: Any
     scheme: Scheme | None = None
-    scale: bool = False
+    array: Literal["codes", "scale", "factor"] | None = None
 
     @property
     def nbytes(self) -> int:
+        """On the host, where a code of four bits takes a byte."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -97,7 +98,7 @@ class HFCheckpoint:
         maps = [{path: s.pieces for path, s in part.items()} for part in self.sources.values()]
         check(maps, self.reader.tensors, ignore)
         self.schemes: Mapping[str, Schemes] = {
-            part: {path[:-1]: s.scheme for path, s in sources.items() if s.scheme and not s.scale}
+            part: {path[:-1]: s.scheme for path, s in sources.items() if s.scheme and s.array == "codes"}
             for part, sources in self.sources.items()
         }
 
@@ -131,19 +132,25 @@ class HFCheckpoint:
 
     def _begin(self, source: ParamSource) -> tuple[np.ndarray, Sequence[Work]]:
         value = empty(source.shape, source.dtype)
-        if source.scheme is None:
-            return value, [functools.partial(fill, piece, value, self.reader.read) for piece in source.pieces]
-        if not source.scale:
-            return value, [functools.partial(fill, piece, value, self.reader.read_codes) for piece in source.pieces]
-        pieces, out = [scale_piece(piece, source.scheme) for piece in source.pieces], scale_blocks(value, source.scheme)
-        return value, [functools.partial(fill, piece, out, self.reader.read_scale) for piece in pieces]
+        out, pieces = value, source.pieces
+        read: Read = self.reader.read
+        if source.array == "codes":
+            read = self.reader.read_codes
+        elif source.array == "factor":
+            pieces, read = tuple(map(factor_piece, pieces)), self.reader.read_factor
+        elif source.scheme is not None:
+            out, read = source.scheme.as_blocks(value), self.reader.read_scale
+            pieces = tuple(scale_piece(piece, source.scheme) for piece in pieces)
+        return value, [functools.partial(fill, piece, out, read) for piece in pieces]
 
     def num_parameters(self, part: str) -> int:
-        return sum(math.prod(source.shape) for source in self.sources[part].values() if not source.scale)
+        return sum(
+            math.prod(source.shape) for source in self.sources[part].values() if source.array not in ("scale", "factor")
+        )
 
     def converted_bytes(self, part: str) -> int:
         """The size of a part's parameters in a converted folder."""
-        return sum(source.nbytes for source in self.sources[part].values())
+        return sum(math.prod(s.shape) * bits(s.dtype) // 8 for s in self.sources[part].values())
 
     def source_bytes(self, part: str) -> int:
         """The size of the tensors that a part is made from."""
@@ -159,9 +166,8 @@ class HFCheckpoint:
             if scheme is None:
                 out[path] = ParamSource(pieces[path], value.shape, value.dtype)
             else:
-                out[*path, "codes"] = ParamSource(pieces[path], value.shape, scheme.codes, scheme)
-                shape = scheme.scale_shape(value.shape)
-                out[*path, "scale"] = ParamSource(pieces[path], shape, scheme.scale, scheme, scale=True)
+                for name, target in scheme.arrays(value.shape).items():
+                    out[*path, name] = ParamSource(pieces[path], target.shape, target.dtype, scheme, name)
         return out
 
     def _model_sources(self, config: ModelConfig) -> Parts:

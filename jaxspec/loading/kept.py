@@ -7,8 +7,6 @@ the key map does with the weight: whole matrices can be stacked in every scheme,
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
-
 from jaxspec.loading.stored import StoredWeight
 from jaxspec.models.keymap import Piece, Pieces
 from pallas_kernels.quant.schemes import Scheme
@@ -25,7 +23,7 @@ def kept_scheme(pieces: Pieces, shape: tuple[int, ...], stored: Mapping[str, Sto
 
 def _follows(piece: Piece, shape: tuple[int, ...], scheme: Scheme) -> bool:
     whole_matrix = piece.take is ... and not piece.view and not piece.order and piece.shape == shape[-2:]
-    return whole_matrix or (scheme.rows == 1 and _last(piece) == shape[-1])
+    return whole_matrix or (scheme.rows == 1 and not scheme.factor and _last(piece) == shape[-1])
 
 
 def _last(piece: Piece) -> int:
@@ -35,16 +33,15 @@ def _last(piece: Piece) -> int:
 
 
 def scale_piece(piece: Piece, scheme: Scheme) -> Piece:
-    """What fills the scale of a weight, seen as `scale_blocks` does, where `piece` fills the weight."""
+    """What fills the scale of a weight, seen as `Scheme.as_blocks` does, where `piece` fills the weight."""
     if scheme.rows > 1:
-        out, inputs = piece.shape
-        return replace(piece, shape=(-(-out // scheme.rows), -(-inputs // (scheme.columns or inputs))))
+        return replace(piece, shape=scheme.blocks(piece.shape))
     inputs = _last(piece)
     view = list(piece.view or piece.shape)
     view[piece.order[-1] if piece.order else -1] = -(-inputs // (scheme.columns or inputs))
     return replace(piece, shape=tuple(view), view=tuple(view))
 
 
-def scale_blocks(scale: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """A view of a scale [*stack, blocks of out, blocks of in], however the scheme lays it out."""
-    return scale[..., None] if scheme.columns is None else scale
+def factor_piece(piece: Piece) -> Piece:
+    """What fills the factor of a weight where `piece`, a whole matrix, fills the weight."""
+    return replace(piece, shape=())

@@ -10,7 +10,12 @@ from jaxspec.errors import ModelFormatError, shown
 from jaxspec.models.fields import section
 
 _BLOCKS = [128, 128]
-_SUPPORTED = "'fp8' with blocks [128, 128]; 'compressed-tensors' in FP8, with a scale of each tensor, row or block"
+_SUPPORTED = (
+    "'fp8' with blocks [128, 128]; 'compressed-tensors' in FP8 with a scale of each tensor, row or block, in INT4 with one of "
+    "32 inputs, in NVFP4 and MXFP4; 'modelopt' in NVFP4 and FP8; 'mxfp4'"
+)
+# Of compressed-tensors: type and bits of weights -> their groups, which have one scale.
+_GROUPS = {("int", 4): (32,), ("float", 4): (16, 32)}
 
 
 def check_quantisation(hf: Mapping[str, Any]) -> None:
@@ -28,7 +33,10 @@ def check_quantisation(hf: Mapping[str, Any]) -> None:
             raise _unsupported(method, f"with blocks {shown(block)}")
     elif method == "compressed-tensors":
         _check_compressed_tensors(quantisation)
-    else:
+    elif method == "modelopt":
+        if (algorithm := quantisation.get("quant_algo")) not in ("NVFP4", "FP8"):
+            raise _unsupported(method, f"in {shown(algorithm)}")
+    elif method != "mxfp4":
         raise _unsupported(method)
 
 
@@ -48,10 +56,16 @@ def _check_compressed_tensors(quantisation: Mapping[str, Any]) -> None:
         if not weights:
             continue
         kind = weights.get("type"), weights.get("num_bits")
-        if kind != ("float", 8):
+        if kind != ("float", 8) and kind not in list(_GROUPS):
             raise _unsupported("compressed-tensors", f"with weights of {shown(kind[1])} bits ({shown(kind[0])})")
         if weights.get("symmetric") is False:
             raise _unsupported("compressed-tensors", "with zero points (symmetric is false)")
+        if weights.get("actorder") in ("group", True):
+            raise _unsupported("compressed-tensors", "with an order of activations (g_idx)")
+        if kind != ("float", 8):
+            if (size := weights.get("group_size")) not in _GROUPS[kind]:
+                raise _unsupported("compressed-tensors", f"with weights of 4 bits in groups of {shown(size)}")
+            continue
         strategy = weights.get("strategy")
         if strategy not in ("tensor", "channel", "block"):
             raise _unsupported("compressed-tensors", f"with scales of a {shown(strategy)}")

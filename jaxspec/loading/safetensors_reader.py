@@ -31,6 +31,8 @@ DTYPES: dict[str, Any] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     FP8: np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I32": np.dtype(np.int32),  # eight codes of four bits
+    "U8": np.dtype(np.uint8),  # two codes, or an exponent
     "I64": np.dtype(np.int64),  # d2t of EAGLE3 drafts
     "BOOL": np.dtype(np.bool_),
 }

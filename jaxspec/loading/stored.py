@@ -3,28 +3,30 @@
 A weight is known by the name under which an unquantised checkpoint would have it. What it is stored in is read off its own
 tensors, whatever config.json says of the model, so layers that a publisher left out, and drafts, need no rule.
 
-Sources: DeepSeek-V3's README_WEIGHTS.md; compressed-tensors (quantization/quant_scheme.py and compressors/).
+Sources: DeepSeek-V3's README_WEIGHTS.md; compressed-tensors (quantization/quant_scheme.py, compressors/); ModelOpt
+(torch/quantization/qtensor/nvfp4_tensor.py); gpt-oss's model card.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.safetensors_reader import FP8, TensorInfo
-from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, Scheme
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4, Scheme
 
-# Names of the scales of `X.weight`, the first two after its whole name.
-_SCALES = ("weight_scale_inv", "weight_scale", "scale")
-# A scale is a number, in any of these; E8M0 holds powers of two.
-_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
-# What static activation schemes add: weights do not need it.
-_UNREAD = ("input_scale", "input_scale_inv", "input_global_scale")
-_WEIGHT = "weight"
+_NUMBERS = ("F32", "BF16", "F16", "F8_E8M0")
+# Beside a weight, by what its name has instead of "weight". Activations are not quantised, so their scales are unread.
+_UNREAD = ("input_scale", "input_scale_inv", "input_global_scale", "weight_shape")
+_REFUSED = {
+    "weight_zero_point": "zero points", "weight_g_idx": "an order of activations (g_idx)",
+    "qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "g_idx": "an order of activations (g_idx)",
+}  # fmt: skip
 
 # Gives the tensor of a name, in its stored dtype; see `SafetensorsReader.read`.
 ReadTensor = Callable[[str, np.ndarray | None], np.ndarray]
+Tensors = Mapping[str, TensorInfo]
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,11 @@ class StoredWeight:
     """A quantised weight in a checkpoint.
 
     Attributes:
-        codes, scale: the names of its tensors.
-        shape: of the weight.
+        codes, scale, factor: the names of its tensors.
+        shape: of the weight as key maps have it: [out, in], or [experts, in, out] if `turned`.
         unread: names of tensors that belong to it and are not needed.
+        turned: unquantised checkpoints store it the other way round.
+        reciprocal: what is stored is 1 / factor.
     """
 
     scheme: Scheme
@@ -42,36 +46,125 @@ class StoredWeight:
     scale: str
     shape: tuple[int, ...]
     unread: tuple[str, ...] = ()
+    factor: str | None = None
+    turned: bool = False
+    reciprocal: bool = False
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """All that it consists of."""
+        return (self.codes, self.scale, *([self.factor] if self.factor else []), *self.unread)
 
     def read_codes(self, read: ReadTensor, into: np.ndarray | None = None) -> np.ndarray:
-        """[out, in], in the scheme's dtype."""
-        return read(self.codes, into)
+        """[*stack, out, in], in the scheme's dtype; a byte for each code."""
+        if self.scheme.values == "e4m3":
+            return read(self.codes, into)
+        pairs = read(self.codes, None).view(np.uint8)
+        if self.scheme.values == "int4":  # stored plus 8: the same bits as two's complement, but for the first
+            pairs = pairs ^ np.uint8(0x88)
+        *_, out, inputs = self._matrices
+        codes = np.empty((*pairs.shape[: len(self.shape) - 2], out, inputs // 2, 2), np.uint8)
+        np.bitwise_and(pairs.reshape(codes.shape[:-1]), 15, out=codes[..., 0])
+        np.right_shift(pairs.reshape(codes.shape[:-1]), 4, out=codes[..., 1])
+        return codes.reshape(self._matrices).view(self.scheme.codes)
 
     def read_scale(self, read: ReadTensor) -> np.ndarray:
-        """A scale of each block, in the scheme's dtype: [blocks of out, blocks of in]."""
-        scale = read(self.scale, None).astype(self.scheme.scale)
-        shape = blocks(self.scheme, self.shape)
+        """A scale of each block, in the scheme's dtype: [*stack, blocks of out, blocks of in]."""
+        stored, shape = read(self.scale, None), self.scheme.blocks(self._matrices)
+        scale = stored if stored.dtype == self.scheme.scale else stored.astype(self.scheme.scale)
         return np.broadcast_to(scale.reshape(shape) if scale.size > 1 else scale.reshape(1, 1), shape)
 
+    def read_factor(self, read: ReadTensor) -> np.ndarray:
+        """A number, float32."""
+        assert self.factor is not None
+        factor = read(self.factor, None).astype(np.float32).reshape(())
+        return np.float32(1) / factor if self.reciprocal else factor
 
-def blocks(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The blocks of a weight [out, in] along both axes."""
-    out, inputs = shape
-    return -(-out // scheme.rows), -(-inputs // (scheme.columns or inputs))
+    @property
+    def _matrices(self) -> tuple[int, ...]:
+        """The shape as [*stack, out, in]."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.turned else self.shape
 
 
-def find_quantised(tensors: Mapping[str, TensorInfo]) -> dict[str, StoredWeight]:
+def find_quantised(tensors: Tensors) -> dict[str, StoredWeight]:
     """The quantised weights among a checkpoint's tensors, by the name of the weight.
 
     Raises:
-        ModelFormatError: a weight without its scales, or with scales of another shape or dtype.
+        ModelFormatError: a weight without its scales, or with scales of another shape or dtype; a format that is not read.
     """
-    return {name: _fp8(name, info, tensors) for name, info in tensors.items() if info.dtype == FP8}
+    for name in tensors:
+        last = name.rpartition(".")[2]
+        if last in _REFUSED:
+            raise ModelFormatError(f"tensor {name} belongs to weights with {_REFUSED[last]}, which are not supported")
+    found = dict(_packed(tensors))
+    scales = {weight.scale for weight in found.values()}
+    for name, info in tensors.items():
+        if info.dtype == FP8 and name not in found and name not in scales:
+            found[name] = _fp8(name, info, tensors)
+    return found
 
 
-def _fp8(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> StoredWeight:
-    stem = name.removesuffix(_WEIGHT)
-    names = [f"{name}{_SCALES[0].removeprefix(_WEIGHT)}", *(stem + scale for scale in _SCALES)]
+def _packed(tensors: Tensors) -> Iterator[tuple[str, StoredWeight]]:
+    """Weights of four bits, several to a byte or word."""
+    for name, info in tensors.items():
+        stem, _, last = name.rpartition(".")
+        stem = f"{stem}." if stem else ""
+        if last == "weight_packed" and info.dtype == "I32":
+            yield f"{stem}weight", _four_bits(INT4_G32, tensors, name, f"{stem}weight_scale", 8, ("BF16", "F16", "F32"))
+        elif last == "weight_packed" and f"{stem}weight_global_scale" in tensors:
+            weight = _four_bits(NVFP4, tensors, name, f"{stem}weight_scale", 2, (FP8,), f"{stem}weight_global_scale")
+            yield f"{stem}weight", weight
+        elif last == "weight_packed":
+            yield f"{stem}weight", _four_bits(MXFP4, tensors, name, f"{stem}weight_scale", 2, ("U8", "F8_E8M0"))
+        elif last == "weight" and f"{stem}weight_scale_2" in tensors:
+            yield name, _four_bits(NVFP4, tensors, name, f"{stem}weight_scale", 2, (FP8,), f"{stem}weight_scale_2")
+        elif last.endswith("_blocks") and info.dtype == "U8" and len(info.shape) == 4:
+            name_of = name.removesuffix("_blocks")
+            yield name_of, _four_bits(MXFP4, tensors, name, f"{name_of}_scales", 2, ("U8",), turned=True)
+
+
+def _four_bits(
+    scheme: Scheme,
+    tensors: Tensors,
+    codes: str,
+    scale: str,
+    in_one: int,
+    scale_dtypes: Collection[str],
+    factor: str | None = None,
+    *,
+    turned: bool = False,
+) -> StoredWeight:
+    """`in_one`: codes in one element of the packed tensor."""
+    packed = tensors[codes]
+    if missing := [name for name in (scale, factor) if name is not None and name not in tensors]:
+        raise ModelFormatError(f"tensor {codes} holds codes of {scheme} and {missing[0]} is missing")
+    # gpt-oss has an axis for the blocks, [experts, out, blocks, bytes].
+    *stack, out, elements = (*packed.shape[:-2], packed.shape[-2] * packed.shape[-1]) if turned else packed.shape
+    matrices = (*stack, out, elements * in_one)
+    dtype = {8: "I32", 2: "U8"}[in_one]
+    if packed.dtype != dtype or len(matrices) != (3 if turned else 2) or matrices[-1] % (scheme.columns or 1):
+        raise ModelFormatError(
+            f"tensor {codes} is {packed.dtype} {list(packed.shape)}; codes of {scheme} are {dtype}, {in_one} in one, "
+            f"and groups of {scheme.columns} of them have one scale"
+        )
+    info = tensors[scale]
+    if info.dtype not in scale_dtypes or info.shape != scheme.blocks(matrices):
+        raise ModelFormatError(
+            f"tensor {scale} is {info.dtype} {list(info.shape)}; scales of {list(matrices)} in {scheme} are "
+            f"{' or '.join(scale_dtypes)} {list(scheme.blocks(matrices))}"
+        )
+    if factor is not None and (tensors[factor].dtype != "F32" or tensors[factor].shape not in ((), (1,))):
+        raise ModelFormatError(f"tensor {factor} is no F32 number")
+    stem = codes.rpartition(".")[0]
+    unread = () if turned else tuple(name for other in _UNREAD if (name := f"{stem}.{other}") in tensors)
+    shape = (*stack, matrices[-1], out) if turned else matrices
+    reciprocal = factor is not None and factor.endswith("weight_global_scale")
+    return StoredWeight(scheme, codes, scale, shape, unread, factor, turned=turned, reciprocal=reciprocal)
+
+
+def _fp8(name: str, info: TensorInfo, tensors: Tensors) -> StoredWeight:
+    stem = name.removesuffix("weight")
+    names = [f"{name}_scale_inv", f"{name}_scale", *([f"{stem}scale"] if stem != name else [])]
     scale_name = next((scale for scale in names if scale in tensors), None)
     if scale_name is None:
         raise ModelFormatError(f"tensor {name} is {FP8} and its scales {names[0]} are missing")
@@ -79,15 +172,14 @@ def _fp8(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> Stor
     per_block, per_row = (
         scheme.scale_shape(info.shape) if len(info.shape) == 2 else None for scheme in (FP8_BLOCK, FP8_CHANNEL)
     )
-    # A weight within one block has one scale: as a block's it needs one number, as rows' one for each.
-    if scale.dtype in _SCALE_DTYPES and scale.shape == per_block:
+    if scale.dtype in _NUMBERS and scale.shape == per_block:
         scheme = FP8_BLOCK
-    elif scale.dtype in _SCALE_DTYPES and per_row and scale.shape in (per_row, (*per_row, 1), (1,), ()):
+    elif scale.dtype in _NUMBERS and per_row and scale.shape in (per_row, (*per_row, 1), (1,), ()):
         scheme = FP8_CHANNEL
     else:
         raise ModelFormatError(
             f"tensor {scale_name} is {scale.dtype} {list(scale.shape)}; scales of {list(info.shape)} are "
-            f"{', '.join(_SCALE_DTYPES)} {list(per_block or ())} for blocks of 128 x 128, one for each row, or one"
+            f"{', '.join(_NUMBERS)} {list(per_block or ())} for blocks of 128 x 128, one for each row, or one"
         )
-    unread = tuple(stem + other for other in _UNREAD if stem + other in tensors)
+    unread = tuple(other for last in _UNREAD if (other := stem + last) in tensors and stem != name)
     return StoredWeight(scheme, name, scale_name, info.shape, unread)

@@ -29,7 +29,7 @@ class WeightReader:
         self.quantised: dict[str, StoredWeight] = find_quantised(stored)
         self.tensors: dict[str, TensorInfo] = dict(stored)
         for name, weight in self.quantised.items():
-            parts = [self.tensors.pop(part) for part in (weight.codes, weight.scale, *weight.unread)]
+            parts = [self.tensors.pop(part) for part in weight.tensors]
             self.tensors[name] = replace(parts[0], shape=weight.shape, nbytes=sum(part.nbytes for part in parts))
 
     def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
@@ -43,12 +43,25 @@ class WeightReader:
         """
         if name not in self.quantised:
             return self._reader.read(name, into)
-        return dequantise(self.read_codes(name), self.read_scale(name), self.quantised[name].scheme, into)
+        weight = self.quantised[name]
+        factor = self.read_factor(name) if weight.factor else None
+        codes, scale = weight.read_codes(self._reader.read), weight.read_scale(self._reader.read)
+        if not weight.turned:
+            return dequantise(codes, scale, weight.scheme, into, factor=factor)
+        return dequantise(codes, scale, weight.scheme, factor=factor).swapaxes(-1, -2)
 
     def read_codes(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
-        """The codes of a quantised weight, [out, in]. `into` as in `read`."""
-        return self.quantised[name].read_codes(self._reader.read, into)
+        """The codes of a quantised weight, in its shape. `into` as in `read`."""
+        weight = self.quantised[name]
+        codes = weight.read_codes(self._reader.read, into)
+        return codes.swapaxes(-1, -2) if weight.turned else codes
 
     def read_scale(self, name: str, _into: np.ndarray | None = None) -> np.ndarray:
-        """The scale of each of its blocks, [blocks of out, blocks of in]."""
-        return self.quantised[name].read_scale(self._reader.read)
+        """The scale of each of its blocks, in the order of the weight's axes."""
+        weight = self.quantised[name]
+        scale = weight.read_scale(self._reader.read)
+        return scale.swapaxes(-1, -2) if weight.turned else scale
+
+    def read_factor(self, name: str, _into: np.ndarray | None = None) -> np.ndarray:
+        """The factor of one that has it, a number."""
+        return self.quantised[name].read_factor(self._reader.read)

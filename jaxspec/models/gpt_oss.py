@@ -16,7 +16,7 @@ from jaxspec.models.moe import MoESpec
 from jaxspec.models.moe_fields import read_experts
 from pallas_kernels.moe.activation import Clamp
 
-ARCHITECTURES = {"GptOssForCausalLM": Published("gpt-oss-20b, 120b", note="bfloat16 copies")}
+ARCHITECTURES = {"GptOssForCausalLM": Published("gpt-oss-20b, 120b")}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 __all__ = ["ARCHITECTURES", "harmless", "read_config"]

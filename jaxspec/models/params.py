@@ -13,11 +13,13 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ConfigError
-from pallas_kernels.quant.schemes import Scheme
+from pallas_kernels.quant.schemes import VALUES, Scheme, bits
 from pallas_kernels.quant.values import Quantised
 
 TENSOR_AXIS = "tensor"
@@ -31,10 +33,10 @@ AXIS_RULES: dict[str, str] = {
     "experts": TENSOR_AXIS,
 }
 
-# Of random e4m3 codes, whose largest is 448.
-CODES_STD = 112.0
+# Of random codes, whose largest is 448.
+_E4M3_STD = 112.0
 
-Init = Literal["normal", "ones", "zeros", "codes", "scale"]
+Init = Literal["normal", "ones", "zeros", "codes", "scale", "factor"]
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 
@@ -60,19 +62,24 @@ class Declare:
 
 
 class QuantisedParam(nnx.Module):
-    """A weight declared as two parameters, `codes` and `scale`; read like a parameter it gives a `Quantised`."""
+    """A weight declared as its codes, their scale and, in schemes that have one, a factor of each matrix.
+
+    Read like a parameter it gives a `Quantised`.
+    """
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[str | None, ...], scheme: Scheme):
         self.scheme = scheme
-        codes = jax.ShapeDtypeStruct(shape, scheme.codes)
-        self.codes = nnx.Param(codes, axes=axes, init="codes", scheme=scheme, block=scheme.block(len(shape)))
-        scale = jax.ShapeDtypeStruct(scheme.scale_shape(shape), scheme.scale)
-        axes = scheme.scale_axes(axes)
-        ones = (1,) * len(axes)
-        self.scale = nnx.Param(scale, axes=axes, init="scale", scheme=scheme, block=ones, fan_in=shape[-1])
+        of_array: dict[str, tuple[str | None, ...]] = {
+            "codes": axes, "scale": scheme.scale_axes(axes), "factor": axes[:-2],
+        }  # fmt: skip
+        for name, array in scheme.arrays(shape).items():
+            block = scheme.block(len(shape)) if name == "codes" else (1,) * len(array.shape)
+            options: dict[str, Any] = {"init": name, "scheme": scheme, "block": block, "fan_in": shape[-1]}
+            setattr(self, name, nnx.Param(array, axes=of_array[name], **options))
 
     def __getitem__(self, index: EllipsisType) -> Quantised:
-        return Quantised(self.codes[index], self.scale[index], self.scheme)
+        arrays = {name: getattr(self, name)[index] for name in ("codes", "scale", "factor") if hasattr(self, name)}
+        return Quantised(**arrays, scheme=self.scheme)
 
 
 Schemes = Mapping[tuple[str | int, ...], Scheme]
@@ -168,14 +175,14 @@ def random_params(model: nnx.Module, mesh: Mesh, seed: int = 0, *, randomize_nor
     for i, (path, target) in enumerate(with_shardings(model, mesh).items()):
         metadata = declarations(model)[path].get_metadata()
         std = 1.0 if path[0] == "embed" else float(metadata.get("fan_in", target.shape[-1])) ** -0.5
-        draw = _drawer(metadata["init"], randomize_norms, std, target)
+        draw = _drawer(metadata["init"], randomize_norms, std, target, metadata.get("scheme"))
         flat[path] = draw(jax.random.fold_in(key, i))
     return nest(flat)
 
 
 @functools.lru_cache(maxsize=256)
 def _drawer(
-    init: Init, randomize_norms: bool, std: float, target: jax.ShapeDtypeStruct
+    init: Init, randomize_norms: bool, std: float, target: jax.ShapeDtypeStruct, scheme: Scheme | None
 ) -> Callable[[jax.Array], jax.Array]:
     """One jitted function for all tensors of a shape: a model has hundreds of tensors and a few dozen shapes."""
 
@@ -187,9 +194,14 @@ def _drawer(
             if randomize_norms:
                 value = jax.random.uniform(key, target.shape, minval=0.5, maxval=1.5)
         elif init == "codes":
-            value = jnp.clip(jax.random.normal(key, target.shape) * CODES_STD, -4 * CODES_STD, 4 * CODES_STD)
-        elif init == "scale":
-            value = jax.random.uniform(key, target.shape, minval=0.5, maxval=1.5) * std / CODES_STD
+            return _random_codes(key, target)
+        elif init == "scale" and scheme:
+            value = jax.random.uniform(key, target.shape, minval=0.5, maxval=1.5)
+            value = value if scheme.factor else value * std / _codes_std(scheme)
+            if target.dtype == jnp.uint8:  # exponents
+                value = jnp.round(jnp.log2(value)) + 127
+        elif init == "factor" and scheme:
+            value = jnp.full(target.shape, std / _codes_std(scheme))
         else:
             value = jnp.zeros(target.shape)
             if randomize_norms:
@@ -199,12 +211,27 @@ def _drawer(
     return jax.jit(draw, out_shardings=target.sharding)
 
 
+def _random_codes(key: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """e4m3 in numbers of a normal distribution without its tails, other codes uniformly."""
+    if target.dtype == jnp.int4:
+        pairs = jax.random.bits(key, (*target.shape[:-1], target.shape[-1] // 2), jnp.uint8)
+        return lax.bitcast_convert_type(pairs, jnp.int4).reshape(target.shape)
+    normal = jax.random.normal(key, target.shape) * _E4M3_STD
+    return jnp.clip(normal, -4 * _E4M3_STD, 4 * _E4M3_STD).astype(target.dtype)
+
+
+def _codes_std(scheme: Scheme) -> float:
+    """Of what random codes stand for."""
+    return _E4M3_STD if scheme.values == "e4m3" else float(np.std(VALUES[scheme.values]))
+
+
 def count_parameters(model: Any) -> int:
     """Of the model; the scales of quantised weights are none of them."""
     declared = declarations(model).values()
-    return sum(math.prod(v.get_value().shape) for v in declared if v.get_metadata()["init"] != "scale")
+    return sum(math.prod(v.get_value().shape) for v in declared if v.get_metadata()["init"] not in ("scale", "factor"))
 
 
 def parameter_bytes(model: Any) -> int:
     """On a device that holds all of the model."""
-    return sum(math.prod(v.get_value().shape) * v.get_value().dtype.itemsize for v in declarations(model).values())
+    values = [v.get_value() for v in declarations(model).values()]
+    return sum(math.prod(value.shape) * bits(value.dtype) // 8 for value in values)

@@ -8,14 +8,18 @@ import jax
 from pallas_kernels.quant.schemes import Scheme
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scale"), meta_fields=("scheme",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scale", "factor"), meta_fields=("scheme",))
 @dataclass(frozen=True)
 class Quantised:
-    """Codes [*stack, out, in] and the scale of their blocks, of shape `scheme.scale_shape(codes.shape)`."""
+    """Codes [*stack, out, in] and the scale of their blocks, of shape `scheme.scale_shape(codes.shape)`.
+
+    `factor`: float32 [*stack], where the scheme has one.
+    """
 
     codes: jax.Array
     scale: jax.Array
     scheme: Scheme
+    factor: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -66,14 +66,16 @@ def test_only_the_vision_part_is_harmless(tmp_path: Path):
 
 
 @pytest.mark.parametrize("at", ["text_config", "top"])
-def test_published_int4_is_refused_with_a_way_out(at: str, tmp_path: Path):
-    groups = {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
+def test_zero_points_are_refused_with_a_way_out(at: str, tmp_path: Path):
+    groups = {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": False}}}
     packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     if at == "top":
         (tmp_path / "config.json").write_text(json.dumps(KIMI | {"quantization_config": packed}))
     else:
         write(tmp_path, quantization_config=packed)
-    want = r"'compressed-tensors' with weights of 4 bits \('int'\) is not supported .*; use a copy .* in bfloat16"
+    want = (
+        r"'compressed-tensors' with zero points \(symmetric is false\) is not supported .*; use a copy .* in bfloat16"
+    )
     with pytest.raises(ModelFormatError, match=want) as caught:
         open_checkpoint(tmp_path)
     assert "\n" not in str(caught.value)

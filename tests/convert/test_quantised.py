@@ -18,7 +18,9 @@ from convert.convert import convert_checkpoint
 from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import declare_target, load_nextn, load_params, open_checkpoint
 from jaxspec.loading.engine import check_kernels
+from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.manifest import read_manifest
+from jaxspec.loading.stored import StoredWeight
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import (
     TENSOR_AXIS,
@@ -26,6 +28,7 @@ from jaxspec.models.params import (
     declarations,
     parameter_bytes,
     quantised,
+    schemes_of,
     with_shardings,
 )
 from jaxspec.models.registry import read_config
@@ -38,6 +41,9 @@ from tests.tiny_models import CONFIGS, tiny_checkpoint
 
 pytestmark = pytest.mark.torch
 Get = Callable[[str], Path]
+
+# Formats that differ from another one in names or in the dtype of the scale.
+ALIKE = ("deepseek-bf16-scales", "ct-fp8-block", "ct-fp8-tensor", "modelopt-nvfp4")
 
 
 def of_mlps(name: str) -> bool:
@@ -55,23 +61,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("v3-mtp", tmp_path_factory.mktemp("source") / "hf", **sizes)
 
 
+unpacked = jax.jit(dequantise, static_argnums=1)
+
+
 def values(params: Any, schemes: Any, prefix: tuple[str | int, ...] = ()) -> Any:
     """Parameters, quantised ones as the float32 arrays that they stand for."""
     if not isinstance(params, dict):
         return np.asarray(params)
-    if set(params) == {"codes", "scale"}:
-        return np.asarray(dequantise(Quantised(**params, scheme=schemes[prefix]), jnp.float32))
+    if "codes" in params:
+        return np.asarray(unpacked(Quantised(**params, scheme=schemes[prefix]), jnp.float32))
     return {key: values(child, schemes, (*prefix, key)) for key, child in params.items()}
 
 
 def loaded(load: Any, folder: Path, mesh: Mesh) -> Any:
-    from jaxspec.models.params import schemes_of
-
     model, params = load(open_checkpoint(folder), mesh)
     return values(params, schemes_of(model))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k in ALIKE else k for k in FORMATS])
 def test_stored_weights_are_what_they_stand_for(kind: str, source: Path, tmp_path: Path, mesh: Mesh):
     """From the Hugging Face folder and the converted one: equal to the float32 checkpoint of the same values, to the bit."""
     stored, plain = quantise(source, tmp_path, kind, of_mlps)
@@ -99,6 +106,40 @@ def test_rotary_rows_take_their_scales(kind: str, source: Path, tmp_path: Path, 
     assert read_manifest(everything).schemes == {}
     got = load_params(open_checkpoint(everything), mesh, "bfloat16")[1]
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_gpt_oss(tmp_path: Path, mesh: Mesh):
+    """MXFP4 experts in one tensor, whose rows of gate and up take turns and take their scales along."""
+    source = tiny_checkpoint("gpt-oss", tmp_path / "hf", intermediate_size=96)
+    stored, plain = quantise(source, tmp_path, "gpt-oss", lambda name: name.endswith(("gate_up_proj", "down_proj")))
+    assert {str(scheme) for scheme in open_checkpoint(stored).schemes["000"].values()} == {"mxfp4"}
+    want = load_params(open_checkpoint(plain), mesh)[1]
+    for folder in (stored, convert_checkpoint(stored, tmp_path / "converted")):
+        jax.tree.map(np.testing.assert_array_equal, loaded(load_params, folder, mesh), want)
+    narrow = load_params(open_checkpoint(convert_checkpoint(stored, tmp_path / "bf16", quantization="bf16")), mesh)[1]
+    for layer, unquantised in narrow["layers"].items():
+        for name in ("gate_up", "down"):
+            rounded = np.asarray(want["layers"][layer]["mlp"][name]).astype(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(unquantised["mlp"][name], rounded)
+
+
+def test_words_of_compressed_tensors():
+    """The codes -8 to 7 as the library packs them, with the offset of 8 and the first one low."""
+    words = np.array([[0x76543210, 0xFEDCBA98] * 2], np.uint32).view(np.int32)
+    weight = StoredWeight(SCHEMES["int4_g32"], "packed", "scale", (1, 32))
+    np.testing.assert_array_equal(weight.read_codes(lambda *_: words).astype(int), [[*range(-8, 8)] * 2])
+
+
+def test_nvfp4_global_scales(source: Path, tmp_path: Path, mesh: Mesh):
+    """ModelOpt stores the factor and compressed-tensors its reciprocal; gate and up keep theirs."""
+    name = "model.layers.1.mlp.experts.3.{}_proj.{}"
+    for kind, tensor in (("modelopt-nvfp4", "weight_scale_2"), ("ct-nvfp4", "weight_global_scale")):
+        stored, _ = quantise(source, tmp_path / kind, kind, of_mlps)
+        factor = load_params(open_checkpoint(stored), mesh)[1]["layers"][1]["mlp"]["gate_up"]["factor"][3]
+        raw = raw_tensors(stored)
+        want = [raw[name.format(half, tensor)].item() for half in ("gate", "up")]
+        assert want[0] != want[1]
+        np.testing.assert_allclose(factor, want if kind == "modelopt-nvfp4" else 1 / np.array(want), rtol=1e-6)
 
 
 def test_codes_keep_their_bits(source: Path, tmp_path: Path, mesh: Mesh):
@@ -176,14 +217,26 @@ def test_mesh_that_cuts_a_block_is_refused():
                 with_shardings(quantised(model, schemes), mesh)
 
 
-def test_bytes_of_packed_weights(source: Path, tmp_path: Path):
-    """Parameters are what a weight stands for, bytes what it is stored in."""
-    stored, plain = quantise(source, tmp_path, "deepseek", of_mlps)
+@pytest.mark.parametrize(
+    ("kind", "saved", "each_scale"), [("deepseek", 1, 4), ("ct-int4", 1.5, 2), ("ct-mxfp4", 1.5, 1)]
+)
+def test_bytes_of_packed_weights(kind: str, saved: float, each_scale: int, source: Path, tmp_path: Path):
+    """Parameters are what a weight stands for, bytes what it is stored in; `saved` bytes for each code."""
+    stored, plain = quantise(source, tmp_path, kind, of_mlps)
     got, want = (declare_target(open_checkpoint(folder), ml_dtypes.bfloat16) for folder in (stored, plain))
     assert count_parameters(got) == count_parameters(want)
-    codes = sum(v.get_value().size for v in declarations(got).values() if v.get_metadata()["init"] == "codes")
-    scales = sum(v.get_value().size for v in declarations(got).values() if v.get_metadata()["init"] == "scale")
-    assert parameter_bytes(want) - parameter_bytes(got) == codes - 4 * scales
+    codes, scales = (
+        sum(v.get_value().size for v in declarations(got).values() if v.get_metadata()["init"] == array)
+        for array in ("codes", "scale")
+    )
+    assert parameter_bytes(want) - parameter_bytes(got) == saved * codes - each_scale * scales
+    converted = convert_checkpoint(stored, tmp_path / "converted")
+    manifest = read_manifest(converted)
+    assert manifest.parameters == count_parameters(want)
+    on_disk = sum(file.stat().st_size for file in (converted / "weights").rglob("*") if file.is_file())
+    checkpoint = HFCheckpoint(stored)
+    needed = sum(map(checkpoint.converted_bytes, checkpoint.parts))
+    assert needed <= on_disk < 1.2 * needed
 
 
 def test_gpus_without_kernels_name_the_way_out():
@@ -194,6 +247,8 @@ def test_gpus_without_kernels_name_the_way_out():
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"num_bits": 8, "type": "int"}, r"8 bits \('int'\)"),
+    ({"num_bits": 4, "type": "int", "group_size": 128}, "4 bits in groups of 128"),
+    ({"num_bits": 4, "type": "int", "group_size": 32, "actorder": "group"}, "g_idx"),
     ({"num_bits": 8, "type": "float", "symmetric": False}, "zero points"),
     ({"num_bits": 8, "type": "float", "strategy": "group"}, "scales of a 'group'"),
     ({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 64]}, r"blocks \[64, 64\]"),

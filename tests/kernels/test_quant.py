@@ -8,21 +8,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxspec.models.layers import MLP
+from jaxspec.models.params import TENSOR_AXIS, Declare, quantised, random_params
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.moe.api import experts
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.reference import dequantise, linear
-from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, SCHEMES, Scheme
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, SCHEMES, VALUES, Scheme
 from pallas_kernels.quant.values import Quantised
 
 
 def drawn(scheme: Scheme, *shape: int, seed: int = 0) -> Quantised:
     """Every code that is a number, and scales of all sizes."""
     rng = np.random.default_rng(seed)
-    bits = rng.integers(0, 256, shape, np.uint8)
-    codes = np.where(bits & 0x7F == 0x7F, bits - 1, bits).view(scheme.codes)  # without the two NaN
-    scale = rng.uniform(0.001, 0.1, scheme.scale_shape(shape)).astype(scheme.scale)
-    return Quantised(jnp.asarray(codes), jnp.asarray(scale), scheme)
+    bits = rng.integers(0, len(VALUES[scheme.values]), shape, np.uint8)
+    codes = np.where(bits & 0x7F == 0x7F, bits - 1, bits).view(scheme.codes)  # without the two NaN of e4m3
+    low, high = (100, 130) if scheme.scale == np.uint8 else (0.01, 0.1)
+    scale = rng.uniform(low, high, scheme.scale_shape(shape)).astype(scheme.scale)
+    factor = jnp.asarray(rng.uniform(0.5, 2, shape[:-2]).astype(np.float32)) if scheme.factor else None
+    return Quantised(jnp.asarray(codes), jnp.asarray(scale), scheme, factor)
 
 
 def e4m3(bits: int) -> float:
@@ -32,22 +36,41 @@ def e4m3(bits: int) -> float:
     return -size if bits >> 7 else size
 
 
+def value_of(code: int, scheme: Scheme) -> float:
+    """Of four bits: two's complement, or sign, exponent of bias 1 and one bit of mantissa (OCP MX specification, 5.3.3)."""
+    if scheme.values == "e4m3":
+        return e4m3(code)
+    if scheme.values == "int4":
+        return code - 16 if code & 8 else code
+    exponent, mantissa = code >> 1 & 3, code & 1
+    size = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -size if code & 8 else size
+
+
 def by_hand(weight: Quantised) -> np.ndarray:
     """Element by element, in float64."""
-    bits, scale = np.asarray(weight.codes).view(np.uint8), np.asarray(weight.scale, np.float64)
+    scheme, bits = weight.scheme, np.asarray(weight.codes).view(np.uint8)
+    factor = None if weight.factor is None else np.asarray(weight.factor, np.float64)
+    exponents = scheme.scale == np.uint8
+    scale = 2.0 ** (np.asarray(weight.scale, np.float64) - 127) if exponents else np.asarray(weight.scale, np.float64)
     out = np.empty(weight.shape)
     for at in itertools.product(*map(range, weight.shape)):
         *stack, row, column = at
         place = {
             "fp8_block": (*stack, row // 128, column // 128),
             "fp8_channel": (*stack, row),
-        }[weight.scheme.name]
-        out[at] = e4m3(int(bits[at])) * scale[place]
+            "int4_g32": (*stack, column // 32, row),
+            "nvfp4": (*stack, column // 16, row),
+            "mxfp4": (*stack, column // 32, row),
+        }[scheme.name]
+        out[at] = value_of(int(bits[at]) & (255 if scheme.values == "e4m3" else 15), scheme) * scale[place]
+        if factor is not None:
+            out[at] = np.float32(out[at]) * factor[tuple(stack)]
     return out
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
-@pytest.mark.parametrize("shape", [(130, 260), (2, 3, 64, 192)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 260), (2, 3, 16, 192)], ids=str)
 def test_partial_blocks(scheme: Scheme, shape: tuple[int, ...]):
     """A weight is its codes times their scales, also where a matrix ends inside a block or is smaller than one."""
     weight = drawn(scheme, *shape)
@@ -98,3 +121,13 @@ def test_kernels_for_arrays_name_the_scheme():
         experts(*call)
     with use(Backends(moe="auto")):
         assert experts(*call).shape == (1, 64)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
+def test_random_weights_are_as_large_as_unquantised_ones(scheme: Scheme):
+    """Standard deviation fan_in^-1/2, as benchmarks and tests have it."""
+    mlp = quantised(MLP(256, 128, Declare(jnp.float32)), {("gate_up",): scheme, ("down",): scheme})
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,))
+    for name, inputs in (("gate_up", 256), ("down", 128)):
+        weight = Quantised(**random_params(mlp, mesh)[name], scheme=scheme)
+        assert jnp.std(dequantise(weight, jnp.float32)) == pytest.approx(inputs**-0.5, rel=0.25)
