@@ -174,7 +174,7 @@ def random_params(model: nnx.Module, mesh: Mesh, seed: int = 0, *, randomize_nor
     flat = {}
     for i, (path, target) in enumerate(with_shardings(model, mesh).items()):
         metadata = declarations(model)[path].get_metadata()
-        std = 1.0 if path[0] == "embed" else float(metadata.get("fan_in", target.shape[-1])) ** -0.5
+        std = 1.0 if path[0] == "embed" else float(metadata.get("fan_in") or target.shape[-1]) ** -0.5
         draw = _drawer(metadata["init"], randomize_norms, std, target, metadata.get("scheme"))
         flat[path] = draw(jax.random.fold_in(key, i))
     return nest(flat)

@@ -126,8 +126,8 @@ def test_kernels_for_arrays_name_the_scheme():
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
 def test_random_weights_are_as_large_as_unquantised_ones(scheme: Scheme):
     """Standard deviation fan_in^-1/2, as benchmarks and tests have it."""
-    mlp = quantised(MLP(256, 128, Declare(jnp.float32)), {("gate_up",): scheme, ("down",): scheme})
+    mlp = quantised(MLP(512, 1024, Declare(jnp.float32)), {("gate_up",): scheme, ("down",): scheme})
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,))
-    for name, inputs in (("gate_up", 256), ("down", 128)):
+    for name, inputs in (("gate_up", 512), ("down", 1024)):
         weight = Quantised(**random_params(mlp, mesh)[name], scheme=scheme)
         assert jnp.std(dequantise(weight, jnp.float32)) == pytest.approx(inputs**-0.5, rel=0.25)
