@@ -1,8 +1,11 @@
-"""A decode step on the GPU is one recorded graph, launched once: with and without speculation, with all Mosaic kernels."""
+"""A step on the GPU is one recorded graph, launched once: with and without speculation, with all Mosaic kernels."""
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,14 +15,19 @@ from bench.harness.models import draw
 from bench.harness.trace import compute_events
 from jaxspec.config import Lookup
 from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import StepPlan
+from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
+from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import one_device
 from tests.engine.tiny import HF_CONFIG, SETTINGS
 
 pytestmark = pytest.mark.gpu
 
 STEPS = 3
+# The fewest ids, rounded up, whose sampling is kernels of ours too; its references have loops, which no graph holds.
+KERNEL_VOCAB = 2048
 # The smallest sizes that all Mosaic GPU kernels support.
 SIZES = {
     "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
@@ -49,13 +57,52 @@ def test_a_decode_step_is_one_launch(k, drafts, lookup, rows):
     wanted |= {"norm_linear"} if rows == 1 and (draft is not None or drafts == 0) else set()
     assert {name for name, chosen in runner.kernels.items() if chosen == {"mosaic"}} >= wanted
     padding = StepPlan((), (), drafts=drafts)
+
+    def step():
+        runner.dispatch(padding)
+        runner.read()
+
+    events, launches = launches_of(step)
+    assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
+    assert events > 10 * STEPS
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("prompt", [0, 400], ids=["decode", "mixed"])
+@pytest.mark.parametrize("variant", ["lean", "full"])
+def test_a_step_of_live_rows_is_one_launch(variant, prompt, k):
+    """Rows that decode, also beside a prompt that is read in chunks; in full buckets with every rule of the sampler."""
+    mesh, rows = one_device(), SETTINGS.max_num_seqs
+    weights = draw(HF_CONFIG | SIZES | {"vocab_size": KERNEL_VOCAB}, mesh, np.dtype(jax.numpy.bfloat16))
+    settings = dataclasses.replace(SETTINGS, dtype="bfloat16", on_gpu=True, num_speculative_tokens=k)
+    decode, mixed = Bucket(0, 0, rows, variant, k), Bucket(SETTINGS.max_num_batched_tokens, 4, rows, variant, k)
+    runner = Runner(
+        weights.model, weights.params, settings, mesh, draft=weights.draft if k else None, buckets=(decode, mixed)
+    )
+    runner.warm_up()
+    rules = {"top_p": 0.9, "top_k": 50, "min_p": 0.01, "presence_penalty": 0.1, "logprobs": 3, "logit_bias": {7: 1.0}}
+    params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True, **rules if variant == "full" else {})
+    engine = Engine(runner, vocab_size=KERNEL_VOCAB)
+    engine.add(*(Request(f"r{i}", [9 + i] * 5, params) for i in range(rows - 1)))
+    plans = []
+    engine.step_log = SimpleNamespace(write=lambda plan, *_, **__: plans.append(plan))
+    for _ in range(4):
+        engine.step()
+    if prompt:
+        engine.add(Request("long", [11] * prompt, params))
+        engine.step()
+    del plans[:]
+    events, launches = launches_of(engine.step)
+    assert all(plan.decode and bool(plan.prefill) == bool(prompt) for plan in plans)
+    assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
+
+
+def launches_of(step: Callable[[], Any]) -> tuple[int, int]:
+    """Kernels of `STEPS` calls, and the launches that started them."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
-                runner.dispatch(padding)
-                runner.read()
+                step()
         (trace,) = Path(folder).glob("**/*.xplane.pb")
         events = list(compute_events(jax.profiler.ProfileData.from_file(str(trace))))
-    launches = {launch for _, _, launch in events}
-    assert len(launches) == STEPS, f"{len(events)} kernels in {len(launches)} launches of {STEPS} steps"
-    assert len(events) > 10 * STEPS
+    return len(events), len({launch for _, _, launch in events})

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import random
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 from bench.harness.models import draw
-from bench.harness.trace import compute_events
 from jaxspec.compat import compiles
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
@@ -27,7 +24,7 @@ from tests.engine.test_grammars import check, solo
 from tests.engine.test_schedules import options
 from tests.engine.test_transforms import plant
 from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, fill_cache, make_engine, tiny_runner
-from tests.gpu.test_graph import SIZES, STEPS
+from tests.gpu.test_graph import KERNEL_VOCAB, SIZES, STEPS, launches_of
 from tests.host_rules import RandomConstraint
 
 pytestmark = pytest.mark.gpu
@@ -37,10 +34,10 @@ SPECULATING = pytest.mark.parametrize("k", [0, 3])
 
 
 @functools.cache
-def kernel_runner(k: int) -> Runner:
-    """In bfloat16 with all Mosaic kernels; its decode step exists in one part and in two."""
+def kernel_runner(k: int, vocab_size: int = VOCAB) -> Runner:
+    """In bfloat16 with Mosaic kernels, of sampling with KERNEL_VOCAB; its decode step exists in one part and in two."""
     mesh = one_device()
-    weights = draw(HF_CONFIG | SIZES, mesh, np.dtype(jnp.bfloat16))
+    weights = draw(HF_CONFIG | SIZES | {"vocab_size": vocab_size}, mesh, np.dtype(jnp.bfloat16))
     settings = dataclasses.replace(SETTINGS, dtype="bfloat16", on_gpu=True, num_speculative_tokens=k)
     decode = Bucket(0, 0, ROWS, "full", k)
     buckets = (decode, Bucket(SETTINGS.max_num_batched_tokens, 4, ROWS, "full", k))
@@ -57,20 +54,9 @@ def kernel_runner(k: int) -> Runner:
     return runner
 
 
-def launches_of(run) -> tuple[int, int]:
-    """Kernels of `STEPS` calls, and the launches that started them."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(STEPS):
-                run()
-        (trace,) = Path(folder).glob("**/*.xplane.pb")
-        events = list(compute_events(jax.profiler.ProfileData.from_file(str(trace))))
-    return len(events), len({launch for _, _, launch in events})
-
-
 @SPECULATING
 def test_each_part_is_one_launch(k):
-    runner = kernel_runner(k)
+    runner = kernel_runner(k, KERNEL_VOCAB)
 
     def whole():
         runner.dispatch(StepPlan((), (), drafts=k, needs_full=True))
@@ -132,9 +118,11 @@ def test_both_parts_do_what_the_whole_step_does(k, make):
         assert rows == ROWS
         for name in ("emitted", "verified", "accepted", "flags", "ids", "drafts"):
             np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name), err_msg=name)
-        np.testing.assert_allclose(parts.logprobs, whole.logprobs, atol=1e-4)
+        # XLA fuses the two differently, and bfloat16 rounds what it fuses.
+        exact = runner.settings.dtype == "float32"
+        np.testing.assert_allclose(parts.logprobs, whole.logprobs, atol=1e-4 if exact else 5e-2)
         for name, got, want in zip(after._fields, runner.state, after, strict=True):
-            tolerance = 1e-2 if name in ("kv", "draft_kv", "draft_log_q") else 0
+            tolerance = (1e-2 if exact else 5e-2) if name in ("kv", "draft_kv", "draft_log_q") else 0
             for arrays in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 ours, theirs = (np.asarray(array.astype(jnp.float32)) for array in arrays)
                 np.testing.assert_allclose(ours, theirs, atol=tolerance, rtol=tolerance, err_msg=name)
