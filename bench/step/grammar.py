@@ -13,12 +13,15 @@ free batch, medians of the turns; `step_over_free` is that of a step. Drafts acc
 each step the host's time: waiting for the device, filling masks, planning and dispatching. On a GPU a trace then tells the
 device's.
 
-With random weights no tokenizer exists, so its ids are given made-up words; hardly any draft is accepted. The embedded
-demo model continues source code and its drafts are accepted as they are: there a ratio also says how well JSON is drafted.
+With random weights no tokenizer exists, so its ids are given made-up words; hardly any draft is accepted. Other models read
+source code and then an example of such JSON, and their drafts are accepted as they are: there a ratio also says how well
+JSON is drafted. `blocked` is the part of the constrained windows that end at a draft which the grammar forbids: drafts that
+know the grammar could gain these and no others.
 """
 
 import argparse
 import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -43,7 +46,8 @@ from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, np_dtype, resolve_dtype
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.host_rule import HostRule
+from jaxspec.engine.host_rule import HostRule, RuleResult
+from jaxspec.engine.output import FinishReason
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.step_log import StepTimes
@@ -78,6 +82,14 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+EXAMPLE = {
+    "records": [
+        {"name": "The Wall", "count": 12, "kind": "book", "tags": ["old", "red"], "done": True},
+        {"name": "A Night", "count": 3, "kind": "film", "tags": [], "done": False},
+        {"name": "Sun", "count": 77, "kind": "song", "tags": ["new"], "done": True},
+    ]
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -96,15 +108,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     record.add_arguments(parser)
 
 
-class TimedRule(GrammarRule):
-    """A grammar's rule that counts the seconds in which masks were filled."""
+class WatchedRule(GrammarRule):
+    """A grammar's rule that counts the seconds in which masks were filled, and the windows that it has blocked."""
 
     seconds = 0.0
+    blocked = 0
+    _legal = 0  # drafts of the next window before the first that is forbidden
+    _drafts = 0
 
     def fill_masks(self, drafts: Sequence[int], words: np.ndarray) -> None:
         started = time.perf_counter()
         super().fill_masks(drafts, words)
         self.seconds += time.perf_counter() - started
+        forbidden = (i for i, draft in enumerate(drafts) if not words[i, draft >> 5] >> (draft & 31) & 1)
+        self._drafts, self._legal = len(drafts), next(forbidden, len(drafts))
+
+    def feed(self, ids: Sequence[int], ended: FinishReason | None) -> RuleResult:
+        self.blocked += len(ids) - 1 == self._legal < self._drafts
+        return super().feed(ids, ended)
 
 
 class Times:
@@ -124,12 +145,13 @@ class Group:
     """What some rows of a batch got in one turn.
 
     Attributes:
-        seconds_per_token: of a row. windows: verified. accepted: drafts, of all windows.
+        seconds_per_token: of a row. windows: verified. accepted: drafts, of all windows. blocked: windows, by a grammar.
     """
 
     seconds_per_token: float
     windows: int
     accepted: int
+    blocked: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +178,7 @@ class Batches:
             self._tokenizer = made_up_tokenizer(vocab_size)
         else:
             self._tokenizer = Tokenizer.from_folder(resolve_model(name))
-            self.prompts = source_prompts(self._tokenizer, rows, context)
+            self.prompts = example_prompts(self._tokenizer, rows, context)
         compiler = GrammarCompiler(self._tokenizer, vocab_size, [self._tokenizer.hugging_face.eos_token_id])
         self._matcher = compiler.matcher(StructuredOutputsParams(json=SCHEMA))
 
@@ -170,17 +192,19 @@ class Batches:
         """Of one request: it gives the text, and may have the grammar."""
         text = text_stream(self._tokenizer, [], GREEDY)
         assert text is not None
-        return TimedRule(self._matcher.deep_copy(), text) if constrained else text
+        return WatchedRule(self._matcher.deep_copy(), text) if constrained else text
 
 
-def source_prompts(tokenizer: Tokenizer, rows: int, context: int) -> list[list[int]]:
-    """Pieces of this package's own files, which every machine has."""
+def example_prompts(tokenizer: Tokenizer, rows: int, context: int) -> list[list[int]]:
+    """Pieces of this package's own files, which every machine has, each with the same example of JSON behind it."""
     files = sorted(Path(models.__file__).parents[2].glob("jaxspec/**/*.py"))
-    ids: list[int] = []
+    source: list[int] = []
     for file in files:
-        ids += tokenizer.encode(file.read_text(encoding="utf-8"))
-    starts = np.linspace(0, len(ids) - context, rows).astype(int)
-    return [ids[start : start + context] for start in starts]
+        source += tokenizer.encode(file.read_text(encoding="utf-8"))
+    example = tokenizer.encode(f"\n\n# records.json\n{json.dumps(EXAMPLE)}\n\n# more_records.json\n")[-context:]
+    length = context - len(example)
+    starts = np.linspace(0, len(source) - length, rows).astype(int)
+    return [source[start : start + length] + example for start in starts]
 
 
 def group_of(number: int) -> str:
@@ -191,12 +215,12 @@ def measure(load: Load, steps: int) -> Turn:
     """Of steps that are read late; the load's requests must just have been prefilled."""
     requests = load.requests
     groups = {name: [r for i, r in enumerate(requests) if group_of(i) == name] for name in BOUNDS}
-    rules = [r.rule for r in requests if isinstance(r.rule, TimedRule)]
+    rules = [r.rule for r in requests if isinstance(r.rule, WatchedRule)]
     log = Times()
     with load.going_on(len(requests)):
         tokens = dict.fromkeys((r.id for r in requests), 0)
         before = {name: _windows(each) for name, each in groups.items()}
-        masks = sum(rule.seconds for rule in rules)
+        masks, blocked = sum(rule.seconds for rule in rules), sum(rule.blocked for rule in rules)
         load.engine.step_log = log
         started = time.perf_counter()
         for _ in range(steps):
@@ -205,12 +229,13 @@ def measure(load: Load, steps: int) -> Turn:
         seconds = time.perf_counter() - started
         load.engine.step_log = None
         masks = sum(rule.seconds for rule in rules) - masks
+        blocked = sum(rule.blocked for rule in rules) - blocked
         after = {name: _windows(each) for name, each in groups.items()}
     figures = {}
     for name, each in groups.items():
         windows, accepted = (b - a for a, b in zip(before[name], after[name], strict=True))
         per_row = sum(tokens[r.id] for r in each) / len(each)
-        figures[name] = Group(seconds / per_row, windows, accepted)
+        figures[name] = Group(seconds / per_row, windows, accepted, blocked if name == "constrained" else 0)
     return Turn(figures, host_seconds(log, seconds, masks), log.split / len(log.steps))
 
 
@@ -242,6 +267,11 @@ def figures(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
         windows = sum(turn.groups[group].windows for turn in turns[batch])
         return round(sum(turn.groups[group].accepted for turn in turns[batch]) / windows, 4) if windows else None
 
+    def blocked() -> float | None:
+        groups = [turn.groups["constrained"] for turn in turns["constrained"]]
+        windows = sum(group.windows for group in groups)
+        return round(sum(group.blocked for group in groups) / windows, 4) if windows else None
+
     def step(batch: str) -> float:
         return statistics.median(turn.host["step"] for turn in turns[batch])
 
@@ -251,6 +281,7 @@ def figures(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
         "step_over_free": round(step("constrained") / step("free"), 4),
         "over_full": {g: round(median("constrained", g) / median("full", g), 4) for g in BOUNDS},
         "accepted_a_window": {b: {g: accepted(b, g) for g in BOUNDS} for b in turns},
+        "blocked": blocked(),
         "host_ms_a_step": {
             b: {what: ms(statistics.median(turn.host[what] for turn in each)) for what in each[0].host}
             for b, each in turns.items()

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from bench.__main__ import main
@@ -12,8 +13,8 @@ from jaxspec.engine.request import Request
 HOST = {"step": 1e-3, "masks": 0.0}
 
 
-def turn(constrained, free, *, accepted=0):
-    groups = {"constrained": Group(constrained, 4, accepted), "free": Group(free, 4, accepted)}
+def turn(constrained, free, *, accepted=0, blocked=0):
+    groups = {"constrained": Group(constrained, 4, accepted, blocked), "free": Group(free, 4, accepted)}
     return Turn(groups, HOST, split_steps=1.0)
 
 
@@ -21,12 +22,13 @@ def test_ratios_are_over_the_same_rows_of_the_free_batch():
     turns = {
         "free": [turn(1e-3, 2e-3), turn(9e-3, 2e-3), turn(1e-3, 2e-3)],
         "full": [turn(2e-3, 2e-3)],
-        "constrained": [turn(1.2e-3, 2.02e-3, accepted=2)],
+        "constrained": [turn(1.2e-3, 2.02e-3, accepted=2, blocked=1)],
     }
     row = {"drafted_tokens": 3} | figures(turns)
     assert row["over_free"] == {"constrained": 1.2, "free": 1.01}
     assert row["over_full"] == {"constrained": 0.6, "free": 1.01}
     assert row["accepted_a_window"]["constrained"] == {"constrained": 0.5, "free": 0.5}
+    assert row["blocked"] == 0.25
     assert row["split_steps"] == 1
     better = {"drafted_tokens": 0, "over_free": {"constrained": 1.0, "free": 1.0}}
     assert [(g["worst"], g["drafted_tokens"], g["met"]) for g in gates([better, row])] == [
@@ -48,6 +50,16 @@ def test_made_up_words_fill_the_vocabulary(size):
     assert rules[0].constraint is None
     assert rules[1].feed(tokenizer.encode('{"records": ['), None).error is None
     assert rules[1].feed(tokenizer.encode("]"), None).error is not None
+
+
+def test_blocked_windows_end_at_a_forbidden_draft():
+    batches, encode = Batches("tiny", 256, 2, 8), made_up_tokenizer(256).encode
+    words = np.empty((4, 8), np.int32)
+    for drafts, emitted, blocked in (('{"x', '{"r', 1), ('{"', "{", 0), ("x", "{", 1), ("", "{", 0)):
+        rule = batches.rule(constrained=True)
+        rule.fill_masks(encode(drafts), words)
+        rule.feed(encode(emitted), None)
+        assert rule.blocked == blocked, drafts
 
 
 @pytest.mark.full
