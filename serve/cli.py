@@ -83,8 +83,11 @@ def parsers(argv: Sequence[str]) -> tuple[Parser, dict[str, Parser]]:
     convert.add_argument("source", metavar="SRC", help="a Hugging Face folder or a hub id")
     convert.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
     convert.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
-    quantization = "auto keeps quantised weights as the checkpoint has them, bf16 dequantises all (default: auto)"
-    convert.add_argument("--quantization", choices=("auto", "bf16"), default="auto", help=quantization)
+    quantization = (
+        "auto keeps quantised weights as the checkpoint has them, bf16 dequantises all; fp8 quantises MLPs and experts, int4 "
+        "routed experts, that the checkpoint has unquantised (default: auto)"
+    )
+    convert.add_argument("--quantization", choices=("auto", "bf16", "fp8", "int4"), default="auto", help=quantization)
 
     compare = command("compare", _compare, "Compare a model with PyTorch: layers, logits, greedy text.")
     if argv[:1] == ["compare"]:  # the module of its flags imports NumPy

@@ -30,10 +30,10 @@ from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, Read, fill
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import Schemes, declarations
 from jaxspec.models.registry import family_of, read_config
-from pallas_kernels.quant.schemes import Scheme, bits
+from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, Scheme, bits
 
 # How weights are stored by `jaxspec convert`.
-Quantization = Literal["auto", "bf16"]
+Quantization = Literal["auto", "bf16", "fp8", "int4"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,8 @@ class HFCheckpoint:
 
     Args:
         quantization: "auto": weights that are stored quantised, and that the model takes so, stay as they are; "bf16": all
-            are dequantised.
+            are dequantised; "fp8": weights that the model takes quantised, and that the checkpoint has in none, are put
+            into FP8 blocks; "int4": the same in groups of 32, routed experts only.
 
     Attributes:
         hf: its config.json.
@@ -88,7 +89,7 @@ class HFCheckpoint:
         config = read_eagle3_config(self.hf).model if is_draft else read_config(self.hf)
         check_quantisation(self.hf)
         self.reader = WeightReader(folder)
-        self._keeps = quantization == "auto"
+        self._quantization = quantization
         # bfloat16 would round float16's values; float32 holds them.
         self.dtype = "bfloat16" if config.dtype == "bfloat16" else "float32"
         if is_draft:
@@ -161,7 +162,11 @@ class HFCheckpoint:
         out: dict[ParamPath, ParamSource] = {}
         for path, variable in declarations(model).items():
             value, scheme = variable.get_value(), None
-            if self._keeps and variable.get_metadata()["quantisable"]:
+            metadata = variable.get_metadata()
+            if self._quantization != "bf16" and metadata["quantisable"]:
+                wanted = {"fp8": FP8_BLOCK, "int4": INT4_G32 if "experts" in metadata["axes"] else None}
+                if (new := wanted.get(self._quantization)) and not self._any_quantised(pieces[path]):
+                    self.reader.quantise([piece.name for piece in pieces[path]], new)
                 scheme = kept_scheme(pieces[path], value.shape, self.reader.quantised)
             if scheme is None:
                 out[path] = ParamSource(pieces[path], value.shape, value.dtype)
@@ -169,6 +174,9 @@ class HFCheckpoint:
                 for name, target in scheme.arrays(value.shape).items():
                     out[*path, name] = ParamSource(pieces[path], target.shape, target.dtype, scheme, name)
         return out
+
+    def _any_quantised(self, pieces: Pieces) -> bool:
+        return any(piece.name in self.reader.quantised for piece in pieces)
 
     def _model_sources(self, config: ModelConfig) -> Parts:
         model = CausalLM(config, np.dtype(self.dtype))

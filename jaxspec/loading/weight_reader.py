@@ -1,13 +1,17 @@
 """Reads a folder's weights under the names that key maps know, quantised ones too."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from jaxspec.errors import ModelFormatError
 from jaxspec.loading.dequantise import dequantise
+from jaxspec.loading.quantise import Unquantised
 from jaxspec.loading.safetensors_reader import SafetensorsReader, TensorInfo
 from jaxspec.loading.stored import StoredWeight, find_quantised
+from pallas_kernels.quant.schemes import Scheme
 
 
 class WeightReader:
@@ -31,6 +35,23 @@ class WeightReader:
         for name, weight in self.quantised.items():
             parts = [self.tensors.pop(part) for part in weight.tensors]
             self.tensors[name] = replace(parts[0], shape=weight.shape, nbytes=sum(part.nbytes for part in parts))
+
+    def quantise(self, names: Iterable[str], scheme: Scheme) -> None:
+        """From now on these weights, stored unquantised as [out, in], are read in a scheme.
+
+        Raises:
+            ModelFormatError: one has another number of axes, or its inputs are no whole blocks of a scheme that needs that.
+        """
+        for name in names:
+            if name not in self.tensors:  # the check of names says so
+                continue
+            shape = self.tensors[name].shape
+            if len(shape) != 2 or (scheme.rows == 1 and shape[1] % (scheme.columns or 1)):
+                raise ModelFormatError(
+                    f"tensor {name} of shape {list(shape)} cannot be quantised as {scheme}: it needs outputs and inputs, in "
+                    f"groups of {scheme.columns}"
+                )
+            self.quantised[name] = Unquantised(scheme, name, name, shape)
 
     def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
         """One tensor, in its stored dtype; quantised ones in bfloat16. For any number of threads.

@@ -20,6 +20,7 @@ from jaxspec.loading.checkpoint import declare_target, load_nextn, load_params, 
 from jaxspec.loading.engine import check_kernels
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.manifest import read_manifest
+from jaxspec.loading.quantise import quantise as quantise_matrix
 from jaxspec.loading.stored import StoredWeight
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import (
@@ -237,6 +238,52 @@ def test_bytes_of_packed_weights(kind: str, saved: float, each_scale: int, sourc
     checkpoint = HFCheckpoint(stored)
     needed = sum(map(checkpoint.converted_bytes, checkpoint.parts))
     assert needed <= on_disk < 1.2 * needed
+
+
+@pytest.mark.parametrize(("quantization", "name", "error"), [("fp8", "fp8_block", 0.0265), ("int4", "int4_g32", 0.095)])
+def test_unquantised_weights_are_quantised(
+    quantization: Any, name: str, error: float, source: Path, tmp_path: Path, mesh: Mesh
+):
+    """With the error that the format has on normal weights, within a tenth; routers, attention and ends stay as they are."""
+    folder = convert_checkpoint(source, tmp_path / "out", quantization=quantization)
+    schemes = read_manifest(folder).schemes
+    experts = {"mlp.gate_up", "mlp.down"}
+    both = experts | {"mlp.shared.gate_up", "mlp.shared.down"}
+    assert schemes["001"] == dict.fromkeys(both if quantization == "fp8" else experts, name)
+    assert set(schemes) == ({"000", "001", "mtp"} if quantization == "fp8" else {"001", "mtp"})
+    for load in (load_params, load_nextn):
+        got, want = loaded(load, folder, mesh), load(open_checkpoint(source), mesh)[1]
+        wrong = jax.tree.map(lambda a, b: float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-9)), got, want)
+        for path, value in jax.tree_util.tree_leaves_with_path(wrong):
+            keys = [key.key for key in path]
+            is_quantised = keys[-1] in ("gate_up", "down") and (quantization == "fp8" or "shared" not in keys)
+            if is_quantised and keys[:2] != ["layers", 0]:
+                assert value == pytest.approx(error, rel=0.1), path
+            elif not (quantization == "fp8" and is_quantised):
+                assert value == 0, path
+
+
+def test_clamps_before_the_cast():
+    """A cast of more than 464 gives NaN; the largest of a block may be rounded up there, and is 448 times its scale."""
+    weight = np.array([[460.0, -1e-6], [1e30, 447.0]], np.float32)
+    for matrix in (weight, weight[:1], np.zeros((1, 2), np.float32)):
+        codes, scale = quantise_matrix(matrix, FP8_BLOCK)
+        assert np.isfinite(codes.astype(np.float32)).all()
+        assert np.log2(scale) == np.round(np.log2(scale))
+        np.testing.assert_allclose(codes.astype(np.float32) * scale, matrix, atol=0.04 * np.abs(matrix).max())
+    codes, scale = quantise_matrix(np.zeros((1, 32), np.float32), SCHEMES["int4_g32"])
+    assert scale.tolist() == [[1.0]]
+    assert not codes.astype(np.float32).any()
+
+
+def test_weights_that_are_quantised_already_stay_so(source: Path, tmp_path: Path):
+    stored, _ = quantise(
+        source, tmp_path, "ct-int4", lambda name: of_mlps(name) and "experts." in name and "shared" not in name
+    )
+    schemes = read_manifest(convert_checkpoint(stored, tmp_path / "out", quantization="fp8")).schemes
+    assert schemes["001"] == {
+        "mlp.gate_up": "int4_g32", "mlp.down": "int4_g32", "mlp.shared.gate_up": "fp8_block", "mlp.shared.down": "fp8_block",
+    }  # fmt: skip
 
 
 def test_gpus_without_kernels_name_the_way_out():
