@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # `counts` holds how often the output has an id; this bit marks the ids that the prompt has.
 PROMPT_BIT = 1 << 30
@@ -79,11 +80,24 @@ def adjust(logits_WnV: jax.Array, drafts_Wk: jax.Array, rules: LogitRules, posit
     for m in range(rules.stop_ids.shape[1]):
         is_stop_WV |= rules.stop_ids[:, m, None] == ids_V
     early_Wn1 = (positions_W[:, None] + index_n1[:, 0] < rules.min_total[:, None])[..., None]
-    too_early_WnV = early_Wn1 & is_stop_WV[:, None]
     allowed_WnV = ~rules.constrained[:, None, None] | allowed_ids(rules.masks, V)
     # Where a grammar has ended only a stop is left: it beats min_tokens.
-    anything_else_Wn1 = (allowed_WnV & ~too_early_WnV).any(axis=2, keepdims=True)
-    return jnp.where(allowed_WnV & ~(too_early_WnV & anything_else_Wn1), x_WnV, -jnp.inf)
+    early_Wn1 &= _anything_but_stops(rules, V)[..., None]
+    return jnp.where(allowed_WnV & ~(early_Wn1 & is_stop_WV[:, None]), x_WnV, -jnp.inf)
+
+
+def _anything_but_stops(rules: LogitRules, V: int) -> jax.Array:
+    """Whether an id that is no stop may come, bool [W, n]: from the masks' bits, without a look at V logits."""
+    words = mask_words(V)
+    unused = jnp.zeros(words, jnp.int32).at[-1].set(-1 << (V - 32 * (words - 1)) if V % 32 else 0)
+    masks_WnM = jnp.where(rules.constrained[:, None, None], rules.masks, -1) & ~unused
+    others_Wn = lax.population_count(masks_WnM).sum(axis=2)
+    for m in range(rules.stop_ids.shape[1]):
+        id_W = rules.stop_ids[:, m]
+        is_new_W = (id_W >= 0) & (id_W < V) & (rules.stop_ids[:, :m] != id_W[:, None]).all(axis=1)
+        word_Wn = jnp.take_along_axis(masks_WnM, jnp.maximum(id_W, 0)[:, None, None] // 32, axis=2)[..., 0]
+        others_Wn -= ((word_Wn >> (id_W % 32)[:, None]) & 1) * is_new_W[:, None]
+    return others_Wn > 0
 
 
 def _per_request(values_W: jax.Array) -> jax.Array:

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, temperatures, tempered, uniform
+from jaxspec.sampling.sampler import SamplingRows, Stream, cuts_of, noise_keys, temperatures, uniform
 from pallas_kernels.sampling.api import LogitsStats, Residual, gumbel_argmax, logits_stats
+from pallas_kernels.sampling.keys import LEAST_KEY, ordered
 
 
 class Verified(NamedTuple):
@@ -85,17 +86,22 @@ def verify(
         log_q, one_hot, q_rows = jnp.zeros((1, max(k, 1), V)), jnp.ones(D, bool), jnp.zeros(D, jnp.int32)
     q_rows = jnp.arange(D) if q_rows is None else q_rows
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
-    # Masks never remove the largest logit, so greedy rows may use masked logits.
-    transformed, temperature_W = tempered(logits.reshape(D * n, V), window_rows, None, full=full)
-    if full or stats is None:
-        stats = logits_stats(transformed, temperature_W)
-    best_Dn, log_z_Dn = stats.argmax.reshape(D, n), stats.log_z_tempered.reshape(D, n)
+    logits_WV, temperature_W = logits.reshape(D * n, V), temperatures(window_rows)
+    stats = stats or logits_stats(logits_WV, temperature_W)
+    cuts_W, log_z_W = None, stats.log_z_tempered
+    if full:
+        cuts_W = cuts_of(logits_WV, window_rows, stats)
+        kept = logits_stats(logits_WV, temperature_W, cuts_W)
+        log_z_W = jnp.where(cuts_W > LEAST_KEY, kept.log_z_tempered, log_z_W)
+    best_Dn, log_z_Dn = stats.argmax.reshape(D, n), log_z_W.reshape(D, n)
     temperature_D = temperature_W[::n]
 
     greedy_D = rows.temperature == 0
     index_k = jnp.arange(k, dtype=jnp.int32)
-    x_Dk = jnp.take_along_axis(transformed.reshape(D, n, V)[:, :k], drafts[..., None], axis=2)[..., 0]
-    log_p_x = x_Dk.astype(jnp.float32) / temperature_D[:, None] - log_z_Dn[:, :k]
+    x_Dk = jnp.take_along_axis(logits[:, :k], drafts[..., None], axis=2)[..., 0].astype(jnp.float32)
+    if cuts_W is not None:
+        x_Dk = jnp.where(ordered(x_Dk) >= cuts_W.reshape(D, n)[:, :k], x_Dk, -jnp.inf)
+    log_p_x = x_Dk / temperature_D[:, None] - log_z_Dn[:, :k]
     log_q_x = jnp.where(one_hot[:, None], 0.0, log_q[q_rows[:, None], index_k, drafts])
     u = uniform(
         jnp.repeat(rows.seeds, k, axis=0), (positions[:, None] + index_k).reshape(D * k), Stream.ACCEPT
@@ -139,7 +145,7 @@ def verify(
     wanted_Dn = coupled_D[:, None] | (single_D[:, None] & (jnp.arange(n) == 0))
     row_Dn = jnp.arange(D, dtype=jnp.int32)[:, None] * n + source_Dn
     drawn_Dn = gumbel_argmax(
-        transformed, row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), residual
+        logits_WV, row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), residual, cuts_W
     ).reshape(D, n)
     if synthetic_D is None:
         equal = (drafts == drawn_Dn[:, :k]) & (index_k < num_drafts[:, None])

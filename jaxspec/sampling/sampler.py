@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.sampling.truncation import Truncation, truncate
+from jaxspec.sampling.truncation import Truncation, cuts
 from pallas_kernels.sampling.api import LogitsStats, gumbel_argmax, logits_stats
 
 
@@ -60,8 +60,8 @@ def uniform(seeds: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array
     return draw(seeds, positions, jnp.full(positions.shape, int(stream), jnp.int32))
 
 
-def transform(logits: jax.Array, rows: SamplingRows, stats: LogitsStats) -> jax.Array:
-    """Logits float32 [R, V] of the distribution that a random row samples from, after its temperature and what it drops.
+def cuts_of(logits: jax.Array, rows: SamplingRows, stats: LogitsStats) -> jax.Array:
+    """What min_p, top_k and top_p keep of logits [R, V]: int32 [R], see `truncation.cuts`.
 
     Greedy rows keep everything: they take the largest, which nothing drops.
 
@@ -69,27 +69,12 @@ def transform(logits: jax.Array, rows: SamplingRows, stats: LogitsStats) -> jax.
         stats: of the logits, at `temperatures(rows)`.
     """
     kept = Truncation(temperatures(rows), rows.min_p, rows.top_k, rows.top_p)
-    return truncate(logits, kept, stats, rows.temperature > 0)
+    return cuts(logits, kept, stats, rows.temperature > 0)
 
 
 def temperatures(rows: SamplingRows) -> jax.Array:
     """What logits are divided by, float32 [R]: the temperature, or 1 in greedy rows."""
     return jnp.where(rows.temperature == 0, 1.0, rows.temperature)
-
-
-def tempered(
-    logits: jax.Array, rows: SamplingRows, stats: LogitsStats | None, *, full: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Logits [R, V] and temperatures float32 [R]: a row samples from softmax(logits / temperature).
-
-    Args:
-        stats: of the logits, at `temperatures(rows)`, if they are known already.
-        full: apply min_p, top_k and top_p (static). Without it the logits are returned as they are: no copy.
-    """
-    if not full:
-        return logits, temperatures(rows)
-    stats = stats or logits_stats(logits, temperatures(rows))
-    return transform(logits, rows, stats), jnp.ones_like(rows.temperature)
 
 
 def sample(
@@ -103,9 +88,10 @@ def sample(
         stats: of the logits, at `temperatures(rows)`, if they are known already.
     """
     R = logits.shape[0]
-    stats = stats or logits_stats(logits, temperatures(rows))
+    temperature = temperatures(rows)
+    stats = stats or logits_stats(logits, temperature)
     greedy = rows.temperature == 0
     keys = noise_keys(rows.seeds, positions, jnp.full(R, int(Stream.BONUS), jnp.int32))
-    distributions, temperature = tempered(logits, rows, stats, full=full)
-    drawn = gumbel_argmax(distributions, jnp.arange(R, dtype=jnp.int32), temperature, keys, ~greedy)
+    kept = cuts_of(logits, rows, stats) if full else None
+    drawn = gumbel_argmax(logits, jnp.arange(R, dtype=jnp.int32), temperature, keys, ~greedy, cuts=kept)
     return jnp.where(greedy, stats.argmax, drawn)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.sampling.api import Bounds, LogitsStats, cutoffs
-from pallas_kernels.sampling.keys import LEAST_KEY, ordered, weight_scale
+from pallas_kernels.sampling.keys import LEAST_KEY, weight_scale
 
 
 class Truncation(NamedTuple):
@@ -22,8 +22,8 @@ class Truncation(NamedTuple):
     top_p: jax.Array
 
 
-def truncate(logits: jax.Array, rows: Truncation, stats: LogitsStats, wanted: jax.Array) -> jax.Array:
-    """float32 logits [R, V] / temperature, with -inf where min_p, then top_k, then top_p drop the id.
+def cuts(logits: jax.Array, rows: Truncation, stats: LogitsStats, wanted: jax.Array) -> jax.Array:
+    """The least key `ordered(logit)` that min_p, then top_k, then top_p keep, int32 [R]; LEAST_KEY where a row keeps all.
 
     Ids equal to the last that top_k keeps stay, as do those of equal probability to the last that top_p keeps. In a row with
     infinity top_p drops nothing. A row with NaN keeps everything.
@@ -45,6 +45,5 @@ def truncate(logits: jax.Array, rows: Truncation, stats: LogitsStats, wanted: ja
         highest,
         weight_scale(highest / rows.temperature, stats.log_z_tempered),
     )
-    cut = jnp.where(wanted, cutoffs(logits, bounds), LEAST_KEY)
-    x = logits.astype(jnp.float32)
-    return jnp.where(ordered(x) >= cut[:, None], x / rows.temperature[:, None], -jnp.inf)
+    drops = (bounds.log_min_p > -jnp.inf) | (bounds.top_k > 0) | (bounds.top_p < 1)
+    return jnp.where(drops, cutoffs(logits, bounds), LEAST_KEY)

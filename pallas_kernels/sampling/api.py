@@ -10,19 +10,21 @@ from pallas_kernels.sampling.cutoffs import cutoffs as cutoffs_mosaic
 from pallas_kernels.sampling.reference import Bounds, Likeliest, LogitsStats, Residual
 
 
-def logits_stats(logits: jax.Array, temperature: jax.Array) -> LogitsStats:
-    """Argmax, log-sum-exp and finiteness of each row.
+def logits_stats(logits: jax.Array, temperature: jax.Array, cuts: jax.Array | None = None) -> LogitsStats:
+    """Argmax, log-sum-exp and finiteness of each row, or of what it keeps.
 
     There is no backend option of its own, as for `norm_linear`.
 
     Args:
         logits: [R, V]; some may be -inf.
         temperature: float32 [R], above 0.
+        cuts: int32 [R], see `cutoffs`: only logits that are kept count. A row that keeps all, with LEAST_KEY, is not
+            read, and its results may be anything.
 
     Returns:
         `LogitsStats` of the rows.
     """
-    return _implementation("logits_stats", logits).logits_stats(logits, temperature)
+    return _implementation("logits_stats", logits).logits_stats(logits, temperature, cuts)
 
 
 def gumbel_argmax(
@@ -32,6 +34,7 @@ def gumbel_argmax(
     keys: jax.Array,
     wanted: jax.Array,
     residual: Residual | None = None,
+    cuts: jax.Array | None = None,
 ) -> jax.Array:
     """Draws from softmax(logits / temperature), or from what a rejected draft leaves of it, by the Gumbel-max trick.
 
@@ -44,11 +47,13 @@ def gumbel_argmax(
         keys: uint32 [R, 2] threefry keys.
         wanted: bool [R]; where it is False, the result may be any id.
         residual: adjusts the distribution of each draw.
+        cuts: int32 [N], see `cutoffs`: of each row of logits only what is kept is drawn.
 
     Returns:
         ids int32 [R].
     """
-    return _implementation("gumbel_argmax", logits).gumbel_argmax(logits, rows, temperature, keys, wanted, residual)
+    chosen = _implementation("gumbel_argmax", logits)
+    return chosen.gumbel_argmax(logits, rows, temperature, keys, wanted, residual, cuts)
 
 
 def cutoffs(logits: jax.Array, bounds: Bounds) -> jax.Array:

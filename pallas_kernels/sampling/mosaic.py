@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.sampling.keys import LOG2_E
+from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, ordered
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
 from pallas_kernels.sampling.reference import Likeliest, LogitsStats, Residual
 
@@ -52,12 +52,15 @@ def _first_of_best(best: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.A
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
-def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = False) -> LogitsStats:
+def logits_stats(
+    logits: jax.Array, temperature: jax.Array, cuts: jax.Array | None = None, *, interpret: Any = False
+) -> LogitsStats:
     """See api.py."""
     R, V = logits.shape
     parts = Parts(R, V, logits.dtype.itemsize, AT_ONCE)
 
-    def logits_stats(logits, temperature, best, column, top, total, tempered_total, lowest):
+    def logits_stats(logits, temperature, *refs):
+        cut_of, (best, column, top, total, tempered_total, lowest) = refs[:-6], refs[-6:]
         row, part = lax.axis_index("row"), lax.axis_index("part")
         inverse = LOG2_E / temperature[row]
 
@@ -66,6 +69,8 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = 
                 best, vector, top, total, tempered_total, lowest = carry
                 js = [part * parts.vectors + i * AT_ONCE + n for n in range(AT_ONCE)]
                 values = [parts.load(logits, row, j) for j in js]
+                if cut_of:
+                    values = [jnp.where(ordered(x) >= cut_of[0][row], x, f32(-jnp.inf)) for x in values]
                 lowest = functools.reduce(jnp.minimum, values, lowest)
                 if masked:  # In a vector that overlaps the one before, only new columns count.
                     values = [
@@ -106,8 +111,11 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = 
             lowest[row, part] = -(-lowest_x).max()
 
         for tempered in (False, True):
+            read = (temperature[row] != 1.0) == tempered
+            if cut_of:
+                read = read & (cut_of[0][row] > LEAST_KEY)
 
-            @pl.when((temperature[row] != 1.0) == tempered)
+            @pl.when(read)
             def _(tempered=tempered):
                 finish(work(tempered), tempered)
 
@@ -120,7 +128,7 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, *, interpret: Any = 
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
         ),
-    )(logits, temperature)
+    )(logits, temperature, *(() if cuts is None else (cuts,)))
     winner = jnp.argmax(best, axis=1)[:, None]
     highest = top.max(axis=1, keepdims=True)
     shrink = jnp.exp(top - highest)
@@ -162,6 +170,7 @@ def gumbel_argmax(
     keys: jax.Array,
     wanted: jax.Array,
     residual: Residual | None = None,
+    cuts: jax.Array | None = None,
     *,
     interpret: Any = False,
 ) -> jax.Array:
@@ -169,10 +178,11 @@ def gumbel_argmax(
     R, V = rows.shape[0], logits.shape[1]
     parts = Parts(R, V, 4, 1)
     adjusts = residual is not None
+    outputs = 4 if adjusts else 2
 
     def gumbel_argmax(logits, rows, temperature, keys, wanted, *refs):
         given = Residual(*refs[:5]) if adjusts else None
-        outs = refs[5:] if given else refs
+        cut_of, outs = refs[5 * adjusts : -outputs], refs[-outputs:]
         row, part = lax.axis_index("row"), lax.axis_index("part")
 
         def work(dense):
@@ -182,7 +192,10 @@ def gumbel_argmax(
             def step(i, carry):
                 j = part * parts.vectors + i
                 columns = parts.columns(j)
-                tempered = parts.load(logits, source, j) / divisor
+                x = parts.load(logits, source, j)
+                tempered = x / divisor
+                if cut_of:
+                    tempered = jnp.where(ordered(x) >= cut_of[0][source], tempered, f32(-jnp.inf))
                 noise = noise_of(threefry(key, columns))
                 mine = columns >= j * parts.width
                 if given and not dense:
@@ -215,7 +228,7 @@ def gumbel_argmax(
     extra = () if residual is None else residual._replace(dense=residual.dense.astype(i32))
     found = plgpu.kernel(
         gumbel_argmax,
-        out_type=[jax.ShapeDtypeStruct((R, parts.count), f32)] * (4 if adjusts else 2),
+        out_type=[jax.ShapeDtypeStruct((R, parts.count), f32)] * outputs,
         grid=(R, parts.count),
         grid_names=("row", "part"),
         interpret=interpret,
@@ -223,7 +236,15 @@ def gumbel_argmax(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
         ),
-    )(logits, rows, temperature, lax.bitcast_convert_type(keys, i32), wanted.astype(i32), *extra)
+    )(
+        logits,
+        rows,
+        temperature,
+        lax.bitcast_convert_type(keys, i32),
+        wanted.astype(i32),
+        *extra,
+        *(() if cuts is None else (cuts,)),
+    )
 
     def joined(best, column):
         winner = jnp.argmax(best, axis=1)[:, None]

@@ -74,8 +74,14 @@ class Likeliest(NamedTuple):
     logits: jax.Array
 
 
-def logits_stats(logits: jax.Array, temperature: jax.Array) -> LogitsStats:
-    logits = logits.astype(jnp.float32)
+def kept(logits: jax.Array, cuts: jax.Array | None) -> jax.Array:
+    """float32 logits [R, V] with -inf below what each row keeps."""
+    x = logits.astype(jnp.float32)
+    return x if cuts is None else jnp.where(ordered(x) >= cuts[:, None], x, -jnp.inf)
+
+
+def logits_stats(logits: jax.Array, temperature: jax.Array, cuts: jax.Array | None = None) -> LogitsStats:
+    logits = kept(logits, cuts)
     return LogitsStats(
         jnp.argmax(logits, axis=1).astype(jnp.int32),
         jax.nn.logsumexp(logits, axis=1),
@@ -100,10 +106,11 @@ def gumbel_argmax(
     keys: jax.Array,
     wanted: jax.Array,
     residual: Residual | None = None,
+    cuts: jax.Array | None = None,
 ) -> jax.Array:
     del wanted  # All rows cost the same here.
     V = logits.shape[1]
-    tempered = logits[rows].astype(jnp.float32) / temperature[:, None]
+    tempered = kept(logits[rows], None if cuts is None else cuts[rows]) / temperature[:, None]
     noise = gumbel(keys, V)
     if residual is None:
         return jnp.argmax(tempered + noise, axis=1).astype(jnp.int32)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.sampling.truncation import Truncation, truncate
+from jaxspec.sampling.truncation import Truncation, cuts
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, reference
 from pallas_kernels.sampling.shapes import VOCABULARIES
-from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
+from tests.kernels.sampling_cases import cuts_of, draws, logits_of, temperatures_of
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +31,10 @@ def test_stats(R, V, dtype):
             np.asarray(getattr(got, name))[sound], np.asarray(getattr(want, name))[sound], rtol=1e-5, err_msg=name
         )
     assert ((np.asarray(got.argmax) >= 0) & (np.asarray(got.argmax) < V)).all()
+    cuts = cuts_of(logits)
+    got, want = (jax.jit(each.logits_stats)(logits, temperature, cuts) for each in (api, reference))
+    sound[0] = False  # it keeps everything, and is not read
+    np.testing.assert_allclose(got.log_z_tempered[sound], want.log_z_tempered[sound], rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -38,9 +42,10 @@ def test_stats(R, V, dtype):
 @pytest.mark.parametrize("residual", [False, True])
 def test_draws(V, dtype, residual):
     case = draws(V, dtype, residual=residual)
-    got, want = jax.jit(api.gumbel_argmax)(*case), jax.jit(reference.gumbel_argmax)(*case)
     wanted = np.asarray(case[4])
-    np.testing.assert_array_equal(np.asarray(got)[wanted], np.asarray(want)[wanted])
+    for kept in (None, cuts_of(case[0])):
+        got, want = jax.jit(api.gumbel_argmax)(*case, kept), jax.jit(reference.gumbel_argmax)(*case, kept)
+        np.testing.assert_array_equal(np.asarray(got)[wanted], np.asarray(want)[wanted])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -85,7 +90,7 @@ def test_truncation(R, V, dtype):
 
     def kept(backend):
         def traced_anew(*args):
-            return truncate(*args)
+            return reference.kept(logits, cuts(*args))
 
         with use(Backends(attention=backend)):
             return np.isfinite(jax.jit(traced_anew)(logits, rows, stats, wanted))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.sampling.keys import LEAST_KEY, ordered
 from pallas_kernels.sampling.reference import Residual
 
 
@@ -18,6 +19,13 @@ def logits_of(R: int, V: int, dtype) -> jax.Array:
 
 def temperatures_of(R: int) -> jax.Array:
     return jnp.asarray(np.resize([1.0, 0.7, 1.3], R), jnp.float32)
+
+
+def cuts_of(logits: jax.Array) -> jax.Array:
+    """One row keeps everything, others its upper half, one its largest only."""
+    keys = jnp.sort(ordered(logits.astype(jnp.float32)), axis=1)
+    R, V = keys.shape
+    return keys[:, V // 2].at[0].set(LEAST_KEY).at[R - 1].set(keys[R - 1, -1])
 
 
 def draws(V: int, dtype, *, residual: bool) -> tuple:

@@ -10,7 +10,7 @@ from pallas_kernels.sampling import api, mosaic, reference
 from pallas_kernels.sampling.cutoffs import cutoffs
 from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
-from tests.kernels.sampling_cases import draws, logits_of, temperatures_of
+from tests.kernels.sampling_cases import cuts_of, draws, logits_of, temperatures_of
 
 # Two vectors, the second of which overlaps the first.
 V = 1400
@@ -41,6 +41,31 @@ def test_draws_interpreted(residual):
     wanted = np.asarray(case[4])
     assert 0 < wanted.sum() < len(wanted)
     np.testing.assert_array_equal(np.asarray(got)[wanted], np.asarray(want)[wanted])
+    assert_no_races(got)
+
+
+@interpreted
+@pytest.mark.parametrize("residual", [False, True])
+def test_only_what_is_kept_is_drawn(residual):
+    case = draws(V, jnp.bfloat16, residual=residual)
+    logits, wanted = case[0], np.asarray(case[4])
+    cuts = cuts_of(logits)
+    got, want = mosaic.gumbel_argmax(*case, cuts, interpret=detect_races()), reference.gumbel_argmax(*case, cuts)
+    np.testing.assert_array_equal(np.asarray(got)[wanted], np.asarray(want)[wanted])
+    assert_no_races(got)
+    assert (np.asarray(got)[wanted] != np.asarray(reference.gumbel_argmax(*case))[wanted]).any()
+    kept = np.asarray(reference.kept(logits, cuts))[np.asarray(case[1])]
+    assert np.isfinite(kept[np.arange(len(kept)), np.asarray(got)])[wanted].all()
+
+
+@interpreted
+def test_stats_of_what_is_kept():
+    logits, temperature = logits_of(6, V, jnp.bfloat16)[:4], temperatures_of(4)
+    cuts = cuts_of(logits)
+    got = mosaic.logits_stats(logits, temperature, cuts, interpret=detect_races())
+    want = reference.logits_stats(logits, temperature, cuts)
+    np.testing.assert_allclose(got.log_z_tempered[1:], want.log_z_tempered[1:], rtol=1e-6)
+    np.testing.assert_array_equal(got.argmax[1:], want.argmax[1:])
     assert_no_races(got)
 
 
@@ -106,8 +131,10 @@ def test_lowers_for_the_gpu(R, size, dtype):
 
     for function, *args in (
         (mosaic.logits_stats, logits, floats),
+        (mosaic.logits_stats, logits, floats, ints),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, None),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual),
+        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual, ints),
         (cutoffs, logits, reference.Bounds(floats, floats, ints, floats, floats, floats)),
         (best, logits, bools),
     ):

@@ -8,7 +8,8 @@ import pytest
 from jaxspec.sampling.logprobs import top_logprobs
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, mask_words
-from jaxspec.sampling.sampler import SamplingRows, temperatures, transform
+from jaxspec.sampling.sampler import SamplingRows, cuts_of, temperatures
+from pallas_kernels.sampling import reference
 from pallas_kernels.sampling.api import logits_stats
 from tests.sampling.rules_reference import adjusted, probabilities, softmax
 
@@ -17,7 +18,8 @@ adjust = jax.jit(adjust)
 
 
 def transformed(logits, rows):
-    return transform(logits, rows, logits_stats(logits, temperatures(rows)))
+    kept = reference.kept(logits, cuts_of(logits, rows, logits_stats(logits, temperatures(rows))))
+    return kept / temperatures(rows)[:, None]
 
 
 distribution = jax.jit(lambda logits, rows: jax.nn.softmax(transformed(logits, rows), axis=1))

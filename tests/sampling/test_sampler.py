@@ -10,11 +10,20 @@ from hypothesis import strategies as st
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.logprobs import logprobs_of
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.sampler import SamplingRows, sample, temperatures, transform
+from jaxspec.sampling.sampler import SamplingRows, cuts_of, sample, temperatures
+from pallas_kernels.sampling import reference
 from pallas_kernels.sampling.api import logits_stats
 
 V = 12
-transformed = jax.jit(lambda logits, rows: transform(logits, rows, logits_stats(logits, temperatures(rows))))
+
+
+@jax.jit
+def transformed(logits, rows):
+    """What a row draws from: logits over the temperature, with -inf for what is dropped."""
+    kept = reference.kept(logits, cuts_of(logits, rows, logits_stats(logits, temperatures(rows))))
+    return kept / temperatures(rows)[:, None]
+
+
 sample_lean = jax.jit(lambda *a: sample(*a, full=False))
 sample_full = jax.jit(lambda *a: sample(*a, full=True))
 

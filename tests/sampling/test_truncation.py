@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.sampling import truncation
-from jaxspec.sampling.truncation import Truncation, truncate
+from jaxspec.sampling.truncation import Truncation, cuts
 from pallas_kernels.sampling import reference
 from pallas_kernels.sampling.cutoffs import cutoffs
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -69,9 +69,11 @@ def bisected(logits, rows):
     return jnp.where(kept | (rows.top_p >= 1)[:, None], x, -jnp.inf), p
 
 
-def truncated(logits, rows):
+def truncated(logits, rows, wanted=True):
+    """Of rows that are wanted what is kept, over the temperature, with -inf for what is not."""
     stats = reference.logits_stats(logits, rows.temperature)
-    return truncate(logits, rows, stats, jnp.ones(len(logits), bool))
+    kept = cuts(logits, rows, stats, jnp.broadcast_to(wanted, len(logits)))
+    return reference.kept(logits, kept) / rows.temperature[:, None]
 
 
 @pytest.mark.parametrize("V", [33, 700])
@@ -101,9 +103,8 @@ def test_as_bisection_over_floating_point_sums(V):
 def test_rows_that_are_not_wanted_keep_everything():
     rng = np.random.default_rng(0)
     logits, rows = logits_of(rng, 50), rows_of(rng, 50)
-    stats = reference.logits_stats(logits, rows.temperature)
     wanted = np.arange(R) % 2 == 0
-    got = np.asarray(jax.jit(truncate)(logits, rows, stats, wanted))
+    got = np.asarray(jax.jit(truncated)(logits, rows, wanted))
     want = np.asarray(logits / rows.temperature[:, None])
     np.testing.assert_array_equal(got[~wanted], want[~wanted])
     np.testing.assert_array_equal(got[wanted], np.asarray(jax.jit(truncated)(logits, rows))[wanted])
