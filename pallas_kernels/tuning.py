@@ -40,6 +40,8 @@ class Tuning:
             whose parts the routing makes the sum.
         split_linear_tokens: as `row_kernel_tokens`, of the linear map before such a sum, whose parts the sum adds up.
         joined_linear_tokens: as `row_kernel_tokens`, of the projections that read a norm made there.
+        wide_values_tokens: up to this many tokens in windows of MLA, merging split requests and the up-projection of values
+            are one kernel. Up to 4 they are another kernel in any case.
     """
 
     split_overhead_pages: int = 5
@@ -52,6 +54,7 @@ class Tuning:
     router_tokens: int = 0
     split_linear_tokens: int = 0
     joined_linear_tokens: int = 0
+    wide_values_tokens: int = 0
 
 
 _current: ContextVar[Tuning | None] = ContextVar("tuning", default=None)

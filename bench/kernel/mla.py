@@ -81,13 +81,40 @@ class MlaDecode(Case):
 
     def error(self, inputs: Any, results: Any) -> float:
         """Of some heads of the last request in the last call."""
-        qs, cache, tables, _ = inputs
         heads = spread(self.H, 16)
+        return largest_error(exact(results[-1])[-1][:, heads], self.attended(inputs, heads))
+
+    def attended(self, inputs: Any, heads: np.ndarray) -> np.ndarray:
+        """The exact result [Q, heads, LATENT] of the last request in the last call."""
+        qs, cache, tables, _ = inputs
         keys = exact(take(cache, tables[-1])).reshape(-1, CACHED)[: self.S]
         q = exact(qs[-1])[-1][:, heads]
         scores = SCALE * np.einsum("qhc,sc->qhs", q, keys, optimize=True)
         scores[np.broadcast_to((np.arange(self.S) >= self.bounds()[-1][:, None])[:, None], scores.shape)] = -np.inf
-        true = np.einsum("qhs,sv->qhv", softmax(scores), keys[:, :LATENT], optimize=True)
+        return np.einsum("qhs,sv->qhv", softmax(scores), keys[:, :LATENT], optimize=True)
+
+
+@dataclass(frozen=True)
+class MlaValues(MlaDecode):
+    """The same with the up-projection of values, in turn by many layers."""
+
+    def inputs(self) -> Any:
+        weights = [normal(500 + i, (self.H, VALUE, LATENT), LATENT**-0.5) for i in range(self.calls)]
+        return super().inputs(), weights
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.B, self.Q, self.H, VALUE), jnp.bfloat16)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        (qs, cache, tables, bounds), weights = inputs
+        call = once(lambda *args: mla_decode(*args, scale=SCALE, value_dim=LATENT))
+        return [call(q, cache, tables, bounds, w_uv) for q, w_uv in zip(qs, weights, strict=True)]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        attention, weights = inputs
+        heads = spread(self.H, 16)
+        true = np.einsum("qhl,hvl->qhv", self.attended(attention, heads), exact(weights[-1])[heads], optimize=True)
         return largest_error(exact(results[-1])[-1][:, heads], true)
 
 

@@ -25,7 +25,7 @@ from bench.harness.arguments import names_among
 from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.kernel.case import LARGEST_ERROR, Case
 from bench.kernel.loop import Loop
-from bench.kernel.mla import MlaDecode
+from bench.kernel.mla import MlaDecode, MlaValues
 from bench.kernel.moe import Moe, MoeBlock, MoeShared
 from bench.kernel.norm_linear import AddLinear, JoinedLinear, NormLinear
 from jaxspec.errors import ConfigError
@@ -83,6 +83,11 @@ CHOICES: dict[str, Choice] = {
     "router_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
     "split_linear_tokens": Choice(
         (0, 64, 128), tuple(AddLinear(T) for T in (4, 32, 64, 128)), (AddLinear(3, 32, (2, 8), 3),)
+    ),
+    "wide_values_tokens": Choice(
+        (0, 32, 64, 128),
+        tuple(MlaValues(B, 1024, HEADS["moonlight"], 1) for B in (8, 16, 32, 64, 128)),
+        (MlaValues(2, 70, 2, 4, 2),),
     ),
     "joined_linear_tokens": Choice(
         (0, 16, 32, 64, 128), tuple(JoinedLinear(T) for T in (4, 16, 32, 64, 128)), (JoinedLinear(3, 32, (8, 4), 3),)

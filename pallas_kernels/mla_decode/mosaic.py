@@ -23,7 +23,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
-from pallas_kernels.mla_decode import reference, values
+from pallas_kernels.mla_decode import reference, values, wide_values
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
 
@@ -88,8 +88,10 @@ def mla_decode(
 
     attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), interpret)
     out, partial, lse = attend(q, latent, page_tables, items, bounds_BR)
-    if splits.shape[0] and w_uv is not None and values.supports(B * n, w_uv):
-        return values.merged_values(out, partial, lse, splits, w_uv, n, interpret)
+    if splits.shape[0] and w_uv is not None:
+        for ending in (values, wide_values):
+            if ending.supports(B * n, w_uv):
+                return ending.merged_values(out, partial, lse, splits, w_uv, n, interpret)
     if splits.shape[0]:
         out = merge("mla_decode_merge", out, partial, lse, splits, live, interpret)
     out = out[:, :live].reshape(B, n, H, VALUE_DIM)

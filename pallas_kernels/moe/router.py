@@ -23,6 +23,7 @@ from pallas_kernels.compat import load, transpose_ref
 # Tokens, experts and columns of a block.
 ROWS = EXPERTS = 64
 DEPTH = 128
+GRANULE = 8  # Of a copy's rows.
 # Into as many bfloat16 numbers a float32 weight is split.
 TERMS = 3
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -30,9 +31,11 @@ f32, bf16 = jnp.float32, jnp.bfloat16
 
 def unsupported_reason(x: jax.Array, router: jax.Array) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
-    E, H = router.shape
+    T, (E, H) = x.shape[0], router.shape
     if E % EXPERTS or H % DEPTH:
         return f"it needs multiples of {EXPERTS} experts and of {DEPTH} columns, not {E} and {H}"
+    if T > GRANULE and T % GRANULE:
+        return f"it supports multiples of {GRANULE} tokens from there on, not {T}"
     if router.dtype != f32:
         return f"it needs a router in float32, not {router.dtype}"
     return hopper_unsupported_reason(x.dtype)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.mla_decode import reference
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE, VALUE
+from pallas_kernels.tuning import Tuning
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
 
 pytestmark = pytest.mark.gpu
@@ -65,10 +67,14 @@ def test_float16():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "n"), [((1,), 1), ((700,), 1), ((4096,), 4), ((65, 5000), 2), ((64, 1, 1024, 130), 1)]
-)
-def test_values_of_a_few_tokens(backend, lengths, n):
-    """With the up-projection of values, which is part of the merging kernel."""
+    ("lengths", "n"),
+    [
+        ((1,), 1), ((700,), 1), ((4096,), 4), ((65, 5000), 2), ((64, 1, 1024, 130), 1),
+        ((64, 1, 3000, 130, 7, 1024, 300, 65), 1), ((65, 5000), 4), ((1024,) * 32, 1), (tuple(range(1, 1281, 10)), 1),
+    ],
+)  # fmt: skip
+def test_values_in_the_merging_kernel(backend, lengths, n):
+    """With the up-projection of values, which is part of the merging kernel: of a few tokens, and of up to 128."""
     rng = np.random.default_rng(n)
     pool, tables = paged_pool(rng, lengths, CACHED)
     q = jnp.asarray(3 * rng.standard_normal((len(lengths), n, 16, CACHED), np.float32), jnp.bfloat16)
@@ -77,7 +83,7 @@ def test_values_of_a_few_tokens(backend, lengths, n):
 
     @jax.jit
     def run(*arrays):
-        with use(Backends(attention=backend)):
+        with use(Backends(attention=backend)), tuning.use(Tuning(wide_values_tokens=128)):
             return mla_decode(*arrays, scale=SCALE, value_dim=LATENT)
 
     exact = jax.jit(functools.partial(reference.mla_decode, scale=SCALE, value_dim=LATENT))

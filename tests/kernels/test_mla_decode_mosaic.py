@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
-from pallas_kernels.mla_decode import mosaic, reference
+from pallas_kernels.mla_decode import mosaic, reference, wide_values
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE, VALUE, WIDE_VALUE
 from pallas_kernels.mla_decode.values import supports
@@ -51,10 +52,12 @@ def test_interpreted_without_races(lengths, n, heads, sms):
         ((70,), 1, 8),  # one request, split
         ((60, 200), 2, 8),  # one whole, one split
         ((130, 128, 7, 300), 1, 4),  # all whole
+        ((330, 9), 4, 7),  # on tensor cores; one whole, one of more items than are loaded at once
     ],
 )
-def test_values_of_a_few_tokens(lengths, n, sms):
+def test_values_in_the_merging_kernel(lengths, n, sms):
     """As merging and then the up-projection, without races."""
+    wide = len(lengths) * n > 4
     rng = np.random.default_rng(1)
     H, V = 2, 64
     pool, tables = paged_pool(rng, lengths, CACHED)
@@ -62,22 +65,28 @@ def test_values_of_a_few_tokens(lengths, n, sms):
     w_uv = jnp.asarray(rng.standard_normal((H, V, LATENT)) / LATENT**0.5, jnp.bfloat16)
     args = (q, jnp.asarray(pool, jnp.bfloat16), tables, window_bounds(lengths, n))
     run = functools.partial(mosaic.mla_decode, scale=SCALE, sms=sms, interpret=detect_races())
-    got, out = run(*args, w_uv), run(*args)
+    with tuning.use(Tuning(wide_values_tokens=8)):
+        got, out = run(*args, w_uv), run(*args)
+        assert wide_values.supports(len(lengths) * n, w_uv) == wide
     assert got.shape == (len(lengths), n, H, V)
-    assert supports(len(lengths) * n, w_uv)
+    assert supports(len(lengths) * n, w_uv) != wide
     assert relative_error(got, reference.values(out.astype(jnp.float32), w_uv.astype(jnp.float32))) < 4e-3
     assert_no_races((got, out), kernels=2)
 
 
-@pytest.mark.parametrize(("batch", "n", "V"), [(1, 4, VALUE), (8, 1, VALUE), (1, 4, WIDE_VALUE)])
-def test_lowers_for_cuda_with_values(batch, n, V):
+@pytest.mark.parametrize(
+    ("batch", "n", "V", "most"),
+    [(1, 4, VALUE, 0), (8, 1, VALUE, 0), (1, 4, WIDE_VALUE, 0), (32, 1, VALUE, 128), (32, 4, WIDE_VALUE, 128)],
+)
+def test_lowers_for_cuda_with_values(batch, n, V, most):
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
     shapes = ((batch, n, 16, CACHED), jnp.bfloat16), ((99, 64, CACHED), jnp.bfloat16), ((batch, 9), jnp.int32)
     shapes += ((batch, n), jnp.int32), ((16, V, LATENT), jnp.bfloat16)
     args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    with tuning.use(Tuning(wide_values_tokens=most)):
+        text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 2
-    assert ("dot_general" in text) == (batch * n > 4)
+    assert ("dot_general" in text) == (batch * n > max(4, most))
 
 
 @pytest.mark.parametrize(("batch", "n", "heads"), [(1, 1, 16), (8, 8, 4), (128, 4, 16), (200, 1, 64), (2, 5, 128)])
