@@ -14,6 +14,8 @@ from pallas_kernels.sampling.keys import float_of, weight_scale
 from pallas_kernels.sampling.reference import gumbel
 from pallas_kernels.sampling.shapes import ROWS, VOCABULARIES
 
+LOWEST = float(np.finfo(np.float32).min)
+
 
 @dataclass(frozen=True)
 class Sampling(Case):
@@ -93,7 +95,8 @@ class Cutoffs(Case):
             # These logits have about this sum; the scale of weights need not be exact.
             scale = weight_scale(highest, jnp.full(self.R, np.log(self.V) + 4.5, jnp.float32))
             bounds = Bounds(ones, -jnp.inf * ones, jnp.full(self.R, self.top_k), self.top_p * ones, highest, scale)
-            return float_of(cutoffs(logits, bounds))
+            # Where all is kept the cut is -inf, or no float.
+            return jnp.nan_to_num(float_of(cutoffs(logits, bounds)), nan=LOWEST, neginf=LOWEST)
 
         call = once(least)
         return [call(each) for each in inputs]
@@ -108,7 +111,8 @@ class Cutoffs(Case):
             p = np.where(kept, np.exp(x - x.max()), 0.0)
             p /= p.sum()
             if self.top_p < 1:
-                enough, without = p[x >= cut].sum(), p[x > cut].sum()
+                # A cut may lie below the least logit that it keeps: all of their probability are kept.
+                enough, without = p[x >= cut].sum(), p[x > x[x >= cut].min(initial=np.inf)].sum()
                 right = not kept[x < cut].any() or enough >= self.top_p - 1e-5
                 right &= without < self.top_p + 1e-5
             else:

@@ -1,10 +1,12 @@
-"""`bench sampling`: its rules are those of the full sampler, its arithmetic, and a tiny run under `-m full`."""
+"""`bench sampling`: rules of the full sampler, its arithmetic, a tiny run under `-m full`; and cuts of `bench kernel`."""
 
 import json
 
+import numpy as np
 import pytest
 
 from bench.__main__ import main
+from bench.kernel.sampling import Cutoffs
 from bench.step.sampling import RULES, figures, gate
 from jaxspec.engine.request import Request
 
@@ -35,3 +37,19 @@ def test_a_tiny_run(tmp_path):
     for row in record["rows"]:
         assert row["step_ms"].keys() == {"greedy", "top_p", "alternatives"}
         assert min(row["step_ms"].values()) > 0
+
+
+def test_what_a_row_keeps_decides_whether_a_cut_is_right():
+    """A cut may lie below the least logit that it keeps, and is not finite where all is kept."""
+    case = Cutoffs(R=3, top_k=0, top_p=0.9, V=40, calls=1)
+    inputs = case.inputs()
+    cuts = np.asarray(case.many(inputs, None)[0])
+    assert case.error(inputs, [cuts]) == 0
+    assert case.error(inputs, [np.nextafter(cuts, np.float32(-100))]) == 0
+    logits = np.asarray(inputs[0], np.float32)
+    for least in (np.where(logits < cuts[:, None], logits, -np.inf).max(axis=1), logits.max(axis=1)):
+        assert case.error(inputs, [least]) == np.inf
+    everything = Cutoffs(R=3, top_k=0, top_p=1.0, V=40, calls=1)
+    cuts = np.asarray(everything.many(inputs, None)[0])
+    assert np.isfinite(cuts).all()
+    assert everything.error(inputs, [cuts]) == 0
