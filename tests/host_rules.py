@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxspec.engine.host_rule import RuleResult
+from jaxspec.engine.host_rule import Constraint, RuleResult
 
 
 class StopAfter:
@@ -21,7 +21,7 @@ class StopAfter:
         return RuleResult(keep=self.count - before if stops else None)
 
 
-class Counting(StopAfter):
+class Counting(StopAfter, Constraint):
     """Its masks say how many ids it has been fed."""
 
     needs_readback = True
@@ -35,7 +35,7 @@ class Counting(StopAfter):
         words[:] = len(self.fed)
 
 
-class RandomConstraint:
+class RandomConstraint(Constraint):
     """Allows a third of all ids at each position, drawn from the text before it, and after `length` ids only `end`.
 
     What it is fed has to be what it allowed. Rows that nobody may read are noise.

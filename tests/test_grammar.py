@@ -104,6 +104,38 @@ def test_a_matcher_that_fails_in_a_mask_is_an_error():
     assert "matcher failed" in rule.feed([EOS], FinishReason.STOP).error
 
 
+def test_masks_of_many_are_those_of_each():
+    """At any points of their outputs, with any drafts; also beside a matcher that fails then and there."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(-(2**31), 2**31, (8, 4, -(-V // 32))).astype(np.int32)
+    for _ in range(20):
+        rows = []
+        for i in range(len(words)):
+            rule = rule_for(ABC, free_until=ids("b")[0] if i % 3 == 2 else None) if i else rule_that_fails()
+            if i > 1:
+                rule.feed(ids("ab" + "b" * rng.integers(0, 3)), None)
+            rows.append((rule, ids("".join(rng.choice(list("abbc"), rng.integers(0, 4))))))
+        GrammarRule.fill_many(rows, words)
+        got = words.copy()
+        assert "matcher failed" in rows[0][0].feed([EOS], None).error
+        rows[0] = (rule_that_fails(), rows[0][1])
+        for (rule, drafts), words_nM in zip(rows, words, strict=True):
+            words_nM[:] = rng.integers(-(2**31), 2**31, words_nM.shape)
+            rule.fill_masks(drafts, words_nM)
+        np.testing.assert_array_equal(got, words)
+
+
+def rule_that_fails() -> GrammarRule:
+    """In its first mask."""
+    from llguidance import LLMatcher, LLParserLimits
+    from llguidance.hf import from_tokenizer
+
+    tree = from_tokenizer(TOKENIZER.hugging_face, n_vocab=V, eos_token=[EOS])
+    limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=1)
+    text = grammar_text(StructuredOutputsParams(json_object=True))
+    return GrammarRule(LLMatcher(tree, text, log_level=0, limits=limits), output_rule(TOKENIZER, [], SamplingParams()))
+
+
 def test_reasoning_boundary_in_window():
     """Free until the thought's end, which may be fed, drafted or chosen; the grammar begins right after it."""
     end = 259

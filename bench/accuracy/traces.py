@@ -25,7 +25,7 @@ import numpy as np
 
 import jaxspec
 from bench.harness import record
-from jaxspec.engine.host_rule import RuleResult
+from jaxspec.engine.host_rule import Constraint, RuleResult
 
 ROWS = 8
 # Of a trace, in tokens: the demo model's context is 4096, and a prompt of this length takes a CPU a second.
@@ -67,7 +67,7 @@ class Trace:
     answer: tuple[int, ...]
 
 
-class Follow:
+class Follow(Constraint):
     """A host rule that allows only the next id of an answer."""
 
     needs_readback = True

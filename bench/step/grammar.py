@@ -116,12 +116,16 @@ class WatchedRule(GrammarRule):
     _legal = 0  # drafts of the next window before the first that is forbidden
     _drafts = 0
 
-    def fill_masks(self, drafts: Sequence[int], words: np.ndarray) -> None:
+    @classmethod
+    def fill_many(cls, rows: Sequence[tuple[GrammarRule, Sequence[int]]], words: np.ndarray) -> None:
         started = time.perf_counter()
-        super().fill_masks(drafts, words)
-        self.seconds += time.perf_counter() - started
-        forbidden = (i for i, draft in enumerate(drafts) if not words[i, draft >> 5] >> (draft & 31) & 1)
-        self._drafts, self._legal = len(drafts), next(forbidden, len(drafts))
+        super().fill_many(rows, words)
+        seconds = (time.perf_counter() - started) / len(rows)
+        for (rule, drafts), words_nM in zip(rows, words, strict=True):
+            assert isinstance(rule, WatchedRule)
+            rule.seconds += seconds
+            forbidden = (i for i, draft in enumerate(drafts) if not words_nM[i, draft >> 5] >> (draft & 31) & 1)
+            rule._drafts, rule._legal = len(drafts), next(forbidden, len(drafts))
 
     def feed(self, ids: Sequence[int], ended: FinishReason | None) -> RuleResult:
         self.blocked += len(ids) - 1 == self._legal < self._drafts

@@ -1,7 +1,7 @@
 """The seam for rules that live on the host and see a request's tokens as they are read: stop strings, grammars."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -63,3 +63,9 @@ class Constraint(Protocol):
                 row i says counts only if the first i drafts are all allowed.
         """
         ...
+
+    @classmethod
+    def fill_many(cls, rows: Sequence[tuple[Self, Sequence[int]]], words: np.ndarray) -> None:
+        """`fill_masks` of several constraints of this class with their drafts; words: int32 [X, n, ceil(V / 32)]."""
+        for (constraint, drafts), words_nM in zip(rows, words, strict=True):
+            constraint.fill_masks(drafts, words_nM)

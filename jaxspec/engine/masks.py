@@ -1,6 +1,7 @@
 """Masks of constrained requests: filled on the host before a step lets them choose, uploaded to their slots."""
 
 import functools
+import itertools
 from typing import Any, Protocol
 
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.engine.executables import ExecutableStore
+from jaxspec.engine.host_rule import Constraint
 from jaxspec.engine.plan import NO_ID, StepPlan
 from jaxspec.engine.request import Request, RequestState
 
 # An upload copies the masks of so many slots, or of all.
-UPLOAD_SLOTS = (1, 8, 32)
+UPLOAD_SLOTS = (1, 4, 16, 32, 64)
 
 
 class MaskStore(Protocol):
@@ -33,24 +35,29 @@ def write_masks(store: MaskStore, plan: StepPlan) -> None:
     rows = constrained_rows(plan)
     if not rows:
         return
-    words = np.empty((len(rows), *store.mask_shape), np.int32)
-    for (request, drafts), words_nM in zip(rows, words, strict=True):
-        assert request.constraint is not None
-        request.constraint.fill_masks(drafts, words_nM)
-    store.write_masks(np.array([request.slot for request, _ in rows], np.int32), words)
+    words, first = np.empty((len(rows), *store.mask_shape), np.int32), 0
+    rows.sort(key=lambda row: id(type(row[1])))
+    for kind, group in itertools.groupby(rows, key=lambda row: type(row[1])):
+        members = [(constraint, drafts) for _, constraint, drafts in group]
+        kind.fill_many(members, words[first : first + len(members)])
+        first += len(members)
+    store.write_masks(np.array([request.slot for request, _, _ in rows], np.int32), words)
 
 
-def constrained_rows(plan: StepPlan) -> list[tuple[Request, tuple[int, ...]]]:
-    """Requests with the drafts that they verify: a mask takes time, and those of drafts beyond are not read.
+def constrained_rows(plan: StepPlan) -> list[tuple[Request, Constraint, tuple[int, ...]]]:
+    """Requests with their rules and the drafts that they verify: a mask takes time, and those of drafts beyond are not read.
 
     A chunk in the middle chooses nothing; a request that resumes is told its next token. Of a split plan some requests may
     have ended since: what their rows choose is dropped.
     """
     sampled = [row.request for row in plan.prefill if row.final and row.forced == NO_ID]
-    rows: list[tuple[Request, tuple[int, ...]]] = [(request, ()) for request in sampled if request.constraint]
-    windows = zip(plan.decode, plan.verified, strict=True)
-    rows += [(request, request.drafts[:count]) for request, count in windows if request.constraint]
-    return [(request, drafts) for request, drafts in rows if request.state is not RequestState.FINISHED]
+    rows: list[tuple[Request, tuple[int, ...]]] = [(request, ()) for request in sampled]
+    rows += [(request, request.drafts[:count]) for request, count in zip(plan.decode, plan.verified, strict=True)]
+    return [
+        (request, request.constraint, drafts)
+        for request, drafts in rows
+        if request.constraint and request.state is not RequestState.FINISHED
+    ]
 
 
 class MaskUpload:
@@ -84,8 +91,9 @@ class MaskUpload:
         """The masks with those of `slots` replaced; see `MaskStore.write_masks`."""
         size = size or next(s for s in self._sizes if s >= len(slots))
         pad = size - len(slots)
-        # Slot 0 is padding: nobody reads its masks.
-        return self._compiled[size](masks, np.pad(slots, (0, pad)), np.pad(words, ((0, pad), (0, 0), (0, 0))))
+        if pad:  # slot 0 is padding: nobody reads its masks
+            slots, words = np.pad(slots, (0, pad)), np.concatenate([words, np.zeros((pad, *words.shape[1:]), np.int32)])
+        return self._compiled[size](masks, slots, words)
 
 
 def _compile(function: Any, *shapes: jax.ShapeDtypeStruct) -> jax.stages.Compiled:

@@ -76,7 +76,7 @@ def measure_free_bytes(
         ) from error
     pool = settings.num_pages * page_bytes
     # A step in two parts needs what it needs as one, which one of the largest covers, and what lies between the parts.
-    handed = max(map(runner.handed_bytes, split_table(settings)), default=0)
+    handed = sum(map(runner.handed_bytes, split_table(settings)))
 
     def left(device: Any) -> int:
         stats = device.memory_stats()

@@ -192,6 +192,7 @@ class Runner:
         self._preparation = Preparation(self._load, self._make, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self._begun: _Begun | None = None
+        self._handed: dict[Bucket, Forwarded] = {}  # of each split bucket, by its last run
         self.kernels: dict[str, set[str]] = {}
         self.bucket_seconds: Mapping[Bucket, float] = {}
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -386,9 +387,15 @@ class Runner:
         def flat_step(leaves: tuple[jax.Array, ...], state: StepState, *rest: Any):
             return step(jax.tree.unflatten(structure, leaves), state, *rest)
 
-        jitted = jax.jit(flat_step, donate_argnums=1, out_shardings=out_shardings)
+        def flat_forward(leaves: tuple[jax.Array, ...], state: StepState, inputs: jax.Array, _: Forwarded):
+            return flat_step(leaves, state, inputs)
+
+        if bucket.part == "forward":
+            jitted = jax.jit(flat_forward, donate_argnums=(1, 3), out_shardings=out_shardings, keep_unused=True)
+        else:
+            jitted = jax.jit(flat_step, donate_argnums=1, out_shardings=out_shardings)
         try:
-            handed = (self._forwarded(bucket),) if bucket.part == "choose" else ()
+            handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
             with self._exact(), use(self._backends) as chosen:
                 with _tracing:
                     lowered = jitted.lower(self._leaves, self._shapes, inputs, *handed)
@@ -399,7 +406,7 @@ class Runner:
         return compiled
 
     def handed_bytes(self, bucket: Bucket) -> int:
-        """Bytes on each device of what the first part of a step hands to the second."""
+        """Bytes on each device of what the first part of a step hands to the second, and keeps for its next run."""
         return sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(self._forwarded(bucket)))
 
     def _forwarded(self, bucket: Bucket) -> Forwarded:
@@ -472,8 +479,14 @@ class Runner:
         return arrays
 
     def _run_forward(self, bucket: Bucket, inputs: np.ndarray) -> Forwarded:
-        self.state, forwarded = self._steps[parts(bucket)[0]](self._leaves, self.state, inputs)
-        return forwarded
+        forward = self._steps[parts(bucket)[0]]
+        # In the place of the last run's: a recorded graph is changed wherever an array lies elsewhere than before.
+        before = self._handed.pop(bucket, None) or self._zeros(forward.args_info[0][3])
+        self.state, self._handed[bucket] = forward(self._leaves, self.state, inputs, before)
+        return self._handed[bucket]
+
+    def _zeros(self, shapes: Forwarded) -> Forwarded:
+        return jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), self._replicated), shapes)
 
     def _run_choose(self, bucket: Bucket, inputs: np.ndarray, forwarded: Forwarded) -> StepArrays:
         self.state, arrays = self._steps[parts(bucket)[1]](self._leaves, self.state, inputs, forwarded)

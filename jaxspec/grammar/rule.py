@@ -1,11 +1,12 @@
 """The host rule of a request with a grammar: it says which ids may come next, and passes the text on."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxspec.engine.host_rule import RuleResult
+from jaxspec.engine.host_rule import Constraint, RuleResult
 from jaxspec.engine.output import FinishReason
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream, Tokenizer, text_stream
@@ -38,7 +39,7 @@ def output_rule(
     return GrammarRule(matcher.deep_copy(), text, free_until=free_until)
 
 
-class GrammarRule:
+class GrammarRule(Constraint):
     """A `HostRule` and its `Constraint`: follows the output with a matcher. Fed by the engine alone.
 
     Args:
@@ -78,13 +79,35 @@ class GrammarRule:
 
     def fill_masks(self, drafts: Sequence[int], words: np.ndarray) -> None:
         """See `Constraint`. Rows after an illegal draft allow everything, since no one reads them."""
+        self.fill_many([(self, drafts)], words[None])
+
+    @classmethod
+    def fill_many(cls, rows: Sequence[tuple["GrammarRule", Sequence[int]]], words: np.ndarray) -> None:
+        """In the library's threads: a mask may take a millisecond where the grammar has not been before."""
+        n, nbytes = words.shape[1], words[0, 0].nbytes
+        assert words.flags.c_contiguous
+        going = [(rule._matcher, x * n, rule._rows_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
+        while True:
+            steps = [(matcher, first, rows_of, next(rows_of, None)) for matcher, first, rows_of in going]
+            wanted = [(matcher, first + row) for matcher, first, _, row in steps if row is not None]
+            going = [(matcher, first, rows_of) for matcher, first, rows_of, row in steps if row is not None]
+            if not wanted:
+                return
+            if len(wanted) == 1:  # without the threads, which have to be woken
+                ((matcher, row),) = wanted
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data + row * nbytes, nbytes)
+            else:
+                _executor().unsafe_compute_mask_ptr(wanted, words.ctypes.data, nbytes, len(rows) * n)
+
+    def _rows_to_fill(self, drafts: Sequence[int], words: np.ndarray) -> Iterator[int]:
+        """Fills the rows that allow everything, and gives each other one when it is to get the matcher's mask."""
         drafts, row = list(drafts), 0
         if self._free:
             row = drafts.index(self._free_until) + 1 if self._free_until in drafts else len(words)
         words[:row] = -1
         consumed = 0
         while row < len(words):
-            self._fill(words[row])
+            yield row
             row += 1
             if row == len(words) or row > len(drafts) or self._matcher.is_stopped():
                 break
@@ -95,5 +118,9 @@ class GrammarRule:
         if consumed:
             self._matcher.rollback(consumed)
 
-    def _fill(self, words_M: np.ndarray) -> None:
-        self._matcher.unsafe_compute_mask_ptr(words_M.ctypes.data, words_M.nbytes)
+
+@functools.cache
+def _executor() -> Any:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
