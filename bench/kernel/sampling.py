@@ -93,8 +93,12 @@ class Cutoffs(Case):
         def least(logits: jax.Array) -> jax.Array:
             highest = logits.max(axis=1).astype(jnp.float32)
             # These logits have about this sum; the scale of weights need not be exact.
-            scale = weight_scale(highest, jnp.full(self.R, np.log(self.V) + 4.5, jnp.float32))
-            bounds = Bounds(ones, -jnp.inf * ones, jnp.full(self.R, self.top_k), self.top_p * ones, highest, scale)
+            log_z = jnp.full(self.R, np.log(self.V) + 4.5, jnp.float32)
+            scale = weight_scale(highest, log_z)
+            total = jnp.exp(log_z - highest) * scale
+            bounds = Bounds(
+                ones, -jnp.inf * ones, jnp.full(self.R, self.top_k), self.top_p * ones, highest, scale, total
+            )
             # Where all is kept the cut is -inf, or no float.
             return jnp.nan_to_num(float_of(cutoffs(logits, bounds)), nan=LOWEST, neginf=LOWEST)
 

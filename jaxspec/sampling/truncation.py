@@ -37,13 +37,16 @@ def cuts(logits: jax.Array, rows: Truncation, stats: LogitsStats, wanted: jax.Ar
     wanted = wanted & ~jnp.isnan(stats.log_z_tempered)
     highest = jnp.take_along_axis(logits, stats.argmax[:, None], axis=1)[:, 0].astype(jnp.float32)
     sound = jnp.isfinite(highest) & jnp.isfinite(stats.log_z_tempered)
+    log_highest = highest / rows.temperature
+    scale = weight_scale(log_highest, stats.log_z_tempered)
     bounds = Bounds(
         rows.temperature,
         jnp.where(wanted, jnp.log(rows.min_p), -jnp.inf),
         jnp.where(wanted & (rows.top_k >= 1) & (rows.top_k < V), rows.top_k, 0),
         jnp.where(wanted & sound, rows.top_p, 1.0),
         highest,
-        weight_scale(highest / rows.temperature, stats.log_z_tempered),
+        scale,
+        jnp.exp(stats.log_z_tempered - log_highest) * scale,
     )
     drops = (bounds.log_min_p > -jnp.inf) | (bounds.top_k > 0) | (bounds.top_p < 1)
     return jnp.where(drops, cutoffs(logits, bounds), LEAST_KEY)

@@ -1,16 +1,18 @@
 """The least logit that min_p, top_k and top_p keep, as one Mosaic GPU kernel for Hopper.
 
-A row is searched in passes over its logits: each adds up what lies at or above eight thresholds within the bracket where the
-answer is, and the sums say where the next eight are worth having. A few passes are enough where sums fall smoothly, and no
-row needs more than `MOST_PASSES`. One kernel makes all of them: the blocks of a row hand each other their sums through global
-memory and meet there after each pass, so a row costs the passes that it needs, and a row without a rule none. Blocks of few
-rows at a time are on the device, and what they read stays in its L2 cache.
+A row's logits are read once, if all goes well: a small sample of them says between which two logits the answer lies, with a
+margin; a pass adds up what lies above both and puts what lies between into lists in shared memory; and if the sums agree, the
+answer is searched there. Else it is searched in passes over all logits. A search adds up what lies at or above eight
+thresholds within the bracket where the answer is, and the sums say where the next eight are worth having. The sample decides
+how long a search takes, never what it finds: all sums that decide are whole and exact.
 
-Blocks wait for the other blocks of their row only, and start in order of their rows: those of a row that waits for its last
-blocks keep only later ones out.
+The blocks of a row hand each other their sums through global memory and meet there after each pass. Blocks wait for the
+other blocks of their row only, and start in order of their rows: those of a row that waits for its last blocks keep only
+later ones out.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,12 +23,13 @@ from jax import lax
 
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.meet import meet
+from pallas_kernels.sampling import lists
 from pallas_kernels.sampling.keys import LEAST_KEY, float_of, ordered, probability, weight
 from pallas_kernels.sampling.parts import WARPGROUP, Parts, multiprocessors
 from pallas_kernels.sampling.reference import Bounds, border_of
 
 THRESHOLDS = 8
-# Vectors of four logits a thread whose loads are in flight together.
+# Vectors of four logits a thread whose loads are in flight together; twice as many in the pass that fills the lists.
 AT_ONCE = 4
 # Blocks that fit onto a multiprocessor together: all of up to 528 rows start at once on an H200.
 BLOCKS_PER_SM = 4
@@ -36,8 +39,20 @@ FIRST_DISTANCES = (0.5, 1.5, 3.0, 5.0, 8.0, 12.0, 18.0)
 AROUND = (-0.2, -1 / 24, -1 / 96, -1 / 512, 1 / 512, 1 / 96, 1 / 24, 0.2)
 # More than any search takes: every second pass leaves about a ninth of a bracket of at most 2**32 keys.
 MOST_PASSES = 32
+# Of all searches of a row: two, and the passes that fill the lists.
+MOST_ROUNDS = 2 * (2 * MOST_PASSES + 1)
 LEAST, MOST = -0x7F800001, 0x7F800000  # keys of the infinities
 HUGE = 1e38
+# A thread that has no more logits than this keeps them all, without a sample.
+UNSAMPLED = 32
+# So many ids are kept without a sample.
+FEW = 1024
+# A sample has so many logits a thread where a row has one block, and its lists little room; fewer where it has more.
+SAMPLED_ROWS = 96
+# Passes over a sample: by distance, then in equal parts.
+SAMPLE_PASSES = 4
+# The sample's margin, in standard deviations.
+MARGIN = 2.5
 
 i32, f32 = jnp.int32, jnp.float32
 
@@ -50,6 +65,33 @@ def row_parts(R: int, V: int, itemsize: int) -> Parts:
     return Parts(R, V, itemsize, AT_ONCE, vectors=-(-groups // blocks) * AT_ONCE, vec_size=vec_size)
 
 
+@dataclass(frozen=True)
+class _Block:
+    """A block of the kernel: its part of a row, the row's rules, and what the blocks of the row share.
+
+    Attributes:
+        buffer: see `lists`.
+        exchange, met: what blocks hand each other, and the counters where they meet.
+        emulated: by the interpreter.
+    """
+
+    parts: Parts
+    logits: Any
+    row: Any
+    part: Any
+    bounds: Bounds
+    buffer: Any
+    exchange: Any
+    met: Any
+    emulated: bool
+
+    def weights(self, keys: jax.Array, weighs: bool) -> jax.Array:
+        """What each key counts."""
+        if not weighs:
+            return jnp.ones_like(keys)
+        return weight(probability(float_of(keys), self.bounds.highest, self.bounds.temperature), self.bounds.scale)
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def cutoffs(logits: jax.Array, bounds: Bounds, *, interpret: Any = False) -> jax.Array:
     """See api.py. The interpreter gives each row one block, because blocks cannot wait for each other there."""
@@ -58,15 +100,12 @@ def cutoffs(logits: jax.Array, bounds: Bounds, *, interpret: Any = False) -> jax
     if interpret:
         parts = Parts(R, V, logits.dtype.itemsize, AT_ONCE, vectors=-(-V // (AT_ONCE * 512)) * AT_ONCE, vec_size=4)
 
-    def cutoffs(logits, *refs):
-        given, (met, cuts, exchange) = Bounds(*refs[:6]), refs[6:]
+    def cutoffs(logits, *refs, buffer):
+        given, (met, cuts, exchange) = refs[: len(bounds)], refs[len(bounds) :]
         row, part = lax.axis_index("row"), lax.axis_index("part")
-        bounds = Bounds(*(ref[row] for ref in given))
-        searches = (bounds.top_k > 0) | (bounds.top_p < 1)
-
-        def tally(start, end, thresholds, round_, weighs):
-            found = _tally(parts, logits, row, part, bounds, start, end, thresholds, weighs)
-            return found if parts.count == 1 else _joined(found, exchange, met, row, part, round_, parts.count)
+        rules = Bounds(*(ref[row] for ref in given))
+        block = _Block(parts, logits, row, part, rules, buffer, exchange, met, bool(interpret))
+        searches = (rules.top_k > 0) | (rules.top_p < 1)
 
         def write(cut):
             @pl.when(part == 0)
@@ -74,17 +113,19 @@ def cutoffs(logits: jax.Array, bounds: Bounds, *, interpret: Any = False) -> jax
                 cuts[row] = cut
 
         # All blocks of a row do the same arithmetic, so that none has to tell the others.
-        border = ordered(border_of(bounds, bounds.highest / bounds.temperature))
+        border = ordered(border_of(rules, rules.highest / rules.temperature))
         least = _least_reaching(
-            lambda x: ordered(x / bounds.temperature) >= border,
+            lambda x: ordered(x / rules.temperature) >= border,
             i32(LEAST),
             jnp.where(border > LEAST, i32(MOST), i32(LEAST)),
         )
 
         @pl.when(searches)
         def _():
-            least_k, rounds = _search(tally, bounds, least, i32(0), weighs=False)
-            write(_search(tally, bounds, least_k, rounds, weighs=True)[0])
+            nothing = least, i32(0)
+            found = lax.cond(rules.top_k > 0, lambda: _search(block, *nothing, weighs=False), lambda: nothing)
+            found = lax.cond(rules.top_p < 1, lambda: _search(block, *found, weighs=True), lambda: found)
+            write(found[0])
 
         @pl.when(jnp.logical_not(searches))
         def _():
@@ -94,9 +135,9 @@ def cutoffs(logits: jax.Array, bounds: Bounds, *, interpret: Any = False) -> jax
     _, cuts, _ = run_in_place(
         cutoffs,
         (logits, *bounds),
-        [jnp.zeros((R, 2 * MOST_PASSES), i32)],
+        [jnp.zeros((R, MOST_ROUNDS), i32)],
         [jax.ShapeDtypeStruct((R,), i32), jax.ShapeDtypeStruct((R, 2, THRESHOLDS + 2, WARPGROUP), i32)],
-        scratch_types={},
+        scratch_types={"buffer": lists.BUFFER},
         grid=(R, parts.count),
         grid_names=("row", "part"),
         interpret=interpret,
@@ -107,21 +148,31 @@ def cutoffs(logits: jax.Array, bounds: Bounds, *, interpret: Any = False) -> jax
     return cuts
 
 
-def _search(tally: Any, bounds: Bounds, first: Any, rounds: Any, *, weighs: bool) -> tuple[Any, Any]:
-    """The least key that top_p (if `weighs`) or top_k keeps of those from `first` on, and the rounds so far.
+def _search(block: _Block, first: Any, rounds: Any, *, weighs: bool) -> tuple[Any, Any]:
+    """The least key that top_p (if `weighs`) or top_k keeps of those from `first` on, and the rounds so far."""
+    bounds = block.bounds
+    low, high, narrow = _guess(block, first, weighs)
+    total, at_low, beyond, lengths, longest = _fill(block, first, low, high, rounds, weighs)
+    rounds = rounds + 1
+    target, above, below = bounds.top_p * total, at_low, _unsigned(beyond)
+    if not weighs:
+        target = bounds.top_k.astype(f32)  # exact, as are counts of at most 2**24
 
-    The bracket [start, end) holds the last key that is kept: what lies at or above `start` is enough, above `end` it is not.
-    """
-    wanted = bounds.top_p < 1 if weighs else bounds.top_k > 0
+    # The bracket [start, end) holds the last key that is kept: what lies at or above `start` is enough, above `end` it is not.
+    higher, lower = below >= target, (above < target) & (low > first)
+    start = jnp.where(higher, high, jnp.where(lower, first, low))
+    end = jnp.where(higher, i32(MOST + 1), jnp.where(lower, low, high))
+    listed = jnp.logical_not(higher | lower) & (longest < lists.LIST_LENGTH)
+    above, below = (
+        jnp.where(higher, below, jnp.where(lower, total, above)),
+        jnp.where(higher, f32(0), jnp.where(lower, above, below)),
+    )
 
-    def step(state):
-        i, start, end, above, below, target = state
+    def step(state, tally):
+        i, rounds, start, end, above, below = state
         thresholds = _thresholds(i, start, end, above, below, target, bounds)
-        found = tally(start, end, thresholds, rounds + i, weighs)
-        low, high = start + i32(LEAST_KEY) - 1 - found[-2], end + i32(LEAST_KEY) + found[-1]
-        sums = [_unsigned(each) for each in found[:-2]]
-        if weighs:  # The first threshold is the first key.
-            target = jnp.where(i == 0, bounds.top_p * sums[0], target)
+        found, nearest = tally(start, end, thresholds, rounds)
+        sums = [_unsigned(each) for each in found]
         for threshold, value in zip(thresholds, sums, strict=True):
             enough = value >= target
             above = jnp.where(enough & (threshold >= start), value, above)
@@ -129,19 +180,28 @@ def _search(tally: Any, bounds: Bounds, first: Any, rounds: Any, *, weighs: bool
             start = jnp.where(enough, lax.max(start, threshold), start)
             end = jnp.where(enough, end, lax.min(end, threshold))
         # No key lies between an end of the bracket and the key found next to it.
+        before, after = (state[2] + i32(LEAST_KEY) - 1, state[3] + i32(LEAST_KEY))
         end = lax.max(end, start + 1)
-        start = lax.max(start, lax.min(low, end - 1))
-        end = lax.max(lax.min(high, end - 1), start) + 1
-        return i + 1, start, end, above, below, target
+        start = lax.max(start, lax.min(before - nearest[0], end - 1))
+        end = lax.max(lax.min(after + nearest[1], end - 1), start) + 1
+        return i + 1, rounds + 1, start, end, above, below
+
+    def of_lists(start, end, thresholds, round_):
+        sums, nearest = _tally_lists(block, lengths, longest, start, end, thresholds, weighs)
+        sums, nearest = _joined(block, sums, nearest, round_)
+        return [beyond + each for each in sums], nearest
+
+    def of_logits(start, end, thresholds, round_):
+        return _joined(block, *_tally(block, start, end, thresholds, weighs), round_)
 
     def unfinished(state):
-        _, start, end, *_ = state
-        return end != start + 1
+        return state[3] != state[2] + 1
 
-    count = bounds.top_k.astype(f32)  # exact, as are counts of at most 2**24
-    end = jnp.where(wanted, i32(MOST + 1), first + 1)
-    state = (i32(0), first, end, f32(0), f32(0), f32(0) if weighs else count)
-    passes, found, *_ = lax.while_loop(unfinished, step, state)
+    # A narrow bracket is nearly straight.
+    state = (jnp.where(narrow, i32(1), i32(0)), rounds, start, end, above, below)
+    state = lax.while_loop(lambda state: listed & unfinished(state), functools.partial(step, tally=of_lists), state)
+    state = lax.while_loop(unfinished, functools.partial(step, tally=of_logits), state)
+    _, rounds, found, *_ = state
 
     def tempered(x: jax.Array) -> jax.Array:
         return ordered(x / bounds.temperature)
@@ -152,15 +212,105 @@ def _search(tally: Any, bounds: Bounds, first: Any, rounds: Any, *, weighs: bool
     # Logits that differ may have one probability, or be one after the temperature.
     same = relative if weighs else tempered
     of_found = same(float_of(found))
-    least = _least_reaching(lambda x: same(x) >= of_found, jnp.where(wanted, first, found), found)
-    return least, rounds + passes
+    return _least_reaching(lambda x: same(x) >= of_found, first, found), rounds
+
+
+def _guess(block: _Block, first: Any, weighs: bool) -> tuple[Any, Any, Any]:
+    """Two keys that the last kept one lies between, very likely: [low, high). And whether they are near each other.
+
+    All blocks of a row look at the same sample of it. Of top_p it is used for what is dropped, of which none weighs much,
+    not for what is kept, which may be one id that the sample lacks.
+    """
+    parts, bounds = block.parts, block.bounds
+    widest = first, i32(MOST + 1)
+    if parts.vectors * parts.vec_size <= UNSAMPLED:
+        return *widest, jnp.bool_(False)
+    rows = SAMPLED_ROWS // min(parts.count, 4)
+    share = rows * WARPGROUP / parts.V
+    if weighs:  # Not of all ids but those from `first` on: where top_k leaves few, they are kept without a look.
+        expected = (1 - bounds.top_p) * bounds.total * share
+        sampled = (bounds.top_k == 0) | (bounds.top_k > FEW)
+    else:
+        expected = bounds.top_k.astype(f32) * share
+        sampled = jnp.bool_(True)
+
+    def take(i, nothing):
+        columns = [(i * AT_ONCE + n) * ((parts.V - WARPGROUP) // (rows - 1)) for n in range(AT_ONCE)]
+        found = [load(block.logits, (block.row, pl.ds(c, WARPGROUP)), layout=lists.LANES) for c in columns]
+        for n, x in enumerate(found):
+            block.buffer[i * AT_ONCE + n] = ordered(x.astype(f32))
+        return nothing
+
+    lax.fori_loop(i32(0), jnp.where(sampled, i32(rows // AT_ONCE), i32(0)), take, i32(0))
+
+    def look(i, state):
+        low, high, at_first = state
+        lowest = lax.max(float_of(low), bounds.highest - 64 * bounds.temperature)
+        width = lax.min(float_of(high - 1), bounds.highest) - lowest
+        thresholds = [jnp.where(i == 0, first, low + 1)]
+        for j in range(1, THRESHOLDS):
+            distant = bounds.highest - bounds.temperature * FIRST_DISTANCES[j - 1]
+            threshold = ordered(jnp.where(i == 0, distant, lowest + width * (j / THRESHOLDS)))
+            thresholds.append(_within(threshold, low, high))
+        lengths = lists.lanes(rows)
+        sums, _ = _tally_lists(block, lengths, i32(rows), low, high, thresholds, weighs)
+        at_first = jnp.where(i == 0, sums[0], at_first)
+        for threshold, value in zip(thresholds, sums, strict=True):
+            if weighs:
+                largest = lax.min(probability(float_of(threshold), bounds.highest, bounds.temperature), f32(1))
+                more = expected - _unsigned(at_first - value)
+                variance = largest * bounds.scale * expected
+            else:
+                more = _unsigned(value) - expected
+                variance = expected + 1
+            sure = more * more >= MARGIN**2 * variance
+            low = jnp.where(sure & (more > 0), lax.max(low, threshold), low)
+            high = jnp.where(sure & (more < 0), lax.min(high, threshold), high)
+        return low, lax.max(high, low + 1), at_first
+
+    passes = jnp.where(sampled, i32(SAMPLE_PASSES), i32(0))
+    low, high, _ = lax.fori_loop(i32(0), passes, look, (*widest, i32(0)))
+    return low, high, (low > first) & (high <= MOST)
+
+
+def _fill(block: _Block, first: Any, low: Any, high: Any, round_: Any, weighs: bool) -> tuple[Any, ...]:
+    """Puts the keys of this block's part in [low, high) into its lists.
+
+    Returns:
+        Of the whole row the sums from `first`, `low` and `high` on, float32, float32 and int32; the
+        lengths of this block's lists, int32 [WARPGROUP], and of the row's longest one.
+    """
+    parts = block.parts
+    at_once = AT_ONCE if parts.vectors % (2 * AT_ONCE) else 2 * AT_ONCE
+    nothing = parts.fill(0, i32)
+    bars = (first, low, high)
+
+    def step(i, carry, masked):
+        *totals, lengths = carry
+        js = [block.part * parts.vectors + i * at_once + n for n in range(at_once)]
+        values = [parts.load(block.logits, block.row, j) for j in js]
+        for j, x in zip(js, values, strict=True):
+            keys = ordered(x)
+            if masked:
+                keys = _new_only(parts, keys, j)
+            each = block.weights(keys, weighs)
+            totals = [total + jnp.where(keys >= bar, each, nothing) for total, bar in zip(totals, bars, strict=True)]
+            lengths = lists.append(block.buffer, lengths, keys, low, high, layout=parts.layout, emulated=block.emulated)
+        return *totals, lengths
+
+    carry = _over_part(parts, block.part, at_once, step, (nothing, nothing, nothing, lists.lanes(0)))
+    *totals, lengths = carry
+    (total, at_low, beyond), (longest, _) = _joined(
+        block, [each.sum() for each in totals], [lengths.max(), i32(0)], round_
+    )
+    return _unsigned(total), _unsigned(at_low), beyond, lengths, longest
 
 
 def _thresholds(i: Any, start: Any, end: Any, above: Any, below: Any, target: Any, bounds: Bounds) -> list[Any]:
     """Where the i-th pass cuts the bracket [start, end), of more than one key, whose ends have sums `above` and `below`.
 
-    The first pass also takes its start, and looks below the largest logit; then passes that cut where the sums say, and
-    passes that cut the keys evenly, take turns.
+    The first pass looks below the largest logit; then passes that cut where the sums say, and passes that cut the keys evenly,
+    take turns.
     """
     low, high = (lax.min(lax.max(float_of(key), f32(-HUGE)), f32(HUGE)) for key in (start, end - 1))
     place = (above - target) / (above - below)
@@ -200,68 +350,93 @@ def _least_reaching(reaches: Any, low: jax.Array, high: jax.Array) -> jax.Array:
     return lax.while_loop(lambda state: state[0] != state[1], step, (low, high))[1]
 
 
-def _tally(
-    parts: Parts,
-    logits: Any,
-    row: Any,
-    part: Any,
-    bounds: Bounds,
-    start: jax.Array,
-    end: jax.Array,
-    thresholds: list[Any],
-    weighs: bool,
-) -> list[Any]:
-    """Of a part of a row: how many logits, or what weight, lie at or above each threshold, and which keys are in a bracket.
+def _new_only(parts: Parts, keys: jax.Array, j: Any) -> jax.Array:
+    """Keys of the j-th vector, without those that a vector before it has too."""
+    return jnp.where(parts.columns(j) >= j * parts.width, keys, parts.fill(LEAST_KEY, i32))
 
-    Sums are int32 without a sign. Then the distance of the least key from `start` on, and that of the greatest below `end`,
-    each so that the largest is the nearest, wherever keys wrap round.
-    """
-    before, after = start + i32(LEAST_KEY) - 1, end + i32(LEAST_KEY)
-    nothing = parts.fill(0, i32)
 
-    def step(i, carry, masked):
-        totals, low, high = carry
-        js = [part * parts.vectors + i * AT_ONCE + n for n in range(AT_ONCE)]
-        values = [parts.load(logits, row, j) for j in js]
-        for j, x in zip(js, values, strict=True):
-            keys = ordered(x)
-            each = parts.fill(1, i32)
-            if weighs:
-                each = weight(probability(x, bounds.highest, bounds.temperature), bounds.scale)
-            if masked:  # In a vector that overlaps the one before, only new columns count.
-                each = jnp.where(parts.columns(j) >= j * parts.width, each, nothing)
-            totals = tuple(
-                total + jnp.where(keys >= threshold, each, nothing)
-                for total, threshold in zip(totals, thresholds, strict=True)
-            )
-            low, high = jnp.maximum(low, before - keys), jnp.maximum(high, keys - after)
-        return totals, low, high
-
-    none = parts.fill(LEAST_KEY, i32)
-    carry = ((nothing,) * THRESHOLDS, none, none)
-    groups = parts.vectors // AT_ONCE
-    whole = lax.div(i32(parts.V // parts.width) - part * parts.vectors, i32(AT_ONCE))
+def _over_part(parts: Parts, part: Any, at_once: int, step: Any, carry: Any) -> Any:
+    """step(i, carry, masked) for all groups of vectors of a part; `masked` where one may overlap another."""
+    groups = parts.vectors // at_once
+    whole = lax.div(i32(parts.V // parts.width) - part * parts.vectors, i32(at_once))
     whole = lax.max(lax.min(whole, i32(groups)), i32(0))
     carry = lax.fori_loop(i32(0), whole, functools.partial(step, masked=False), carry)
-    totals, low, high = lax.fori_loop(whole, i32(groups), functools.partial(step, masked=True), carry)
-    return [*(total.sum() for total in totals), low.max(), high.max()]
+    return lax.fori_loop(whole, i32(groups), functools.partial(step, masked=True), carry)
 
 
-def _joined(found: list[Any], exchange: Any, met: Any, row: Any, part: Any, round_: Any, count: int) -> list[Any]:
-    """What the blocks of a row found together.
+def _add(carry: Any, keys: jax.Array, each: jax.Array, thresholds: list[Any], start: Any, end: Any) -> Any:
+    """Sums at or above each threshold; then the distance of the least key from `start` on, and that of the greatest below
+    `end`, each so that the largest is the nearest, wherever keys wrap round."""
+    totals, low, high = carry
+    nothing = jnp.zeros_like(keys)
+    totals = tuple(
+        total + jnp.where(keys >= threshold, each, nothing) for total, threshold in zip(totals, thresholds, strict=True)
+    )
+    before, after = start + i32(LEAST_KEY) - 1, end + i32(LEAST_KEY)
+    return totals, jnp.maximum(low, before - keys), jnp.maximum(high, keys - after)
+
+
+def _reduced(carry: Any) -> tuple[list[Any], list[Any]]:
+    totals, *nearest = carry
+    return [total.sum() for total in totals], [each.max() for each in nearest]
+
+
+def _tally(block: _Block, start: Any, end: Any, thresholds: list[Any], weighs: bool) -> tuple[list[Any], list[Any]]:
+    """Of a part of a row: how many logits, or what weight, lie at or above each threshold, and which keys are in a bracket.
+
+    Sums are int32 without a sign. For the distances see `_add`.
+    """
+    parts = block.parts
+
+    def step(i, carry, masked):
+        js = [block.part * parts.vectors + i * AT_ONCE + n for n in range(AT_ONCE)]
+        values = [parts.load(block.logits, block.row, j) for j in js]
+        for j, x in zip(js, values, strict=True):
+            keys = ordered(x)
+            if masked:
+                keys = _new_only(parts, keys, j)
+            carry = _add(carry, keys, block.weights(keys, weighs), thresholds, start, end)
+        return carry
+
+    nothing, none = parts.fill(0, i32), parts.fill(LEAST_KEY, i32)
+    return _reduced(_over_part(parts, block.part, AT_ONCE, step, ((nothing,) * THRESHOLDS, none, none)))
+
+
+def _tally_lists(
+    block: _Block, lengths: jax.Array, longest: Any, start: Any, end: Any, thresholds: list[Any], weighs: bool
+) -> tuple[list[Any], list[Any]]:
+    """The same of what a block has in its lists, of which none is longer than `longest`."""
+
+    def step(i, carry):
+        for n in range(AT_ONCE):
+            keys = lists.read(block.buffer, i * AT_ONCE + n, lengths)
+            carry = _add(carry, keys, block.weights(keys, weighs), thresholds, start, end)
+        return carry
+
+    nothing, none = lists.lanes(0), lists.lanes(LEAST_KEY)
+    groups = lax.div(longest + (AT_ONCE - 1), i32(AT_ONCE))
+    return _reduced(lax.fori_loop(i32(0), groups, step, ((nothing,) * THRESHOLDS, none, none)))
+
+
+def _joined(block: _Block, sums: list[Any], nearest: list[Any], round_: Any) -> tuple[list[Any], list[Any]]:
+    """Sums and largest values of what the blocks of a row found.
 
     A block writes where the others read two rounds before: in between it has met them, so they have read.
     """
+    count = block.parts.count
+    if count == 1:
+        return sums, nearest
     side = round_ & 1
-    for i, each in enumerate(found):
-        exchange[row, side, i, part] = each
-    meet(met.at[row, round_], count)
-    layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-    there = plgpu.broadcasted_iota(i32, (WARPGROUP,), 0, layout=layout) < count
+    for i, each in enumerate((*sums, *nearest)):
+        block.exchange[block.row, side, i, block.part] = each
+    meet(block.met.at[block.row, round_], count)
+    there = plgpu.broadcasted_iota(i32, (WARPGROUP,), 0, layout=lists.LANES) < count
 
     def read(i, nothing):
-        values = load(exchange, (row, side, i, pl.ds(0, WARPGROUP)), layout=layout)
-        return jnp.where(there, values, plgpu.layout_cast(jnp.full((WARPGROUP,), nothing, i32), layout))
+        values = load(block.exchange, (block.row, side, i, pl.ds(0, WARPGROUP)), layout=lists.LANES)
+        return jnp.where(there, values, lists.lanes(nothing))
 
-    sums = [read(i, 0).sum() for i in range(THRESHOLDS)]
-    return [*sums, *(read(i, LEAST_KEY).max() for i in (THRESHOLDS, THRESHOLDS + 1))]
+    return (
+        [read(i, 0).sum() for i in range(len(sums))],
+        [read(len(sums) + i, LEAST_KEY).max() for i in range(len(nearest))],
+    )

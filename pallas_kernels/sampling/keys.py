@@ -14,7 +14,7 @@ LOG2_E = math.log2(math.e)
 def ordered(x: jax.Array) -> jax.Array:
     """float32 to int32 with the same order; -0.0 comes before 0.0, NaN at the ends."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def float_of(keys: jax.Array) -> jax.Array:

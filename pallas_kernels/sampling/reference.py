@@ -57,6 +57,7 @@ class Bounds(NamedTuple):
         top_p: 1: all.
         highest: a row's largest logit. Finite where top_p does not keep all.
         scale: of weights, see `keys.weight_scale`.
+        total: about what the weights of all ids sum to. It decides how long a search takes, not what it finds.
     """
 
     temperature: jax.Array
@@ -65,6 +66,7 @@ class Bounds(NamedTuple):
     top_p: jax.Array
     highest: jax.Array
     scale: jax.Array
+    total: jax.Array
 
 
 class Likeliest(NamedTuple):

@@ -135,7 +135,7 @@ def test_lowers_for_the_gpu(R, size, dtype):
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, None),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual, ints),
-        (cutoffs, logits, reference.Bounds(floats, floats, ints, floats, floats, floats)),
+        (cutoffs, logits, reference.Bounds(floats, floats, ints, *([floats] * 4))),
         (best, logits, bools),
     ):
         text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from jaxspec.sampling import truncation
 from jaxspec.sampling.truncation import Truncation, cuts
 from pallas_kernels.sampling import reference
 from pallas_kernels.sampling.cutoffs import cutoffs
+from pallas_kernels.sampling.keys import weight_scale
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
 R = 48
@@ -114,10 +116,35 @@ def test_rows_that_are_not_wanted_keep_everything():
 def test_the_kernel_gives_the_same_bits(monkeypatch):
     """All passes of the kernel, however they cut: a row finds the same least key as bisection does."""
     rng = np.random.default_rng(3)
-    V, count = 2700, 18  # six vectors, the last of which overlaps the one before it
+    V, count = 2700, 18  # all logits fit the lists; six vectors, the last of which overlaps the one before it
     logits, rows = logits_of(rng, V, count), rows_of(rng, V, count)
     want = jax.jit(truncated)(logits, rows)
     monkeypatch.setattr(truncation, "cutoffs", functools.partial(cutoffs, interpret=detect_races()))
     got = truncated(logits, rows)
     np.testing.assert_array_equal(got, want)
     assert_no_races(got)
+
+
+@interpreted
+def test_a_sample_says_what_to_keep_in_lists():
+    """Rows of 105 logits a thread: what lies near the answer fits the lists, or it does not, or the sample misleads."""
+    rng = np.random.default_rng(5)
+    V = 13400
+    logits = rng.normal(size=(7, V)).astype(np.float32)
+    logits[1] = np.round(logits[1] * 4)  # ties, more than fit
+    logits[2, 77] = 30  # nearly all of the probability
+    logits[3, 300:] = -np.inf
+    logits[4, :200] += np.linspace(0, 20, 200)
+    logits, ones = jnp.asarray(logits), jnp.ones(7)
+    highest = logits.max(axis=1)
+    log_z = jax.nn.logsumexp(logits, axis=1)
+    scale = weight_scale(highest, log_z)
+    total = jnp.exp(log_z - highest) * scale
+    top_k = jnp.asarray([50, 0, 0, 0, 40, 3000, 0], jnp.int32)
+    top_p = jnp.asarray([1.0, 0.6, 0.9, 0.95, 0.8, 0.9, 0.5])
+    # The last row's total is wrong: its answer lies outside what the sample promises.
+    bounds = reference.Bounds(ones, -jnp.inf * ones, top_k, top_p, highest, scale, total.at[6].mul(0.5))
+    got = cutoffs(logits, bounds, interpret=plgpu.InterpretGPUParams())
+    np.testing.assert_array_equal(
+        reference.kept(logits, got), reference.kept(logits, jax.jit(reference.cutoffs)(logits, bounds))
+    )
