@@ -104,8 +104,9 @@ def test_a_matcher_that_fails_in_a_mask_is_an_error():
     assert "matcher failed" in rule.feed([EOS], FinishReason.STOP).error
 
 
-def test_masks_of_many_are_those_of_each():
-    """At any points of their outputs, with any drafts; also beside a matcher that fails then and there."""
+def test_masks_of_many_are_those_of_each(monkeypatch):
+    """At any points of their outputs, with any drafts, in threads; also beside a matcher that fails then and there."""
+    monkeypatch.setattr("jaxspec.grammar.rule.MASK_THREADS", 2)
     rng = np.random.default_rng(0)
     words = rng.integers(-(2**31), 2**31, (8, 4, -(-V // 32))).astype(np.int32)
     for _ in range(20):
@@ -159,7 +160,17 @@ def test_one_grammar_serves_many_requests():
     first, second = (output_rule(TOKENIZER, [], params, matcher) for _ in range(2))
     first.feed(ids("ab"), None)
     assert masks(second, [], n=1) == [set(ids("a"))]
-    assert GRAMMARS.matcher(StructuredOutputsParams(regex="ab+c")) is matcher
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_grammar_is_compiled_once_a_thread(threads, monkeypatch):
+    """Copies of one matcher cannot fill their masks at the same time: requests take those there are by turns."""
+    monkeypatch.setattr("jaxspec.grammar.compiler.MASK_THREADS", threads)
+    compiler = GrammarCompiler(TOKENIZER, V, [EOS])
+    given = [compiler.matcher(StructuredOutputsParams(regex="ab+c")) for _ in range(4 * threads)]
+    assert len(set(map(id, given[:threads]))) == threads
+    later = [given[i : i + threads] for i in range(threads, len(given), threads)]
+    assert all(set(map(id, turn)) == set(map(id, given[:threads])) for turn in later)
 
 
 def test_few_grammars_are_kept():

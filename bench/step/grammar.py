@@ -183,8 +183,7 @@ class Batches:
         else:
             self._tokenizer = Tokenizer.from_folder(resolve_model(name))
             self.prompts = example_prompts(self._tokenizer, rows, context)
-        compiler = GrammarCompiler(self._tokenizer, vocab_size, [self._tokenizer.hugging_face.eos_token_id])
-        self._matcher = compiler.matcher(StructuredOutputsParams(json=SCHEMA))
+        self._compiler = GrammarCompiler(self._tokenizer, vocab_size, [self._tokenizer.hugging_face.eos_token_id])
 
     def load(self, engine: Engine, batch: str, depth: int) -> Load:
         """A batch's requests, prefilled; those of odd numbers may have a grammar."""
@@ -196,7 +195,9 @@ class Batches:
         """Of one request: it gives the text, and may have the grammar."""
         text = text_stream(self._tokenizer, [], GREEDY)
         assert text is not None
-        return WatchedRule(self._matcher.deep_copy(), text) if constrained else text
+        if not constrained:
+            return text
+        return WatchedRule(self._compiler.matcher(StructuredOutputsParams(json=SCHEMA)).deep_copy(), text)
 
 
 def example_prompts(tokenizer: Tokenizer, rows: int, context: int) -> list[list[int]]:

@@ -1,12 +1,14 @@
 """Grammars of structured outputs, compiled by llguidance for a model's vocabulary."""
 
 import collections
+import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import InvalidRequestError, ModelFormatError, shown
+from jaxspec.grammar.rule import MASK_THREADS
 from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
 
@@ -34,10 +36,13 @@ class GrammarCompiler:
         self._eos = list(eos_token_ids)
         self._lock = threading.Lock()
         self._tree: Any = None
-        self._kept: collections.OrderedDict[tuple[str, str], Any] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[tuple[str, str], list[Any]] = collections.OrderedDict()
+        self._turns = itertools.count()
 
     def matcher(self, params: StructuredOutputsParams) -> Any:
         """An `llguidance.LLMatcher` at its start, to be copied: others may be given the same one.
+
+        Copies share a lexer, and its lock: a grammar that is asked for again and again is compiled `MASK_THREADS` times.
 
         Raises:
             InvalidRequestError: the grammar is wrong, uses what llguidance does not support, or is too large.
@@ -45,14 +50,16 @@ class GrammarCompiler:
         key = (params.kind, params.source)
         with self._lock:
             kept = self._kept.get(key)
-            if kept is not None:
+            if kept is not None and len(kept) >= MASK_THREADS:
                 self._kept.move_to_end(key)
-                return kept
+                return kept[next(self._turns) % len(kept)]
             tree = self._tree = self._tree or self._build_tree()
         # Outside the lock: llguidance drops the GIL, and other requests go on meanwhile.
         made = _compile(tree, params)
         with self._lock:
-            self._kept[key] = made
+            kept = self._kept.setdefault(key, [])
+            kept.append(made)  # perhaps one too many, where others have compiled it meanwhile
+            self._kept.move_to_end(key)
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return made

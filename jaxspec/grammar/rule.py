@@ -1,6 +1,7 @@
 """The host rule of a request with a grammar: it says which ids may come next, and passes the text on."""
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from jaxspec.engine.host_rule import Constraint, RuleResult
 from jaxspec.engine.output import FinishReason
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream, Tokenizer, text_stream
+
+# That fill the masks of a step. One of a long string's end may take milliseconds, and the step waits for all.
+MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 def output_rule(
@@ -83,7 +87,7 @@ class GrammarRule(Constraint):
 
     @classmethod
     def fill_many(cls, rows: Sequence[tuple["GrammarRule", Sequence[int]]], words: np.ndarray) -> None:
-        """In the library's threads: a mask may take a millisecond where the grammar has not been before."""
+        """See `Constraint`. One mask of each rule at a time, in the library's threads."""
         n, nbytes = words.shape[1], words[0, 0].nbytes
         assert words.flags.c_contiguous
         going = [(rule._matcher, x * n, rule._rows_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
@@ -93,9 +97,9 @@ class GrammarRule(Constraint):
             going = [(matcher, first, rows_of) for matcher, first, rows_of, row in steps if row is not None]
             if not wanted:
                 return
-            if len(wanted) == 1:  # without the threads, which have to be woken
-                ((matcher, row),) = wanted
-                matcher.unsafe_compute_mask_ptr(words.ctypes.data + row * nbytes, nbytes)
+            if len(wanted) == 1 or MASK_THREADS == 1:  # threads have to be woken
+                for matcher, row in wanted:
+                    matcher.unsafe_compute_mask_ptr(words.ctypes.data + row * nbytes, nbytes)
             else:
                 _executor().unsafe_compute_mask_ptr(wanted, words.ctypes.data, nbytes, len(rows) * n)
 
@@ -123,4 +127,4 @@ class GrammarRule(Constraint):
 def _executor() -> Any:
     from llguidance import LLExecutor
 
-    return LLExecutor()
+    return LLExecutor(num_threads=MASK_THREADS)
