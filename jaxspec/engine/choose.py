@@ -4,6 +4,7 @@ Shapes: R = E + D rows, prompt rows first; a row of logits (of E + D * n) belong
 decode window.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.rejection import verify
 from jaxspec.sampling.sampler import LogitsStats, SamplingRows, logits_stats, sample, temperatures
+from pallas_kernels.sampling.keys import LEAST_KEY
 
 
 class _Rows(NamedTuple):
@@ -73,20 +75,25 @@ def choose(
     rows = _rows(state, inputs)
     # The row R that each row of logits belongs to.
     row_R = jnp.concatenate([jnp.arange(E), E + jnp.repeat(jnp.arange(D), n)])
-    stats = logits_stats(logits_RV, temperatures(rows.sampling)[row_R])
+    temperature = temperatures(rows.sampling)[row_R]
+    stats = logits_stats(logits_RV, temperature)
     bad_rows = ~stats.finite
     nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
-    adjusted_RV = logits_RV
+    adjusted_RV, adjusted_stats = logits_RV, stats
     if full:
         logits_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV.astype(jnp.float32))
-        adjusted_RV = adjusted_logits(logits_RV, state, inputs, rows.positions, n)
+        adjusted_RV, changed = adjusted_logits(logits_RV, state, inputs, rows.positions, n)
+        changed |= bad_rows
+        # Other rows are not read again.
+        again = logits_stats(adjusted_RV, temperature, jnp.where(changed, LEAST_KEY + 1, LEAST_KEY))
+        adjusted_stats = jax.tree.map(functools.partial(jnp.where, changed), again, stats)
 
     # What lies past the drafts that a slot holds is stale: it may be right, but never counts.
     verified_D = jnp.minimum(rows.params_i[E:, NUM_DRAFTS], n - 1)
     if n > 1:
         verified_D = jnp.minimum(verified_D, state.held[rows.slots[E:]])
     ids_Rn, accepted_R = _sample_or_verify(
-        adjusted_RV, None if full else stats, rows, verified_D, state, inputs,
+        adjusted_RV, adjusted_stats, rows, verified_D, state, inputs,
         n=n, full=full, synthetic_length=synthetic_length, one_by_one=one_by_one,
     )  # fmt: skip
     forced_E = inputs.forced
@@ -150,7 +157,7 @@ def _rows(state: StepState, inputs: StepInputs) -> _Rows:
 
 def _sample_or_verify(
     logits_RV: jax.Array,
-    stats: LogitsStats | None,
+    stats: LogitsStats,
     rows: _Rows,
     verified_D: jax.Array,
     state: StepState,
@@ -165,7 +172,7 @@ def _sample_or_verify(
 
     Args:
         logits_RV: [E + D * n, V] after the requests' rules.
-        stats: of the logits where no rule has changed them.
+        stats: of the logits.
         verified_D: int32 [D] how many drafts of each window may be accepted.
     """
     slots_D = inputs.decode_slots

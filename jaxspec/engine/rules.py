@@ -21,7 +21,7 @@ from jaxspec.engine.state import (
     StepState,
 )
 from jaxspec.models.metadata import StepMetadata
-from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust
+from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, changes
 
 
 def reset_rules(state: StepState, inputs: StepInputs, slots_E: jax.Array) -> StepState:
@@ -68,8 +68,8 @@ def count_chosen(counts: jax.Array, inputs: StepInputs, chosen: Chosen, slots_R:
 
 def adjusted_logits(
     logits_RV: jax.Array, state: StepState, inputs: StepInputs, positions_R: jax.Array, n: int
-) -> jax.Array:
-    """Logits [E + D * n, V] after the rules of each row's request.
+) -> tuple[jax.Array, jax.Array]:
+    """Logits [E + D * n, V] after the rules of each row's request, and which rows these may change, bool [E + D * n].
 
     Args:
         logits_RV: float32, raw; prompt rows, then the windows.
@@ -79,9 +79,11 @@ def adjusted_logits(
     E, V = slots_E.shape[0], logits_RV.shape[1]
     no_drafts = jnp.zeros((E, 0), jnp.int32)
     drafts_Dk = state.drafts[slots_D, : n - 1] if n > 1 else jnp.zeros((slots_D.shape[0], 0), jnp.int32)
-    first = adjust(logits_RV[:E, None], no_drafts, _rules(state, slots_E, 1), positions_R[:E])
-    windows = adjust(logits_RV[E:].reshape(-1, n, V), drafts_Dk, _rules(state, slots_D, n), positions_R[E:])
-    return jnp.concatenate([first[:, 0], windows.reshape(-1, V)])
+    rules_E, rules_D = _rules(state, slots_E, 1), _rules(state, slots_D, n)
+    first = adjust(logits_RV[:E, None], no_drafts, rules_E, positions_R[:E])
+    windows = adjust(logits_RV[E:].reshape(-1, n, V), drafts_Dk, rules_D, positions_R[E:])
+    changed = jnp.concatenate([changes(rules_E, positions_R[:E]), jnp.repeat(changes(rules_D, positions_R[E:]), n)])
+    return jnp.concatenate([first[:, 0], windows.reshape(-1, V)]), changed
 
 
 def _rules(state: StepState, slots_W: jax.Array, n: int) -> LogitRules:

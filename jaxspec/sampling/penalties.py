@@ -86,6 +86,12 @@ def adjust(logits_WnV: jax.Array, drafts_Wk: jax.Array, rules: LogitRules, posit
     return jnp.where(allowed_WnV & ~(early_Wn1 & is_stop_WV[:, None]), x_WnV, -jnp.inf)
 
 
+def changes(rules: LogitRules, positions_W: jax.Array) -> jax.Array:
+    """Which windows may have logits that `adjust` changes, bool [W]."""
+    penalises = (rules.repetition != 1) | (rules.frequency != 0) | (rules.presence != 0)
+    return penalises | (rules.num_bias > 0) | rules.constrained | (positions_W < rules.min_total)
+
+
 def _anything_but_stops(rules: LogitRules, V: int) -> jax.Array:
     """Whether an id that is no stop may come, bool [W, n]: from the masks' bits, without a look at V logits."""
     words = mask_words(V)

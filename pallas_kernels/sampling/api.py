@@ -19,7 +19,7 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, cuts: jax.Array | No
         logits: [R, V]; some may be -inf.
         temperature: float32 [R], above 0.
         cuts: int32 [R], see `cutoffs`: only logits that are kept count. A row that keeps all, with LEAST_KEY, is not
-            read, and its results may be anything.
+            read, and its results may be anything; one with LEAST_KEY + 1 keeps all and is read.
 
     Returns:
         `LogitsStats` of the rows.

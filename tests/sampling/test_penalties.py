@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.sampling.logprobs import top_logprobs
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, mask_words
+from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, changes, mask_words
 from jaxspec.sampling.sampler import SamplingRows, cuts_of, temperatures
 from pallas_kernels.sampling import reference
 from pallas_kernels.sampling.api import logits_stats
@@ -108,7 +108,9 @@ def test_all_transforms_at_every_window_position(n):
     drafts = rng.integers(0, V // 2, (W, n - 1)).astype(np.int32)  # few ids, so that drafts repeat the output
     positions = np.array([len(prompt) + len(output) for _, prompt, output, _ in requests], np.int32)
     masks = random_masks(rng, requests, n)
-    got = np.asarray(adjust(raw, drafts, rules_of(requests, masks), positions))
+    rules = rules_of(requests, masks)
+    got, may_change = np.asarray(adjust(raw, drafts, rules, positions)), np.asarray(changes(rules, positions))
+    assert may_change[(got != raw).any(axis=(1, 2))].all()
 
     def column(name, dtype):
         return jnp.repeat(jnp.asarray([getattr(p, name) for p, *_ in requests], dtype), n)
@@ -139,6 +141,7 @@ def test_neutral_rules_are_exactly_nothing():
     rules = rules._replace(masks=rules.masks[:, :4])
     got = adjust(raw, rng.integers(0, V, (W, 3)).astype(np.int32), rules, jnp.zeros(W, jnp.int32) + 10)
     np.testing.assert_array_equal(got, raw)
+    assert not changes(rules, jnp.zeros(W, jnp.int32) + 10).any()
     rows = SamplingRows(
         jnp.ones(W),
         jnp.ones(W),
