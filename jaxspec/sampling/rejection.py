@@ -88,9 +88,11 @@ def verify(
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
     logits_WV, temperature_W = logits.reshape(D * n, V), temperatures(window_rows)
     stats = stats or logits_stats(logits_WV, temperature_W)
+    # Nothing is chosen past the drafts that a window has.
+    live_Dn = jnp.arange(n) <= num_drafts[:, None]
     cuts_W, log_z_W = None, stats.log_z_tempered
     if full:
-        cuts_W = cuts_of(logits_WV, window_rows, stats)
+        cuts_W = cuts_of(logits_WV, window_rows, stats, live_Dn.reshape(-1))
         kept = logits_stats(logits_WV, temperature_W, cuts_W)
         log_z_W = jnp.where(cuts_W > LEAST_KEY, kept.log_z_tempered, log_z_W)
     best_Dn, log_z_Dn = stats.argmax.reshape(D, n), log_z_W.reshape(D, n)
@@ -142,7 +144,7 @@ def verify(
     keys = noise_keys(
         jnp.repeat(rows.seeds, n, axis=0), (positions[:, None] + source_Dn).reshape(-1), jnp.repeat(streams_D, n)
     )
-    wanted_Dn = coupled_D[:, None] | (single_D[:, None] & (jnp.arange(n) == 0))
+    wanted_Dn = (coupled_D[:, None] & live_Dn) | (single_D[:, None] & (jnp.arange(n) == 0))
     row_Dn = jnp.arange(D, dtype=jnp.int32)[:, None] * n + source_Dn
     drawn_Dn = gumbel_argmax(
         logits_WV, row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), residual, cuts_W

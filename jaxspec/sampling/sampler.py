@@ -60,16 +60,18 @@ def uniform(seeds: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array
     return draw(seeds, positions, jnp.full(positions.shape, int(stream), jnp.int32))
 
 
-def cuts_of(logits: jax.Array, rows: SamplingRows, stats: LogitsStats) -> jax.Array:
+def cuts_of(logits: jax.Array, rows: SamplingRows, stats: LogitsStats, wanted: jax.Array | None = None) -> jax.Array:
     """What min_p, top_k and top_p keep of logits [R, V]: int32 [R], see `truncation.cuts`.
 
     Greedy rows keep everything: they take the largest, which nothing drops.
 
     Args:
         stats: of the logits, at `temperatures(rows)`.
+        wanted: bool [R]; a row where it is False keeps everything.
     """
+    draws = rows.temperature > 0
     kept = Truncation(temperatures(rows), rows.min_p, rows.top_k, rows.top_p)
-    return cuts(logits, kept, stats, rows.temperature > 0)
+    return cuts(logits, kept, stats, draws if wanted is None else draws & wanted)
 
 
 def temperatures(rows: SamplingRows) -> jax.Array:

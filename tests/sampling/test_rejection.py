@@ -16,6 +16,7 @@ from jaxspec.sampling import rejection
 from jaxspec.sampling.rejection import Verified, sample_draft, verify
 from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, sample
 from pallas_kernels.sampling import reference
+from pallas_kernels.sampling.keys import LEAST_KEY
 
 V, N = 8, 40_000
 CHI2_999 = {7: 24.3, 63: 103.4}  # 0.999 quantiles
@@ -443,3 +444,20 @@ def _shared_keys(seeds, positions, streams, shared):
     for stream, source in shared.items():
         streams = jnp.where(streams == int(stream), int(source), streams)
     return noise_keys(seeds, positions, streams)
+
+
+def test_positions_past_the_drafts_are_not_searched(monkeypatch):
+    """Neither what they keep nor, in seeded rows, a draw: nothing can be chosen there."""
+    looked = {}
+
+    def draw(logits, rows, temperature, keys, wanted, residual, cuts):
+        looked.update(wanted=wanted.reshape(4, 4), cuts=cuts.reshape(4, 4))
+        return reference.gumbel_argmax(logits, rows, temperature, keys, wanted, residual, cuts)
+
+    monkeypatch.setattr(rejection, "gumbel_argmax", draw)
+    logits = np.random.default_rng(0).normal(size=(4, 4, V)).astype(np.float32)
+    rows, held = sampling_rows(4, top_k=2, seeded=True), np.arange(4, dtype=np.int32)
+    verify(logits, np.zeros((4, 3), np.int32), None, np.ones(4, bool), held, rows, np.full(4, 9, np.int32), full=True)
+    live = np.arange(4) <= held[:, None]
+    np.testing.assert_array_equal(looked["wanted"], live)
+    np.testing.assert_array_equal(np.asarray(looked["cuts"]) > LEAST_KEY, live)
