@@ -7,6 +7,7 @@ import jax
 from pallas_kernels.backend import choose, current
 from pallas_kernels.sampling import mosaic, reference
 from pallas_kernels.sampling.cutoffs import cutoffs as cutoffs_mosaic
+from pallas_kernels.sampling.likeliest import likeliest as likeliest_mosaic
 from pallas_kernels.sampling.reference import Bounds, Likeliest, LogitsStats, Residual
 
 
@@ -84,7 +85,8 @@ def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
     Returns:
         `Likeliest` of the rows.
     """
-    return _implementation("likeliest", logits).likeliest(logits, count, wanted)
+    operation: Any = likeliest_mosaic if _chosen("likeliest", logits) == "mosaic" else reference.likeliest
+    return operation(logits, count, wanted)
 
 
 def _implementation(operation: str, logits: jax.Array):

@@ -25,14 +25,12 @@ from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.meet import meet
 from pallas_kernels.sampling import lists
 from pallas_kernels.sampling.keys import LEAST_KEY, float_of, ordered, probability, weight
-from pallas_kernels.sampling.parts import WARPGROUP, Parts, multiprocessors
+from pallas_kernels.sampling.parts import WARPGROUP, Parts, resident_parts
 from pallas_kernels.sampling.reference import Bounds, border_of
 
 THRESHOLDS = 8
 # Vectors of four logits a thread whose loads are in flight together; twice as many in the pass that fills the lists.
 AT_ONCE = 4
-# Blocks that fit onto a multiprocessor together: all of up to 528 rows start at once on an H200.
-BLOCKS_PER_SM = 4
 # Where sums change is not known yet: so many temperatures below the largest logit.
 FIRST_DISTANCES = (0.5, 1.5, 3.0, 5.0, 8.0, 12.0, 18.0)
 # Later it is known about: these parts of a bracket around the place where a straight line through its ends says.
@@ -55,14 +53,6 @@ SAMPLE_PASSES = 4
 MARGIN = 2.5
 
 i32, f32 = jnp.int32, jnp.float32
-
-
-def row_parts(R: int, V: int, itemsize: int) -> Parts:
-    """How rows are cut: so that all blocks fit onto the device at once, if rows are few enough."""
-    vec_size = 4
-    groups = -(-V // (WARPGROUP * vec_size * AT_ONCE))
-    blocks = min(max(1, BLOCKS_PER_SM * multiprocessors() // R), groups, WARPGROUP)
-    return Parts(R, V, itemsize, AT_ONCE, vectors=-(-groups // blocks) * AT_ONCE, vec_size=vec_size)
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ class _Block:
 def cutoffs(logits: jax.Array, bounds: Bounds, *, interpret: Any = False) -> jax.Array:
     """See api.py. The interpreter gives each row one block, because blocks cannot wait for each other there."""
     R, V = logits.shape
-    parts = row_parts(R, V, logits.dtype.itemsize)
+    parts = resident_parts(R, V, logits.dtype.itemsize, AT_ONCE)
     if interpret:
         parts = Parts(R, V, logits.dtype.itemsize, AT_ONCE, vectors=-(-V // (AT_ONCE * 512)) * AT_ONCE, vec_size=4)
 
@@ -292,13 +282,13 @@ def _fill(block: _Block, first: Any, low: Any, high: Any, round_: Any, weighs: b
         for j, x in zip(js, values, strict=True):
             keys = ordered(x)
             if masked:
-                keys = _new_only(parts, keys, j)
+                keys = parts.new_only(keys, j)
             each = block.weights(keys, weighs)
             totals = [total + jnp.where(keys >= bar, each, nothing) for total, bar in zip(totals, bars, strict=True)]
             lengths = lists.append(block.buffer, lengths, keys, low, high, layout=parts.layout, emulated=block.emulated)
         return *totals, lengths
 
-    carry = _over_part(parts, block.part, at_once, step, (nothing, nothing, nothing, lists.lanes(0)))
+    carry = parts.fold(block.part, at_once, step, (nothing, nothing, nothing, lists.lanes(0)))
     *totals, lengths = carry
     (total, at_low, beyond), (longest, _) = _joined(
         block, [each.sum() for each in totals], [lengths.max(), i32(0)], round_
@@ -350,20 +340,6 @@ def _least_reaching(reaches: Any, low: jax.Array, high: jax.Array) -> jax.Array:
     return lax.while_loop(lambda state: state[0] != state[1], step, (low, high))[1]
 
 
-def _new_only(parts: Parts, keys: jax.Array, j: Any) -> jax.Array:
-    """Keys of the j-th vector, without those that a vector before it has too."""
-    return jnp.where(parts.columns(j) >= j * parts.width, keys, parts.fill(LEAST_KEY, i32))
-
-
-def _over_part(parts: Parts, part: Any, at_once: int, step: Any, carry: Any) -> Any:
-    """step(i, carry, masked) for all groups of vectors of a part; `masked` where one may overlap another."""
-    groups = parts.vectors // at_once
-    whole = lax.div(i32(parts.V // parts.width) - part * parts.vectors, i32(at_once))
-    whole = lax.max(lax.min(whole, i32(groups)), i32(0))
-    carry = lax.fori_loop(i32(0), whole, functools.partial(step, masked=False), carry)
-    return lax.fori_loop(whole, i32(groups), functools.partial(step, masked=True), carry)
-
-
 def _add(carry: Any, keys: jax.Array, each: jax.Array, thresholds: list[Any], start: Any, end: Any) -> Any:
     """Sums at or above each threshold; then the distance of the least key from `start` on, and that of the greatest below
     `end`, each so that the largest is the nearest, wherever keys wrap round."""
@@ -394,12 +370,12 @@ def _tally(block: _Block, start: Any, end: Any, thresholds: list[Any], weighs: b
         for j, x in zip(js, values, strict=True):
             keys = ordered(x)
             if masked:
-                keys = _new_only(parts, keys, j)
+                keys = parts.new_only(keys, j)
             carry = _add(carry, keys, block.weights(keys, weighs), thresholds, start, end)
         return carry
 
     nothing, none = parts.fill(0, i32), parts.fill(LEAST_KEY, i32)
-    return _reduced(_over_part(parts, block.part, AT_ONCE, step, ((nothing,) * THRESHOLDS, none, none)))
+    return _reduced(parts.fold(block.part, AT_ONCE, step, ((nothing,) * THRESHOLDS, none, none)))
 
 
 def _tally_lists(

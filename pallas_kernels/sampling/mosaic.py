@@ -18,12 +18,10 @@ from jax import lax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, ordered
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
-from pallas_kernels.sampling.reference import Likeliest, LogitsStats, Residual
+from pallas_kernels.sampling.reference import LogitsStats, Residual
 
 # Vectors whose loads are in flight together.
 AT_ONCE = 4
-# Vectors that a block of `likeliest` keeps in registers.
-KEPT = 8
 # Below all logits, so that the first maximum is finite: the difference of two infinities is NaN.
 LOWEST = -1e30
 # Ids are kept as float32 beside the logits.
@@ -257,71 +255,3 @@ def gumbel_argmax(
         return ids
     left_ids, left_best = joined(*found[2:])
     return jnp.where(residual.dense & (left_best > -jnp.inf), left_ids, ids)
-
-
-@functools.partial(jax.jit, static_argnames=("count", "interpret"))
-def likeliest(logits: jax.Array, count: int, wanted: jax.Array, *, interpret: Any = False) -> Likeliest:
-    """See api.py. Each block finds the best of its part of a row; a block of fewer candidates finds the best of these."""
-    R = logits.shape[0]
-    values, ids = _best_of_parts(logits, None, count, wanted, interpret)
-    while values.shape[1] > count:
-        width = WARPGROUP * LOAD_BYTES // 4
-        pad = ((0, 0), (0, -values.shape[1] % width))
-        candidates = jnp.pad(values, pad, constant_values=-jnp.inf), jnp.pad(ids, pad)
-        values, ids = _best_of_parts(*candidates, count, wanted, interpret)
-    # Rows that are not wanted are uninitialised.
-    kept = jnp.broadcast_to(wanted[:, None], (R, count))
-    return Likeliest(jnp.where(kept, ids, 0.0).astype(i32), jnp.where(kept, values, 0.0))
-
-
-def _best_of_parts(
-    values: jax.Array, ids: jax.Array | None, count: int, wanted: jax.Array, interpret: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The `count` best of each part of a row, and their ids, float32 [R, parts * count] each.
-
-    Args:
-        values: [R, C].
-        ids: float32 [R, C]; None if they are the columns. Of equal values the lowest id comes first.
-    """
-    R, C = values.shape
-    total = -(-C * values.dtype.itemsize // (WARPGROUP * LOAD_BYTES))
-    parts = Parts(R, C, values.dtype.itemsize, 1, vectors=min(KEPT, total))
-
-    def likeliest(values, wanted, *refs):
-        best_values, best_ids = refs[-2:]
-        row, part = lax.axis_index("row"), lax.axis_index("part")
-
-        @pl.when(wanted[row] != 0)
-        def _():
-            js = [part * parts.vectors + n for n in range(parts.vectors)]
-            columns = [parts.columns(j) for j in js]
-            # In a vector that overlaps the one before, only new columns count.
-            left = tuple(
-                jnp.where(column >= j * parts.width, parts.load(values, row, j), f32(-jnp.inf))
-                for j, column in zip(js, columns, strict=True)
-            )
-            names = [column.astype(f32) for column in columns]
-            if ids is not None:
-                names = [parts.load(refs[0], row, j) for j in js]
-
-            def take(i, left):
-                top = functools.reduce(jnp.maximum, left).max()
-                equal = [jnp.where(x == top, -name, f32(-MOST_IDS)) for x, name in zip(left, names, strict=True)]
-                first = -functools.reduce(jnp.maximum, equal).max()
-                best_values[row, part, i], best_ids[row, part, i] = top, first
-                return tuple(jnp.where(name == first, f32(-jnp.inf), x) for x, name in zip(left, names, strict=True))
-
-            lax.fori_loop(i32(0), i32(count), take, left)
-
-    best = plgpu.kernel(
-        likeliest,
-        out_type=[jax.ShapeDtypeStruct((R, parts.count, count), f32)] * 2,
-        grid=(R, parts.count),
-        grid_names=("row", "part"),
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
-        ),
-    )(values, wanted.astype(i32), *(() if ids is None else (ids,)))
-    values, ids = (each.reshape(R, -1) for each in best)
-    return values, ids

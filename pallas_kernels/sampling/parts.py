@@ -1,5 +1,7 @@
 """How kernels of sampling cut rows of logits into vectors and blocks."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
+from pallas_kernels.sampling.keys import LEAST_KEY
 
 WARPGROUP = 128
 # Bytes that a thread loads at once, at most.
 LOAD_BYTES = 16
 # Blocks of each multiprocessor, if there are columns enough.
 BLOCKS_PER_SM = 8
+# Of blocks that must all be on the device: all of up to 528 rows start at once on an H200.
+RESIDENT_PER_SM = 4
 
 i32, f32 = jnp.int32, jnp.float32
 
@@ -58,3 +63,23 @@ class Parts:
 
     def fill(self, value: float, dtype: Any = f32) -> jax.Array:
         return plgpu.layout_cast(jnp.full((self.width,), value, dtype), self.layout)
+
+    def new_only(self, keys: jax.Array, j: Any) -> jax.Array:
+        """Keys of the j-th vector, with LEAST_KEY for those that a vector before it has too."""
+        return jnp.where(self.columns(j) >= j * self.width, keys, self.fill(LEAST_KEY, i32))
+
+    def fold(self, part: Any, at_once: int, step: Callable[..., Any], carry: Any) -> Any:
+        """step(i, carry, masked) for all groups of `at_once` vectors of a part; `masked` where one may overlap another."""
+        groups = self.vectors // at_once
+        whole = lax.div(i32(self.V // self.width) - part * self.vectors, i32(at_once))
+        whole = lax.max(lax.min(whole, i32(groups)), i32(0))
+        carry = lax.fori_loop(i32(0), whole, functools.partial(step, masked=False), carry)
+        return lax.fori_loop(whole, i32(groups), functools.partial(step, masked=True), carry)
+
+
+def resident_parts(R: int, V: int, itemsize: int, at_once: int) -> Parts:
+    """Rows cut so that all blocks fit onto the device at once, if rows are few enough."""
+    vec_size = 4
+    groups = -(-V // (WARPGROUP * vec_size * at_once))
+    blocks = min(max(1, RESIDENT_PER_SM * multiprocessors() // R), groups, WARPGROUP)
+    return Parts(R, V, itemsize, at_once, vectors=-(-groups // blocks) * at_once, vec_size=vec_size)

@@ -50,10 +50,13 @@ def test_draws(V, dtype, residual):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("V", SIZES)
-@pytest.mark.parametrize("R", [6, 130])
+@pytest.mark.parametrize("R", [1, 6, 130, 300])
 def test_likeliest(R, V, dtype):
     """The ids of a stable sort, and no others in rows that want none."""
-    logits = jnp.asarray(3 * np.random.default_rng(V).normal(size=(R, V)), dtype)  # with ties in bfloat16
+    values = 3 * np.random.default_rng(V).normal(size=(R, V))
+    # More than a thread keeps, its largest last, and ties everywhere else.
+    values[5::6] = np.where(np.arange(V) % 512 < 4, np.arange(V), np.where(values[5::6] < 0, -0.0, 0.0))
+    logits = jnp.asarray(values, dtype)  # with ties in bfloat16
     wanted = np.arange(R) % 3 != 1
     assert mosaic.unsupported_reason(logits) is None
     got = jax.jit(api.likeliest, static_argnums=1)(logits, 20, jnp.asarray(wanted))

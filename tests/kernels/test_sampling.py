@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.sampling import api, mosaic, reference
+from pallas_kernels.sampling import api, mosaic, parts, reference
 from pallas_kernels.sampling.cutoffs import cutoffs
+from pallas_kernels.sampling.likeliest import likeliest
 from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.sampling_cases import cuts_of, draws, logits_of, temperatures_of
@@ -71,26 +72,31 @@ def test_stats_of_what_is_kept():
 
 @interpreted
 @pytest.mark.parametrize(
-    ("size", "count", "dtype"),
+    ("size", "count", "dtype", "device"),
     [
-        (V, 20, jnp.bfloat16),  # one block
-        (
-            10 * 1024 + 8,
-            20,
-            jnp.bfloat16,
-        ),  # two blocks, the last vector of which overlaps, and one for their candidates
-        (4100, 5, jnp.float32),
+        (V, 20, jnp.bfloat16, 132),  # one block, the last vector of which overlaps
+        (4100, 5, jnp.float32, 132),  # three blocks, and one for their candidates
+        (10 * 1024 + 8, 20, jnp.bfloat16, 1),  # one block: more logits than its lists hold
     ],
 )
-def test_likeliest_interpreted(size, count, dtype):
-    """The same ids in the same order as a stable sort, ties and all; rows that do not want them cost no look."""
+def test_likeliest_interpreted(monkeypatch, size, count, dtype, device):
+    """The same ids in the same order as a stable sort, ties and all; rows that do not want them cost no look.
+
+    Args:
+        device: multiprocessors.
+    """
+    monkeypatch.setattr(parts, "multiprocessors", lambda: device)
     rng = np.random.default_rng(size)
     logits = rng.normal(size=(4, size)).astype(np.float32)
     logits[1] = rng.integers(-3, 3, size)  # many ties, within blocks and across
-    logits[2] = np.linspace(0, 50, size)  # all in the last block
+    logits[2] = np.linspace(0, 50, size)  # all in the last vectors
+    if device == 1:
+        # One thread has all that are large, the largest last, and more than it keeps; no other is greater than another.
+        logits[2] = np.where(rng.random(size) < 0.5, -0.0, 0.0)
+        logits[2, :: parts.WARPGROUP] = np.arange(len(logits[2, :: parts.WARPGROUP]))
     wanted = jnp.asarray([True, True, True, False])
     logits = jnp.asarray(logits, dtype)
-    got = mosaic.likeliest(logits, count, wanted, interpret=detect_races())
+    got = likeliest(logits, count, wanted, interpret=detect_races())
     want = reference.likeliest(logits, count, wanted)
     order = np.argsort(-np.asarray(logits, np.float32), axis=1, kind="stable")[:, :count]
     np.testing.assert_array_equal(want.ids, order)
@@ -127,7 +133,7 @@ def test_lowers_for_the_gpu(R, size, dtype):
     residual = reference.Residual(floats, ints, bools, log_q, ints)
 
     def best(logits, wanted):
-        return mosaic.likeliest(logits, 20, wanted)
+        return likeliest(logits, 20, wanted)
 
     for function, *args in (
         (mosaic.logits_stats, logits, floats),
@@ -139,8 +145,9 @@ def test_lowers_for_the_gpu(R, size, dtype):
         (best, logits, bools),
     ):
         text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-        # The likeliest of a vocabulary that fits one block are found by one kernel, else by a second one of these.
-        assert text.count("custom_call @mosaic_gpu") == (2 if function is best and size > 8192 else 1)
+        # The best of several blocks are found by a second kernel.
+        several = function is best and parts.resident_parts(R, size, jnp.dtype(dtype).itemsize, 4).count > 1
+        assert text.count("custom_call @mosaic_gpu") == 1 + several
 
 
 def test_unsupported_calls_say_why():
