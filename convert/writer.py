@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxspec.loading.converted import checkpointer, packed
+from jaxspec.loading.converted import checkpointer
 from jaxspec.loading.manifest import MANIFEST, Manifest
 from jaxspec.loading.parts import WEIGHTS
 from jaxspec.models.keymap import ParamPath
@@ -31,7 +31,7 @@ def write_part(folder: Path, part: str, values: Mapping[ParamPath, np.ndarray]) 
     """
     import orbax.checkpoint as ocp
 
-    tree = nest({path: packed(value) for path, value in values.items()})
+    tree = nest(values)
     options = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree)
     try:
         with checkpointer() as orbax:

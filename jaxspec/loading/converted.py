@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from jax import lax
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.hf_folder import read_hf_config
@@ -31,7 +30,6 @@ from pallas_kernels.quant.schemes import SCHEMES
 
 # Parameters in these are loaded in another one of them.
 _CAST = {np.dtype(dtype) for dtype in (ml_dtypes.bfloat16, np.float32)}
-_INT4 = np.dtype(ml_dtypes.int4)
 # Parts that are read at once. Each is in host memory as a whole until it is on its devices.
 _AT_ONCE = 2
 
@@ -81,11 +79,10 @@ class ConvertedCheckpoint:
         try:
             with checkpointer() as orbax:
                 stored = orbax.metadata(path).item_metadata.tree
-                asked = {p: _as_stored(target) for p, target in targets.items()}
-                _check_arrays(part, stored, asked)
+                _check_arrays(part, stored, targets)
                 _check_bytes(part, path, stored)
-                restore_args = nest({p: options(t) for p, t in asked.items()})
-                tree = orbax.restore(path, args=ocp.args.PyTreeRestore(item=nest(asked), restore_args=restore_args))
+                restore_args = nest({p: options(t) for p, t in targets.items()})
+                tree = orbax.restore(path, args=ocp.args.PyTreeRestore(item=nest(targets), restore_args=restore_args))
         except ModelFormatError as e:
             raise ModelFormatError(f"{self.folder}: {e}; convert the model again") from e
         except Exception as e:  # Orbax raises a bare Exception when it meets damaged data
@@ -93,7 +90,7 @@ class ConvertedCheckpoint:
             raise ModelFormatError(
                 f"{self.folder}: part {part} cannot be read ({reason}); convert the model again"
             ) from e
-        return jax.block_until_ready({p: _unpacked(_at(tree, p), target) for p, target in targets.items()})
+        return jax.block_until_ready({p: _at(tree, p) for p in targets})
 
 
 def checkpointer() -> Any:
@@ -108,32 +105,6 @@ def checkpointer() -> Any:
     logging.getLogger("absl").setLevel(logging.WARNING)
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
     return ocp.Checkpointer(handler)
-
-
-def packed(value: np.ndarray) -> np.ndarray:
-    """What is stored of a parameter: of codes of four bits, [..., n], pairs in uint8 [..., n / 2], the first one low."""
-    if value.dtype != _INT4:
-        return value
-    nibbles = value.view(np.uint8) & 15
-    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-
-
-def _as_stored(target: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    if target.dtype != _INT4:
-        return target
-    *shape, last = target.shape
-    return jax.ShapeDtypeStruct((*shape, last // 2), np.uint8, sharding=target.sharding)
-
-
-def _unpacked(stored: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    return _unpack(target)(stored) if target.dtype == _INT4 else stored
-
-
-@functools.lru_cache(maxsize=256)
-def _unpack(target: jax.ShapeDtypeStruct) -> Callable[[jax.Array], jax.Array]:
-    """One jitted function for all parameters of a shape."""
-    pairs = functools.partial(lax.bitcast_convert_type, new_dtype=_INT4)
-    return jax.jit(lambda stored: pairs(stored).reshape(target.shape), out_shardings=target.sharding)
 
 
 def _check_arrays(part: str, stored: Any, targets: PartTargets) -> None:

@@ -17,7 +17,7 @@ def dequantise(
     *,
     factor: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Codes [*stack, out, in] and a scale of each block, [*stack, blocks of out, of in] -> bfloat16 [*stack, out, in].
+    """Codes of a weight and a scale of each block, [*stack, blocks of out, of in] -> bfloat16 [*stack, out, in].
 
     Goes by rows of blocks, so that no float32 copy of the whole weight exists.
 
@@ -25,10 +25,11 @@ def dequantise(
         into: C-contiguous, of the weight's size in any shape: it is filled and returned if it is bfloat16.
         factor: float32, a number, where the scheme has one.
     """
+    shape = (*codes.shape[:-1], codes.shape[-1] * scheme.packed)
     result = into
     if result is None or result.dtype != ml_dtypes.bfloat16:
-        result = np.empty(codes.shape, ml_dtypes.bfloat16)
-    out = result.reshape(codes.shape)
+        result = np.empty(shape, ml_dtypes.bfloat16)
+    out = result.reshape(shape)
     for matrix in np.ndindex(codes.shape[:-2]):
         _fill(out[matrix], codes[matrix], scale[matrix], scheme, factor)
     return result
@@ -36,15 +37,17 @@ def dequantise(
 
 def _fill(out: np.ndarray, codes: np.ndarray, scale: np.ndarray, scheme: Scheme, factor: np.ndarray | None) -> None:
     """One matrix. A lookup is several times faster than converting element by element."""
-    values, inputs = VALUES[scheme.values], codes.shape[1]
-    bits = codes.view(np.uint8)
+    values, inputs = VALUES[scheme.values], out.shape[1]
     # As many rows as give NumPy enough to do at a time.
     step = max(scheme.rows, 128)
     for first in range(0, len(codes), step):
         rows = slice(first, first + step)
         of_rows = _numbers(scale[first // scheme.rows : -(-(first + step) // scheme.rows)])
         each = np.repeat(of_rows, scheme.columns or inputs, axis=1)[:, :inputs]
-        value = values[bits[rows] & (len(values) - 1)] * np.repeat(each, scheme.rows, axis=0)[: len(bits[rows])]
+        bits = codes[rows].view(np.uint8)
+        if scheme.packed == 2:
+            bits = np.stack([bits & 15, bits >> 4], axis=-1).reshape(len(bits), inputs)
+        value = values[bits] * np.repeat(each, scheme.rows, axis=0)[: len(bits)]
         out[rows] = value if factor is None else value * factor
 
 

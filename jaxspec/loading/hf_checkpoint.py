@@ -18,7 +18,7 @@ import numpy as np
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.ahead import THREADS, Unread, Work, empty, placed_in_order
 from jaxspec.loading.hf_folder import read_hf_config
-from jaxspec.loading.kept import factor_piece, kept_scheme, scale_piece
+from jaxspec.loading.kept import codes_piece, factor_piece, kept_scheme, scale_piece
 from jaxspec.loading.key_check import check
 from jaxspec.loading.parts import DRAFT, MTP, PartTargets, draft_part_of, parts_of
 from jaxspec.loading.quantisation_config import check_quantisation
@@ -30,7 +30,7 @@ from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, Read, fill
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import Schemes, declarations
 from jaxspec.models.registry import family_of, read_config
-from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, Scheme, bits
+from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, Scheme
 
 # How weights are stored by `jaxspec convert`.
 Quantization = Literal["auto", "bf16", "fp8", "int4"]
@@ -42,7 +42,7 @@ class ParamSource:
 
     Attributes:
         pieces: that it or, if it is an array of a quantised weight, that weight is made of.
-        dtype: what converted folders store it in; two codes of four bits in a byte.
+        dtype: what converted folders store it in.
         scheme: of the quantised weight, and which of its arrays this is.
     """
 
@@ -54,8 +54,14 @@ class ParamSource:
 
     @property
     def nbytes(self) -> int:
-        """On the host, where a code of four bits takes a byte."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
+    def parameters(self) -> int:
+        """How many of the model's it holds: scales and factors are none."""
+        if self.scheme is None:
+            return math.prod(self.shape)
+        return math.prod(self.shape) * self.scheme.packed if self.array == "codes" else 0
 
 
 Parts = dict[str, dict[ParamPath, ParamSource]]
@@ -136,7 +142,8 @@ class HFCheckpoint:
         out, pieces = value, source.pieces
         read: Read = self.reader.read
         if source.array == "codes":
-            read = self.reader.read_codes
+            assert source.scheme is not None
+            pieces, read = tuple(codes_piece(piece, source.scheme) for piece in pieces), self.reader.read_codes
         elif source.array == "factor":
             pieces, read = tuple(map(factor_piece, pieces)), self.reader.read_factor
         elif source.scheme is not None:
@@ -145,13 +152,11 @@ class HFCheckpoint:
         return value, [functools.partial(fill, piece, out, read) for piece in pieces]
 
     def num_parameters(self, part: str) -> int:
-        return sum(
-            math.prod(source.shape) for source in self.sources[part].values() if source.array not in ("scale", "factor")
-        )
+        return sum(source.parameters for source in self.sources[part].values())
 
     def converted_bytes(self, part: str) -> int:
         """The size of a part's parameters in a converted folder."""
-        return sum(math.prod(s.shape) * bits(s.dtype) // 8 for s in self.sources[part].values())
+        return sum(s.nbytes for s in self.sources[part].values())
 
     def source_bytes(self, part: str) -> int:
         """The size of the tensors that a part is made from."""

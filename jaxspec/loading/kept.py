@@ -37,8 +37,18 @@ def scale_piece(piece: Piece, scheme: Scheme) -> Piece:
     if scheme.rows > 1:
         return replace(piece, shape=scheme.blocks(piece.shape))
     inputs = _last(piece)
+    return _with_last(piece, -(-inputs // (scheme.columns or inputs)))
+
+
+def codes_piece(piece: Piece, scheme: Scheme) -> Piece:
+    """What fills the codes of a weight where `piece` fills the weight."""
+    return piece if scheme.packed == 1 else _with_last(piece, _last(piece) // scheme.packed)
+
+
+def _with_last(piece: Piece, size: int) -> Piece:
+    """The piece with another size of what becomes the last axis."""
     view = list(piece.view or piece.shape)
-    view[piece.order[-1] if piece.order else -1] = -(-inputs // (scheme.columns or inputs))
+    view[piece.order[-1] if piece.order else -1] = size
     return replace(piece, shape=tuple(view), view=tuple(view))
 
 

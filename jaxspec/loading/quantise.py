@@ -34,7 +34,7 @@ class Unquantised(StoredWeight):
 
 
 def quantise(weight: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [out, in] of a weight float32 [out, in], and a scale of each block, [blocks of out, blocks of in]."""
+    """The codes of a weight float32 [out, in], and a scale of each block, [blocks of out, blocks of in]."""
     return {FP8_BLOCK: _fp8, INT4_G32: _int4}[scheme](weight)
 
 
@@ -56,4 +56,5 @@ def _int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = (np.abs(groups).max(axis=2) / 7.5).astype(ml_dtypes.bfloat16)
     scale[scale == 0] = 1
     codes = np.clip(np.rint(groups / scale.astype(np.float32)[:, :, None]), -8, 7).astype(np.int8)
-    return (codes.view(np.uint8) & 15).reshape(weight.shape).view(INT4_G32.codes), scale
+    bits = codes.view(np.uint8).reshape(weight.shape)
+    return bits[:, 0::2] & 15 | bits[:, 1::2] << 4, scale

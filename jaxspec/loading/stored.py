@@ -56,17 +56,13 @@ class StoredWeight:
         return (self.codes, self.scale, *([self.factor] if self.factor else []), *self.unread)
 
     def read_codes(self, read: ReadTensor, into: np.ndarray | None = None) -> np.ndarray:
-        """[*stack, out, in], in the scheme's dtype; a byte for each code."""
+        """As the scheme has the codes of a weight [*stack, out, in]."""
         if self.scheme.values == "e4m3":
             return read(self.codes, into)
         pairs = read(self.codes, None).view(np.uint8)
         if self.scheme.values == "int4":  # stored plus 8: the same bits as two's complement, but for the first
             pairs = pairs ^ np.uint8(0x88)
-        *_, out, inputs = self._matrices
-        codes = np.empty((*pairs.shape[: len(self.shape) - 2], out, inputs // 2, 2), np.uint8)
-        np.bitwise_and(pairs.reshape(codes.shape[:-1]), 15, out=codes[..., 0])
-        np.right_shift(pairs.reshape(codes.shape[:-1]), 4, out=codes[..., 1])
-        return codes.reshape(self._matrices).view(self.scheme.codes)
+        return pairs.reshape(self.scheme.codes_shape(self._matrices))
 
     def read_scale(self, read: ReadTensor) -> np.ndarray:
         """A scale of each block, in the scheme's dtype: [*stack, blocks of out, blocks of in]."""

@@ -72,7 +72,7 @@ class WeightReader:
         return dequantise(codes, scale, weight.scheme, factor=factor).swapaxes(-1, -2)
 
     def read_codes(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
-        """The codes of a quantised weight, in its shape. `into` as in `read`."""
+        """The codes of a quantised weight, with its axes. `into` as in `read`."""
         weight = self.quantised[name]
         codes = weight.read_codes(self._reader.read, into)
         return codes.swapaxes(-1, -2) if weight.turned else codes

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ConfigError
-from pallas_kernels.quant.schemes import VALUES, Scheme, bits
+from pallas_kernels.quant.schemes import VALUES, Scheme
 from pallas_kernels.quant.values import Quantised
 
 TENSOR_AXIS = "tensor"
@@ -213,9 +212,8 @@ def _drawer(
 
 def _random_codes(key: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     """e4m3 in numbers of a normal distribution without its tails, other codes uniformly."""
-    if target.dtype == jnp.int4:
-        pairs = jax.random.bits(key, (*target.shape[:-1], target.shape[-1] // 2), jnp.uint8)
-        return lax.bitcast_convert_type(pairs, jnp.int4).reshape(target.shape)
+    if target.dtype == jnp.uint8:
+        return jax.random.bits(key, target.shape, jnp.uint8)
     normal = jax.random.normal(key, target.shape) * _E4M3_STD
     return jnp.clip(normal, -4 * _E4M3_STD, 4 * _E4M3_STD).astype(target.dtype)
 
@@ -227,11 +225,16 @@ def _codes_std(scheme: Scheme) -> float:
 
 def count_parameters(model: Any) -> int:
     """Of the model; the scales of quantised weights are none of them."""
-    declared = declarations(model).values()
-    return sum(math.prod(v.get_value().shape) for v in declared if v.get_metadata()["init"] not in ("scale", "factor"))
+    total = 0
+    for variable in declarations(model).values():
+        metadata = variable.get_metadata()
+        if metadata["init"] not in ("scale", "factor"):
+            scheme = metadata.get("scheme")
+            total += math.prod(variable.get_value().shape) * (scheme.packed if scheme else 1)
+    return total
 
 
 def parameter_bytes(model: Any) -> int:
     """On a device that holds all of the model."""
     values = [v.get_value() for v in declarations(model).values()]
-    return sum(math.prod(value.shape) * bits(value.dtype) // 8 for value in values)
+    return sum(math.prod(value.shape) * value.dtype.itemsize for value in values)

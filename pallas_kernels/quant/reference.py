@@ -30,9 +30,10 @@ def dequantise(weight: Weight, dtype: Any) -> jax.Array:
 
 
 def _values(codes: jax.Array, scheme: Scheme) -> jax.Array:
-    if scheme.values != "e2m1":
+    if scheme.packed == 1:
         return codes.astype(jnp.float32)
-    return jnp.take(VALUES["e2m1"], codes.astype(jnp.int32) & 15, axis=0)
+    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1)
+    return jnp.take(VALUES[scheme.values], pairs.reshape(*codes.shape[:-1], -1).astype(jnp.int32), axis=0)
 
 
 def _numbers(scale: jax.Array) -> jax.Array:

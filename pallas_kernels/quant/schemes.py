@@ -25,14 +25,9 @@ VALUES: dict[str, np.ndarray] = {
     "int4": np.array([*range(8), *range(-8, 0)], np.float32),
     "e2m1": np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32),
 }
-_E4M3, _INT4, _FLOAT32 = (np.dtype(dtype) for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.int4, np.float32))
+_E4M3, _UINT8, _FLOAT32 = (np.dtype(dtype) for dtype in (ml_dtypes.float8_e4m3fn, np.uint8, np.float32))
 
 ArrayName = Literal["codes", "scale", "factor"]
-
-
-def bits(dtype: Any) -> int:
-    """Of an element on a device and in a converted folder."""
-    return 4 if np.dtype(dtype) == _INT4 else 8 * np.dtype(dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -42,13 +37,14 @@ class Scheme:
     Attributes:
         name: in manifests and messages.
         values: what codes stand for, a key of VALUES.
-        codes, scale: dtypes of the two arrays. Codes that Hopper has no type for are int4 of the same bits, scales that it
-            has no type for (exponents) are uint8.
+        codes, scale: dtypes of the two arrays. Codes of four bits are pairs in uint8, scales that Hopper has no type for
+            (exponents) too.
         rows: outputs of a block.
         columns: inputs of a block; None: all of a matrix, and the scale has no axis for them.
         across: the scale is [*stack, blocks of in, out], so that the scales of a kernel's tile are row vectors; else it is
             [*stack, blocks of out, blocks of in].
         factor: each matrix has a float32 factor too, [*stack].
+        packed: codes in one element of their array, along the inputs, the first one low.
     """
 
     name: str
@@ -59,6 +55,11 @@ class Scheme:
     columns: int | None
     across: bool = False
     factor: bool = False
+    packed: int = 1
+
+    def codes_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the codes of a weight of `shape`."""
+        return (*shape[:-1], shape[-1] // self.packed)
 
     def blocks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """How many blocks a weight has along its last two axes, with its other axes: [*stack, of out, of in]."""
@@ -85,14 +86,14 @@ class Scheme:
     def arrays(self, shape: tuple[int, ...]) -> dict[ArrayName, jax.ShapeDtypeStruct]:
         """What a weight of `shape` is stored as, by the names of `values.Quantised`."""
         out: dict[ArrayName, jax.ShapeDtypeStruct] = {
-            "codes": jax.ShapeDtypeStruct(shape, self.codes),
+            "codes": jax.ShapeDtypeStruct(self.codes_shape(shape), self.codes),
             "scale": jax.ShapeDtypeStruct(self.scale_shape(shape), self.scale),
         }
         return out | ({"factor": jax.ShapeDtypeStruct(shape[:-2], _FLOAT32)} if self.factor else {})
 
     def block(self, rank: int) -> tuple[int, ...]:
-        """The size of a block along each axis of a weight; 1 where any cut is as good as another."""
-        return (1,) * (rank - 2) + (self.rows, self.columns or 1)
+        """The size of a block along each axis of the codes; 1 where any cut is as good as another."""
+        return (1,) * (rank - 2) + (self.rows, (self.columns or 1) // self.packed)
 
     def __str__(self) -> str:
         return self.name
@@ -100,7 +101,7 @@ class Scheme:
 
 FP8_BLOCK = Scheme("fp8_block", "e4m3", _E4M3, _FLOAT32, 128, 128)
 FP8_CHANNEL = Scheme("fp8_channel", "e4m3", _E4M3, _FLOAT32, 1, None)
-INT4_G32 = Scheme("int4_g32", "int4", _INT4, np.dtype(ml_dtypes.bfloat16), 1, 32, across=True)
-NVFP4 = Scheme("nvfp4", "e2m1", _INT4, _E4M3, 1, 16, across=True, factor=True)
-MXFP4 = Scheme("mxfp4", "e2m1", _INT4, np.dtype(np.uint8), 1, 32, across=True)
+INT4_G32 = Scheme("int4_g32", "int4", _UINT8, np.dtype(ml_dtypes.bfloat16), 1, 32, across=True, packed=2)
+NVFP4 = Scheme("nvfp4", "e2m1", _UINT8, _E4M3, 1, 16, across=True, factor=True, packed=2)
+MXFP4 = Scheme("mxfp4", "e2m1", _UINT8, _UINT8, 1, 32, across=True, packed=2)
 SCHEMES = {scheme.name: scheme for scheme in (FP8_BLOCK, FP8_CHANNEL, INT4_G32, NVFP4, MXFP4)}

@@ -11,7 +11,7 @@ from pallas_kernels.quant.schemes import Scheme
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "scale", "factor"), meta_fields=("scheme",))
 @dataclass(frozen=True)
 class Quantised:
-    """Codes [*stack, out, in] and the scale of their blocks, of shape `scheme.scale_shape(codes.shape)`.
+    """Codes of a weight [*stack, out, in], `scheme.codes_shape`, and the scale of its blocks, `scheme.scale_shape`.
 
     `factor`: float32 [*stack], where the scheme has one.
     """
@@ -24,7 +24,7 @@ class Quantised:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight."""
-        return self.codes.shape
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * self.scheme.packed)
 
 
 Weight = jax.Array | Quantised

@@ -34,7 +34,7 @@ from jaxspec.models.params import (
 )
 from jaxspec.models.registry import read_config
 from pallas_kernels.quant.reference import dequantise
-from pallas_kernels.quant.schemes import FP8_BLOCK, SCHEMES
+from pallas_kernels.quant.schemes import FP8_BLOCK, SCHEMES, VALUES
 from pallas_kernels.quant.values import Quantised
 from tests.convert.edits import edit_config, edit_tensors
 from tests.convert.quantised_checkpoints import FORMATS, ct_config, fp8_rows, quantise, raw_tensors
@@ -128,7 +128,9 @@ def test_words_of_compressed_tensors():
     """The codes -8 to 7 as the library packs them, with the offset of 8 and the first one low."""
     words = np.array([[0x76543210, 0xFEDCBA98] * 2], np.uint32).view(np.int32)
     weight = StoredWeight(SCHEMES["int4_g32"], "packed", "scale", (1, 32))
-    np.testing.assert_array_equal(weight.read_codes(lambda *_: words).astype(int), [[*range(-8, 8)] * 2])
+    pairs = weight.read_codes(lambda *_: words)
+    numbers = VALUES["int4"][np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(1, -1)]
+    np.testing.assert_array_equal(numbers, [[*range(-8, 8)] * 2])
 
 
 def test_nvfp4_global_scales(source: Path, tmp_path: Path, mesh: Mesh):
@@ -218,11 +220,9 @@ def test_mesh_that_cuts_a_block_is_refused():
                 with_shardings(quantised(model, schemes), mesh)
 
 
-@pytest.mark.parametrize(
-    ("kind", "saved", "each_scale"), [("deepseek", 1, 4), ("ct-int4", 1.5, 2), ("ct-mxfp4", 1.5, 1)]
-)
+@pytest.mark.parametrize(("kind", "saved", "each_scale"), [("deepseek", 1, 4), ("ct-int4", 3, 2), ("ct-mxfp4", 3, 1)])
 def test_bytes_of_packed_weights(kind: str, saved: float, each_scale: int, source: Path, tmp_path: Path):
-    """Parameters are what a weight stands for, bytes what it is stored in; `saved` bytes for each code."""
+    """Parameters are what a weight stands for, bytes what it is stored in; `saved` bytes for each element of codes."""
     stored, plain = quantise(source, tmp_path, kind, of_mlps)
     got, want = (declare_target(open_checkpoint(folder), ml_dtypes.bfloat16) for folder in (stored, plain))
     assert count_parameters(got) == count_parameters(want)

@@ -22,7 +22,9 @@ def drawn(scheme: Scheme, *shape: int, seed: int = 0) -> Quantised:
     """Every code that is a number, and scales of all sizes."""
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, len(VALUES[scheme.values]), shape, np.uint8)
-    codes = np.where(bits & 0x7F == 0x7F, bits - 1, bits).view(scheme.codes)  # without the two NaN of e4m3
+    codes = np.where(bits & 0x7F == 0x7F, bits - 1, bits).view(ml_dtypes.float8_e4m3fn)  # without its two NaN
+    if scheme.packed == 2:
+        codes = bits[..., 0::2] | bits[..., 1::2] << 4
     low, high = (100, 130) if scheme.scale == np.uint8 else (0.01, 0.1)
     scale = rng.uniform(low, high, scheme.scale_shape(shape)).astype(scheme.scale)
     factor = jnp.asarray(rng.uniform(0.5, 2, shape[:-2]).astype(np.float32)) if scheme.factor else None
@@ -50,6 +52,8 @@ def value_of(code: int, scheme: Scheme) -> float:
 def by_hand(weight: Quantised) -> np.ndarray:
     """Element by element, in float64."""
     scheme, bits = weight.scheme, np.asarray(weight.codes).view(np.uint8)
+    if scheme.values != "e4m3":
+        bits = np.stack([bits & 15, bits >> 4], axis=-1).reshape(*bits.shape[:-1], -1)
     factor = None if weight.factor is None else np.asarray(weight.factor, np.float64)
     exponents = scheme.scale == np.uint8
     scale = 2.0 ** (np.asarray(weight.scale, np.float64) - 127) if exponents else np.asarray(weight.scale, np.float64)
@@ -63,7 +67,7 @@ def by_hand(weight: Quantised) -> np.ndarray:
             "nvfp4": (*stack, column // 16, row),
             "mxfp4": (*stack, column // 32, row),
         }[scheme.name]
-        out[at] = value_of(int(bits[at]) & (255 if scheme.values == "e4m3" else 15), scheme) * scale[place]
+        out[at] = value_of(int(bits[at]), scheme) * scale[place]
         if factor is not None:
             out[at] = np.float32(out[at]) * factor[tuple(stack)]
     return out
