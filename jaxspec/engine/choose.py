@@ -81,8 +81,9 @@ def choose(
     nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
     adjusted_RV, adjusted_stats = logits_RV, stats
     if full:
-        logits_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV.astype(jnp.float32))
-        adjusted_RV, changed = adjusted_logits(logits_RV, state, inputs, rows.positions, n)
+        # Nothing else reads these, so that no float32 copy of the raw logits is written.
+        sound_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV.astype(jnp.float32))
+        adjusted_RV, changed = adjusted_logits(sound_RV, state, inputs, rows.positions, n)
         changed |= bad_rows
         # Other rows are not read again.
         again = logits_stats(adjusted_RV, temperature, jnp.where(changed, LEAST_KEY + 1, LEAST_KEY))
@@ -106,7 +107,7 @@ def choose(
     count_R, stopped_R = _first_stop(ids_Rn, accepted_R, rows, state.stop_ids[rows.slots])
     done_R = (produces_R & ~is_forced_R & stopped_R) | nan_R
 
-    wanted = rows.params_i[row_R, ALTERNATIVES] > 0 if full else None
+    wanted = (rows.params_i[row_R, ALTERNATIVES] > 0) & ~bad_rows if full else None
     logprobs_Rn, top = _logprobs(logits_RV, ids_Rn, stats.log_z, E, wanted)
     return Chosen(
         ids=ids_Rn,
@@ -236,7 +237,7 @@ def _logprobs(
     A prompt row has one row of logits for all n columns, of which only the first is ever read.
 
     Args:
-        wanted: of which rows of logits the likeliest ids are read; None in a "lean" bucket, which finds none.
+        wanted: of which rows of logits, all finite, the likeliest ids are read; None in a "lean" bucket, which finds none.
     """
     R, n = ids_Rn.shape
     D = R - E
