@@ -11,6 +11,7 @@ import numpy as np
 
 from convert.progress import Progress
 from convert.torch_drafts import DraftChoice, DraftRun, TorchDraft, run_draft, torch_draft
+from convert.torch_parts import is_quantised, stored_tensors
 from jaxspec.errors import JaxspecError
 
 RECORD_VERSION = 1
@@ -82,6 +83,8 @@ def choose_prompts(folder: Path, vocab_size: int, count: int, seed: int = 0) -> 
 class TorchModel:
     """The Hugging Face class of a folder in eager mode: the plainest code path that transformers has.
 
+    Of quantised weights it gets what they stand for, as `stored_tensors` has them: its own kernels for them need a GPU.
+
     Args:
         draft: also run this draft.
 
@@ -101,7 +104,11 @@ class TorchModel:
         wrapper = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         config = wrapper.get_text_config(decoder=True)
         options: dict[str, Any] = {"attn_implementation": "eager"}
-        if config is not wrapper:  # a multimodal model: the class of its text part, under the names of that class
+        source: Path | None = folder
+        if is_quantised(folder):
+            source, options["config"], options["state_dict"] = None, config, stored_tensors(folder)
+            vars(config).pop("quantization_config", None)
+        elif config is not wrapper:  # a multimodal model: the class of its text part, under the names of that class
             options |= {"config": config, "key_mapping": {r"^language_model\.": ""}}
         cls = getattr(transformers, (config.architectures or ["?"])[0], None)
         if cls is None:
@@ -111,7 +118,7 @@ class TorchModel:
         # It would list the NextN layer's tensors, which the target class does not have.
         transformers.logging.set_verbosity_error()
         self._torch = torch
-        self.module = cls.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True, **options)
+        self.module = cls.from_pretrained(source, dtype=getattr(torch, dtype), local_files_only=True, **options)
         self.module.eval()
         self.vocab_size = int(config.vocab_size)
         self.draft: TorchDraft | None = torch_draft(self.module, folder, draft.folder) if draft else None

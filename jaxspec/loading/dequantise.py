@@ -3,6 +3,8 @@
 The formula is that of `pallas_kernels.quant.reference.dequantise`.
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -16,19 +18,21 @@ def dequantise(
     into: np.ndarray | None = None,
     *,
     factor: np.ndarray | None = None,
+    dtype: Any = ml_dtypes.bfloat16,
 ) -> np.ndarray:
-    """Codes of a weight and a scale of each block, [*stack, blocks of out, of in] -> bfloat16 [*stack, out, in].
+    """Codes of a weight and a scale of each block, [*stack, blocks of out, of in] -> [*stack, out, in].
 
     Goes by rows of blocks, so that no float32 copy of the whole weight exists.
 
     Args:
-        into: C-contiguous, of the weight's size in any shape: it is filled and returned if it is bfloat16.
+        into: C-contiguous, of the weight's size in any shape: it is filled and returned if it has the dtype.
         factor: float32, a number, where the scheme has one.
+        dtype: bfloat16, or float32 for the products as they are.
     """
     shape = (*codes.shape[:-1], codes.shape[-1] * scheme.packed)
     result = into
-    if result is None or result.dtype != ml_dtypes.bfloat16:
-        result = np.empty(shape, ml_dtypes.bfloat16)
+    if result is None or result.dtype != dtype:
+        result = np.empty(shape, dtype)
     out = result.reshape(shape)
     for matrix in np.ndindex(codes.shape[:-2]):
         _fill(out[matrix], codes[matrix], scale[matrix], scheme, factor)

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import ModelFormatError
@@ -53,8 +55,8 @@ class WeightReader:
                 )
             self.quantised[name] = Unquantised(scheme, name, name, shape)
 
-    def read(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
-        """One tensor, in its stored dtype; quantised ones in bfloat16. For any number of threads.
+    def read(self, name: str, into: np.ndarray | None = None, *, dtype: Any = ml_dtypes.bfloat16) -> np.ndarray:
+        """One tensor, in its stored dtype; quantised ones in `dtype`. For any number of threads.
 
         Args:
             into: C-contiguous, of the tensor's size in any shape: it is filled and returned if it has the dtype.
@@ -68,8 +70,8 @@ class WeightReader:
         factor = self.read_factor(name) if weight.factor else None
         codes, scale = weight.read_codes(self._reader.read), weight.read_scale(self._reader.read)
         if not weight.turned:
-            return dequantise(codes, scale, weight.scheme, into, factor=factor)
-        return dequantise(codes, scale, weight.scheme, factor=factor).swapaxes(-1, -2)
+            return dequantise(codes, scale, weight.scheme, into, factor=factor, dtype=dtype)
+        return dequantise(codes, scale, weight.scheme, factor=factor, dtype=dtype).swapaxes(-1, -2)
 
     def read_codes(self, name: str, into: np.ndarray | None = None) -> np.ndarray:
         """The codes of a quantised weight, with its axes. `into` as in `read`."""
