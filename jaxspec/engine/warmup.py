@@ -106,7 +106,7 @@ class Preparation:
             progress, announce: see `Runner.warm_up`.
         """
         started = time.monotonic()
-        numbers, done, told = itertools.count(1), itertools.count(1), threading.Lock()
+        done, told = itertools.count(1), threading.Lock()
 
         def used(bucket: Bucket, executable: Executable) -> None:
             use(bucket, executable)
@@ -114,21 +114,23 @@ class Preparation:
                 if progress:
                     progress(next(done), len(buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
 
+        missing = []
+        for bucket, kept in _in_threads(self._load, buckets):
+            if kept is None:
+                missing.append(bucket)
+            else:
+                used(bucket, kept)
+        num_kept = len(buckets) - len(missing)
+        if num_kept:
+            logger.info("%d of %d steps were compiled by an earlier start", num_kept, len(buckets))
+        numbers = itertools.count(num_kept + 1)
+
         def make_told(bucket: Bucket) -> Executable:
             with told:
                 if announce:
                     announce(next(numbers), len(buckets), bucket.words)
             return self._make(bucket)
 
-        missing = []
-        for bucket, kept in _in_threads(self._load, buckets):
-            if kept is None:
-                missing.append(bucket)
-            else:
-                next(numbers)
-                used(bucket, kept)
-        if len(missing) < len(buckets):
-            logger.info("%d of %d steps were compiled by an earlier start", len(buckets) - len(missing), len(buckets))
         for bucket, executable in _in_threads(make_told, [b for b in buckets if b in missing]):
             used(bucket, executable)
             self._unsaved.append((bucket, executable))
@@ -155,16 +157,13 @@ class Preparation:
 
         def work() -> None:
             _give_way()
-            try:
-                self.save()
-                with compiles.apart(), contextlib.suppress(queue.Empty):
-                    while not self._stopping.is_set():
-                        bucket = waiting.get_nowait()
-                        how = self._prepare(bucket)
-                        numbered = f"{how} {next(numbers)} of {len(buckets)} while serving"
-                        logger.info("%s, after %.1f s: %s", numbered, time.monotonic() - started, bucket)
-            except Exception:
-                logger.exception("a step could not be compiled while serving: larger ones go on serving in its place")
+            self.save()
+            with compiles.apart(), contextlib.suppress(queue.Empty):
+                while not self._stopping.is_set():
+                    bucket = waiting.get_nowait()
+                    how = self._prepare(bucket)
+                    numbered = f"{how} {next(numbers)} of {len(buckets)} while serving"
+                    logger.info("%s, after %.1f s: %s", numbered, time.monotonic() - started, bucket)
 
         # Half of the cores: XLA compiles a step for tens of seconds, most of it without Python's lock.
         count = max(1, min(len(buckets), (os.cpu_count() or 1) // 2))
@@ -180,7 +179,13 @@ class Preparation:
         if kept is None:
             # What earlier traces left lives as long as the process; looking through it stops every thread for 0.2 s.
             gc.freeze()
-        executable = kept or self._make(bucket)
+        try:
+            executable = kept or self._make(bucket)
+        except Exception:
+            logger.exception("a step could not be compiled while serving: larger ones go on serving in its place")
+            with self._counting:
+                self.num_pending -= 1
+            return "failed"
         with self._counting:
             self._prepared.put((bucket, executable))
             self.num_pending -= 1
