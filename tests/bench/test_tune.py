@@ -71,11 +71,17 @@ def test_what_is_written_keeps_other_devices(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tiny_run(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "choices",
+    [("norm_linear_tokens", "split_overhead_pages"), pytest.param((), marks=pytest.mark.full)],
+    ids=["two", "all"],
+)
+def test_a_tiny_run(choices, tmp_path, capsys):
     out = tmp_path / "tune.json"
-    assert main(["tune", "--rows", "tiny", "--out", str(out)]) == 0
+    chosen = ["--choices", ",".join(choices)] if choices else []
+    assert main(["tune", "--rows", "tiny", *chosen, "--out", str(out)]) == 0
     result = json.loads(out.read_text())
-    assert [each["choice"] for each in result["choices"]] == list(tune.CHOICES)
+    assert {each["choice"] for each in result["choices"]} == set(choices or tune.CHOICES)
     for each in result["choices"]:
         assert each["wrong"] == []
         assert each["chosen"] in [candidate["value"] for candidate in each["candidates"]]
