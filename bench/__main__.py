@@ -36,6 +36,7 @@ ROOMS = {
     "accuracy": {
         "parity": "next-token agreement with PyTorch in float32, of PyTorch in bfloat16 and of jaxspec in bfloat16",
         "speculation": "greedy text with speculation against plain greedy text, acceptance and tokens/s of each draft",
+        "quantised": "what quantising costs the demo model: held-out nats, next tokens, drafts accepted",
         "traces": "drafts accepted on traces of agents (copied and edited code), by what proposes them",
         "draft_ids": "drafted tokens of MTP and EAGLE3 beside vLLM's, on random checkpoints",
     },
