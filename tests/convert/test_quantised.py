@@ -22,6 +22,7 @@ from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.quantise import quantise as quantise_matrix
 from jaxspec.loading.stored import StoredWeight
+from jaxspec.loading.weight_reader import WeightReader
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import (
     TENSOR_AXIS,
@@ -37,7 +38,7 @@ from pallas_kernels.quant.reference import dequantise
 from pallas_kernels.quant.schemes import FP8_BLOCK, SCHEMES, VALUES
 from pallas_kernels.quant.values import Quantised
 from tests.convert.edits import edit_config, edit_tensors
-from tests.convert.quantised_checkpoints import FORMATS, ct_config, fp8_rows, quantise, raw_tensors
+from tests.convert.quantised_checkpoints import FORMATS, ct_config, fp8_blocks, fp8_rows, quantise, raw_tensors
 from tests.tiny_models import CONFIGS, tiny_checkpoint
 
 pytestmark = pytest.mark.torch
@@ -131,6 +132,19 @@ def test_words_of_compressed_tensors():
     pairs = weight.read_codes(lambda *_: words)
     numbers = VALUES["int4"][np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(1, -1)]
     np.testing.assert_array_equal(numbers, [[*range(-8, 8)] * 2])
+
+
+@pytest.mark.parametrize("suffix", ["weight_scale_inv", "weight_scale", "scale"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
+def test_scale_dtypes(dtype: Any, suffix: str, tmp_path: Path):
+    """Scales in any of their dtypes under any of their names are the same float32."""
+    weight = np.random.default_rng(0).normal(size=(130, 260)).astype(np.float32)
+    parts, value = fp8_blocks(suffix, dtype)("a.weight", weight)
+    save_file(parts, tmp_path / "model.safetensors")
+    reader = WeightReader(tmp_path)
+    assert reader.quantised["a.weight"].scheme == FP8_BLOCK
+    assert reader.read_scale("a.weight").dtype == np.float32
+    np.testing.assert_array_equal(reader.read("a.weight"), value.astype(ml_dtypes.bfloat16))
 
 
 def test_nvfp4_global_scales(source: Path, tmp_path: Path, mesh: Mesh):
