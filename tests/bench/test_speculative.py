@@ -90,8 +90,10 @@ def test_noise_and_gaps_end_at_the_first_difference():
     ]
 
 
-@pytest.mark.slow
-def test_a_cycle_is_measured(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "split", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.full)]
+)
+def test_a_cycle_is_measured(split, tmp_path, capsys):
     out = tmp_path / "cycle.json"
     options = [
         "--rows",
@@ -106,7 +108,7 @@ def test_a_cycle_is_measured(tmp_path, capsys):
         "1",
         "--layers",
         "2",
-        "--split",
+        *(["--split"] if split else []),
     ]
     assert main(["cycle", "--model", "tiny", "--drafts", "eagle3-llama", *options, "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
@@ -116,6 +118,7 @@ def test_a_cycle_is_measured(tmp_path, capsys):
     assert figures["check"]["same_drafts"] == 1
     assert figures["check"]["largest_log_q_difference"] < 1e-3
     assert figures["skip_on"]["read_ms"] > 0
-    assert min(figures["split_ms"].values()) > 0
-    assert sum(figures["split_ms"].values()) == pytest.approx(figures["skip_on"]["ahead_ms"], abs=1e-3)
-    assert "where a cycle goes" in capsys.readouterr().out
+    assert ("where a cycle goes" in capsys.readouterr().out) == split
+    if split:
+        assert min(figures["split_ms"].values()) > 0
+        assert sum(figures["split_ms"].values()) == pytest.approx(figures["skip_on"]["ahead_ms"], abs=1e-3)

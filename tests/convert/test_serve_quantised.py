@@ -13,10 +13,8 @@ from tests.tiny_models import tiny_checkpoint
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [k if k == "ct-int4" else pytest.param(k, marks=pytest.mark.full) for k in FORMATS if k != "gpt-oss"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "gpt-oss"])
 def test_text_is_that_of_the_weights_they_stand_for(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Greedy text with the quantised MTP layer's drafts, chunks beside decodes and shared pages: that of plain decoding of
     the unquantised checkpoint of the same values."""
