@@ -90,9 +90,8 @@ def test_noise_and_gaps_end_at_the_first_difference():
     ]
 
 
-@pytest.mark.parametrize(
-    "split", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("split", [False, True])
 def test_a_cycle_is_measured(split, tmp_path, capsys):
     out = tmp_path / "cycle.json"
     options = [

@@ -1,6 +1,7 @@
 """Bytes to and from a server, without an HTTP library: what no decent client sends."""
 
 import json
+import re
 import socket
 import time
 from typing import Any
@@ -27,6 +28,18 @@ def head(method: str = "POST", path: str = "/v1/completions", **headers: Any) ->
 def post(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
     return head("POST", path, content_length=len(content)) + content
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """One whole answer of announced length; less where the server closes the connection."""
+    received = bytearray()
+    while part := connection.recv(1 << 16):
+        received += part
+        start, _, body = received.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", start.lower())
+        if length and len(body) >= int(length[1]):
+            break
+    return bytes(received)
 
 
 def read_all(connection: socket.socket) -> bytes:

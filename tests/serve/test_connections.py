@@ -11,7 +11,7 @@ from serve.connection import SendWatch
 from serve.connection_table import ConnectionLimits
 from tests.serve.client_checks import check_error
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
-from tests.serve.raw import connect, error_of, head, is_closed, post, read_all, seconds_until_closed
+from tests.serve.raw import connect, error_of, head, is_closed, post, read_all, read_answer, seconds_until_closed
 
 SHORT = {"prompt": "hi", "max_tokens": 4, "temperature": 0}
 LONG = {"prompt": "hi", "max_tokens": 15_000, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -58,7 +58,7 @@ def answered(server) -> socket.socket:
         connection = connect(server.base_url)
         with contextlib.suppress(OSError):
             connection.sendall(head("GET", "/health"))
-            if connection.recv(1 << 16).startswith(b"HTTP/1.1 200"):
+            if read_answer(connection).startswith(b"HTTP/1.1 200"):
                 return connection
         connection.close()
     raise AssertionError("no request was answered")
@@ -113,11 +113,11 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not(start, opened):
     server = start(limits, engine)
     connection = opened(connect(server.base_url))
     connection.sendall(post(SHORT | {"max_tokens": 60, "ignore_eos": True}))  # takes longer than any of the limits
-    assert connection.recv(1 << 20).startswith(b"HTTP/1.1 200")
+    assert read_answer(connection).startswith(b"HTTP/1.1 200")
     for _ in range(4):  # all in all longer, too
         time.sleep(0.3)
         connection.sendall(post(SHORT))
-        assert connection.recv(1 << 20).startswith(b"HTTP/1.1 200")
+        assert read_answer(connection).startswith(b"HTTP/1.1 200")
     assert 0.5 < seconds_until_closed(connection) < SOON
 
 
