@@ -167,7 +167,11 @@ def test_a_grammar_is_compiled_once_a_thread(threads, monkeypatch):
     """Copies of one matcher cannot fill their masks at the same time: requests take those there are by turns."""
     monkeypatch.setattr("jaxspec.grammar.compiler.MASK_THREADS", threads)
     compiler = GrammarCompiler(TOKENIZER, V, [EOS])
-    given = [compiler.matcher(StructuredOutputsParams(regex="ab+c")) for _ in range(4 * threads)]
+    given = []
+    for _ in range(4 * threads):
+        given.append(compiler.matcher(StructuredOutputsParams(regex="ab+c")))
+        for other in range(threads - 1):  # whose turns are theirs
+            compiler.matcher(StructuredOutputsParams(regex=f"{other}+"))
     assert len(set(map(id, given[:threads]))) == threads
     later = [given[i : i + threads] for i in range(threads, len(given), threads)]
     assert all(set(map(id, turn)) == set(map(id, given[:threads])) for turn in later)

@@ -1,7 +1,6 @@
 """Grammars of structured outputs, compiled by llguidance for a model's vocabulary."""
 
 import collections
-import itertools
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -36,8 +35,7 @@ class GrammarCompiler:
         self._eos = list(eos_token_ids)
         self._lock = threading.Lock()
         self._tree: Any = None
-        self._kept: collections.OrderedDict[tuple[str, str], list[Any]] = collections.OrderedDict()
-        self._turns = itertools.count()
+        self._kept: collections.OrderedDict[tuple[str, str], collections.deque[Any]] = collections.OrderedDict()
 
     def matcher(self, params: StructuredOutputsParams) -> Any:
         """An `llguidance.LLMatcher` at its start, to be copied: others may be given the same one.
@@ -52,12 +50,13 @@ class GrammarCompiler:
             kept = self._kept.get(key)
             if kept is not None and len(kept) >= MASK_THREADS:
                 self._kept.move_to_end(key)
-                return kept[next(self._turns) % len(kept)]
+                kept.rotate()  # each grammar takes its own turns
+                return kept[0]
             tree = self._tree = self._tree or self._build_tree()
         # Outside the lock: llguidance drops the GIL, and other requests go on meanwhile.
         made = _compile(tree, params)
         with self._lock:
-            kept = self._kept.setdefault(key, [])
+            kept = self._kept.setdefault(key, collections.deque())
             kept.append(made)  # perhaps one too many, where others have compiled it meanwhile
             self._kept.move_to_end(key)
             while len(self._kept) > MAX_KEPT:

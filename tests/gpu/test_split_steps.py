@@ -163,7 +163,7 @@ def test_every_text_is_that_of_plain_decoding(k):
 
 @SPECULATING
 def test_state_keeps_its_addresses_and_nothing_stays(k):
-    """Through both parts and the masks' upload between them; what the first hands to the second is freed."""
+    """Through both parts and the masks' upload between them; what the first hands to the second is written in place."""
     runner = kernel_runner(k)
     addresses = in_use = 0
     for turn in range(2):
