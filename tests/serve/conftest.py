@@ -1,6 +1,7 @@
 """Servers for the tests: the real application on a real port, with whatever engine a test brings."""
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +70,14 @@ def serve_in_thread(
     if wait_ready:
         running.wait_until(lambda: running.get("/ready").status_code == 200)
     return running
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """For `loop_seconds`: a collection runs on whatever thread allocates, and looks through what other tests left, too."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -189,6 +189,7 @@ def test_text_goes_out_as_it_comes():
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_reading_is_linear(parser):
     """Tags that begin nothing, many times: ten times the text takes about ten times as long."""
     form = TOOL_PARSERS[parser]
