@@ -70,6 +70,11 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = _option(
         "auto", "type of weights, activations and KV pages (auto: bfloat16 on a GPU, float32 on a CPU)"
     )
+    kv_cache_dtype: Literal["auto", "bf16", "fp8"] = _option(
+        "auto",
+        "type of KV pages: bf16, fp8 (latents of multi-head latent attention in e4m3 with a scale for each 128 columns, 656 "
+        "bytes a token and layer instead of 1152), or auto, that of --dtype",
+    )
     num_speculative_tokens: int | None = _option(
         None,
         "tokens drafted per step, 0 to 7; 0 turns speculation off (default: 3 with a draft, a method or demo, else 0)",
@@ -283,6 +288,7 @@ _WHOLE_NUMBERS = {
 }
 _CHOICES = {
     "dtype": ("auto", "bfloat16", "float32"),
+    "kv_cache_dtype": ("auto", "bf16", "fp8"),
     "synthetic_acceptance_pattern": ("first", "each"),
     "attention_backend": ("auto", "mosaic", "triton", "reference"),
     "moe_backend": ("auto", "mosaic", "reference"),

@@ -108,6 +108,8 @@ def add_engine_flags(parser: Parser) -> None:
             options |= {"action": AttentionBackend, "backends": kinds, "metavar": f"{{{','.join(map(str, kinds))}}}"}
         elif field.name == "dtype":
             options |= {"type": _dtype, "choices": kinds}
+        elif field.name == "kv_cache_dtype":
+            options |= {"type": _kv_cache_dtype, "choices": kinds}
         elif typing.get_origin(hint) is typing.Literal:
             options["choices"] = kinds
         elif kinds and typing.get_origin(kinds[0]) is typing.Literal:
@@ -148,6 +150,10 @@ def _dtype(text: str) -> str:
     if text in _HALF:
         raise argparse.ArgumentTypeError(f"{text} is not supported: use bfloat16, or auto")
     return "float32" if text == "float" else text
+
+
+def _kv_cache_dtype(text: str) -> str:
+    return {"bfloat16": "bf16", "fp8_e4m3": "fp8"}.get(text, text)
 
 
 def names(text: str) -> tuple[str, ...]:

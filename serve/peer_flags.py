@@ -125,7 +125,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag(
         "--kv-cache-dtype",
         BOTH,
-        Refused("leave it out: KV pages have the type of --dtype", ("auto",)),
+        Same("bfloat16 is bf16, fp8_e4m3 is fp8; other types of theirs are an error"),
         "fp8_e4m3",
     ),
     _flag("--load-format", BOTH, Refused("only safetensors are read", ("auto", "safetensors")), "dummy"),

@@ -5,7 +5,7 @@ All checks that need no weights run before the weights are read.
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError
 from jaxspec.loading.checkpoint import Checkpoint, declare_target, load_params, open_checkpoint, read_model_config
 from jaxspec.loading.draft import DraftPlan, plan_draft
-from jaxspec.models.cache import CacheSpec, page_bytes, slot_bytes
+from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.params import TENSOR_AXIS, count_parameters, parameter_bytes, schemes_of
 from jaxspec.progress import Progress
@@ -64,6 +64,8 @@ def build_engine(
     started = time.monotonic()
     draft = plan.draft.load(plan.mesh) if plan.draft else None  # first: it is small, and its data may be refused
     model, params = load_params(plan.checkpoint, plan.mesh, plan.dtype, progress=progress)
+    for module in (model, *(draft[:1] if draft else ())):
+        cache_stored_as(module, config.kv_cache_dtype)
     seconds = time.monotonic() - started
     logger.info("Loading weights took %.2f seconds", seconds)
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.weight_bytes / 2**30, seconds)
@@ -156,6 +158,10 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     modules: tuple[Any, ...] = (model, *([draft.model] if draft else []))
     if on_gpu:
         check_kernels(folder, {scheme for module in modules for scheme in schemes_of(module).values()})
+    for module in modules:
+        cache_stored_as(module, config.kv_cache_dtype)
+    if config.kv_cache_dtype == "fp8":
+        check_fp8_cache(model.cache_specs(), on_gpu=on_gpu)
     return _Plan(
         config=config,
         mesh=mesh,
@@ -184,6 +190,22 @@ def check_kernels(folder: Path, schemes: Collection[Scheme]) -> None:
             f"weights of {folder} are quantised ({', '.join(sorted(map(str, schemes)))}), for which there are no kernels on "
             "this GPU; make a copy in bfloat16: jaxspec convert SRC OUT --quantization bf16"
         )
+
+
+def check_fp8_cache(caches: Iterable[CacheSpec], *, on_gpu: bool) -> None:
+    """Refuses what no FP8 cache can serve, of a model's layers declared with one.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    option = f"{flagged('kv_cache_dtype')} fp8"
+    if not all(cache.in_fp8 for cache in caches):
+        raise ConfigError(
+            f"{option} is for latents, and this model caches keys and values of grouped-query attention: use "
+            "--kv-cache-dtype bf16, or auto"
+        )
+    if on_gpu:
+        raise ConfigError(f"{option} has no kernels on this GPU yet: use --kv-cache-dtype bf16, or auto")
 
 
 def _make_mesh(tensor_parallel_size: int) -> Mesh:
@@ -229,6 +251,8 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
     if settings.synthetic_acceptance_length is not None:
         length = f"{settings.synthetic_acceptance_length:g}"
         out["Synthetic acceptance"] = f"{length} tokens a window; the text is worthless"
+    if plan.config.kv_cache_dtype != "auto":
+        out["KV cache dtype"] = plan.config.kv_cache_dtype
     if state := slot_bytes(plan.caches, plan.mesh.shape):
         out["State bytes per request"] = state
     return out | {

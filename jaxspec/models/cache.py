@@ -2,16 +2,23 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.models.params import AXIS_RULES, partition_spec
 
 # A layer's cache: its spec's arrays, in their order.
 LayerCache = tuple[jax.Array, ...]
+
+# "auto": as the layers declare it, in the type of activations.
+KVCacheDtype = Literal["auto", "bf16", "fp8"]
+ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,26 @@ class CacheArray:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The cache of one layer."""
+    """The cache of one layer.
+
+    Attributes:
+        fp8: what the layer keeps instead of `arrays` where its cache is to be in FP8; () if it has no such form.
+    """
 
     arrays: tuple[CacheArray, ...]
+    fp8: tuple[CacheArray, ...] = ()
+
+    @property
+    def in_fp8(self) -> bool:
+        return any(array.dtype == jnp.float8_e4m3fn for array in self.arrays)
+
+    def stored_as(self, dtype: KVCacheDtype) -> "CacheSpec":
+        """With its pages in another type. "fp8" leaves a layer as it is that has no such form."""
+        if dtype == "fp8" and self.fp8:
+            return CacheSpec(self.fp8)
+        if dtype == "bf16":
+            return CacheSpec(tuple(map(_in_bfloat16, self.arrays)), self.fp8)
+        return self
 
     @property
     def paged(self) -> bool:
@@ -63,6 +87,20 @@ class CacheSpec:
             return jax.ShapeDtypeStruct((*leading, *array.shape), array.dtype, sharding=sharding)
 
         return tuple(map(shape, self.arrays))
+
+
+def _in_bfloat16(array: CacheArray) -> CacheArray:
+    of_activations = array.per == "token" and jnp.issubdtype(array.dtype, jnp.floating)
+    return replace(array, dtype=np.dtype(jnp.bfloat16)) if of_activations else array
+
+
+def cache_stored_as(model: ModuleT, dtype: KVCacheDtype) -> ModuleT:
+    """`model`, with the cache of each of its layers declared in this type."""
+    name = "cache_spec"  # see `Attention`
+    for _, module in nnx.iter_modules(model):
+        if isinstance(spec := vars(module).get(name), CacheSpec):
+            setattr(module, name, spec.stored_as(dtype))
+    return model
 
 
 def page_bytes(specs: Iterable[CacheSpec], page_size: int, mesh_sizes: Mapping[str, int]) -> int:

@@ -14,6 +14,7 @@ from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope, worth_merging
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.latents import GROUP, Latents, from_arrays
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.mla_query.api import mla_query, write_and_query
@@ -87,6 +88,16 @@ def _halves(start: int, dim: int) -> np.ndarray:
     return np.concatenate([np.arange(start), pairs[0::2], pairs[1::2]])
 
 
+def _fp8_arrays(rank: int, rope_dim: int) -> tuple[CacheArray, ...]:
+    """A cache of `Fp8Latents`."""
+    sizes = {
+        "codes": (rank, jnp.float8_e4m3fn),
+        "scale": (-(-rank // GROUP), jnp.float32),
+        "rope": (rope_dim, jnp.bfloat16),
+    }
+    return tuple(CacheArray(name, "token", (n,), np.dtype(dtype), (None,)) for name, (n, dtype) in sizes.items())
+
+
 class MLA(nnx.Module):
     """Attention over one latent vector a token, shared by all heads. Its cache: the latents, with the rotated key.
 
@@ -101,7 +112,8 @@ class MLA(nnx.Module):
         H, N, inputs = hidden, mla.num_heads, input_dim or hidden
         L, R, Dq = mla.kv_lora_rank, mla.rope_dim, mla.nope_dim + mla.rope_dim
         self.mla = mla
-        self.cache_spec = CacheSpec((CacheArray("latents", "token", (mla.cache_dim,), declare.dtype, (None,)),))
+        plain = CacheArray("latents", "token", (mla.cache_dim,), declare.dtype, (None,))
+        self.cache_spec = CacheSpec((plain,), fp8=_fp8_arrays(L, R))
         self.q_lora_rank = mla.q_lora_rank or 0
         if self.q_lora_rank:
             self.qkv_a = declare((self.q_lora_rank + L + R, inputs), (None, None))
@@ -124,7 +136,7 @@ class MLA(nnx.Module):
         norm: RMSNorm | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Writes the T new latents, then attends: [T, input_dim], `norm` of it if given, -> [T, H] and the new cache."""
-        (latents,) = cache
+        latents = from_arrays(cache)
         q_TX, kv_a_TX = self.project(x_TH, norm)
         cos, sin = rope
         kv_norm, w_uk, places = self.kv_norm, self.w_uk[...], (meta.pages, meta.offsets)
@@ -144,7 +156,7 @@ class MLA(nnx.Module):
                 q_TNC = mla_query(q_TND[P:], w_uk, cos[P:], sin[P:])
                 decoded_TNV = self.attend_decode(q_TNC, latents, meta.decode_tables, meta.decode_bounds)
                 out_TNV = jnp.concatenate([out_TNV, decoded_TNV])
-        return self.project_out(out_TNV), (latents,)
+        return self.project_out(out_TNV), tuple(jax.tree.leaves(latents))
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
@@ -156,18 +168,19 @@ class MLA(nnx.Module):
             q_RND = linear(self.q_norm(q_a_RQ), self.q_b[...])
         else:
             q_RND = linear(x_TH[live.tokens], self.q[...])
-        (latents,) = self.write_keys(x_TH, cache, meta, rope)
+        cache = self.write_keys(x_TH, cache, meta, rope)
         q_RNC = mla_query(q_RND, self.w_uk[...], cos[live.tokens], sin[live.tokens])
-        out_RNV = self.attend_decode(q_RNC, latents, live.tables, live.bounds[:, None])
-        return self.project_out(out_RNV), (latents,)
+        out_RNV = self.attend_decode(q_RNC, from_arrays(cache), live.tables, live.bounds[:, None])
+        return self.project_out(out_RNV), cache
 
     def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables) -> LayerCache:
         """See `Attention`."""
-        (latents,) = cache
+        latents = from_arrays(cache)
         cos, sin = rope
         kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :] if self.q_lora_rank else self.kv_a[...])
         eps, weight = self.kv_norm.eps, self.kv_norm.weight[...]
-        return (write_latent(latents, kv_a_TC, weight, cos, sin, meta.pages, meta.offsets, eps=eps),)
+        latents = write_latent(latents, kv_a_TC, weight, cos, sin, meta.pages, meta.offsets, eps=eps)
+        return tuple(jax.tree.leaves(latents))
 
     def project(self, x_TH: jax.Array, norm: RMSNorm | None = None) -> tuple[jax.Array, jax.Array]:
         """Queries [T, X], not yet rotated, and the raw down-projection [T, X], as matmuls leave them.
@@ -195,7 +208,7 @@ class MLA(nnx.Module):
         return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]) * self.mla.output_scale
 
     def attend_prefill(
-        self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, latents: jax.Array, meta: StepMetadata
+        self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, latents: Latents, meta: StepMetadata
     ) -> jax.Array:
         """Queries of all prompt tokens, [P, N, nope + rope] as projected -> [P, N, v_dim]."""
         q_nope_PND, q_rope_PNR = jnp.split(q_PND, [self.mla.nope_dim], axis=-1)
@@ -212,7 +225,7 @@ class MLA(nnx.Module):
             scale=self.mla.softmax_scale,
         )
 
-    def attend_decode(self, q_TNC: jax.Array, latents: jax.Array, tables: jax.Array, bounds_Dn: jax.Array) -> jax.Array:
+    def attend_decode(self, q_TNC: jax.Array, latents: Latents, tables: jax.Array, bounds_Dn: jax.Array) -> jax.Array:
         """Absorbed queries [D·n, N, latent + rope] of D windows -> [D·n, N, v_dim]."""
         T, N, C = q_TNC.shape
         q = q_TNC.reshape(*bounds_Dn.shape, N, C)

@@ -4,10 +4,11 @@ import jax
 
 from pallas_kernels.backend import choose, current
 from pallas_kernels.kv_write import mosaic, reference
+from pallas_kernels.latents import Latents
 
 
 def write_latent(
-    latent: jax.Array,
+    latent: Latents,
     kv_a: jax.Array,
     norm_weight: jax.Array,
     cos: jax.Array,
@@ -16,11 +17,11 @@ def write_latent(
     offsets: jax.Array,
     *,
     eps: float,
-) -> jax.Array:
+) -> Latents:
     """Norms the latent, rotates the shared key and writes both to the cache of MLA (arXiv 2405.04434, section 2.1).
 
     Args:
-        latent: [num_pages, page_size, L + R] the layer's cache.
+        latent: [num_pages, page_size, L + R] the layer's cache; `Fp8Latents` are quantised as they are written.
         kv_a: [T, L + R] output of the joint down-projection.
         norm_weight: [L] of the latent's RMS norm.
         eps: of the norm.
@@ -37,7 +38,7 @@ def write_latent(
     return chosen.write_latent(latent, kv_a, norm_weight, cos, sin, pages, offsets, eps=eps)
 
 
-def latent_writer(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str:
+def latent_writer(latent: Latents, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str:
     """The implementation that a call of `write_latent` runs on."""
     unsupported_reasons = {"mosaic": mosaic.unsupported_reason(latent, kv_a, norm_weight)}
     # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.

@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, run_in_place
+from pallas_kernels.latents import NO_FP8, Fp8Latents, Latents
 from pallas_kernels.rotary import HALF, rotated
 
 LATENT, ROPE = 512, 2 * HALF
@@ -24,8 +25,10 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, r
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 
-def unsupported_reason(latent: jax.Array, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str | None:
+def unsupported_reason(latent: Latents, kv_a: jax.Array | jax.ShapeDtypeStruct, norm_weight: jax.Array) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
+    if isinstance(latent, Fp8Latents):
+        return NO_FP8
     L = norm_weight.shape[0]
     if (L, kv_a.shape[1]) != (LATENT, LATENT + ROPE):
         return f"it supports latents of {LATENT} + {ROPE}, not {L} + {kv_a.shape[1] - L}"

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.latents import Latents, write
+
 
 def write_latent(
-    latent: jax.Array,
+    latent: Latents,
     kv_a: jax.Array,
     norm_weight: jax.Array,
     cos: jax.Array,
@@ -14,15 +16,14 @@ def write_latent(
     offsets: jax.Array,
     *,
     eps: float,
-) -> jax.Array:
+) -> Latents:
     L = norm_weight.shape[0]
     c32 = kv_a[:, :L].astype(jnp.float32)
     normed = c32 * jax.lax.rsqrt(jnp.mean(jnp.square(c32), axis=-1, keepdims=True) + eps)
     c = norm_weight * normed.astype(kv_a.dtype)
     a, b = jnp.split(kv_a[:, L:].astype(jnp.float32), 2, axis=-1)
     k_rope = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    row = jnp.concatenate([c.astype(latent.dtype), k_rope.astype(latent.dtype)], axis=-1)
-    return latent.at[pages, offsets].set(row)
+    return write(latent, (pages, offsets), c, k_rope)
 
 
 def write_kv(

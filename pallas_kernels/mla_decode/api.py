@@ -3,12 +3,13 @@
 import jax
 
 from pallas_kernels.backend import choose, current
+from pallas_kernels.latents import Latents
 from pallas_kernels.mla_decode import mosaic, reference, triton
 
 
 def mla_decode(
     q: jax.Array,
-    latent: jax.Array,
+    latent: Latents,
     page_tables: jax.Array,
     bounds: jax.Array,
     w_uv: jax.Array | None = None,
@@ -22,7 +23,7 @@ def mla_decode(
 
     Args:
         q: [B, n, H, C] queries in latent space, C = latent rank + rope dim.
-        latent: [pages, page_size, C] the layer's cache.
+        latent: [pages, page_size, C] the layer's cache, or `Fp8Latents` of that shape.
         page_tables: int32 [B, max_pages]; entries past a request's length may name any page.
         bounds: int32 [B, n], exclusive: query (b, r) sees the keys at positions < bounds[b, r]. At least 1.
         w_uv: [H, V, value_dim] up-projection of the latent to values, applied to the result; for a few tokens in the same

@@ -23,6 +23,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
+from pallas_kernels.latents import NO_FP8, Fp8Latents, Latents
 from pallas_kernels.mla_decode import reference, values, wide_values
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
@@ -38,7 +39,7 @@ OF_ROWS = WGMMA.reduce(1)
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def layout_unsupported_reason(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+def layout_unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> str | None:
     """Why no kernel supports these widths and pages, or None if one may."""
     if q.shape[-1] != KEY_DIM or value_dim != VALUE_DIM:
         return (
@@ -49,8 +50,10 @@ def layout_unsupported_reason(q: jax.Array, latent: jax.Array, value_dim: int) -
     return None
 
 
-def unsupported_reason(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+def unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
+    if isinstance(latent, Fp8Latents):
+        return NO_FP8
     return layout_unsupported_reason(q, latent, value_dim) or hopper_unsupported_reason(q.dtype, latent.dtype)
 
 

@@ -4,18 +4,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.latents import Latents, dequantise
 from pallas_kernels.reference_attention import OnlineSoftmax, block_pages, block_positions, blocks_for, pad_tables
 
 
 def mla_decode(
-    q: jax.Array, latent: jax.Array, page_tables: jax.Array, bounds: jax.Array, *, scale: float, value_dim: int
+    q: jax.Array, latent: Latents, page_tables: jax.Array, bounds: jax.Array, *, scale: float, value_dim: int
 ) -> jax.Array:
     B, n, H, C = q.shape
     page_size = latent.shape[1]
     tables = pad_tables(page_tables)
 
     def body(block, state):
-        keys_BSC = latent[block_pages(tables, block)].reshape(B, -1, C)
+        keys_BSC = dequantise(latent[block_pages(tables, block)], q.dtype).reshape(B, -1, C)
         positions_S = block_positions(block, page_size)
         owned_BS = positions_S < bounds.max(axis=1)[:, None]
         keys_BSC = jnp.where(owned_BS[..., None], keys_BSC, 0)

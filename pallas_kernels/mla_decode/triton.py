@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import triton_call
 from pallas_kernels.backend import ampere_unsupported_reason, compute_capability
+from pallas_kernels.latents import NO_FP8, Fp8Latents, Latents
 from pallas_kernels.mla_decode.mosaic import VALUE_DIM, layout_unsupported_reason
 from pallas_kernels.split_kv import PAGE, make_schedule
 from pallas_kernels.triton_call import Tile, tile_for
@@ -30,8 +31,10 @@ TILES = {
 }
 
 
-def unsupported_reason(q: jax.Array, latent: jax.Array, value_dim: int) -> str | None:
+def unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
+    if isinstance(latent, Fp8Latents):
+        return NO_FP8
     return (
         layout_unsupported_reason(q, latent, value_dim)
         or ampere_unsupported_reason(q.dtype, latent.dtype)

@@ -3,6 +3,7 @@
 import jax
 
 from pallas_kernels.backend import choose, current
+from pallas_kernels.latents import Latents
 from pallas_kernels.mla_prefill import mosaic, reference
 
 
@@ -11,7 +12,7 @@ def mla_prefill(
     q_rope: jax.Array,
     w_uk: jax.Array,
     w_uv: jax.Array,
-    latent: jax.Array,
+    latent: Latents,
     page_tables: jax.Array,
     token_rows: jax.Array,
     positions: jax.Array,
@@ -26,7 +27,7 @@ def mla_prefill(
     Args:
         q_nope: [P, H, D], q_rope: [P, H, R]: queries of the P chunk tokens, request after request.
         w_uk: [H, D, L], w_uv: [H, V, L]: up-projections of the latent to keys and values.
-        latent: [pages, page_size, L + R] the layer's cache.
+        latent: [pages, page_size, L + R] the layer's cache, or `Fp8Latents` of that shape.
         page_tables: int32 [E, max_pages]; entries past a request's length may name any page.
         token_rows: int32 [P], the request (0..E-1) of each token; E for a padding token.
         positions: int32 [P]: token p sees the keys at positions <= positions[p].

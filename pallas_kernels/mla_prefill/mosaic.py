@@ -21,6 +21,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, run_in_place, transpose_ref
+from pallas_kernels.latents import NO_FP8, Fp8Latents, Latents
 from pallas_kernels.mla_prefill.decompress import LATENT, PAGE, PAGES, ROPE, WIDTHS, decompress, list_pages
 from pallas_kernels.mosaic_attention import MASKED, UNSEEN, add_weighted, over_columns, params, softmax_step
 from pallas_kernels.query_tiles import HALF, TILE, Queries, padded_rows, tile_queries
@@ -50,9 +51,11 @@ class Pipeline(NamedTuple):
 
 
 def unsupported_reason(
-    q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: jax.Array
+    q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: Latents
 ) -> str | None:
     """Why the kernels do not support this call, or None if they do."""
+    if isinstance(latent, Fp8Latents):
+        return NO_FP8
     sizes = (w_uk.shape[2], w_uk.shape[1], q_rope.shape[2], w_uv.shape[1])
     supported = [(LATENT, nope, ROPE, value) for nope, value in WIDTHS]
     if sizes not in supported:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.latents import Latents, dequantise
 from pallas_kernels.reference_attention import OnlineSoftmax, block_pages, block_positions, blocks_for, pad_tables
 
 
@@ -12,7 +13,7 @@ def mla_prefill(
     q_rope: jax.Array,
     w_uk: jax.Array,
     w_uv: jax.Array,
-    latent: jax.Array,
+    latent: Latents,
     page_tables: jax.Array,
     token_rows: jax.Array,
     positions: jax.Array,
@@ -31,7 +32,7 @@ def mla_prefill(
 
         def block(j, state):
             positions_S = block_positions(j, page_size)
-            cache_SC = latent[block_pages(tables[e], j)].reshape(-1, C)
+            cache_SC = dequantise(latent[block_pages(tables[e], j)], q_nope.dtype).reshape(-1, C)
             cache_SC = jnp.where((positions_S < ends[e])[:, None], cache_SC, 0)
             latent_SL, k_rope_SR = cache_SC[:, :L], cache_SC[:, L:]
             k_nope_SHD = jnp.einsum("sl,hdl->shd", latent_SL, w_uk)

@@ -4,6 +4,7 @@ import jax
 
 from pallas_kernels.backend import choose, current
 from pallas_kernels.kv_write import api as kv_write
+from pallas_kernels.latents import Latents
 from pallas_kernels.mla_query import mosaic, reference
 
 
@@ -27,7 +28,7 @@ def mla_query(q: jax.Array, w_uk: jax.Array, cos: jax.Array, sin: jax.Array) -> 
 
 
 def write_and_query(
-    latent: jax.Array,
+    latent: Latents,
     kv_a: jax.Array,
     norm_weight: jax.Array,
     q: jax.Array,
@@ -38,7 +39,7 @@ def write_and_query(
     offsets: jax.Array,
     *,
     eps: float,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Latents, jax.Array]:
     """`kv_write.api.write_latent` and `mla_query` for the same tokens: one launch where Mosaic GPU kernels run both.
 
     Args:

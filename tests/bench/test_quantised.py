@@ -9,17 +9,17 @@ from bench.accuracy.quantised import gates
 
 
 @pytest.mark.parametrize(
-    ("fp8", "int4", "met"),
+    ("fp8", "int4", "cache", "met"),
     [
-        ((1.009, 2.92), (1.049, 1.0), [True, True, True]),
-        ((1.011, 2.92), (1.051, 3.0), [False, True, False]),
-        ((0.9, 2.90), (0.9, 3.0), [True, False, True]),
+        ((1.009, 2.92), (1.049, 1.0), (1.051, 3.0), [True, True, True, False]),
+        ((1.011, 2.92), (1.051, 3.0), (1.049, 1.0), [False, True, False, True]),
+        ((0.9, 2.90), (0.9, 3.0), (0.9, 3.0), [True, False, True, True]),
     ],
 )
-def test_gates(fp8, int4, met):
+def test_gates(fp8, int4, cache, met):
     rows = [
         {"scheme": name, "nats": nats, "tokens_a_cycle": tokens}
-        for name, (nats, tokens) in (("bf16", (1.0, 3.0)), ("fp8", fp8), ("int4", int4))
+        for name, (nats, tokens) in (("bf16", (1.0, 3.0)), ("fp8", fp8), ("int4", int4), ("fp8 cache", cache))
     ]
     assert [gate["met"] for gate in gates(rows)] == met
 
@@ -29,7 +29,8 @@ def test_a_short_run(tmp_path):
     out = tmp_path / "quantised.json"
     options = ["--windows", "4", "--prompts", "4", "--tokens", "8"]
     assert main(["quantised", *options, "--out", str(out)]) == 0
-    base, fp8, int4 = json.loads(out.read_text())["schemes"]
+    base, fp8, int4, cache = json.loads(out.read_text())["schemes"]
     assert base["agreement"] == 1
     assert abs(fp8["nats"] - base["nats"]) < 0.1 > abs(int4["nats"] - base["nats"]) / 3
-    assert min(each["tokens_a_cycle"] for each in (base, fp8, int4)) > 1.5
+    assert 0 < abs(cache["nats"] - base["nats"]) < 0.05
+    assert min(each["tokens_a_cycle"] for each in (base, fp8, int4, cache)) > 1.5

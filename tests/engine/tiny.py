@@ -15,6 +15,7 @@ from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
+from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import random_params
@@ -69,16 +70,24 @@ def cached(function):
 
 @cached
 def tiny_runner(
-    k: int = 0, *, skip_dead: bool = True, synthetic: float | None = None, mixed: bool = True, split: bool = False
+    k: int = 0,
+    *,
+    skip_dead: bool = True,
+    synthetic: float | None = None,
+    mixed: bool = True,
+    split: bool = False,
+    kv: KVCacheDtype = "auto",
 ) -> Runner:
     """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness.
 
     `synthetic`: the option synthetic_acceptance_length, with which windows of every length occur. `split`: the largest
-    decode step also exists in two parts. What is compiled is
-    kept for the other workers and for the time after `forget_all`.
+    decode step also exists in two parts. `kv`: the option kv_cache_dtype; unless auto, for requests
+    that need one lean bucket only. What is compiled is kept for the other workers and for the time after `forget_all`.
     """
     config = read_config(HF_CONFIG)
     model, draft = CausalLM(config, jnp.float32), NextN(config, jnp.float32)
+    for module in (model, draft):
+        cache_stored_as(module, kv)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
     settings = dataclasses.replace(
         SETTINGS, num_speculative_tokens=k, synthetic_acceptance_length=synthetic, mixed=mixed
@@ -88,6 +97,8 @@ def tiny_runner(
     buckets = (dataclasses.replace(smallest, variant="lean"), *larger)
     if not mixed:  # for requests that need no more: one bucket for prompts and one for decoding
         buckets = tuple(dataclasses.replace(bucket, variant="lean") for bucket in larger)
+    if kv != "auto":
+        buckets = (dataclasses.replace(buckets[-1], variant="lean"),)
     runner = Runner(
         model,
         random_params(model, mesh, seed=3, randomize_norms=True),
@@ -118,10 +129,11 @@ def make_engine(
     skip_dead: bool = True,
     synthetic: float | None = None,
     split: bool = False,
+    kv: KVCacheDtype = "auto",
     **options,
 ) -> Engine:
     """An engine over the shared runner. Fewer usable pages force preemption without another compilation."""
-    runner = tiny_runner(k, skip_dead=skip_dead, synthetic=synthetic, split=split)
+    runner = tiny_runner(k, skip_dead=skip_dead, synthetic=synthetic, split=split, kv=kv)
     fill_cache(runner, 0.0)
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), **options)
     if usable_pages is not None:

@@ -47,6 +47,7 @@ def test_every_option_has_a_variable(write, monkeypatch):
     """Each is set to something that is not its default, one at a time."""
     examples = {
         "host": "::1", "port": "1", "dtype": "float32", "attention_backend": "reference", "moe_backend": "reference",
+        "kv_cache_dtype": "fp8",
         "config": "serve.yaml", "model": "org/name", "served_model_name": "a,b", "metrics_prefix": "vllm",
         "log_level": "error", "uvicorn_log_level": "error", "shutdown_timeout": "1.5", "ssl_cert_reqs": "1",
         "speculative_config": '{"method": "mtp"}', "allowed_origins": "*", "speculative_capture_layers": "1,2",
