@@ -56,23 +56,30 @@ def from_arrays(arrays: tuple[jax.Array, ...]) -> Latents:
     return arrays[0] if len(arrays) == 1 else Fp8Latents(*arrays)
 
 
+def magnitude_bits(values: jax.Array) -> jax.Array:
+    """The bits of float32 values without their signs, int32."""
+    return lax.bitcast_convert_type(values, jnp.int32) & 0x7FFFFFFF
+
+
 def scale_bits(largest: jax.Array) -> jax.Array:
-    """The bits of the least power of two by which `largest`, float32 and not negative, is at most 448; int32.
+    """The bits of a group's scale, int32: of the least power of two by which its largest magnitude is at most 448.
 
     Integer arithmetic, so that XLA and kernels agree: a logarithm or a quotient is rounded in its own way by each. NaN and
     infinity give the bits of NaN.
+
+    Args:
+        largest: of the `magnitude_bits`, whose order is that of magnitudes.
     """
-    bits = lax.bitcast_convert_type(largest, jnp.int32)
     carry = (1 << _MANTISSA_BITS) - 1 - _LARGEST_FRACTION  # a larger fraction takes the next exponent
-    exponent = ((bits + carry) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
+    exponent = ((largest + carry) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
     exponent = jnp.maximum(exponent, _BIAS + LEAST_EXPONENT)
     infinity = 255 << _MANTISSA_BITS
-    return jnp.where(bits < infinity, exponent << _MANTISSA_BITS, infinity + 1)
+    return jnp.where(largest < infinity, exponent << _MANTISSA_BITS, infinity + 1)
 
 
-def inverse_bits(bits: jax.Array) -> jax.Array:
-    """The bits of 1 / scale, of those of a scale."""
-    return (2 * _BIAS << _MANTISSA_BITS) - bits
+def inverse(bits: jax.Array) -> jax.Array:
+    """1 / scale in float32, of the bits of a scale."""
+    return lax.bitcast_convert_type((2 * _BIAS << _MANTISSA_BITS) - bits, jnp.float32)
 
 
 def quantise(latent: jax.Array, rope: jax.Array) -> Fp8Latents:
@@ -83,9 +90,8 @@ def quantise(latent: jax.Array, rope: jax.Array) -> Fp8Latents:
     L = latent.shape[-1]
     whole = jnp.pad(latent.astype(jnp.float32), ((0, 0),) * (latent.ndim - 1) + ((0, -L % GROUP),))
     groups = whole.reshape(*latent.shape[:-1], -1, GROUP)
-    bits = scale_bits(jnp.abs(groups).max(axis=-1))
-    inverse = lax.bitcast_convert_type(inverse_bits(bits), jnp.float32)
-    codes = (groups * inverse[..., None]).astype(jnp.float8_e4m3fn).reshape(whole.shape)[..., :L]
+    bits = scale_bits(magnitude_bits(groups).max(axis=-1))
+    codes = (groups * inverse(bits)[..., None]).astype(jnp.float8_e4m3fn).reshape(whole.shape)[..., :L]
     return Fp8Latents(codes, lax.bitcast_convert_type(bits, jnp.float32), rope.astype(jnp.bfloat16))
 
 

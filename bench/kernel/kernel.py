@@ -42,6 +42,7 @@ from pallas_kernels import backend
 
 OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "mla_decode": mla.DECODE,
+    "mla_decode_fp8": mla.DECODE_FP8,
     "mla_prefill": mla.PREFILL,
     "gqa_decode": gqa.DECODE,
     "gqa_prefill": gqa.PREFILL,

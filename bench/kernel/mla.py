@@ -23,6 +23,7 @@ from bench.kernel.arrays import (
 )
 from bench.kernel.case import Case, once
 from jaxspec.config import PAGE_SIZE
+from pallas_kernels.latents import GROUP, dequantise, quantise
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_decode.shapes import (
     CACHED,
@@ -87,11 +88,25 @@ class MlaDecode(Case):
     def attended(self, inputs: Any, heads: np.ndarray) -> np.ndarray:
         """The exact result [Q, heads, LATENT] of the last request in the last call."""
         qs, cache, tables, _ = inputs
-        keys = exact(take(cache, tables[-1])).reshape(-1, CACHED)[: self.S]
+        pages = jax.tree.map(lambda array: take(array, tables[-1]), cache)
+        keys = exact(dequantise(pages, jnp.bfloat16)).reshape(-1, CACHED)[: self.S]
         q = exact(qs[-1])[-1][:, heads]
         scores = SCALE * np.einsum("qhc,sc->qhs", q, keys, optimize=True)
         scores[np.broadcast_to((np.arange(self.S) >= self.bounds()[-1][:, None])[:, None], scores.shape)] = -np.inf
         return np.einsum("qhs,sv->qhv", softmax(scores), keys[:, :LATENT], optimize=True)
+
+
+@dataclass(frozen=True)
+class MlaDecodeFp8(MlaDecode):
+    """The same with latents in FP8."""
+
+    @property
+    def bytes(self) -> float:
+        return (CACHED + ROPE + 4.0 * LATENT / GROUP) * self.B * self.S
+
+    def inputs(self) -> Any:
+        qs, cache, *rest = super().inputs()
+        return qs, quantise(cache[..., :LATENT], cache[..., LATENT:]), *rest
 
 
 @dataclass(frozen=True)
@@ -188,6 +203,9 @@ DECODE: dict[str, list[Case]] = {
     "all": _decode_rows(CONTEXTS),
     "quick": _decode_rows(((1, 8192), (32, 4096), (128, 4096))),
     "tiny": [MlaDecode(1, 64, 4, 1, calls=3), MlaDecode(2, 192, 4, 2, calls=3)],
+}
+DECODE_FP8: dict[str, list[Case]] = {
+    rows: [MlaDecodeFp8(**vars(case)) for case in cases] for rows, cases in DECODE.items()
 }
 _GLM = {"H": WIDE_HEADS["glm-4.7-flash"], "nope": WIDE_NOPE, "value": WIDE_VALUE}
 PREFILL: dict[str, list[Case]] = {

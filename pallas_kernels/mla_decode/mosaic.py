@@ -6,6 +6,7 @@ tile: 64 keys of 576 columns, of which the first 512 are the values too, so each
 - Warpgroup 0: scores, online softmax (base 2), the left half of the output.
 - Warpgroup 1: the right half of the output.
 - A warp of warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
+  With latents in FP8 all of the warpgroup, which converts codes to bfloat16 on their way (`fp8_pages`).
 
 Requests whose context is split over several thread blocks have partial outputs with their log-sum-exp, which a second kernel
 merges into the output.
@@ -23,8 +24,8 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
-from pallas_kernels.latents import NO_FP8, Fp8Latents, Latents
-from pallas_kernels.mla_decode import reference, values, wide_values
+from pallas_kernels.latents import Fp8Latents, Latents
+from pallas_kernels.mla_decode import fp8_pages, reference, values, wide_values
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
 
@@ -52,15 +53,14 @@ def layout_unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> 
 
 def unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
-    if isinstance(latent, Fp8Latents):
-        return NO_FP8
-    return layout_unsupported_reason(q, latent, value_dim) or hopper_unsupported_reason(q.dtype, latent.dtype)
+    plain = latent.rope if isinstance(latent, Fp8Latents) else latent
+    return layout_unsupported_reason(q, latent, value_dim) or hopper_unsupported_reason(q.dtype, plain.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "sms", "interpret"))
 def mla_decode(
     q: jax.Array,
-    latent: jax.Array,
+    latent: Latents,
     page_tables: jax.Array,
     bounds: jax.Array,
     w_uv: jax.Array | None = None,
@@ -89,8 +89,9 @@ def mla_decode(
     # Rows of padding see what the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, H, axis=1), ((0, 0), (0, blocks * ROWS - live)), mode="edge")
 
-    attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), interpret)
-    out, partial, lse = attend(q, latent, page_tables, items, bounds_BR)
+    fp8 = isinstance(latent, Fp8Latents)
+    attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), fp8, interpret)
+    out, partial, lse = attend(q, *jax.tree.leaves(latent), page_tables, items, bounds_BR)
     if splits.shape[0] and w_uv is not None:
         for ending in (values, wide_values):
             if ending.supports(B * n, w_uv):
@@ -102,19 +103,27 @@ def mla_decode(
 
 
 @functools.cache
-def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, interpret: Any) -> Any:
-    """kernel(q [B, blocks * rows, 576], latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
+def _attend_kernel(
+    B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, fp8: bool, interpret: Any
+) -> Any:
+    """kernel(q [B, blocks * rows, 576], *latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
 
+    `latent` is one array, or with fp8 those of `Fp8Latents`.
     out [B, blocks * rows, 512] holds the requests that are one item; partial [blocks * rows, I, 512] and the base-2
     log-sum-exp lse float32 [blocks * 64, I padded] hold the items of the others.
     """
     padded_items = -(-num_items // WARPGROUP) * WARPGROUP
+    # Registers of a thread of each warpgroup, together at most 512.
+    score_registers, sum_registers, page_registers = (248, 160, 104) if fp8 else (248, 216, 40)
+    # With FP8 the keys' columns have a buffer of their own.
+    right = HALF if fp8 else RIGHT
 
     def body(
-        q, latent, page_tables, items, bounds, out, partial, lse, q_s, pages_or_out, p_s, rows_s, q_full, left_full,
-        right_full, free, p_full, p_free, finished,
+        q, *refs, q_s, pages_or_out, p_s, rows_s, q_full, left_full, right_full, free, p_full, p_free, finished,
+        rope_full=None,
     ):  # fmt: skip
-        (left_s, right_s), (out_s,) = pages_or_out
+        *latent, page_tables, items, bounds, out, partial, lse = refs
+        (left_s, right_s, *rope_s), (out_s,) = pages_or_out
         warpgroup, item, block = lax.axis_index("warpgroup"), lax.axis_index("item"), lax.axis_index("block")
         request, first, end, unmasked, alone, first_page = (items[item, j] for j in range(6))
         n = end - first
@@ -122,9 +131,20 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
         def zeros():
             return plgpu.layout_cast(jnp.zeros((ROWS, HALF), f32), WGMMA)
 
-        def copy_pages():
+        def copy_queries():
             # A tile with fewer rows than 64: TMA reads zeros past the last one.
             plgpu.copy_gmem_to_smem(q.at[request, pl.ds(block * rows, ROWS), :], q_s, q_full)
+
+        def drain():
+            """Every completion must be awaited before the kernel ends."""
+
+            @pl.loop(lax.max(n - STAGES, i32(0)), n)
+            def _(i):
+                stage = lax.rem(i, i32(STAGES))
+                plgpu.barrier_wait(free.at[stage])
+
+        def copy_pages():
+            copy_queries()
 
             def copy(i, page):
                 stage = lax.rem(i, i32(STAGES))
@@ -134,20 +154,26 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
                     plgpu.barrier_wait(free.at[stage])
 
                 # Both at once: parts of the same rows of memory.
-                left = latent.at[page, :, pl.ds(0, LEFT)]
+                left = latent[0].at[page, :, pl.ds(0, LEFT)]
                 plgpu.copy_gmem_to_smem(left, left_s.at[stage], left_full.at[stage])
-                right = latent.at[page, :, pl.ds(LEFT, RIGHT)]
-                plgpu.copy_gmem_to_smem(right, right_s.at[stage], right_full.at[stage])
+                rest = latent[0].at[page, :, pl.ds(LEFT, RIGHT)]
+                plgpu.copy_gmem_to_smem(rest, right_s.at[stage], right_full.at[stage])
                 # Loaded before the wait that the next copy begins with.
                 return page_tables[request, lax.min(first + i + 1, end - 1)]
 
             lax.fori_loop(i32(0), n, copy, first_page)
+            drain()
 
-            # Every completion must be awaited before the kernel ends.
-            @pl.loop(lax.max(n - STAGES, i32(0)), n)
-            def _(i):
-                stage = lax.rem(i, i32(STAGES))
-                plgpu.barrier_wait(free.at[stage])
+        def convert_codes():
+            copy_queries()
+            values = (left_s, left_full), (right_s, right_full)
+            ring = fp8_pages.Ring(values, (rope_s[0], rope_full), free)
+
+            def page_at(i):
+                return page_tables[request, lax.min(first + i, end - 1)]
+
+            fp8_pages.convert_pages(latent, ring, STAGES, first_page, page_at, n)
+            drain()
 
         def clear_unowned(part, keys):
             """Zeroes the values after the last key of the request: 0 times NaN is NaN."""
@@ -187,7 +213,13 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
                 def scores(s_acc):
                     plgpu.wgmma(s_acc, q_s.at[:, pl.ds(0, LEFT)], transpose_ref(left_s.at[stage], (1, 0)))
                     plgpu.barrier_wait(right_full.at[stage])
-                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(LEFT, RIGHT)], transpose_ref(right_s.at[stage], (1, 0)))
+                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(LEFT, right)], transpose_ref(right_s.at[stage], (1, 0)))
+                    if fp8:
+                        plgpu.barrier_wait(rope_full.at[stage])
+                        keys_s = rope_s[0].at[stage]
+                        plgpu.wgmma(
+                            s_acc, q_s.at[:, pl.ds(VALUE_DIM, KEY_DIM - VALUE_DIM)], transpose_ref(keys_s, (1, 0))
+                        )
                     return s_acc[...]
 
                 x = pl.run_scoped(scores, plgpu.ACC((ROWS, PAGE), f32))
@@ -252,7 +284,10 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
         # An item without pages has no work, and would wait forever.
         @pl.when((warpgroup == 2) & (n > 0))
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(page_registers, action="decrease")
+            if fp8:
+                convert_codes()
+                return
 
             # One warp: waiting takes power, and in a full batch power is what limits the clock.
             @plgpu.warp_map
@@ -263,16 +298,17 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
 
         @pl.when((warpgroup == 0) & (n > 0))
         def _():
-            plgpu.set_max_registers(248, action="increase")
+            plgpu.set_max_registers(score_registers, action="increase")
             score_and_sum_left()
 
         @pl.when((warpgroup == 1) & (n > 0))
         def _():
-            plgpu.set_max_registers(216, action="increase")
+            plgpu.set_max_registers(sum_registers, action="decrease" if fp8 else "increase")
             sum_right()
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
+    widths = (LEFT, right, KEY_DIM - VALUE_DIM) if fp8 else (LEFT, right)
     of_stages = functools.partial(plgpu.Barrier, num_barriers=STAGES)
     body.__name__ = "mla_decode"
     return plgpu.kernel(
@@ -285,7 +321,8 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
         scratch_types={
             "q_s": matrix((ROWS, KEY_DIM)),
             "pages_or_out": plgpu.RefUnion(
-                [matrix((STAGES, PAGE, LEFT)), matrix((STAGES, PAGE, RIGHT))], [matrix((2, ROWS, HALF))]
+                [matrix((STAGES, PAGE, width)) for width in widths],
+                [matrix((2, ROWS, HALF))],
             ),
             "p_s": matrix((ROWS, PAGE)),
             "rows_s": plgpu.SMEM((2, ROWS), f32),
@@ -296,6 +333,7 @@ def _attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, lo
             "p_full": plgpu.Barrier(),
             "p_free": plgpu.Barrier(),
             "finished": plgpu.Barrier(num_arrivals=2),
+            **({"rope_full": of_stages()} if fp8 else {}),
         },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of an item run together and share its pages in the L2 cache

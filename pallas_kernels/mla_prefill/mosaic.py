@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, run_in_place, transpose_ref
-from pallas_kernels.latents import NO_FP8, Fp8Latents, Latents
+from pallas_kernels.latents import Fp8Latents, Latents, dequantise
 from pallas_kernels.mla_prefill.decompress import LATENT, PAGE, PAGES, ROPE, WIDTHS, decompress, list_pages
 from pallas_kernels.mosaic_attention import MASKED, UNSEEN, add_weighted, over_columns, params, softmax_step
 from pallas_kernels.query_tiles import HALF, TILE, Queries, padded_rows, tile_queries
@@ -54,15 +54,14 @@ def unsupported_reason(
     q_nope: jax.Array, q_rope: jax.Array, w_uk: jax.Array, w_uv: jax.Array, latent: Latents
 ) -> str | None:
     """Why the kernels do not support this call, or None if they do."""
-    if isinstance(latent, Fp8Latents):
-        return NO_FP8
     sizes = (w_uk.shape[2], w_uk.shape[1], q_rope.shape[2], w_uv.shape[1])
     supported = [(LATENT, nope, ROPE, value) for nope, value in WIDTHS]
     if sizes not in supported:
         return f"latent, nope, rope and value widths are {sizes}, not {' or '.join(map(str, supported))}"
     if latent.shape[1] != PAGE:
         return f"pages hold {latent.shape[1]} tokens, not {PAGE}"
-    return hopper_unsupported_reason(*(x.dtype for x in (q_nope, q_rope, w_uk, w_uv, latent)))
+    plain = latent.rope if isinstance(latent, Fp8Latents) else latent
+    return hopper_unsupported_reason(*(x.dtype for x in (q_nope, q_rope, w_uk, w_uv, plain)))
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "chunk", "pipeline", "interpret"))
@@ -71,7 +70,7 @@ def mla_prefill(
     q_rope: jax.Array,
     w_uk: jax.Array,
     w_uv: jax.Array,
-    latent: jax.Array,
+    latent: Latents,
     page_tables: jax.Array,
     token_rows: jax.Array,
     positions: jax.Array,
@@ -109,7 +108,8 @@ def mla_prefill(
         first = c * chunk_blocks
         pages = list_pages(page_tables, starts_E, ends, first, chunk_pages, keys)
         count = jnp.clip((starts_E[-1] - first) * (keys // PAGE), 0, chunk_pages)
-        k_nope_CHD, k_rope_CR, v_CHV = decompress(latent, w_uk, w_uv, pages, count, interpret=interpret)
+        cache, pages = unquantised(latent, pages)
+        k_nope_CHD, k_rope_CR, v_CHV = decompress(cache, w_uk, w_uv, pages, count, interpret=interpret)
         work_T5 = tile_work(queries, starts_E, first, chunk_blocks, keys)
         return attend(
             q_nope_PHD, q_rope_PHR, k_nope_CHD, k_rope_CR, v_CHV, work_T5, so_far,
@@ -130,6 +130,16 @@ def mla_prefill(
         o_TQHV, _ = state
     # Padding tokens may point to tiles without tokens, which are uninitialised and may be NaN.
     return jnp.where((token_rows < E)[:, None, None], o_TQHV[queries.tile_of, queries.row_of], 0).astype(q_nope.dtype)
+
+
+def unquantised(latent: Latents, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """An array of latents and the list of its pages, from `list_pages`: of quantised ones the chunk's, dequantised.
+
+    XLA writes them out, a seventh of the keys and values that follow, or less, so that one kernel decompresses both kinds.
+    """
+    if not isinstance(latent, Fp8Latents):
+        return latent, pages
+    return dequantise(latent[pages[:, 0]], bf16), pages.at[:, 0].set(jnp.arange(len(pages), dtype=i32))
 
 
 def list_starts(ends: jax.Array, keys: int) -> jax.Array:

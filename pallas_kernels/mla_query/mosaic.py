@@ -22,6 +22,7 @@ from jax import lax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import run_in_place, transpose_ref
 from pallas_kernels.kv_write.mosaic import PARAMS, write_token
+from pallas_kernels.latents import Latents, from_arrays
 from pallas_kernels.rotary import HALF, ROWS, rotated
 
 ROPE, LATENT = 2 * HALF, 512
@@ -75,7 +76,7 @@ def mla_query(q: jax.Array, w_uk: jax.Array, cos: jax.Array, sin: jax.Array, *, 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def write_and_query(
-    latent: jax.Array,
+    latent: Latents,
     kv_a: jax.Array,
     norm_weight: jax.Array,
     q: jax.Array,
@@ -87,14 +88,15 @@ def write_and_query(
     *,
     eps: float,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Latents, jax.Array]:
     """See api.py. Each token's latent is a block of the same launch."""
     T = q.shape[0]
     q, cos, sin = _whole(q, cos, sin)
     kernel = Kernel.of(q.shape[0], *w_uk.shape[:2])
     writers = -(-T // (kernel.token_blocks * kernel.H))
 
-    def mla_write_and_query(kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, latent, out, **scratch):
+    def mla_write_and_query(kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, *latent_and_out, **scratch):
+        *latent, out = latent_and_out
         part = lax.axis_index("part")
         kernel.body(part, q, w_uk, cos, sin, out, **scratch)
         row = lax.axis_index("tokens") * kernel.H + lax.axis_index("head")
@@ -102,12 +104,12 @@ def write_and_query(
 
         @pl.when((part >= kernel.parts) & (token < T))
         def _write():
-            write_token(token, kv_a, norm_weight, cos, sin, pages, offsets, latent, eps=eps)
+            write_token(token, kv_a, norm_weight, cos, sin, pages, offsets, *latent, eps=eps)
 
-    latent, out = run_in_place(
+    *written, out = run_in_place(
         mla_write_and_query,
         (kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets),
-        (latent,),
+        tuple(jax.tree.leaves(latent)),
         (kernel.out_type,),
         scratch_types=kernel.scratch_types,
         grid=(kernel.token_blocks, kernel.H, kernel.parts + writers),
@@ -115,7 +117,7 @@ def write_and_query(
         interpret=interpret,
         compiler_params=PARAMS,
     )
-    return latent, out[:T]
+    return from_arrays(tuple(written)), out[:T]
 
 
 def _whole(*arrays: jax.Array) -> list[jax.Array]:

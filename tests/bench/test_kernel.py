@@ -122,6 +122,7 @@ def test_kernel_seconds_of_a_trace():
     "operation",
     [
         "mla_decode",
+        "mla_decode_fp8",
         "mla_prefill",
         "gqa_decode",
         "gqa_prefill",

@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.latents import GROUP, Fp8Latents, dequantise, quantise
+from pallas_kernels.mla_decode.shapes import CACHED, LATENT
 
 
 def paged_pool(
@@ -24,6 +28,18 @@ def paged_pool(
             owned = min(page_size, length - column * page_size)
             pool[page, :owned] = rng.standard_normal((owned, width), np.float32)
     return pool, tables
+
+
+def fp8_shapes(pages: int) -> Fp8Latents:
+    """Pages of 64 tokens with the published widths."""
+    arrays = ((LATENT, jnp.float8_e4m3fn), (LATENT // GROUP, jnp.float32), (CACHED - LATENT, jnp.bfloat16))
+    return Fp8Latents(*(jax.ShapeDtypeStruct((pages, 64, width), dtype) for width, dtype in arrays))
+
+
+def fp8_and_plain(pool: np.ndarray | jax.Array) -> tuple[Fp8Latents, jax.Array]:
+    """A pool of `paged_pool` in FP8, with NaN in every array where the pool has it, and the bfloat16 array of its values."""
+    latents = quantise(jnp.asarray(pool[..., :LATENT]), jnp.asarray(pool[..., LATENT:]))
+    return latents, dequantise(latents, jnp.bfloat16)
 
 
 def window_bounds(lengths: Sequence[int], n: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from pallas_kernels.mla_decode.values import supports
 from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
-from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
+from tests.kernels.paged_cases import fp8_and_plain, fp8_shapes, paged_pool, relative_error, window_bounds
 
 
 @interpreted
@@ -43,6 +43,27 @@ def test_interpreted_without_races(lengths, n, heads, sms):
     want = reference.mla_decode(*exact, jnp.asarray(tables), jnp.asarray(bounds), scale=SCALE, value_dim=LATENT)
     assert relative_error(got, want) < 1e-2
     assert_no_races(got)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("lengths", "n", "heads", "sms"),
+    [((70, 200, 64, 1), 4, 4, 8), ((65, 130), 3, 32, 4)],
+)
+def test_fp8_is_the_kernel_on_what_the_codes_stand_for(lengths, n, heads, sms):
+    """With NaN in the codes, scales and keys that no context owns; without races.
+
+    A GPU gives the same bits (`tests/gpu/test_fp8_cache.py`); the interpreter adds up the scores' columns in another order.
+    """
+    rng = np.random.default_rng(0)
+    pool, tables = paged_pool(rng, lengths, CACHED)
+    q = jnp.asarray(rng.standard_normal((len(lengths), n, heads, CACHED)), jnp.bfloat16)
+    run = functools.partial(mosaic.mla_decode, scale=SCALE, sms=sms, interpret=detect_races())
+    got, want = (run(q, latents, tables, window_bounds(lengths, n)) for latents in fp8_and_plain(pool))
+    got, want = (np.asarray(out, np.float32) for out in (got, want))
+    np.testing.assert_allclose(got, want, rtol=2**-6, atol=2e-3)
+    assert (got != want).mean() < 1e-3
+    assert_no_races((got, want), kernels=2)
 
 
 @interpreted
@@ -89,12 +110,13 @@ def test_lowers_for_cuda_with_values(batch, n, V, most):
     assert ("dot_general" in text) == (batch * n > max(4, most))
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(("batch", "n", "heads"), [(1, 1, 16), (8, 8, 4), (128, 4, 16), (200, 1, 64), (2, 5, 128)])
-def test_lowers_for_cuda(batch, n, heads):
+def test_lowers_for_cuda(batch, n, heads, fp8):
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
     shapes = (
         jax.ShapeDtypeStruct((batch, n, heads, CACHED), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1000, 64, CACHED), jnp.bfloat16),
+        fp8_shapes(1000) if fp8 else jax.ShapeDtypeStruct((1000, 64, CACHED), jnp.bfloat16),
         jax.ShapeDtypeStruct((batch, 64), jnp.int32),
         jax.ShapeDtypeStruct((batch, n), jnp.int32),
     )

@@ -16,7 +16,7 @@ from pallas_kernels import backend, query_tiles
 from pallas_kernels.mla_decode.shapes import LATENT, NOPE, ROPE, SCALE, VALUE, WIDE_NOPE, WIDE_VALUE
 from pallas_kernels.mla_prefill import api, decompress, mosaic, reference
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
-from tests.kernels.paged_cases import flat_chunks
+from tests.kernels.paged_cases import flat_chunks, fp8_and_plain
 
 L, R, PAGE = LATENT, ROPE, mosaic.PAGE
 NARROW, WIDE = (NOPE, VALUE), (WIDE_NOPE, WIDE_VALUE)
@@ -70,6 +70,19 @@ def test_interpreted(chunk, max_pages):
     """One chunk for all requests, several chunks, and a loop over the chunks that exist."""
     assert (-(-max_pages // 2) * 2 * 128 // chunk > mosaic.MOST_UNROLLED) == (max_pages == 9)
     check_interpreted((100, 0), (65, 1), chunk=chunk, max_pages=max_pages)
+
+
+@interpreted
+def test_fp8_is_the_kernels_on_what_the_codes_stand_for():
+    """To the bit, over several chunks."""
+    floats, ints = problem(np.random.default_rng(0), (100, 0), (65, 1), 3, 1, 5)
+    run = functools.partial(mosaic.mla_prefill, scale=SCALE, chunk=256)
+    got, want = (
+        np.asarray(run_interpreted(run, *floats[:-1], latents, *ints), np.float32)
+        for latents in fp8_and_plain(floats[-1])
+    )
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got, want)
 
 
 @interpreted

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backend import Backends, UnsupportedError, use
+from pallas_kernels.kv_write import mosaic as kv_write_mosaic
 from pallas_kernels.kv_write import reference as kv_write
 from pallas_kernels.mla_decode.shapes import CACHED, LATENT, NOPE, ROPE, WIDE_NOPE
 from pallas_kernels.mla_query import mosaic, reference
 from pallas_kernels.mla_query.api import mla_query
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
-from tests.kernels.paged_cases import arranged, relative_error
+from tests.kernels.paged_cases import arranged, fp8_shapes, relative_error
 
 
 def inputs(T: int, H: int, D: int = NOPE, R: int = ROPE, L: int = LATENT) -> list[jax.Array]:
@@ -65,6 +66,28 @@ def test_with_the_latents_in_one_launch(T, H, merged, D):
     assert relative_error(got, reference.mla_query(*(a.astype(jnp.float32) for a in (q, w_uk, cos, sin)))) < 4e-3
     want_cache = kv_write.write_latent(cache, kv_a, norm, cos, sin, pages, offsets, eps=1e-5)
     np.testing.assert_allclose(np.asarray(got_cache, np.float32), np.asarray(want_cache, np.float32), rtol=2**-7)
+
+
+@interpreted
+def test_with_fp8_latents_in_one_launch():
+    """The codes are those that the kernel for writing alone gives, to the bit."""
+    T = 5
+    q, w_uk, cos, sin = inputs(T, 2, NOPE)
+    rng = np.random.default_rng(T)
+    kv_a = jnp.asarray(rng.standard_normal((T, CACHED)), jnp.bfloat16)
+    norm = jnp.asarray(rng.uniform(0.5, 1.5, LATENT), jnp.bfloat16)
+    places = jnp.asarray(rng.permutation(64)[:T], jnp.int32)
+    nothing = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), fp8_shapes(1))
+    options = {"eps": 1e-5, "interpret": detect_races()}
+    where = jnp.zeros_like(places), places
+    got, queries = mosaic.write_and_query(
+        nothing, *arranged(q, kv_a, norm, merged=True), w_uk, cos, sin, *where, **options
+    )
+    want = kv_write_mosaic.write_latent(nothing, kv_a, norm, cos, sin, *where, **options)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    assert relative_error(queries, reference.mla_query(*(a.astype(jnp.float32) for a in (q, w_uk, cos, sin)))) < 4e-3
+    assert_no_races((got, queries), kernels=2)
 
 
 @pytest.mark.parametrize("merged", [False, True])
