@@ -22,6 +22,7 @@ from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
 from jaxspec.engine.handoff import Forwarded
 from jaxspec.engine.masks import MaskUpload
+from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.scoring import Scores, following_ids, score, unpack, wants_scores
@@ -390,10 +391,12 @@ class Runner:
         def flat_forward(leaves: tuple[jax.Array, ...], state: StepState, inputs: jax.Array, _: Forwarded):
             return flat_step(leaves, state, inputs)
 
-        if bucket.part == "forward":
-            jitted = jax.jit(flat_forward, donate_argnums=(1, 3), out_shardings=out_shardings, keep_unused=True)
-        else:
-            jitted = jax.jit(flat_step, donate_argnums=1, out_shardings=out_shardings)
+        forward_only = bucket.part == "forward"
+        whole, of_state = PartitionSpec(), specs(self._shapes)
+        in_specs = (specs(self._leaves), of_state, whole, *(() if bucket.part == "whole" else (whole,)))
+        function = on_mesh(flat_forward if forward_only else flat_step, self._mesh, in_specs, (of_state, whole))
+        donated = (1, 3) if forward_only else 1
+        jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings, keep_unused=forward_only)
         try:
             handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
             with self._exact(), use(self._backends) as chosen:
@@ -416,7 +419,7 @@ class Runner:
         inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         with self._exact(), use(self._backends):
             _, shapes = jax.eval_shape(forward_part, self.params, self._shapes, inputs)
-        # Whole on every device: logits that lie split over several are gathered between the parts.
+        # Whole on every device.
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._replicated), shapes)
 
     def _prepare_score(self, bucket: Bucket) -> None:
@@ -431,7 +434,9 @@ class Runner:
             return score(self.graphdefs[0], jax.tree.unflatten(structure, leaves)[0], hidden_PH, following_P)
 
         following = np.zeros(P, np.int32)
-        jitted = jax.jit(flat_score, out_shardings=self._replicated)
+        whole = PartitionSpec()
+        scored = on_mesh(flat_score, self._mesh, (specs(self._leaves), whole, whole), whole)
+        jitted = jax.jit(scored, out_shardings=self._replicated)
         with self._exact():
             key = self.store.key("score", self.graphdefs, self._leaves, hidden, P, self._mesh)
             self._scores[P] = self.store.load_or_make(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.models import comm
 from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig, RopeConfig
@@ -102,8 +103,21 @@ def block_key_map(spec: LayerSpec, hidden: int, prefix: str) -> KeyMap:
 
 
 class Embedding(nnx.Module):
+    """A vector for each token of a vocabulary: an embedding, a head, or both."""
+
     def __init__(self, vocab: int, hidden: int, declare: Declare):
         self.weight = declare((vocab, hidden), ("vocab", None))
+
+    def rows(self, ids_T: jax.Array) -> jax.Array:
+        """[T, H] of ids int32 [T]."""
+        weight_VH = self.weight[...]
+        if not comm.is_split():
+            return jnp.take(weight_VH, ids_T, axis=0)
+        return comm.total(jnp.take(weight_VH, comm.find(ids_T, weight_VH.shape[0]), axis=0, mode="fill", fill_value=0))
+
+    def logits(self, hidden_RH: jax.Array) -> jax.Array:
+        """[R, vocab] of hidden states, in their type."""
+        return comm.gather(linear(hidden_RH, self.weight[...]), axis=1)
 
 
 class CausalLM(nnx.Module):
@@ -157,15 +171,15 @@ class CausalLM(nnx.Module):
         return ModelOutput(stream.norm(self.norm), tuple(written), tuple(captured), tuple(chosen or ()))
 
     def embed_ids(self, ids_T: jax.Array) -> jax.Array:
-        x_TH = jnp.take(self.embed.weight[...], ids_T, axis=0)
+        x_TH = self.embed.rows(ids_T)
         return x_TH if self.config.embed_scale == 1 else x_TH * self.config.embed_scale
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
         """[R, vocab] of hidden states after the final norm, in their type."""
-        weight = self.embed.weight if self.config.tie_embeddings else self.head.weight
+        head = self.embed if self.config.tie_embeddings else self.head
         if self.config.logit_scale != 1:
             hidden_RH = hidden_RH * self.config.logit_scale
-        return linear(hidden_RH, weight[...])
+        return head.logits(hidden_RH)
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Of its layers, in order."""

@@ -266,7 +266,7 @@ class Eagle3(nnx.Module):
         return linear(streams_TW, self.fc[...])
 
     def embed_ids(self, target: CausalLM, ids_T: jax.Array) -> jax.Array:
-        return jnp.take(self.embed.weight[...], ids_T, axis=0) if self.own_embedding else target.embed_ids(ids_T)
+        return self.embed.rows(ids_T) if self.own_embedding else target.embed_ids(ids_T)
 
     def __call__(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, cache: LayerCache, meta: StepMetadata
@@ -293,7 +293,7 @@ class Eagle3(nnx.Module):
         normed_RH = hidden_RH if self.config.norm_output else self.norm(hidden_RH)
         if not self.own_head:
             return target.logits(normed_RH)
-        logits = linear(normed_RH, self.head.weight[...])
+        logits = self.head.logits(normed_RH)
         if not self.config.reduced:
             return logits
         ids = jnp.arange(self.config.draft_vocab_size) + self.d2t[...]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.models import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
@@ -177,7 +178,11 @@ class GQA(nnx.Module):
     def _place(self, norm: str, x: jax.Array, rope: RopeTables) -> jax.Array:
         """Queries [T, K, G, D] or keys [T, K, D], normed and rotated."""
         dims = self.spec.norm_dims
-        if norm in dims:
+        if self.spec.qk_norm == "whole":
+            every = comm.gather(x, axis=1)
+            normed = getattr(self, norm)(every.reshape(*x.shape[:1], -1, dims[norm])).reshape(every.shape)
+            x = comm.own(normed, x.shape[1], axis=1)
+        elif norm in dims:
             x = getattr(self, norm)(x.reshape(*x.shape[:1], -1, dims[norm])).reshape(x.shape)
         return apply_rope(x, *rope)
 
@@ -188,5 +193,5 @@ class GQA(nnx.Module):
         return {"scale": spec.softmax_scale, "window": spec.window, "sinks": sinks}
 
     def _output(self, attended_TKGD: jax.Array) -> jax.Array:
-        out_TH = jnp.einsum("tkgd,hkgd->th", attended_TKGD, self.o[...])
+        out_TH = comm.total(jnp.einsum("tkgd,hkgd->th", attended_TKGD, self.o[...]))
         return out_TH + self.o_bias[...] if self.spec.out_bias else out_TH

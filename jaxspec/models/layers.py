@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.models import comm
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare
@@ -116,7 +117,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_TH: jax.Array) -> jax.Array:
         gate_up_T2I = linear(x_TH, self.gate_up[...])
-        out_TH = linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...])
+        out_TH = comm.total(linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...]))
         return out_TH if self.scale == 1 else out_TH * self.scale
 
     def add_to(

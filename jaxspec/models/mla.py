@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxspec.models import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import Index, KeyMap, Piece, Pieces, nested, norm_weight
@@ -204,8 +205,8 @@ class MLA(nnx.Module):
     def project_out(self, out_TNV: jax.Array) -> jax.Array:
         """Values of the heads -> what attention adds to the residual stream, [T, H], or parts of it."""
         if self.mla.output_scale == 1:
-            return linear_to_add(out_TNV, self.o[...])
-        return jnp.einsum("tnv,hnv->th", out_TNV, self.o[...]) * self.mla.output_scale
+            return comm.total(linear_to_add(out_TNV, self.o[...]))
+        return comm.total(jnp.einsum("tnv,hnv->th", out_TNV, self.o[...])) * self.mla.output_scale
 
     def attend_prefill(
         self, q_PND: jax.Array, cos: jax.Array, sin: jax.Array, latents: Latents, meta: StepMetadata

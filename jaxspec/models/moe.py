@@ -7,11 +7,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.models import comm
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
 from jaxspec.models.params import Declare
 from pallas_kernels.moe.activation import Clamp
-from pallas_kernels.moe.api import add_routed_experts, logit_parts, route_sigmoid, route_softmax, splits_router
+from pallas_kernels.moe.api import (
+    add_routed_experts,
+    logit_parts,
+    route_sigmoid,
+    route_softmax,
+    routed_experts,
+    splits_router,
+)
 from pallas_kernels.moe.weights import ExpertWeights
 
 
@@ -96,13 +104,18 @@ class MoE(nnx.Module):
         x_TH, normed_TH, logits = self._logits(x_TH, attended_TH, norm)
         spec = self.spec
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
+        down = self.down[...]
         parameters = ExpertWeights(
             self.gate_up[...],
-            self.down[...],
+            down,
             shared=(self.shared.gate_up[...], self.shared.down[...]) if spec.shared else None,
             biases=(self.gate_up_bias[...], self.down_bias[...]) if spec.biases else None,
             clamp=spec.clamp,
+            first=comm.first(down.shape[0]) if comm.is_split() else None,
         )
+        if comm.is_split():
+            out_TH = routed_experts(normed_TH, parameters, logits, bias_E, live_T, **self._routing())
+            return Stream(x_TH + comm.total(out_TH))
         norm_after = (following.weight[...], following.eps) if following else None
         return Stream(
             *add_routed_experts(x_TH, normed_TH, parameters, logits, bias_E, live_T, norm_after, **self._routing())

@@ -124,25 +124,48 @@ def with_shardings(model: nnx.Module, mesh: Mesh) -> dict[tuple[str | int, ...],
     """Path -> shape, dtype and sharding of every parameter on `mesh`.
 
     Raises:
-        ConfigError: a split axis is not divisible by the mesh axis, or the mesh cuts a block that has one scale.
+        ConfigError: a split axis is not divisible by the mesh axis, or the mesh cuts a block that has one scale; it names
+            the sizes that would do.
     """
+    devices = mesh.shape[TENSOR_AXIS]
     out = {}
     for path, variable in declarations(model).items():
         value = variable.get_value()
         metadata = variable.get_metadata()
-        spec = partition_spec(metadata["axes"])
-        for size, mesh_axis, block in zip(value.shape, spec, metadata["block"], strict=True):
-            devices = mesh.shape[mesh_axis] if mesh_axis else 1
+        for axis, size, block in _split_axes(variable):
             if size % devices:
-                raise ConfigError(f"tensor parallel size {devices} does not divide {size}, an axis of {dotted(path)}")
-            if devices > 1 and size // devices % block:
+                raise ConfigError(
+                    f"tensor parallel size {devices} does not divide {size}, the {axis} axis of {dotted(path)}; "
+                    f"use {_fitting_words(model)}"
+                )
+            if not _fits(devices, size, block):
                 raise ConfigError(
                     f"tensor parallel size {devices} cuts {dotted(path[:-1])} inside a block of {block} that has one "
-                    f"scale ({metadata['scheme']}: {size} over {devices}); use another size, or convert the model with "
-                    "--quantization bf16"
+                    f"scale ({metadata['scheme']}: {size} over {devices}); use {_fitting_words(model)}, or convert the "
+                    "model with --quantization bf16"
                 )
-        out[path] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
+        sharding = NamedSharding(mesh, partition_spec(metadata["axes"]))
+        out[path] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     return out
+
+
+def _split_axes(variable: nnx.Variable) -> list[tuple[str, int, int]]:
+    """Logical name, size and block of each axis of a parameter that a mesh splits."""
+    metadata = variable.get_metadata()
+    axes = zip(metadata["axes"], variable.get_value().shape, metadata["block"], strict=True)
+    return [(axis, size, block) for axis, size, block in axes if axis in AXIS_RULES]
+
+
+def _fits(devices: int, size: int, block: int) -> bool:
+    return devices == 1 or (size % devices == 0 and size // devices % block == 0)
+
+
+def _fitting_words(model: nnx.Module) -> str:
+    """The tensor parallel sizes that split a model evenly, in words."""
+    split = [axis for variable in declarations(model).values() for axis in _split_axes(variable)]
+    sizes = range(1, min(size for _, size, _ in split) + 1)
+    *others, last = (str(n) for n in sizes if all(_fits(n, size, block) for _, size, block in split))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def dotted(path: tuple[str | int, ...]) -> str:

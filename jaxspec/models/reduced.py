@@ -14,7 +14,6 @@ from jaxspec.models.decoder import CausalLM, Embedding
 from jaxspec.models.draft import Draft
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
-from pallas_kernels.quant.reference import linear
 
 
 class Reduced(nnx.Module):
@@ -71,6 +70,6 @@ class _Head:
         self._reduced = reduced
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
-        logits = linear(hidden_RH, self._reduced.head.weight[...])
+        logits = self._reduced.head.logits(hidden_RH)
         everything = jnp.full((logits.shape[0], self._reduced.vocab_size), -jnp.inf, logits.dtype)
         return everything.at[:, self._reduced.ids[...]].set(logits)

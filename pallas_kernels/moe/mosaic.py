@@ -33,6 +33,8 @@ def unsupported_reason(x: jax.Array, parameters: ExpertWeights) -> str | None:
     matrices = (parameters.gate_up, parameters.down, *(parameters.shared or ()))
     if reason := unquantised_reason(*matrices):
         return reason
+    if parameters.first is not None:
+        return "it needs all experts on one device"
     if parameters.special and parameters.shared is not None:
         return "it has no biases and no clamped SwiGLU beside shared experts"
     if H % M or inner % M:

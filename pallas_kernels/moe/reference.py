@@ -131,12 +131,16 @@ def experts(x: jax.Array, parameters: ExpertWeights, weights: jax.Array, ids: ja
 
 
 def routed(x: jax.Array, parameters: ExpertWeights, weights: jax.Array, ids: jax.Array, live: jax.Array) -> jax.Array:
-    """The routed experts alone."""
+    """The routed experts alone, of those that are here."""
     T = x.shape[0]
     gate_up, down = (dequantise(weight, x.dtype) for weight in (parameters.gate_up, parameters.down))
     biases = parameters.biases
     E = gate_up.shape[0]
     weights = jnp.where(live[:, None], weights, 0.0)
+    if parameters.first is not None:
+        ids = ids - parameters.first
+        here = (ids >= 0) & (ids < E)
+        weights, ids = jnp.where(here, weights, 0.0), jnp.where(here, ids, 0)
     share_TE = jnp.zeros((T, E), jnp.float32).at[jnp.arange(T)[:, None], ids].add(weights)
 
     def block(args):

@@ -10,7 +10,9 @@ from pallas_kernels.quant.values import Quantised, Weight
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("gate_up", "down", "shared", "biases"), meta_fields=("clamp",)
+    jax.tree_util.register_dataclass,
+    data_fields=("gate_up", "down", "shared", "biases", "first"),
+    meta_fields=("clamp",),
 )
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -21,6 +23,8 @@ class ExpertWeights:
         shared: gate_up [2, S, H] and down [H, S] of the shared experts, which are one MLP of their joint inner size S.
         biases: of the routed experts, [E, 2, I] and [E, H].
         clamp: how the routed experts join gate and up, where it is not SwiGLU.
+        first: int32 [], the id of the first of the E experts, where others are elsewhere: of a token's experts those
+            count that are here, and of the shared inner size S what is here.
     """
 
     gate_up: Weight
@@ -28,6 +32,7 @@ class ExpertWeights:
     shared: tuple[Weight, Weight] | None = None
     biases: tuple[jax.Array, jax.Array] | None = None
     clamp: Clamp | None = None
+    first: jax.Array | None = None
 
     @property
     def special(self) -> bool:

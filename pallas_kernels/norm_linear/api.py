@@ -12,9 +12,9 @@ from pallas_kernels.norm_linear import joined_linear as joined
 def needs_separate_weights(T: int) -> bool:
     """Whether the weights that read the norm of T tokens should stay separate arrays instead of one concatenated matmul.
 
-    They do for the kernel, and on several devices, where sharded weights cannot be concatenated.
+    They do for the kernel.
     """
-    return tuning.current().norm_linear_tokens >= T or current().devices > 1
+    return tuning.current().norm_linear_tokens >= T
 
 
 def norms_apart(T: int) -> bool:

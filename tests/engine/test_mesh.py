@@ -1,75 +1,301 @@
 """Tensor parallelism: heads and experts of target and draft split over two devices give the tokens of one device."""
 
 import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxspec.compat import compiles
-from jaxspec.engine.buckets import Variant
+from jaxspec.config import Lookup
+from jaxspec.engine.buckets import Variant, bucket_table
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import Runner
-from jaxspec.models.decoder import CausalLM
+from jaxspec.engine.runner import Runner, StepOutput, bind
+from jaxspec.errors import ConfigError
+from jaxspec.models import comm
+from jaxspec.models.decoder import CausalLM, Embedding
+from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
+from jaxspec.models.layers import DenseSpec, RMSNorm
+from jaxspec.models.moe import MoESpec
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import TENSOR_AXIS
+from jaxspec.models.params import TENSOR_AXIS, Declare, nest, quantised, random_params, schemes_of, with_shardings
+from jaxspec.models.reduced import Reduced
 from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
+from pallas_kernels.moe import reference
+from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant.schemes import SCHEMES
+from tests.engine.grammar_requests import grammar_requests
 from tests.engine.scripted import numpy_params, one_bucket, warmed
-from tests.engine.tiny import HF_CONFIG, SETTINGS, VOCAB, run
+from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, cached, run
+from tests.tiny_models import CONFIGS, TWINS, VARIANTS
 
-LLAMA = {
+TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-6,
     "max_position_embeddings": 512,
 }  # fmt: skip
-HEAD = LLAMA | {
+HEAD = TINY_LLAMA | {
     "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
 }  # fmt: skip
+# Sizes that two devices split between blocks of every scheme.
+WHOLE_BLOCKS = HF_CONFIG | {"intermediate_size": 256, "moe_intermediate_size": 256, "n_shared_experts": 1}
+COLLECTIVE = re.compile(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(?:-start)?\(")
 
 
-def nextn():
+def mesh_of(devices: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:devices]), (TENSOR_AXIS,))
+
+
+def nextn() -> Draft:
     return NextN(read_config(HF_CONFIG), jnp.float32)
 
 
-def eagle3():
-    return Eagle3(read_eagle3_config(HEAD), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False)
+def eagle3(*, own: bool) -> Draft:
+    """With an embedding and a head of its own for half of the vocabulary, or with the target's."""
+    config = read_eagle3_config(HEAD | ({"draft_vocab_size": VOCAB // 2} if own else {}))
+    return Eagle3(config, jnp.float32, capture=(0, 1, 2), own_embedding=own, own_head=own)
 
 
-def tokens(config, draft, sampler: Variant, devices):
-    """Texts of three requests on so many devices; greedy and at temperature 1, in chunks and whole."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), (TENSOR_AXIS,))
-    model = CausalLM(read_config(config), jnp.float32)
-    params = numpy_params(model, 1, mesh)
-    assert {len(array.sharding.device_set) for array in jax.tree.leaves(params)} == {devices}
-    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=2)
-    drafting, buckets = (draft, numpy_params(draft, 2, mesh)), one_bucket(settings, sampler)
-    runner = warmed(Runner(model, params, settings, mesh, draft=drafting, buckets=buckets))
-    before = compiles.total
-    rng = np.random.default_rng(0)
-    requests = [
-        Request(f"r{i}", rng.integers(0, VOCAB, n).tolist(), SamplingParams(max_tokens=20, temperature=i % 2, seed=i))
-        for i, n in enumerate((3, 70, 90))
+def reduced() -> Draft:
+    return Reduced(nextn(), VOCAB // 2, VOCAB, HF_CONFIG["hidden_size"], jnp.float32)
+
+
+def mlps_in(scheme: str) -> CausalLM:
+    """The tiny target with its dense MLP and its experts quantised."""
+    model = CausalLM(read_config(WHOLE_BLOCKS), jnp.float32)
+    owners = (("layers", 0, "mlp"), ("layers", 1, "mlp"), ("layers", 1, "mlp", "shared"))
+    return quantised(model, {(*at, name): SCHEMES[scheme] for at in owners for name in ("gate_up", "down")})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A target, with what drafts for it, in one bucket; `scheme`: of its MLPs. `split`: decode steps are in two parts."""
+
+    config: str | None = None
+    draft: Any = None
+    lookup: Lookup | None = None
+    sampler: Variant = "lean"
+    scheme: str | None = None
+    split: bool = False
+
+    def target(self) -> CausalLM:
+        if self.scheme:
+            return mlps_in(self.scheme)
+        config = {None: HF_CONFIG, "tiny-llama": TINY_LLAMA}.get(self.config) or CONFIGS[self.config or ""]
+        return CausalLM(read_config(config), jnp.float32)
+
+
+MTP = Case(draft=nextn)
+
+
+class Steps:
+    """An engine's observer that counts steps with prompt chunks beside decode rows, and those in two parts."""
+
+    def __init__(self) -> None:
+        self.mixed = self.split = 0
+
+    def __call__(self, step: StepOutput) -> None:
+        self.mixed += bool(step.plan.prefill and step.plan.decode)
+        self.split += step.plan.split
+
+
+def requests_for(case: Case, vocab: int) -> list[Request]:
+    """Greedy and at temperature 1 with and without a seed, in chunks and whole, one with text to look up."""
+    rng, full = np.random.default_rng(0), case.sampler == "full"
+    prompts = [list(range(8)) * 3, *(rng.integers(0, vocab, n).tolist() for n in (70, 90, 5))]
+    temperatures, scored = (0, 1, 0, 1), 2 if full else None
+    out = [
+        Request(
+            f"r{i}",
+            prompt,
+            SamplingParams(
+                max_tokens=20, temperature=t, seed=i if t else None, ignore_eos=True, prompt_logprobs=scored
+            ),
+        )
+        for i, (prompt, t) in enumerate(zip(prompts, temperatures, strict=True))
     ]
-    ids, _, _ = run(Engine(runner, vocab_size=VOCAB), requests)
+    return out + (grammar_requests() if case.split else [])
+
+
+@cached
+def served(case: Case, devices: int) -> tuple[Runner, dict[str, list[int]], list[float]]:
+    """Texts of a few requests on so many devices, and the log-probabilities of their prompts where these were asked for."""
+    mesh = mesh_of(devices)
+    model, draft = case.target(), case.draft() if case.draft else None
+    k = 2 if case.draft or case.lookup else 0
+    depth = 1 if case.split else SETTINGS.readout_depth
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, lookup=case.lookup, readout_depth=depth)
+    buckets = one_bucket(settings, case.sampler)
+    split = tuple(b for b in bucket_table(settings) if not b.prefill_tokens)[-1:] if case.split else ()
+    drafting = (draft, params_of(draft, 2, mesh)) if draft else None
+    params = params_of(model, 1, mesh)
+    assert {len(array.sharding.device_set) for array in jax.tree.leaves(params)} == {devices}
+    runner = warmed(Runner(model, params, settings, mesh, draft=drafting, buckets=buckets, split=split))
+    before, vocab, steps = compiles.total, model.config.vocab_size, Steps()
+    requests = requests_for(case, vocab)
+    ids, _, _ = run(Engine(runner, vocab_size=vocab, eos_token_ids=(EOS,), observer=steps), requests)
     assert compiles.total == before
-    return ids
+    assert steps.mixed
+    assert bool(steps.split) == case.split
+    return runner, ids, [score.logprob for r in requests for score in r.prompt_scores.values()]
+
+
+def params_of(module: nnx.Module, seed: int, mesh: Mesh) -> dict:
+    """Random parameters, the same on any mesh; a reduced draft proposes every second token."""
+    if schemes_of(module):  # drawn on one device: on several the generator gives others
+        shardings = {path: target.sharding for path, target in with_shardings(module, mesh).items()}
+        drawn = random_params(module, mesh_of(1), seed, randomize_norms=True)
+        return jax.tree.map(lambda array, at: jax.device_put(np.asarray(array), at), drawn, nest(shardings))
+    params = numpy_params(module, seed, mesh)
+    if isinstance(module, Reduced):
+        params["ids"] = jax.device_put(np.arange(0, VOCAB, 2, dtype=np.int32), params["ids"].sharding)
+    return params
+
+
+CASES = {
+    "mla, nextn": MTP,
+    "llama, eagle3": Case("tiny-llama", functools.partial(eagle3, own=False), sampler="full"),
+    "llama, eagle3 with its own head": Case("tiny-llama", functools.partial(eagle3, own=True)),
+    "mla, reduced nextn": Case(draft=reduced),
+    "mla, looked up": Case(lookup=Lookup(1, 4)),
+    "llama, looked up beside eagle3": Case(
+        "tiny-llama", functools.partial(eagle3, own=False), Lookup(1, 4, beside_model=True)
+    ),
+    "mla, nextn, split steps": Case(draft=nextn, sampler="full", split=True),
+    **{name: Case(name) for name in VARIANTS if name not in TWINS and "vocab_size" in CONFIGS[name]},
+    **{f"mla in {scheme}": Case(scheme=scheme, draft=nextn) for scheme in SCHEMES},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if case is MTP else pytest.mark.full) for name, case in CASES.items()],
+)
+def test_two_devices_give_the_tokens_of_one(name):
+    """Their logits are equal to rounding, and their draws have the same keys."""
+    (_, one, scores), (_, two, others) = (served(CASES[name], devices) for devices in (1, 2))
+    assert one == two
+    np.testing.assert_allclose(scores, others, atol=1e-4)
 
 
 @pytest.mark.slow
+def test_residual_bits_equal_on_every_device():
+    """What is declared replicated is so to the bit, or sampling would choose differently: all follows from the residual."""
+    runner, *_ = served(MTP, 2)
+    replicated = [array for array in jax.tree.leaves(runner.state) if array.sharding.is_fully_replicated]
+    assert len(replicated) > len(jax.tree.leaves(runner.state.kv))
+    for array in replicated:
+        one, two = (np.asarray(shard.data) for shard in array.addressable_shards)
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.slow
+def test_hlo_has_only_declared_collectives():
+    """Two sums a block, one an embedding, one gather for each time that the head is read; none on one device."""
+    runner, *_ = served(MTP, 2)
+    (bucket,) = runner.buckets
+    text = runner.executable(bucket).as_text()
+    blocks, reads = HF_CONFIG["num_hidden_layers"] + bucket.drafts, 1 + bucket.drafts
+    assert Counter(COLLECTIVE.findall(text)) == {"all-reduce": 2 * blocks + reads, "all-gather": reads}
+    runner, *_ = served(MTP, 1)
+    assert not COLLECTIVE.findall(runner.executable(bucket).as_text())
+
+
+def on_devices(devices: int, function: Callable[..., Any], module: nnx.Module, seed: int, *args: jax.Array) -> Any:
+    """function(module with random parameters, *args), the module split over so many devices."""
+    graphdef, state = bind(module, params_of(module, seed, mesh_of(devices)))
+
+    def of_state(state: nnx.State, *args: jax.Array) -> Any:
+        return function(nnx.merge(graphdef, state), *args)
+
+    whole = PartitionSpec()
+    return jax.jit(on_mesh(of_state, mesh_of(devices), (specs(state), *(whole,) * len(args)), whole))(state, *args)
+
+
+class Layer(nnx.Module):
+    """What follows attention in a block."""
+
+    def __init__(self, spec: DenseSpec | MoESpec):
+        declare = Declare(jnp.float32)
+        self.norm, self.mlp = RMSNorm(32, 1e-6, declare), spec.build(32, declare)
+
+
 @pytest.mark.parametrize(
-    ("config", "draft", "sampler"),
-    [
-        pytest.param(HF_CONFIG, nextn, "lean", id="mla"),
-        pytest.param(LLAMA, eagle3, "full", id="llama", marks=pytest.mark.full),
-    ],
+    "spec", [DenseSpec(48), MoESpec(4, 2, 16, 1, "sigmoid", biases=True)], ids=["dense", "mixture"]
 )
-def test_two_devices_give_the_tokens_of_one(config, draft, sampler):
-    """One of the two with the sampler of all parameters, which sees the same logits of either."""
-    one, two = (tokens(config, draft(), sampler, devices) for devices in (1, 2))
-    assert one == two
-    assert all(len(ids) == 20 for ids in two.values())
+def test_residual_enters_the_sum_once(spec):
+    """The stream is much larger than what an MLP adds to it."""
+    rng = np.random.default_rng(0)
+    x, attended = (jnp.asarray(1000 * rng.standard_normal((5, 32)), jnp.float32) for _ in range(2))
+
+    def add(layer: Layer, x: jax.Array, attended: jax.Array) -> jax.Array:
+        return layer.mlp.add_to(x, attended, layer.norm, jnp.ones(5, bool)).x
+
+    one, two = (on_devices(n, add, Layer(spec), 0, x, attended) for n in (1, 2))
+    np.testing.assert_allclose(one, two, atol=2e-3)
+    assert np.abs(one - (x + attended)).max() > 0.1
+
+
+def test_each_routed_pair_runs_on_one_shard():
+    """Experts whose output is a power of two: a pair that runs twice or never changes the sum, whatever runs beside it."""
+    E, T, k = 8, 33, 3
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(np.stack([rng.permutation(E)[:k] for _ in range(T)]), jnp.int32)
+    biases = jnp.zeros((E, 2, 4)), jnp.repeat(2.0 ** jnp.arange(E)[:, None], 4, axis=1)
+    whole = ExpertWeights(jnp.zeros((E, 2, 4, 4)), jnp.zeros((E, 4, 4)), biases=biases)
+    live = jnp.arange(T) % 5 > 0
+    call = jnp.ones((T, 4)), jnp.ones((T, k)), ids, live
+    want = np.where(live[:, None], (2.0 ** np.asarray(ids)).sum(axis=1, keepdims=True), 0).repeat(4, axis=1)
+
+    def of_part(first: int, size: int) -> jax.Array:
+        part = jax.tree.map(lambda a: a[first : first + size], whole)
+        x, *rest = call
+        return reference.experts(x, dataclasses.replace(part, first=jnp.int32(first)), *rest)
+
+    for parts in (1, 2, 4, 8):
+        got = sum(of_part(first, E // parts) for first in range(0, E, E // parts))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_parts_lie_in_the_order_of_the_mesh():
+    """Rows of an embedding and columns of a head from every device are what they are on one; own parts are found again."""
+
+    def read(embedding: Embedding, ids: jax.Array) -> tuple[jax.Array, ...]:
+        rows = embedding.rows(ids)
+        logits = embedding.logits(rows)
+        own = comm.own(logits, logits.shape[1] // (1 + comm.is_split()), axis=1)
+        return rows, logits, comm.gather(own, axis=1)
+
+    ids = jnp.asarray([0, 7, 8, 15, 3, 12], jnp.int32)
+    one, two = (on_devices(n, read, Embedding(16, 4, Declare(jnp.float32)), 0, ids) for n in (1, 2))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    np.testing.assert_array_equal(two[1], two[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "devices", "message"),
+    [
+        ("v3", {}, 3, "does not divide 256, the vocab axis of embed.weight; use 1, 2 or 4"),
+        ("v3", {"vocab_size": 258}, 3, "does not divide 4, the heads axis of layers.0.attention.o; use 1 or 2"),
+        ("v2", {"n_routed_experts": 6}, 4, "does not divide 6, the experts axis of layers.1.mlp.down; use 1 or 2"),
+        ("llama", {}, 4, "does not divide 2, the kv_heads axis of layers.0.attention.o; use 1 or 2"),
+        ("llama", {"num_key_value_heads": 1}, 2, "does not divide 1, the kv_heads axis of layers.0.attention.o; use 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_names_the_sizes_that_would_do(name, change, devices, message):
+    model = CausalLM(read_config(CONFIGS[name] | change), jnp.float32)
+    with pytest.raises(ConfigError, match=re.escape(message) + "$"):
+        with_shardings(model, jax.sharding.AbstractMesh((devices,), (TENSOR_AXIS,)))
