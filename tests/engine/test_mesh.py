@@ -24,6 +24,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner, StepOutput, bind
 from jaxspec.errors import ConfigError
 from jaxspec.models import comm
+from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.decoder import CausalLM, Embedding
 from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
@@ -82,7 +83,10 @@ def mlps_in(scheme: str) -> CausalLM:
 
 @dataclass(frozen=True)
 class Case:
-    """A target, with what drafts for it, in one bucket; `scheme`: of its MLPs. `split`: decode steps are in two parts."""
+    """A target, with what drafts for it, in one bucket; `scheme`: of its MLPs. `split`: decode steps are in two parts.
+
+    `cache`: the option kv_cache_dtype.
+    """
 
     config: str | None = None
     draft: Any = None
@@ -90,6 +94,7 @@ class Case:
     sampler: Variant = "lean"
     scheme: str | None = None
     split: bool = False
+    cache: KVCacheDtype = "auto"
 
     def target(self) -> CausalLM:
         if self.scheme:
@@ -135,6 +140,8 @@ def served(case: Case, devices: int) -> tuple[Runner, dict[str, list[int]], list
     """Texts of a few requests on so many devices, and the log-probabilities of their prompts where these were asked for."""
     mesh = mesh_of(devices)
     model, draft = case.target(), case.draft() if case.draft else None
+    for module in (model, *([draft] if draft else [])):
+        cache_stored_as(module, case.cache)
     k = 2 if case.draft or case.lookup else 0
     depth = 1 if case.split else SETTINGS.readout_depth
     settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, lookup=case.lookup, readout_depth=depth)
@@ -170,6 +177,7 @@ CASES = {
     "llama, eagle3": Case("tiny-llama", functools.partial(eagle3, own=False), sampler="full"),
     "llama, eagle3 with its own head": Case("tiny-llama", functools.partial(eagle3, own=True)),
     "mla, reduced nextn": Case(draft=reduced),
+    "mla, nextn, latents in FP8": Case(draft=nextn, cache="fp8"),
     "mla, looked up": Case(lookup=Lookup(1, 4)),
     "llama, looked up beside eagle3": Case(
         "tiny-llama", functools.partial(eagle3, own=False), Lookup(1, 4, beside_model=True)
