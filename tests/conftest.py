@@ -20,7 +20,7 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
     # One LLVM module an executable: splitting it costs more than two cores gain.
     flags.append("--xla_cpu_parallel_codegen_split_count=1")
     # As many devices as a test's mesh needs; all others use the first one.
-    flags.append("--xla_force_host_platform_device_count=2")
+    flags.append("--xla_force_host_platform_device_count=4")
     if version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")  # unknown to later ones
     if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):

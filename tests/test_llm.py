@@ -311,6 +311,7 @@ def test_an_interrupted_batch_leaves_nothing_behind(demo_llm, monkeypatch):
             ConfigError,
             r"\(--tensor-parallel-size\) 999 needs 999 devices",
         ),
+        ("demo", {"tensor_parallel_size": 3}, ConfigError, "4096, the vocab axis of embed.weight; use 1, 2 or 4"),
         ("demo", {"num_speculative_tokens": 3, "max_num_batched_tokens": 16}, ConfigError, "could not hold 4 tokens"),
     ],
 )

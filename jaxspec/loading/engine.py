@@ -29,7 +29,7 @@ from jaxspec.loading.checkpoint import Checkpoint, declare_target, load_params, 
 from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import TENSOR_AXIS, count_parameters, parameter_bytes, schemes_of
+from jaxspec.models.params import TENSOR_AXIS, count_parameters, parameter_bytes, schemes_of, with_shardings
 from jaxspec.progress import Progress
 from pallas_kernels.quant.schemes import Scheme
 
@@ -156,6 +156,8 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     draft = plan_draft(config, checkpoint, model_config, dtype)
     model = declare_target(checkpoint, dtype)
     modules: tuple[Any, ...] = (model, *([draft.model] if draft else []))
+    for module in modules:
+        with_shardings(module, mesh)  # refuses what the mesh cannot split
     if on_gpu:
         check_kernels(folder, {scheme for module in modules for scheme in schemes_of(module).values()})
     for module in modules:

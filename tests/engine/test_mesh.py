@@ -1,4 +1,4 @@
-"""Tensor parallelism: heads and experts of target and draft split over two devices give the tokens of one device."""
+"""Tensor parallelism: heads and experts of target and draft split over devices give the tokens of one device."""
 
 import dataclasses
 import functools
@@ -83,9 +83,11 @@ def mlps_in(scheme: str) -> CausalLM:
 
 @dataclass(frozen=True)
 class Case:
-    """A target, with what drafts for it, in one bucket; `scheme`: of its MLPs. `split`: decode steps are in two parts.
+    """A target, with what drafts for it, in one bucket.
 
-    `cache`: the option kv_cache_dtype.
+    Attributes:
+        scheme: of its MLPs. cache: the option kv_cache_dtype.
+        split: decode steps are in two parts.
     """
 
     config: str | None = None
@@ -189,25 +191,39 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if case is MTP else pytest.mark.full) for name, case in CASES.items()],
+    ("name", "devices"),
+    [
+        *(
+            pytest.param(name, 2, marks=pytest.mark.slow if case is MTP else pytest.mark.full)
+            for name, case in CASES.items()
+        ),
+        *(pytest.param(name, 4, marks=pytest.mark.full) for name in ("v3", "glm4-lite", "moonlight")),
+    ],
 )
-def test_two_devices_give_the_tokens_of_one(name):
+def test_several_devices_give_the_tokens_of_one(name, devices):
     """Their logits are equal to rounding, and their draws have the same keys."""
-    (_, one, scores), (_, two, others) = (served(CASES[name], devices) for devices in (1, 2))
-    assert one == two
+    (_, one, scores), (_, several, others) = (served(CASES[name], n) for n in (1, devices))
+    assert one == several
     np.testing.assert_allclose(scores, others, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_residual_bits_equal_on_every_device():
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        pytest.param("mla, nextn", 2, marks=pytest.mark.slow),
+        pytest.param("v3", 4, marks=pytest.mark.full),
+    ],
+)
+def test_residual_bits_equal_on_every_device(name, devices):
     """What is declared replicated is so to the bit, or sampling would choose differently: all follows from the residual."""
-    runner, *_ = served(MTP, 2)
+    runner, *_ = served(CASES[name], devices)
     replicated = [array for array in jax.tree.leaves(runner.state) if array.sharding.is_fully_replicated]
     assert len(replicated) > len(jax.tree.leaves(runner.state.kv))
     for array in replicated:
-        one, two = (np.asarray(shard.data) for shard in array.addressable_shards)
-        np.testing.assert_array_equal(one, two)
+        first, *others = (np.asarray(shard.data) for shard in array.addressable_shards)
+        assert len(others) == devices - 1
+        for other in others:
+            np.testing.assert_array_equal(first, other)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ Tests without a file are in this one; files are under tests/.
           test_demo_drafts.py::test_acceptance_has_a_floor
   - results do not depend on padding, nor on the mesh
           engine/test_equality.py::test_speculation_is_plain_decoding (layout "padded")
-          engine/test_mesh.py::test_two_devices_give_the_tokens_of_one
+          engine/test_mesh.py::test_several_devices_give_the_tokens_of_one
   - synthetic acceptance has the rates that were asked for
           sampling/test_rejection.py::test_synthetic_acceptance
           engine/test_acceptance.py::test_synthetic_acceptance_has_the_mean_that_was_asked_for
