@@ -107,7 +107,7 @@ def cache_config(settings: "Settings", config: "EngineConfig") -> dict[str, str]
         "block_size": str(settings.page_size),
         "num_gpu_blocks": str(pages),
         "num_cpu_blocks": "0",
-        "cache_dtype": settings.dtype,
+        "cache_dtype": {"auto": settings.dtype, "bf16": "bfloat16"}.get(config.kv_cache_dtype, config.kv_cache_dtype),
         "gpu_memory_utilization": str(config.gpu_memory_utilization),
         "enable_prefix_caching": str(settings.prefix_caching),
         "kv_cache_size_tokens": str(tokens),

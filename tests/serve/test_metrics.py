@@ -186,6 +186,8 @@ def test_cache_config():
         "kv_cache_size_tokens": "6400",
         "kv_cache_max_concurrency": "6.40",
     }
+    for option, label in (("bf16", "bfloat16"), ("fp8", "fp8")):
+        assert cache_config(settings, EngineConfig(kv_cache_dtype=option))["cache_dtype"] == label
 
 
 # --- vLLM's dashboards ---
