@@ -79,6 +79,7 @@ KERNELS = (
     Watched("mla_query", "test_mla_query.py::test_sizes[1-4]"),
     Watched("mla_write_and_query", "test_mla_query.py::test_with_the_latents_in_one_launch[1-4-False]"),
     Watched("mla_decode", "test_mla_decode.py::test_windows[mosaic-2]"),
+    Watched("mla_decode_fp8", "test_fp8_cache.py::test_decoding_with_values[lengths0-1-16]"),
     Watched("mla_decode_merge", "test_mla_decode.py::test_windows[mosaic-3]"),
     Watched("mla_decode_values", "test_mla_decode.py::test_values_in_the_merging_kernel[mosaic-lengths3-2]"),
     Watched("mla_decode_wide_values", "test_mla_decode.py::test_values_in_the_merging_kernel[mosaic-lengths6-4]"),

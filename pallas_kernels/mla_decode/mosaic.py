@@ -310,7 +310,7 @@ def _attend_kernel(
     matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
     widths = (LEFT, right, KEY_DIM - VALUE_DIM) if fp8 else (LEFT, right)
     of_stages = functools.partial(plgpu.Barrier, num_barriers=STAGES)
-    body.__name__ = "mla_decode"
+    body.__name__ = "mla_decode_fp8" if fp8 else "mla_decode"
     return plgpu.kernel(
         body,
         out_type=(

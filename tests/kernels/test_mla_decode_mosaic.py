@@ -122,6 +122,7 @@ def test_lowers_for_cuda(batch, n, heads, fp8):
     )
     text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 2
+    assert ("mla_decode_fp8" in text) == fp8
     assert "output_operand_alias" in text  # the merge writes into the first kernel's output
 
 
