@@ -14,6 +14,9 @@ from pallas_kernels.moe.api import add_routed_experts, experts, logit_parts, spl
 from pallas_kernels.moe.shapes import LAYERS, TOKENS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norm_linear
+from pallas_kernels.quant.reference import dequantise
+from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4, SCHEMES, VALUES
+from pallas_kernels.quant.values import Quantised
 
 MOONLIGHT = LAYERS["moonlight"]
 
@@ -50,14 +53,14 @@ class Moe(Case):
         rng = np.random.default_rng(call)
         return rng.permuted(np.tile(np.arange(self.E, dtype=np.int32), (self.T, 1)), axis=1)[:, : self.K]
 
+    def weights(self, layer: int) -> ExpertWeights:
+        return ExpertWeights(
+            normal(2 * layer, (self.E, 2, self.I, self.H), self.H**-0.5),
+            normal(2 * layer + 1, (self.E, self.H, self.I), self.I**-0.5),
+        )
+
     def inputs(self) -> Any:
-        layers = [
-            ExpertWeights(
-                normal(2 * i, (self.E, 2, self.I, self.H), self.H**-0.5),
-                normal(2 * i + 1, (self.E, self.H, self.I), self.I**-0.5),
-            )
-            for i in range(self.layers)
-        ]
+        layers = [self.weights(i) for i in range(self.layers)]
         tokens = []
         for i in range(self.calls):
             weights = np.random.default_rng(1000 + i).dirichlet(np.ones(self.K), self.T).astype(np.float32)
@@ -73,6 +76,10 @@ class Moe(Case):
         call = once(experts)
         return [call(x, layers[i % self.layers], weights, ids, live) for i, (x, weights, ids) in enumerate(tokens)]
 
+    def numbers(self, weight: Any, chosen: jax.Array) -> np.ndarray:
+        """Of the chosen experts."""
+        return exact(take(weight, chosen))
+
     def error(self, inputs: Any, results: Any) -> float:
         """Of the first and the last token of the last call."""
         layers, tokens, _ = inputs
@@ -81,9 +88,10 @@ class Moe(Case):
         errors = []
         for token in spread(self.T, 2):
             chosen = jnp.asarray(ids[token])
-            gate, up = np.einsum("kgih,h->gki", exact(take(layer.gate_up, chosen)), exact(x[token]), optimize=True)
+            gate_up, down = (self.numbers(weight, chosen) for weight in (layer.gate_up, layer.down))
+            gate, up = np.einsum("kgih,h->gki", gate_up, exact(x[token]), optimize=True)
             inner = gate / (1 + np.exp(-gate)) * up
-            each = np.einsum("ki,khi->kh", inner, exact(take(layer.down, chosen)), optimize=True)
+            each = np.einsum("ki,khi->kh", inner, down, optimize=True)
             errors.append(largest_error(exact(results[-1])[token], weights[token] @ each))
         return float(np.max(errors))  # NaN, if one is
 
@@ -125,6 +133,35 @@ class MoeShared(Moe):
         beside[rows] = gate / (1 + np.exp(-gate)) * up @ exact(down).T
         # What remains without the shared experts is the routed ones'.
         return super().error((layers, tokens, live), [exact(results[-1]) - beside])
+
+
+@dataclass(frozen=True)
+class MoeQuantised(Moe):
+    """The same with weights in a scheme: all codes are equally likely, and the scales are of one size."""
+
+    scheme: str = INT4_G32.name
+
+    @property
+    def bytes(self) -> float:
+        """As a part of what bfloat16 has."""
+        arrays = SCHEMES[self.scheme].arrays((self.H, self.I)).values()
+        size = sum(array.size * array.dtype.itemsize for array in arrays)
+        return super().bytes * size / (2 * self.H * self.I)
+
+    def weights(self, layer: int) -> ExpertWeights:
+        gate_up = self._drawn(2 * layer, (self.E, 2, self.I, self.H))
+        return ExpertWeights(gate_up, self._drawn(2 * layer + 1, (self.E, self.H, self.I)))
+
+    def _drawn(self, seed: int, shape: tuple[int, ...]) -> Quantised:
+        scheme = SCHEMES[self.scheme]
+        codes = jax.random.bits(jax.random.key(seed, impl="rbg"), scheme.codes_shape(shape), jnp.uint8)
+        deviation = shape[-1] ** -0.5 / np.sqrt(np.mean(VALUES[scheme.values].astype(np.float64) ** 2))
+        factor = jnp.full(shape[:-2], deviation, jnp.float32) if scheme.factor else None
+        number = 127 + np.round(np.log2(deviation)) if scheme.scale == np.uint8 else 1.0 if scheme.factor else deviation
+        return Quantised(codes, jnp.full(scheme.scale_shape(shape), number, scheme.scale), scheme, factor)
+
+    def numbers(self, weight: Any, chosen: jax.Array) -> np.ndarray:
+        return exact(dequantise(jax.tree.map(lambda array: take(array, chosen), weight), jnp.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -189,6 +226,15 @@ MOE: dict[str, list[Case]] = {
     "all": [Moe(T) for T in TOKENS],
     "quick": [Moe(T) for T in (1, 32, 512)],
     "tiny": [Moe(T, 32, 8, 2, 16, 2, 4) for T in (1, 6)],
+}
+# Weights with codes of four bits.
+MOE_PACKED: dict[str, dict[str, list[Case]]] = {
+    f"moe_{scheme}": {
+        "all": [MoeQuantised(T, scheme=name) for T in TOKENS],
+        "quick": [MoeQuantised(T, scheme=name) for T in (1, 32, 512)],
+        "tiny": [MoeQuantised(T, 32, 8, 2, 32, 2, 4, scheme=name) for T in (1, 6)],
+    }
+    for scheme, name in (("int4", INT4_G32.name), ("nvfp4", NVFP4.name), ("mxfp4", MXFP4.name))
 }
 MOE_BLOCK: dict[str, list[Case]] = {
     "all": [MoeBlock(T) for T in (1, 4, 16, 32, 64, 128)],

@@ -29,9 +29,17 @@ from jaxspec.loading.checkpoint import Checkpoint, declare_target, load_params, 
 from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.params import TENSOR_AXIS, count_parameters, parameter_bytes, schemes_of, with_shardings
+from jaxspec.models.params import (
+    TENSOR_AXIS,
+    count_parameters,
+    dotted,
+    kernel_obstacles,
+    parameter_bytes,
+    schemes_of,
+    with_shardings,
+)
 from jaxspec.progress import Progress
-from pallas_kernels.quant.schemes import Scheme
+from pallas_kernels.backend import Backends, use
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +167,8 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     for module in modules:
         with_shardings(module, mesh)  # refuses what the mesh cannot split
     if on_gpu:
-        check_kernels(folder, {scheme for module in modules for scheme in schemes_of(module).values()})
+        with use(Backends(devices=tp)):
+            check_kernels(folder, modules, dtype)
     for module in modules:
         cache_stored_as(module, config.kv_cache_dtype)
     if config.kv_cache_dtype == "fp8":
@@ -181,17 +190,23 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     )
 
 
-def check_kernels(folder: Path, schemes: Collection[Scheme]) -> None:
-    """Refuses weights in schemes that no kernel reads: plain XLA would write them out in bfloat16 in every step.
+def check_kernels(folder: Path, modules: Collection[Any], dtype: Any) -> None:
+    """Refuses quantised weights that no kernel reads: plain XLA would write them out in bfloat16 in every step.
+
+    Args:
+        dtype: of activations.
 
     Raises:
         ConfigError: naming the way out.
     """
-    if schemes:
-        raise ConfigError(
-            f"weights of {folder} are quantised ({', '.join(sorted(map(str, schemes)))}), for which there are no kernels on "
-            "this GPU; make a copy in bfloat16: jaxspec convert SRC OUT --quantization bf16"
-        )
+    for module in modules:
+        schemes = schemes_of(module)
+        for path, reason in kernel_obstacles(module, dtype).items():
+            names = sorted({str(scheme) for at, scheme in schemes.items() if dotted(at[:-1]) == path})
+            raise ConfigError(
+                f"weights of {folder} are quantised ({path}: {', '.join(names)}), for which there are no kernels here: "
+                f"{reason}; make a copy in bfloat16: jaxspec convert SRC OUT --quantization bf16"
+            )
 
 
 def check_fp8_cache(caches: Iterable[CacheSpec], *, on_gpu: bool) -> None:

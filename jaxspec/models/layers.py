@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ from flax import nnx
 from jaxspec.models import comm
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece
-from jaxspec.models.params import Declare
+from jaxspec.models.params import Declare, declared
 from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear
 from pallas_kernels.norm_linear.reference import rms_norm, whole
 from pallas_kernels.quant.reference import linear
+from pallas_kernels.quant.values import unquantised_reason
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
 RopeTables = tuple[jax.Array, jax.Array]
@@ -119,6 +120,10 @@ class MLP(nnx.Module):
         gate_up_T2I = linear(x_TH, self.gate_up[...])
         out_TH = comm.total(linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...]))
         return out_TH if self.scale == 1 else out_TH * self.scale
+
+    def kernel_obstacle(self, dtype: Any) -> str | None:  # noqa: ARG002
+        """Why no kernel here reads these weights, or None if one does. `dtype`: of activations."""
+        return unquantised_reason(declared(self.gate_up), declared(self.down))
 
     def add_to(
         self,

@@ -10,10 +10,11 @@ from flax import nnx
 from jaxspec.models import comm
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
-from jaxspec.models.params import Declare
+from jaxspec.models.params import Declare, declared
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import (
     add_routed_experts,
+    experts_obstacle,
     logit_parts,
     route_sigmoid,
     route_softmax,
@@ -120,6 +121,12 @@ class MoE(nnx.Module):
         return Stream(
             *add_routed_experts(x_TH, normed_TH, parameters, logits, bias_E, live_T, norm_after, **self._routing())
         )
+
+    def kernel_obstacle(self, dtype: Any) -> str | None:
+        """See `MLP`."""
+        weights = declared(self.gate_up), declared(self.down)
+        shared = (declared(self.shared.gate_up), declared(self.shared.down)) if self.spec.shared else None
+        return experts_obstacle(weights[0].shape[-1], dtype, ExpertWeights(*weights, shared))
 
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""

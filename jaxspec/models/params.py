@@ -81,6 +81,14 @@ class QuantisedParam(nnx.Module):
         return Quantised(**arrays, scheme=self.scheme)
 
 
+def declared(weight: nnx.Param | QuantisedParam) -> Any:
+    """Shapes and dtypes of a weight: a `jax.ShapeDtypeStruct`, or a `Quantised` of them."""
+    if not isinstance(weight, QuantisedParam):
+        return weight.get_value()
+    arrays = {name: getattr(weight, name).get_value() for name in ("codes", "scale", "factor") if hasattr(weight, name)}
+    return Quantised(**arrays, scheme=weight.scheme)
+
+
 Schemes = Mapping[tuple[str | int, ...], Scheme]
 
 
@@ -103,6 +111,22 @@ def schemes_of(model: nnx.Module) -> dict[tuple[str | int, ...], Scheme]:
     for path, variable in declarations(model).items():
         if "scheme" in (metadata := variable.get_metadata()) and path[-1] == "codes":
             found[path[:-1]] = metadata["scheme"]
+    return found
+
+
+def kernel_obstacles(model: nnx.Module, dtype: Any) -> dict[str, str]:
+    """Modules with quantised weights that no kernel reads here, by their paths, and why: `kernel_obstacle` of each.
+
+    Args:
+        dtype: of activations.
+    """
+    found = {}
+    for path in schemes_of(model):
+        owner: Any = model
+        for key in path[:-1]:
+            owner = owner[key] if isinstance(key, int) else getattr(owner, key)
+        if reason := owner.kernel_obstacle(dtype):
+            found[dotted(path[:-1])] = reason
     return found
 
 

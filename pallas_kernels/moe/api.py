@@ -11,6 +11,8 @@ Which files run, by the tokens T of a call:
 | more (prefill)                      | `routing.py`        | `dispatch_large.py` | `mosaic.py`        |
 | any, if no kernel supports the call | `reference.py`      | none                | `reference.py`     |
 
+Weights with codes of four bits have matmuls of their own in `mosaic.py`, also for one token: `packed_matmul.py`.
+
 `mosaic.py` runs the steps in its rows one after another; its matmuls are in `grouped_matmul.py`, and from 9 tokens on
 `gather.py` collects their rows. Called by itself, `experts` uses `dispatch_small.py` for few tokens too.
 
@@ -196,6 +198,16 @@ def add_routed_experts(
                 x, parameters, logits, bias, live, residual, following[0], routing=routing_options, eps=following[1]
             )
     return routed_experts(x, parameters, logits, bias, live, residual, **options), None
+
+
+def experts_obstacle(H: int, dtype: Any, parameters: ExpertWeights) -> str | None:
+    """Why no kernel here supports these experts, or None if one does.
+
+    Args:
+        H: hidden size. dtype: of activations.
+        parameters: their shapes and dtypes are enough.
+    """
+    return mosaic.unsupported_reason(jax.ShapeDtypeStruct((1, H), dtype), parameters)
 
 
 def _experts_backend(x: jax.Array, parameters: ExpertWeights) -> str:

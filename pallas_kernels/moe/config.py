@@ -31,12 +31,14 @@ class Tiles:
         stages: of the ring.
         consumers: warpgroups that multiply.
         blocks: accumulators of M weight rows of each consumer; gate and up have one each.
+        splits: teams of so many consumers, which take the stages in turn (`packed_matmul.py`).
     """
 
     depth: int
     stages: int
     consumers: int
     blocks: int
+    splits: int = 1
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from pallas_kernels.moe.config import GRANULE, Config, M, configure
 from pallas_kernels.moe.dispatch import copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.grouped_matmul import down_matmul, up_matmul
+from pallas_kernels.moe.packed_codes import fragment_order
+from pallas_kernels.moe.packed_config import configure_packed, is_packed
+from pallas_kernels.moe.packed_matmul import packed_experts
 from pallas_kernels.moe.reference import swiglu
 from pallas_kernels.moe.routing import assign
 from pallas_kernels.moe.selection import Routing
@@ -27,10 +30,11 @@ from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.values import unquantised_reason
 
 
-def unsupported_reason(x: jax.Array, parameters: ExpertWeights) -> str | None:
+def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, parameters: ExpertWeights) -> str | None:
     """Why the kernels do not support this call, or None if they do."""
     inner, H = parameters.gate_up.shape[2:]
-    matrices = (parameters.gate_up, parameters.down, *(parameters.shared or ()))
+    packed = is_packed(parameters)
+    matrices = (*(() if packed else (parameters.gate_up, parameters.down)), *(parameters.shared or ()))
     if reason := unquantised_reason(*matrices):
         return reason
     if parameters.first is not None:
@@ -62,7 +66,7 @@ def experts(
     config = config or _configured(x, parameters, ids.shape[1])
     E = parameters.gate_up.shape[0]
     tables = dispatch(ids, live, E, config.rows, config.slots, all_tokens=config.all_tokens, interpret=interpret)
-    slots_x = slot_rows(x, tables, config, interpret=interpret)
+    slots_x = slot_rows(_ordered(x, parameters), tables, config, interpret=interpret)
     rows = _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
     return combine(rows, live, ids.shape[1]).astype(x.dtype)
 
@@ -147,17 +151,24 @@ def _routed_rows(
         weights, assigned = assign(logits, bias, live, routing=routing, interpret=interpret)
         sizes = routing.width, E, config.rows, config.slots
         if tuning.current().copying_tokens >= x.shape[0] and copies_tokens(assigned, routing.width, x.shape[1]):
-            tables, slots_x = dispatch_and_copy(assigned, x, *sizes, interpret=interpret)
+            tables, slots_x = dispatch_and_copy(assigned, _ordered(x, parameters), *sizes, interpret=interpret)
             return _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
         tables = dispatch_assigned(assigned, *sizes, all_tokens=False, interpret=interpret)
-    slots_x = slot_rows(x, tables, config, interpret=interpret)
+    slots_x = slot_rows(_ordered(x, parameters), tables, config, interpret=interpret)
     return _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
 
 
 def _configured(x: jax.Array, parameters: ExpertWeights, k: int) -> Config:
     T, H = x.shape
     E, _, inner, _ = parameters.gate_up.shape
+    if is_packed(parameters):
+        return configure_packed(T, E, k, H, inner)
     return configure(T, E, k, H, inner, parameters.shared_inner)
+
+
+def _ordered(x: jax.Array, parameters: ExpertWeights) -> jax.Array:
+    """The tokens as the experts' matmuls take them."""
+    return fragment_order(x) if is_packed(parameters) else x
 
 
 def _expert_rows(
@@ -169,13 +180,17 @@ def _expert_rows(
     config: Config,
     interpret: Any,
 ) -> ExpertRows:
+    if is_packed(parameters):
+        y = packed_experts(slots_x, parameters, tables, config, interpret=interpret)
+        beside = () if parameters.shared is None else (swiglu(x, *parameters.shared)[None],)
+        return ExpertRows(y, beside, weights, tables.place)
+    up_bias, down_bias = parameters.biases or (None, None)
     gate_up, down, shared = parameters.arrays()
     x_parts, gate_up_parts, down_parts = [slots_x], [gate_up], [down]
     if shared is not None and config.pieces:
         x_parts.append(_pad_tokens(x)[None])
         gate_up_parts.append(shared[0])
         down_parts.append(shared[1])
-    up_bias, down_bias = parameters.biases or (None, None)
     h_parts = up_matmul(x_parts, gate_up_parts, tables, config, up_bias, parameters.clamp, interpret=interpret)
     y, *addends = down_matmul(h_parts, down_parts, tables, config, down_bias, interpret=interpret)
     if shared is not None and not config.pieces:

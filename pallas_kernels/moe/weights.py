@@ -40,6 +40,11 @@ class ExpertWeights:
         return self.biases is not None or self.clamp is not None
 
     @property
+    def quantised(self) -> bool:
+        """Whether a weight is."""
+        return any(isinstance(weight, Quantised) for weight in (self.gate_up, self.down, *(self.shared or ())))
+
+    @property
     def shared_inner(self) -> int:
         """The joint inner size of the shared experts; 0 without any."""
         return 0 if self.shared is None else self.shared[1].shape[1]
@@ -47,6 +52,6 @@ class ExpertWeights:
     def arrays(self) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
         """gate_up, down and shared, for kernels that have been asked whether they support them: none is quantised."""
         arrays = (self.gate_up, self.down, *(self.shared or ()))
-        assert not any(isinstance(array, Quantised) for array in arrays)
+        assert not self.quantised
         gate_up, down, *shared = arrays
         return gate_up, down, tuple(shared) or None  # type: ignore[return-value]

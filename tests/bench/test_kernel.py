@@ -130,6 +130,7 @@ def test_kernel_seconds_of_a_trace():
         "mla_query",
         "norm_linear",
         "moe",
+        "moe_int4",
         "sampling",
     ],
 )
