@@ -1,5 +1,6 @@
 """The reference: float32 runs of the Hugging Face class on the CPU, made now or read from a recorded file."""
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -158,14 +159,16 @@ class TorchModel:
         step = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
         positions = (torch.arange(width) - padding).clamp(min=0)
         mask = torch.arange(width + new_tokens) >= padding
+        # transformers 5.24 renamed the argument, and the result's field with it.
+        cache_name = "cache" if "cache" in inspect.signature(self.module.forward).parameters else "past_key_values"
         cache, new_ids = None, []
         with torch.no_grad():
             for i in range(new_tokens):
                 options = {}
                 if padding.any():
                     options = {"attention_mask": mask[:, : width + i].long(), "position_ids": positions}
-                out = self.module(step, past_key_values=cache, use_cache=True, **options)
-                cache = out.past_key_values
+                out = self.module(step, **{cache_name: cache}, use_cache=True, **options)
+                cache = out[cache_name]
                 step = out.logits[:, -1:].argmax(dim=-1)
                 positions = positions[:, -1:] + 1
                 new_ids.append(step)
