@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from bench.harness.vocabulary import made_up_tokenizer
 from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError
 from jaxspec.grammar.compiler import MAX_KEPT, GrammarCompiler, grammar_text
@@ -279,3 +280,30 @@ def test_what_structured_outputs_need():
         GrammarCompiler(TOKENIZER, V, []).matcher(ABC)
     with pytest.raises(InvalidRequestError, match="ignore_eos does not go with structured_outputs"):
         SamplingParams(structured_outputs=ABC, ignore_eos=True)
+
+
+@pytest.mark.parametrize("schema", [{"type": "string", "maxLength": 31}, {"type": "object"}], ids=str)
+def test_slices_change_no_mask(schema):
+    """Along a random output, beside the library's own slices, for a vocabulary of words."""
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+
+    tokenizer, vocab_size = made_up_tokenizer(3000), 3040
+    eos = tokenizer.hugging_face.eos_token_id
+    asked = StructuredOutputsParams(json=schema)
+    ours = GrammarCompiler(tokenizer, vocab_size, [eos]).matcher(asked).deep_copy()
+    tree = from_tokenizer(tokenizer.hugging_face, n_vocab=vocab_size, eos_token=[eos])
+    matchers = ours, LLMatcher(tree, grammar_text(asked), log_level=0)
+    words = np.zeros((2, vocab_size // 32), np.int32)
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        for matcher, row in zip(matchers, words, strict=True):
+            matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        np.testing.assert_array_equal(*words)
+        allowed = np.flatnonzero(np.unpackbits(words[0].view(np.uint8), bitorder="little"))
+        longer = allowed[allowed > 256]  # characters of strings
+        chosen = int(rng.choice(longer if len(longer) else allowed))
+        for matcher in matchers:
+            assert matcher.consume_token(chosen)
+        if chosen == eos:
+            break

@@ -16,6 +16,11 @@ MAX_KEPT = 64
 # Between two tokens of JSON: a space, or a line's end and the next one's indentation. Without a bound a model that likes
 # white space never ends.
 WHITESPACE = r" |\r?\n( {0,32}|\t{0,8})"
+# llguidance allows the tokens of a group at once where all of them may come: here words of a string, by their longest. With
+# its own groups (10, 30, any) a mask inside a string that may have 29 more characters looks at every word of 11 or more.
+_CHARACTERS = r'[^"\\\x00-\x1F\x7F]'
+_LONGEST = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 30)
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTERS}{{1,{n}}}" for n in _LONGEST), f"{_CHARACTERS}+")
 # A message may quote the schema.
 _MESSAGE_CHARACTERS = 300
 
@@ -75,7 +80,9 @@ class GrammarCompiler:
         from llguidance.hf import from_tokenizer
 
         try:
-            return from_tokenizer(self._tokenizer.hugging_face, n_vocab=self._vocab_size, eos_token=self._eos)
+            return from_tokenizer(
+                self._tokenizer.hugging_face, n_vocab=self._vocab_size, eos_token=self._eos, slices=list(SLICES)
+            )
         except Exception as error:
             raise ModelFormatError(f"llguidance cannot read this tokenizer: {shown(str(error))}") from error
 
