@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.compile_cache import FileStore, open_store
-from jaxspec.config import PAGE_SIZE, EngineConfig, Lookup, Settings, flagged, resolve, resolve_dtype
+from jaxspec.config import PAGE_SIZE, EngineConfig, Lookup, Settings, flagged, np_dtype, resolve, resolve_dtype
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executables import ExecutableStore
@@ -29,6 +29,7 @@ from jaxspec.loading.checkpoint import Checkpoint, declare_target, load_params, 
 from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.params import (
     TENSOR_AXIS,
     count_parameters,
@@ -39,7 +40,7 @@ from jaxspec.models.params import (
     with_shardings,
 )
 from jaxspec.progress import Progress
-from pallas_kernels.backend import Backends, use
+from pallas_kernels.backend import Backends, UnsupportedError, use
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,9 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     for module in modules:
         cache_stored_as(module, config.kv_cache_dtype)
     if config.kv_cache_dtype == "fp8":
-        check_fp8_cache(model.cache_specs(), on_gpu=on_gpu)
+        check_fp8_cache(model.cache_specs())
+        if on_gpu:
+            check_fp8_kernels(modules, dtype, Backends(config.attention_backend, devices=mesh.size))
     return _Plan(
         config=config,
         mesh=mesh,
@@ -209,20 +212,35 @@ def check_kernels(folder: Path, modules: Collection[Any], dtype: Any) -> None:
             )
 
 
-def check_fp8_cache(caches: Iterable[CacheSpec], *, on_gpu: bool) -> None:
-    """Refuses what no FP8 cache can serve, of a model's layers declared with one.
+def check_fp8_cache(caches: Iterable[CacheSpec]) -> None:
+    """Refuses a model with layers that have no FP8 cache, where they were declared with one.
 
     Raises:
         ConfigError: naming the way out.
     """
-    option = f"{flagged('kv_cache_dtype')} fp8"
     if not all(cache.in_fp8 for cache in caches):
         raise ConfigError(
-            f"{option} is for latents, and this model caches keys and values of grouped-query attention: use "
-            "--kv-cache-dtype bf16, or auto"
+            f"{flagged('kv_cache_dtype')} fp8 is for latents, and this model has grouped-query attention: "
+            "use --kv-cache-dtype bf16, or auto"
         )
-    if on_gpu:
-        raise ConfigError(f"{option} has no kernels on this GPU yet: use --kv-cache-dtype bf16, or auto")
+
+
+def check_fp8_kernels(models: Iterable[nnx.Module], dtype: str, backends: Backends) -> None:
+    """Refuses FP8 latents that no kernel reads and writes: plain XLA would dequantise the pages of a step in memory.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    try:
+        with use(backends):
+            missing = set().union(*(fp8_without_kernels(model, np_dtype(dtype)) for model in models))
+    except UnsupportedError as error:
+        missing = {str(error)}
+    if missing:
+        raise ConfigError(
+            f"{flagged('kv_cache_dtype')} fp8 has no kernel for this model, dtype and device ({', '.join(sorted(missing))}): "
+            "use --kv-cache-dtype bf16, or auto"
+        )
 
 
 def _make_mesh(tensor_parallel_size: int) -> Mesh:

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): decompressed for prompts, absorbed for decoding."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,14 @@ from jaxspec.models.keymap import Index, KeyMap, Piece, Pieces, nested, norm_wei
 from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope, worth_merging
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
-from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.kv_write.api import latent_writer, write_latent
 from pallas_kernels.latents import GROUP, Latents, from_arrays
-from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.mla_prefill.api import mla_prefill
+from pallas_kernels.mla_decode.api import decoder, mla_decode
+from pallas_kernels.mla_prefill.api import mla_prefill, prefiller
 from pallas_kernels.mla_query.api import mla_query, write_and_query
 from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add
 from pallas_kernels.quant.reference import linear
+from pallas_kernels.split_kv import PAGE
 
 
 @dataclass(frozen=True)
@@ -234,3 +236,35 @@ class MLA(nnx.Module):
             q, latents, tables, bounds_Dn, self.w_uv[...], scale=self.mla.softmax_scale, value_dim=self.mla.kv_lora_rank
         )
         return out.reshape(T, N, self.mla.v_dim)
+
+
+def fp8_without_kernels(model: nnx.Module, dtype: Any) -> set[str]:
+    """Operations on FP8 latents that run on plain XLA in steps traced under the current backends, of all layers.
+
+    Args:
+        dtype: of activations.
+
+    Raises:
+        UnsupportedError: the requested attention backend does not support one.
+    """
+    sizes = {
+        module.mla for _, module in nnx.iter_modules(model) if isinstance(module, MLA) and module.cache_spec.in_fp8
+    }
+    return set().union(*(_without_kernels(mla, dtype) for mla in sizes))
+
+
+def _without_kernels(mla: MLASpec, dtype: Any) -> set[str]:
+    N, D, L, R, V = mla.num_heads, mla.nope_dim, mla.kv_lora_rank, mla.rope_dim, mla.v_dim
+    shapes = {"q": (1, 1, N, L + R), "nope": (1, N, D), "rope": (1, N, R), "uk": (N, D, L), "uv": (N, V, L)}
+    shapes |= {"kv_a": (1, L + R), "norm": (L,)}
+    cache = tuple(jax.ShapeDtypeStruct((1, PAGE, *a.shape), a.dtype) for a in _fp8_arrays(L, R))
+    chosen = {}
+
+    def choose(cache: LayerCache, x: dict[str, jax.Array]) -> None:
+        latents = from_arrays(cache)
+        chosen["kv_write"] = latent_writer(latents, x["kv_a"], x["norm"])
+        chosen["mla_decode"] = decoder(x["q"], latents, L)
+        chosen["mla_prefill"] = prefiller(x["nope"], x["rope"], x["uk"], x["uv"], latents)
+
+    jax.eval_shape(choose, cache, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()})
+    return {operation for operation, implementation in chosen.items() if implementation == "reference"}

@@ -37,11 +37,7 @@ def mla_decode(
     Raises:
         UnsupportedError: the requested attention backend does not support this call.
     """
-    unsupported_reasons = {
-        "mosaic": mosaic.unsupported_reason(q, latent, value_dim),
-        "triton": triton.unsupported_reason(q, latent, value_dim),
-    }
-    chosen = choose("mla_decode", current().attention, unsupported_reasons)
+    chosen = decoder(q, latent, value_dim)
     if chosen == "mosaic":
         return mosaic.mla_decode(q, latent, page_tables, bounds, w_uv, scale=scale)
     if chosen == "triton":
@@ -49,3 +45,16 @@ def mla_decode(
     else:
         out = reference.mla_decode(q, latent, page_tables, bounds, scale=scale, value_dim=value_dim)
     return out if w_uv is None else reference.values(out, w_uv)
+
+
+def decoder(q: jax.Array, latent: Latents, value_dim: int) -> str:
+    """The implementation that a call of `mla_decode` runs on.
+
+    Raises:
+        UnsupportedError: as `mla_decode`.
+    """
+    unsupported_reasons = {
+        "mosaic": mosaic.unsupported_reason(q, latent, value_dim),
+        "triton": triton.unsupported_reason(q, latent, value_dim),
+    }
+    return choose("mla_decode", current().attention, unsupported_reasons)

@@ -116,6 +116,7 @@ def _attend_kernel(
     # Registers of a thread of each warpgroup, together at most what the launch gives three: 3 * 168. With more the first that
     # asks for some waits forever.
     score_registers, sum_registers, page_registers = (240, 160, 104) if fp8 else (248, 216, 40)
+    assert score_registers + sum_registers + page_registers <= 3 * 168
     # With FP8 the keys' columns have a buffer of their own.
     right = HALF if fp8 else RIGHT
 

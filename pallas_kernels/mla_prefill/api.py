@@ -40,8 +40,22 @@ def mla_prefill(
     Raises:
         UnsupportedError: the requested attention backend does not support this call.
     """
+    chosen = mosaic if prefiller(q_nope, q_rope, w_uk, w_uv, latent) == "mosaic" else reference
+    return chosen.mla_prefill(q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale)
+
+
+def prefiller(
+    q_nope: jax.Array,
+    q_rope: jax.Array,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    latent: Latents,
+) -> str:
+    """The implementation that a call of `mla_prefill` runs on.
+
+    Raises:
+        UnsupportedError: as `mla_prefill`.
+    """
     unsupported_reasons = {"mosaic": mosaic.unsupported_reason(q_nope, q_rope, w_uk, w_uv, latent)}
     # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
-    name = choose("mla_prefill", current().attention, unsupported_reasons, same_as_auto=("triton",))
-    chosen = mosaic if name == "mosaic" else reference
-    return chosen.mla_prefill(q_nope, q_rope, w_uk, w_uv, latent, page_tables, token_rows, positions, ends, scale=scale)
+    return choose("mla_prefill", current().attention, unsupported_reasons, same_as_auto=("triton",))

@@ -1,5 +1,7 @@
 """A cache of FP8 latents under everything that the engine does with pages, and what cannot have one."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from jaxspec.config import PAGE_SIZE, EngineConfig
 from jaxspec.engine.request import Request
 from jaxspec.errors import ConfigError
-from jaxspec.loading.engine import check_fp8_cache
+from jaxspec.loading.engine import check_fp8_cache, check_fp8_kernels
 from jaxspec.models.cache import cache_stored_as, page_bytes
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.decoder import CausalLM
@@ -17,6 +19,8 @@ from jaxspec.models.mla import MLASpec
 from jaxspec.models.params import Declare
 from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
+from pallas_kernels import backend
+from pallas_kernels.backend import Backends
 from pallas_kernels.latents import dequantise, from_arrays
 from tests.caches import empty_cache, single_request
 from tests.engine.scripted import numpy_params
@@ -100,14 +104,25 @@ def test_bytes_of_a_page():
     assert page_bytes(cache_stored_as(float32, "bf16").cache_specs(), PAGE_SIZE, MESH) == 2 * 1152 * PAGE_SIZE
 
 
-def test_what_cannot_have_one():
-    """Grouped-query models, and GPUs, which have no kernels for it; a draft's keys and values stay as they are."""
+def test_what_cannot_have_one(monkeypatch):
+    """Grouped-query models, and on a GPU what no kernel runs; a draft's keys and values stay as they are."""
     gqa = cache_stored_as(CausalLM(read_config(CONFIGS["llama"]), jnp.bfloat16), "fp8")
     with pytest.raises(ConfigError, match="grouped-query attention: use --kv-cache-dtype bf16"):
-        check_fp8_cache(gqa.cache_specs(), on_gpu=False)
+        check_fp8_cache(gqa.cache_specs())
     mla = cache_stored_as(CausalLM(read_config(HF_CONFIG), jnp.bfloat16), "fp8")
-    check_fp8_cache(mla.cache_specs(), on_gpu=False)
-    with pytest.raises(ConfigError, match="no kernels on this GPU yet: use --kv-cache-dtype bf16"):
-        check_fp8_cache(mla.cache_specs(), on_gpu=True)
+    check_fp8_cache(mla.cache_specs())
+    monkeypatch.setattr(backend.jax, "devices", lambda: [SimpleNamespace(platform="gpu", compute_capability="9.0")])
+    with pytest.raises(ConfigError, match=r"\(kv_write, mla_decode, mla_prefill\): use --kv-cache-dtype bf16"):
+        check_fp8_kernels([mla], "bfloat16", Backends())
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    published = cache_stored_as(CausalLM(read_config(HF_CONFIG | sizes), jnp.bfloat16), "fp8")
+    check_fp8_kernels([gqa, published], "bfloat16", Backends())
+    for dtype, backends in (
+        ("float32", Backends()),
+        ("bfloat16", Backends(devices=2)),
+        ("bfloat16", Backends("triton")),
+    ):
+        with pytest.raises(ConfigError, match=r"no kernel .* use --kv-cache-dtype bf16"):
+            check_fp8_kernels([published], dtype, backends)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype .* must be auto, bf16 or fp8"):
         EngineConfig(kv_cache_dtype="int8")  # type: ignore[arg-type]

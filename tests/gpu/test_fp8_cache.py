@@ -14,6 +14,7 @@ from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_decode.shapes import CACHED, LATENT, NOPE, SCALE, VALUE
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.mla_query.api import write_and_query
+from tests.conftest import few_buckets
 from tests.kernels.paged_cases import arranged, flat_chunks, fp8_and_plain, fp8_shapes, paged_pool, window_bounds
 
 pytestmark = pytest.mark.gpu
@@ -122,3 +123,37 @@ def test_the_cache_is_not_copied():
     ints = [S((T,), jnp.int32)] * 2 + [S((T, 64), jnp.int32), S((T, 1), jnp.int32)]
     compiled = step.lower(fp8_shapes(20_000), *floats, *ints).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 3e7  # the cache has 840 MB
+
+
+def test_the_demo_model_on_these_kernels(tmp_path, monkeypatch):
+    """In bfloat16 with three drafts: likely texts are as likely with either cache, and drafts are accepted as often."""
+    from convert.reference import read_record
+    from jaxspec.engine.request import Request
+    from jaxspec.llm import LLM
+    from jaxspec.sampling.params import SamplingParams
+    from serve.demo import RECORD
+
+    few_buckets(monkeypatch)
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    texts = [[*record.prompt_ids, *record.new_ids] for record in read_record(RECORD)]
+    logprobs, lengths = {}, {}
+    for cache in ("auto", "fp8"):
+        llm = LLM(
+            "demo", dtype="bfloat16", kv_cache_dtype=cache, num_speculative_tokens=3, max_model_len=512, max_num_seqs=4,
+            max_num_batched_tokens=256, enable_prefix_caching=False,
+        )  # fmt: skip
+        engine = llm.engine
+        for operation in ("kv_write", "mla_decode", "mla_prefill"):
+            assert engine.runner.kernels[operation] == {"mosaic"}
+        for i, text in enumerate(texts):
+            engine.add(
+                Request(f"{i}", text, SamplingParams(max_tokens=48, temperature=0, ignore_eos=True, prompt_logprobs=0))
+            )
+        found = []
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None
+                found += [score.logprob for score in output.prompt_logprobs or ()]
+        logprobs[cache], lengths[cache] = np.mean(found), engine.stats().acceptance.mean_length
+    assert abs(logprobs["fp8"] - logprobs["auto"]) < 0.05
+    assert lengths["fp8"] > 0.9 * lengths["auto"] > 2
