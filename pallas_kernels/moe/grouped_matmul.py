@@ -25,6 +25,7 @@ from jax import lax
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.moe.activation import Clamp, joined
 from pallas_kernels.moe.config import Config, M
+from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
 
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -167,18 +168,7 @@ def _matmul(
 
                     copy(weights, x[1].at[0 if gated else slot], config.piece_rows)
 
-            ahead = lax.min(steps, jnp.int32(t.stages))
-            pl.loop(0, ahead)(fill)
-
-            @pl.loop(ahead, steps)
-            def _refill(step):
-                plgpu.barrier_wait(free.at[stage(step)])
-                fill(step)
-
-            # Every completion of a barrier must be awaited before the kernel ends.
-            @pl.loop(lax.max(steps - t.stages, jnp.int32(0)), steps)
-            def _drain(step):
-                plgpu.barrier_wait(free.at[stage(step)])
+            keep_full(fill, free, steps, t.stages)
 
         @pl.when(warpgroup < t.consumers)
         def _consume():

@@ -31,6 +31,7 @@ from pallas_kernels.moe.packed_codes import (
     loaded,
     tile_transforms,
 )
+from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.schemes import Scheme
@@ -190,18 +191,7 @@ def _kernel(
                 ]
                 plgpu.copy_gmem_to_smem(own, x_smem.at[s], full.at[s])
 
-            ahead = lax.min(steps, jnp.int32(t.stages))
-            pl.loop(0, ahead)(fill)
-
-            @pl.loop(ahead, steps)
-            def _refill(step):
-                plgpu.barrier_wait(free.at[stage(step)])
-                fill(step)
-
-            # Every completion of a barrier must be awaited before the kernel ends.
-            @pl.loop(lax.max(steps - t.stages, jnp.int32(0)), steps)
-            def _drain(step):
-                plgpu.barrier_wait(free.at[stage(step)])
+            keep_full(fill, free, steps, t.stages)
 
         def loads(s, member):
             """Of all units of a stage, so that none has to be waited for between two products."""
