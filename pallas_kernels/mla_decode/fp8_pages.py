@@ -1,8 +1,8 @@
 """Pages of FP8 latents for the Mosaic GPU kernel: a warpgroup turns codes into the bfloat16 tiles that others multiply.
 
 The tiles are those of the kernel for bfloat16, so its results on the dequantised cache are the same to the bit. They take
-all of a thread block's shared memory, so codes come from global memory into registers: while a group of columns is
-converted, that of the next page is on its way.
+all of a thread block's shared memory, so codes come from global memory into registers. Those of the next page are on their
+way while the warpgroup waits for a free stage.
 """
 
 from collections.abc import Sequence
@@ -74,16 +74,15 @@ def convert_pages(latents: Sequence[Any], ring: Ring, stages: int, first_page: A
 
         rope_s, rope_full = ring.rope
         plgpu.copy_gmem_to_smem(rope.at[page], rope_s.at[stage], rope_full.at[stage])
-        following = []
-        for group, ((part, start, full, last), (codes_SG, scale_S)) in enumerate(zip(parts, groups, strict=True)):
+        for (part, start, full, last), (codes_SG, scale_S) in zip(parts, groups, strict=True):
             scale_SG = plgpu.layout_cast(over_columns(scale_S, (PAGE, GROUP)), CODES)
             tile = part.at[stage, :, pl.ds(start, GROUP)]
             tile[...] = (codes_SG.astype(f32) * scale_SG).astype(bf16)
-            following.append(held(next_page, group))
             if last:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[stage])
-        return tuple(following), next_page, after_next
+        # After the fences of `commit_smem`: they wait for every load that is on its way.
+        return tuple(held(next_page, group) for group in range(len(parts))), next_page, after_next
 
     groups = tuple(held(first_page, group) for group in range(len(parts)))
     lax.fori_loop(i32(0), n, convert, (groups, first_page, page_at(i32(1))))
