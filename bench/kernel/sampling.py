@@ -81,7 +81,8 @@ class Cutoffs(Case):
         return 2.0 * self.R * self.V
 
     def inputs(self) -> Any:
-        return [normal(i, (self.R, self.V), 3.0) for i in range(self.calls)]
+        logits = [normal(i, (self.R, self.V), 3.0) for i in range(self.calls)]
+        return [(each, jax.nn.logsumexp(each.astype(jnp.float32), axis=1)) for each in logits]
 
     def results(self) -> Any:
         return [jax.ShapeDtypeStruct((self.R,), jnp.float32)] * self.calls
@@ -90,10 +91,8 @@ class Cutoffs(Case):
         del results
         ones = jnp.ones(self.R)
 
-        def least(logits: jax.Array) -> jax.Array:
+        def least(logits: jax.Array, log_z: jax.Array) -> jax.Array:
             highest = logits.max(axis=1).astype(jnp.float32)
-            # These logits have about this sum; the scale of weights need not be exact.
-            log_z = jnp.full(self.R, np.log(self.V) + 4.5, jnp.float32)
             scale = weight_scale(highest, log_z)
             total = jnp.exp(log_z - highest) * scale
             bounds = Bounds(
@@ -103,12 +102,12 @@ class Cutoffs(Case):
             return jnp.nan_to_num(float_of(cutoffs(logits, bounds)), nan=LOWEST, neginf=LOWEST)
 
         call = once(least)
-        return [call(each) for each in inputs]
+        return [call(*each) for each in inputs]
 
     def error(self, inputs: Any, results: Any) -> float:
         """0, or infinite if some row of the last call keeps fewer or more than it should."""
         rows = np.array(spread(self.R, 4))
-        for x, cut in zip(exact(inputs[-1][rows]), exact(results[-1])[rows], strict=True):
+        for x, cut in zip(exact(inputs[-1][0][rows]), exact(results[-1])[rows], strict=True):
             kept = np.ones(self.V, bool)
             if self.top_k:
                 kept = x >= np.sort(x)[-self.top_k]

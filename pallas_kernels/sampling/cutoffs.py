@@ -29,8 +29,12 @@ from pallas_kernels.sampling.parts import WARPGROUP, Parts, resident_parts
 from pallas_kernels.sampling.reference import Bounds, border_of
 
 THRESHOLDS = 8
-# Vectors of four logits a thread whose loads are in flight together; twice as many in the pass that fills the lists.
-AT_ONCE = 4
+# Vectors of two logits a thread whose loads are in flight together; twice as many in the pass that fills the lists. Each
+# logit of a vector has sums of its own: with vectors of four they take 147 registers, and a fourth block does not fit.
+AT_ONCE = 8
+VEC_SIZE = 2
+# Rows of lists and of samples that are read together.
+TOGETHER = 4
 # Where sums change is not known yet: so many temperatures below the largest logit.
 FIRST_DISTANCES = (0.5, 1.5, 3.0, 5.0, 8.0, 12.0, 18.0)
 # Later it is known about: these parts of a bracket around the place where a straight line through its ends says.
@@ -86,9 +90,10 @@ class _Block:
 def cutoffs(logits: jax.Array, bounds: Bounds, *, interpret: Any = False) -> jax.Array:
     """See api.py. The interpreter gives each row one block, because blocks cannot wait for each other there."""
     R, V = logits.shape
-    parts = resident_parts(R, V, logits.dtype.itemsize, AT_ONCE)
+    itemsize, group = logits.dtype.itemsize, AT_ONCE * VEC_SIZE * WARPGROUP
+    parts = resident_parts(R, V, itemsize, AT_ONCE, VEC_SIZE)
     if interpret:
-        parts = Parts(R, V, logits.dtype.itemsize, AT_ONCE, vectors=-(-V // (AT_ONCE * 512)) * AT_ONCE, vec_size=4)
+        parts = Parts(R, V, itemsize, AT_ONCE, vectors=-(-V // group) * AT_ONCE, vec_size=VEC_SIZE)
 
     def cutoffs(logits, *refs, buffer):
         given, (met, cuts, exchange) = refs[: len(bounds)], refs[len(bounds) :]
@@ -225,13 +230,13 @@ def _guess(block: _Block, first: Any, weighs: bool) -> tuple[Any, Any, Any]:
         sampled = jnp.bool_(True)
 
     def take(i, nothing):
-        columns = [(i * AT_ONCE + n) * ((parts.V - WARPGROUP) // (rows - 1)) for n in range(AT_ONCE)]
+        columns = [(i * TOGETHER + n) * ((parts.V - WARPGROUP) // (rows - 1)) for n in range(TOGETHER)]
         found = [load(block.logits, (block.row, pl.ds(c, WARPGROUP)), layout=lists.LANES) for c in columns]
         for n, x in enumerate(found):
-            block.buffer[i * AT_ONCE + n] = ordered(x.astype(f32))
+            block.buffer[i * TOGETHER + n] = ordered(x.astype(f32))
         return nothing
 
-    lax.fori_loop(i32(0), jnp.where(sampled, i32(rows // AT_ONCE), i32(0)), take, i32(0))
+    lax.fori_loop(i32(0), jnp.where(sampled, i32(rows // TOGETHER), i32(0)), take, i32(0))
 
     def look(i, state):
         low, high, at_first = state
@@ -384,13 +389,13 @@ def _tally_lists(
     """The same of what a block has in its lists, of which none is longer than `longest`."""
 
     def step(i, carry):
-        for n in range(AT_ONCE):
-            keys = lists.read(block.buffer, i * AT_ONCE + n, lengths)
+        for n in range(TOGETHER):
+            keys = lists.read(block.buffer, i * TOGETHER + n, lengths)
             carry = _add(carry, keys, block.weights(keys, weighs), thresholds, start, end)
         return carry
 
     nothing, none = lists.lanes(0), lists.lanes(LEAST_KEY)
-    groups = lax.div(longest + (AT_ONCE - 1), i32(AT_ONCE))
+    groups = lax.div(longest + (TOGETHER - 1), i32(TOGETHER))
     return _reduced(lax.fori_loop(i32(0), groups, step, ((nothing,) * THRESHOLDS, none, none)))
 
 

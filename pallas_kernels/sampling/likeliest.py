@@ -23,6 +23,8 @@ from pallas_kernels.sampling.reference import Likeliest
 
 # Vectors whose loads are in flight together.
 AT_ONCE = 4
+# Columns that a thread loads at once.
+VEC_SIZE = 4
 # Vectors of candidates that a block keeps in registers.
 KEPT = 8
 # Ids are kept as float32 beside candidates.
@@ -55,7 +57,7 @@ def _key(x: jax.Array) -> jax.Array:
 def _best_of_parts(logits: jax.Array, count: int, wanted: jax.Array, interpret: Any) -> tuple[jax.Array, jax.Array]:
     """The `count` best of each part of a row, -inf if it has fewer, and their ids: float32 [R, parts * count] each."""
     R, V = logits.shape
-    parts = resident_parts(R, V, logits.dtype.itemsize, AT_ONCE)
+    parts = resident_parts(R, V, logits.dtype.itemsize, AT_ONCE, VEC_SIZE)
 
     def likeliest(logits, wanted, best_values, best_ids, *, buffer):
         row, part = lax.axis_index("row"), lax.axis_index("part")

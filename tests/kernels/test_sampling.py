@@ -146,7 +146,7 @@ def test_lowers_for_the_gpu(R, size, dtype):
     ):
         text = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
         # The best of several blocks are found by a second kernel.
-        several = function is best and parts.resident_parts(R, size, jnp.dtype(dtype).itemsize, 4).count > 1
+        several = function is best and parts.resident_parts(R, size, jnp.dtype(dtype).itemsize, 4, 4).count > 1
         assert text.count("custom_call @mosaic_gpu") == 1 + several
 
 
