@@ -243,7 +243,7 @@ class LLM:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
             prompt = self.tokenizer.encode(prompt)
         asked = params.structured_outputs
-        rule = output_rule(self.tokenizer, prompt, params, self.grammars.matcher(asked) if asked else None)
+        rule = output_rule(self.tokenizer, prompt, params, self.grammars.compile(asked) if asked else None)
         return Request(f"generate-{next(self._counter)}", prompt, params, rule)
 
     def run(self, requests: Sequence[Request], bar: PromptsBar | None = None) -> list[Completion]:

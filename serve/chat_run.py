@@ -89,16 +89,16 @@ async def prepare_chat(
     elif held := body.strict_tools:
         calls = _held_grammar(tokenizer, form, held, prompt_end)
         params = [replace(each, structured_outputs=calls) for each in params]
-    matcher = await service.compiled_grammar(params[0].structured_outputs, param="tools" if names or held else None)
+    grammar = await service.compiled_grammar(params[0].structured_outputs, param="tools" if names or held else None)
     choices = service.make_choices(
         [prompt],
         params,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
         arrival_time=arrival,
-        matcher=matcher,
+        grammar=grammar,
         shown=tokenizer.ids_of(tags),
-        free_until=None if matcher is None or held else _end_of_thought(tokenizer, form, prompt_end),
+        free_until=None if grammar is None or held else _end_of_thought(tokenizer, form, prompt_end),
     )
     parsers = [OutputParser(form, prompt_end) for _ in choices]
     return ChatRun(tokenizer, choices, parsers, form.reasoning is not None, body.include_reasoning)

@@ -35,7 +35,7 @@ async def create_completion(service: Service, request: Request, body: Completion
         prompt_logprobs=body.scored,
     )
     with service.admission.reserve(len(body.prompts) * len(params)) as reservation:
-        matcher = await service.compiled_grammar(params[0].structured_outputs)
+        grammar = await service.compiled_grammar(params[0].structured_outputs)
         prompts = [await _ids(service, each, add_special_tokens=body.add_special_tokens) for each in body.prompts]
         choices = service.make_choices(
             prompts,
@@ -43,7 +43,7 @@ async def create_completion(service: Service, request: Request, body: Completion
             priority=body.priority,
             cache_salt=body.cache_salt or "",
             arrival_time=arrival,
-            matcher=matcher,
+            grammar=grammar,
         )
         form = _Format(name, body, tokenizer)
         return await answer(service.engine_thread, request, body, choices, reservation, form)

@@ -87,6 +87,8 @@ def load_model(
     from jaxspec.llm import LLM
 
     llm = LLM(model, config, revision=revision, progress=progress, wait_for_all=False, **defaults)
+    # Here, because it keeps all else that is Python waiting.
+    llm.grammars.prepare()
     return ServedModel(
         llm.engine,
         llm.tokenizer,

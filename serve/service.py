@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxspec.errors import InvalidRequestError
-from jaxspec.grammar.rule import output_rule
+from jaxspec.grammar.rule import CompiledGrammar, output_rule
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
@@ -206,8 +206,10 @@ class Service:
         work = self.texts.run(partial(function, *args, **kwargs), text_bytes([*args, *kwargs.values()]))
         return await self.settings.deadlines.bound_waiting(work, request_info().arrival)
 
-    async def compiled_grammar(self, asked: StructuredOutputsParams | None, *, param: str | None = None) -> Any:
-        """A matcher at the start of what is asked, compiled off the event loop; None where nothing is.
+    async def compiled_grammar(
+        self, asked: StructuredOutputsParams | None, *, param: str | None = None
+    ) -> CompiledGrammar | None:
+        """What is asked, compiled off the event loop; None where nothing is.
 
         Args:
             param: the field that errors name, where the grammar is not what the client wrote.
@@ -221,7 +223,7 @@ class Service:
         if grammars is None:
             raise InvalidRequestError("this model serves no structured outputs", param="structured_outputs")
         try:
-            return await self.in_pool(lambda _source: grammars.matcher(asked), asked.source)
+            return await self.in_pool(lambda _source: grammars.compile(asked), asked.source)
         except InvalidRequestError as error:
             if param is None:
                 raise
@@ -238,14 +240,14 @@ class Service:
         priority: int,
         cache_salt: str,
         arrival_time: float,
-        matcher: Any = None,
+        grammar: CompiledGrammar | None = None,
         shown: frozenset[int] = frozenset(),
         free_until: int | None = None,
     ) -> list[Choice]:
         """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them.
 
         Args:
-            matcher: what `compiled_grammar` gave.
+            grammar: what `compiled_grammar` gave.
             shown: special tokens that the text has even where it leaves the others out.
             free_until: the id that ends a thought: the grammar begins after it.
 
@@ -263,7 +265,7 @@ class Service:
                     f"{prefix}-{index}",
                     prompt_ids,
                     each,
-                    output_rule(tokenizer, prompt_ids, each, matcher, shown=shown, free_until=free_until),
+                    output_rule(tokenizer, prompt_ids, each, grammar, shown=shown, free_until=free_until),
                     priority=priority,
                     cache_salt=cache_salt,
                     arrival_time=arrival_time,

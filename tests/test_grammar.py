@@ -22,7 +22,7 @@ ONE_KEY = {"type": "object", "properties": {"a": {"type": "integer"}}, "required
 
 
 def rule_for(asked, **options) -> GrammarRule:
-    matcher = GRAMMARS.matcher(asked).deep_copy()
+    matcher = GRAMMARS.compile(asked).matcher.deep_copy()
     return GrammarRule(matcher, output_rule(TOKENIZER, [], SamplingParams()), **options)
 
 
@@ -73,11 +73,11 @@ def test_padded_vocabulary_is_masked():
 
 def test_advance_ends_at_stop():
     """A stop string that ends the output inside a window, and an end-of-text id: what comes after is not consumed."""
-    matcher = GRAMMARS.matcher(ABC)
-    rule = output_rule(TOKENIZER, [], SamplingParams(stop=("b",), structured_outputs=ABC), matcher)
+    grammar = GRAMMARS.compile(ABC)
+    rule = output_rule(TOKENIZER, [], SamplingParams(stop=("b",), structured_outputs=ABC), grammar)
     result = rule.feed(ids("abb"), None)
     assert (result.keep, result.error) == (2, None)
-    rule = output_rule(TOKENIZER, [], SamplingParams(structured_outputs=ABC), matcher)
+    rule = output_rule(TOKENIZER, [], SamplingParams(structured_outputs=ABC), grammar)
     assert rule.feed([*ids("abc"), EOS], FinishReason.STOP).text == "abc"
     assert masks(rule, [], n=1) == [{EOS}]
 
@@ -157,33 +157,36 @@ def test_reasoning_boundary_in_window():
 def test_one_grammar_serves_many_requests():
     """Each goes its own way."""
     params = SamplingParams(structured_outputs=ABC)
-    matcher = GRAMMARS.matcher(ABC)
-    first, second = (output_rule(TOKENIZER, [], params, matcher) for _ in range(2))
+    grammar = GRAMMARS.compile(ABC)
+    first, second = (output_rule(TOKENIZER, [], params, grammar) for _ in range(2))
     first.feed(ids("ab"), None)
     assert masks(second, [], n=1) == [set(ids("a"))]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_grammar_is_compiled_once_a_thread(threads, monkeypatch):
-    """Copies of one matcher cannot fill their masks at the same time: requests take those there are by turns."""
+def test_a_grammar_is_compiled_once_a_tree(threads, monkeypatch):
+    """What uses one tree cannot fill masks at the same time: requests take by turns what there is, and so do grammars."""
     monkeypatch.setattr("jaxspec.grammar.compiler.MASK_THREADS", threads)
     compiler = GrammarCompiler(TOKENIZER, V, [EOS])
     given = []
     for _ in range(4 * threads):
-        given.append(compiler.matcher(StructuredOutputsParams(regex="ab+c")))
+        given.append(compiler.compile(StructuredOutputsParams(regex="ab+c")))
         for other in range(threads - 1):  # whose turns are theirs
-            compiler.matcher(StructuredOutputsParams(regex=f"{other}+"))
+            compiler.compile(StructuredOutputsParams(regex=f"{other}+"))
     assert len(set(map(id, given[:threads]))) == threads
+    assert {grammar.tree for grammar in given[:threads]} == set(range(threads))
     later = [given[i : i + threads] for i in range(threads, len(given), threads)]
     assert all(set(map(id, turn)) == set(map(id, given[:threads])) for turn in later)
+    others = [compiler.compile(StructuredOutputsParams(regex=f"x{i}")).tree for i in range(threads)]
+    assert set(others) == set(range(threads))
 
 
 def test_few_grammars_are_kept():
     compiler = GrammarCompiler(TOKENIZER, V, [EOS])
-    first = compiler.matcher(ABC)
+    first = compiler.compile(ABC)
     for i in range(MAX_KEPT):
-        compiler.matcher(StructuredOutputsParams(choice=[f"text {i}"]))
-    assert compiler.matcher(ABC) is not first
+        compiler.compile(StructuredOutputsParams(choice=[f"text {i}"]))
+    assert compiler.compile(ABC) is not first
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,7 @@ BAD = {
 @pytest.mark.parametrize(("asked", "words"), BAD.values(), ids=BAD)
 def test_bad_grammar_is_one_error(asked, words):
     with pytest.raises(InvalidRequestError) as caught:
-        GRAMMARS.matcher(StructuredOutputsParams(**asked))
+        GRAMMARS.compile(StructuredOutputsParams(**asked))
     assert words in str(caught.value)
     assert caught.value.param == "structured_outputs"
     assert len(str(caught.value)) < 420
@@ -275,9 +278,9 @@ def test_bad_grammar_is_one_error(asked, words):
 
 def test_what_structured_outputs_need():
     with pytest.raises(InvalidRequestError, match="this model has no tokenizer"):
-        GrammarCompiler(None, V, [EOS]).matcher(ABC)
+        GrammarCompiler(None, V, [EOS]).compile(ABC)
     with pytest.raises(InvalidRequestError, match="no end-of-text id"):
-        GrammarCompiler(TOKENIZER, V, []).matcher(ABC)
+        GrammarCompiler(TOKENIZER, V, []).compile(ABC)
     with pytest.raises(InvalidRequestError, match="ignore_eos does not go with structured_outputs"):
         SamplingParams(structured_outputs=ABC, ignore_eos=True)
 
@@ -291,7 +294,7 @@ def test_slices_change_no_mask(schema):
     tokenizer, vocab_size = made_up_tokenizer(3000), 3040
     eos = tokenizer.hugging_face.eos_token_id
     asked = StructuredOutputsParams(json=schema)
-    ours = GrammarCompiler(tokenizer, vocab_size, [eos]).matcher(asked).deep_copy()
+    ours = GrammarCompiler(tokenizer, vocab_size, [eos]).compile(asked).matcher.deep_copy()
     tree = from_tokenizer(tokenizer.hugging_face, n_vocab=vocab_size, eos_token=[eos])
     matchers = ours, LLMatcher(tree, grammar_text(asked), log_level=0)
     words = np.zeros((2, vocab_size // 32), np.int32)

@@ -197,7 +197,8 @@ class Batches:
         assert text is not None
         if not constrained:
             return text
-        return WatchedRule(self._compiler.matcher(StructuredOutputsParams(json=SCHEMA)).deep_copy(), text)
+        grammar = self._compiler.compile(StructuredOutputsParams(json=SCHEMA))
+        return WatchedRule(grammar.matcher.deep_copy(), text, tree=grammar.tree)
 
 
 def example_prompts(tokenizer: Tokenizer, rows: int, context: int) -> list[list[int]]:

@@ -1,15 +1,19 @@
 """Grammars of structured outputs, compiled by llguidance for a model's vocabulary."""
 
 import collections
+import itertools
 import json
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import InvalidRequestError, ModelFormatError, shown
-from jaxspec.grammar.rule import MASK_THREADS
+from jaxspec.grammar.rule import MASK_THREADS, CompiledGrammar
 from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 # Compiled grammars that are kept, for requests with the same one.
 MAX_KEPT = 64
@@ -26,7 +30,11 @@ _MESSAGE_CHARACTERS = 300
 
 
 class GrammarCompiler:
-    """Makes matchers; from any thread. The vocabulary's tree (about a second) is built at the first use.
+    """Compiles grammars; from any thread.
+
+    Whatever uses one tree of the vocabulary shares a lock, so there are `MASK_THREADS` trees, which grammars take by
+    turns. Those that `prepare` has not built are built when they are needed; nothing else in Python runs meanwhile, for
+    about a second with 160,000 ids and half of that for each further tree.
 
     Args:
         tokenizer: None where the model has none: then every grammar is refused.
@@ -39,13 +47,24 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
         self._lock = threading.Lock()
-        self._tree: Any = None
-        self._kept: collections.OrderedDict[tuple[str, str], collections.deque[Any]] = collections.OrderedDict()
+        self._trees: list[Any] = []
+        self._turns = itertools.count()
+        self._kept: collections.OrderedDict[tuple[str, str], collections.deque[CompiledGrammar]] = (
+            collections.OrderedDict()
+        )
 
-    def matcher(self, params: StructuredOutputsParams) -> Any:
-        """An `llguidance.LLMatcher` at its start, to be copied: others may be given the same one.
+    def prepare(self) -> None:
+        """Builds all trees, where the model has a tokenizer and an end of text; where it cannot, requests are told why."""
+        if self._tokenizer is None or not self._eos:
+            return
+        try:
+            with self._lock:
+                self._tree(MASK_THREADS - 1)
+        except ModelFormatError as error:
+            logger.warning("structured outputs will be refused: %s", error)
 
-        Copies share a lexer, and its lock: a grammar that is asked for again and again is compiled `MASK_THREADS` times.
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """Others may be given the same one. A grammar that is asked for again and again is compiled once for each tree.
 
         Raises:
             InvalidRequestError: the grammar is wrong, uses what llguidance does not support, or is too large.
@@ -57,9 +76,10 @@ class GrammarCompiler:
                 self._kept.move_to_end(key)
                 kept.rotate()  # each grammar takes its own turns
                 return kept[0]
-            tree = self._tree = self._tree or self._build_tree()
+            number = (kept[-1].tree + 1 if kept else next(self._turns)) % MASK_THREADS
+            tree = self._tree(number)
         # Outside the lock: llguidance drops the GIL, and other requests go on meanwhile.
-        made = _compile(tree, params)
+        made = CompiledGrammar(_compile(tree, params), number)
         with self._lock:
             kept = self._kept.setdefault(key, collections.deque())
             kept.append(made)  # perhaps one too many, where others have compiled it meanwhile
@@ -67,6 +87,13 @@ class GrammarCompiler:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def _tree(self, number: int) -> Any:
+        if not self._trees:
+            self._trees.append(self._build_tree())
+        while len(self._trees) <= number:
+            self._trees.append(self._trees[0].with_slices(list(SLICES)))
+        return self._trees[number]
 
     def _build_tree(self) -> Any:
         if self._tokenizer is None:

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,15 +12,28 @@ from jaxspec.engine.output import FinishReason
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream, Tokenizer, text_stream
 
-# That fill the masks of a step. One of a long string's end may take milliseconds, and the step waits for all.
-MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+# That fill the masks of a step, and trees of the vocabulary (150 MB each with 160,000 ids). A mask near a string's end may take
+# more than a millisecond, and the step waits for all.
+MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+
+
+class CompiledGrammar(NamedTuple):
+    """A grammar that requests follow.
+
+    Attributes:
+        matcher: an `llguidance.LLMatcher` at its start, to be copied.
+        tree: number of the vocabulary's tree that it uses. Masks of one tree are computed one after another.
+    """
+
+    matcher: Any
+    tree: int
 
 
 def output_rule(
     tokenizer: Tokenizer | None,
     prompt_ids: Sequence[int],
     params: SamplingParams,
-    matcher: Any = None,
+    grammar: CompiledGrammar | None = None,
     *,
     shown: frozenset[int] = frozenset(),
     free_until: int | None = None,
@@ -28,19 +41,19 @@ def output_rule(
     """The host rule that a request needs: for its text, its stop strings and its grammar.
 
     Args:
-        matcher: of `params.structured_outputs`, where they are given (`GrammarCompiler.matcher`). It is not changed.
+        grammar: `params.structured_outputs`, where they are given (`GrammarCompiler.compile`). It is not changed.
         shown: special tokens that are part of the text also where it leaves the others out.
         free_until: as in `GrammarRule`.
 
     Raises:
         InvalidRequestError: the model has no tokenizer for what is asked.
     """
-    assert (matcher is None) == (params.structured_outputs is None)
+    assert (grammar is None) == (params.structured_outputs is None)
     text = text_stream(tokenizer, prompt_ids, params, shown)
-    if matcher is None:
+    if grammar is None:
         return text
-    assert text is not None, "the matcher was made for a tokenizer"
-    return GrammarRule(matcher.deep_copy(), text, free_until=free_until)
+    assert text is not None, "the grammar was compiled for a tokenizer"
+    return GrammarRule(grammar.matcher.deep_copy(), text, tree=grammar.tree, free_until=free_until)
 
 
 class GrammarRule(Constraint):
@@ -49,14 +62,16 @@ class GrammarRule(Constraint):
     Args:
         matcher: an `llguidance.LLMatcher` at its start; the rule's own.
         text: gives the request its text.
+        tree: the number of the matcher's tree: see `CompiledGrammar`.
         free_until: where given, the grammar begins after the first of this id (the end of a thought); all ids may come
             before it.
     """
 
     needs_readback = True
 
-    def __init__(self, matcher: Any, text: TextStream, *, free_until: int | None = None):
+    def __init__(self, matcher: Any, text: TextStream, *, tree: int = 0, free_until: int | None = None):
         self._matcher = matcher
+        self._tree = tree
         self._text = text
         self._free_until = free_until
         self._free = free_until is not None
@@ -87,10 +102,13 @@ class GrammarRule(Constraint):
 
     @classmethod
     def fill_many(cls, rows: Sequence[tuple["GrammarRule", Sequence[int]]], words: np.ndarray) -> None:
-        """See `Constraint`. One mask of each rule at a time, in the library's threads."""
+        """See `Constraint`. One mask of each rule at a time, in the library's threads, which take neighbours: those of a tree
+        are together, so that no thread waits for another's.
+        """
         n, nbytes = words.shape[1], words[0, 0].nbytes
         assert words.flags.c_contiguous
         going = [(rule._matcher, x * n, rule._rows_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
+        going = [going[x] for x in sorted(range(len(rows)), key=lambda x: rows[x][0]._tree)]
         while True:
             steps = [(matcher, first, rows_of, next(rows_of, None)) for matcher, first, rows_of in going]
             wanted = [(matcher, first + row) for matcher, first, _, row in steps if row is not None]

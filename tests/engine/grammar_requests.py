@@ -87,7 +87,7 @@ def constrained(
     """A request whose rule is the product's own; `thinks`: its grammar begins after the end of a thought."""
     params = SamplingParams(structured_outputs=asked, **options)
     rule = output_rule(
-        tokenizer(), prompt, params, compiler().matcher(asked), free_until=THOUGHT_END if thinks else None
+        tokenizer(), prompt, params, compiler().compile(asked), free_until=THOUGHT_END if thinks else None
     )
     assert isinstance(rule, GrammarRule)
     return Request(name, prompt, params, rule)
@@ -140,5 +140,5 @@ def fits(request: Request, ids: Sequence[int], end: str) -> bool:
     if end == "stop" and not request.params.stop:
         assert output.pop() == EOS
         return KINDS[name.split()[0]][1](tokenizer().decode(output))
-    matcher = compiler().matcher(KINDS[name.split()[0]][0]).deep_copy()
+    matcher = compiler().compile(KINDS[name.split()[0]][0]).matcher.deep_copy()
     return matcher.validate_tokens(output) == len(output)

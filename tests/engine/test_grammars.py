@@ -214,7 +214,7 @@ def distribution(prompt, asked, length, temperature):
     for _ in range(length):
         longer = {}
         for text, probability in texts.items():
-            matcher = compiler().matcher(asked).deep_copy()
+            matcher = compiler().compile(asked).matcher.deep_copy()
             assert not text or matcher.consume_tokens(list(text))
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:VOCAB]
             logits = raw_logits([*prompt, *text]).astype(np.float64) / temperature

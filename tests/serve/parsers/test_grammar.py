@@ -75,9 +75,9 @@ def held_rule(name, schemas, *, special, **thought):
 
 def rule_of(tokenizer, text):
     asked = StructuredOutputsParams(grammar=text)
-    matcher = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS]).matcher(asked)
+    grammar = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS]).compile(asked)
     params = SamplingParams(structured_outputs=asked, skip_special_tokens=False)
-    return output_rule(tokenizer, [], params, matcher)
+    return output_rule(tokenizer, [], params, grammar)
 
 
 def allowed(rule, tokenizer):
