@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -20,11 +21,13 @@ from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.state import state_shapes
 from jaxspec.engine.step import make_step
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
+from jaxspec.models.cache import cache_stored_as
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import count_parameters
+from jaxspec.models.params import count_parameters, quantised
 from jaxspec.models.registry import read_config
 from pallas_kernels.backend import Backends, use
+from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4
 
 BF16 = np.dtype(jnp.bfloat16)
 # All layers, and parameters in billions without the MTP layer: 30.5 and 20.9 on the cards of Qwen3-30B-A3B and
@@ -73,11 +76,9 @@ def cases():
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
 
 
-@pytest.mark.parametrize(("name", "rows", "prompt"), cases())
-def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
-    """Decode steps and those with a prompt lower for CUDA at real widths, an MTP layer included."""
+def lowered_step(request, model, rows, prompt):
+    """The step of a model, and of its MTP layer, for an H200: what runs each operation, and the lowered text."""
     mesh = mesh_of_one()
-    model = target(name, 2)  # a dense layer and a mixture, or both kinds of attention
     draft = NextN(model.config, BF16) if model.config.nextn_layers else None
     k = DRAFTS if draft else 0
     settings = resolve(
@@ -97,12 +98,41 @@ def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
     )
     request.getfixturevalue("hopper")
     with use(Backends()) as chosen:
-        jax.jit(make_step(graphdefs, layout, settings)).trace(*abstract).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(make_step(graphdefs, layout, settings)).trace(*abstract).lower(lowering_platforms=("cuda",))
+    return chosen, lowered.as_text()
+
+
+# Extras of some sizes: gpt-oss's width of 2880 goes without norms of ours, GLM's heads without a split projection.
+EXTRAS = {"norm_linear", "add_norm", "moe_combine", "moe_router", "joined_linear", "split_linear"}
+
+
+@pytest.mark.parametrize(("name", "rows", "prompt"), cases())
+def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
+    """Decode steps and those with a prompt lower for CUDA at real widths, an MTP layer included."""
+    # A dense layer and a mixture, or both kinds of attention.
+    chosen, _ = lowered_step(request, target(name, 2), rows, prompt)
     assert {"moe", "moe_route"} <= set(chosen)
     assert any(operation.endswith("_decode") for operation in chosen)
-    # Extras of some sizes: gpt-oss's width of 2880 goes without norms of ours, GLM's heads without a split projection.
-    extras = {"norm_linear", "add_norm", "moe_combine", "moe_router", "joined_linear", "split_linear"}
-    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= extras
+    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prompt", [0, 256])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("scheme", [INT4_G32, NVFP4, MXFP4], ids=str)
+def test_no_bf16_copy_in_hlo(scheme, rows, prompt, request):
+    """Routed experts that a kernel reads in codes of four bits are codes everywhere in a step, and never numbers."""
+    hf = random_config("moonlight", 1) | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    model = CausalLM(read_config(hf), BF16)
+    quantised(model, {("layers", 0, "mlp", name): scheme for name in ("gate_up", "down")})
+    cache_stored_as(model, "fp8")
+    chosen, text = lowered_step(request, model, rows, prompt)
+    assert chosen["moe"] == chosen["mla_decode"] == {"mosaic"}
+    E, inner, hidden = 64, 1408, 2048
+    arrays = set(re.findall(r"tensor<((?:\d+x)+)([a-z]\w*)>", text))
+    sizes = {array: math.prod(map(int, array[0][:-1].split("x"))) for array in arrays}
+    large = {array for array in arrays if sizes[array] >= E * inner * hidden // 2} - {(f"163840x{hidden}x", "bf16")}
+    assert {kind for _, kind in large} == {"ui8"}
 
 
 @pytest.mark.slow
