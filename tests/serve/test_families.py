@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxspec import EngineConfig
 from serve.model import load_model
 from tests.conftest import few_buckets
+from tests.convert.quantised_checkpoints import quantise
 from tests.eagle3_models import tiny_draft
 from tests.serve.mock_engine import SPECIAL, TEMPLATE, byte_backend
 from tests.tiny_models import tiny_checkpoint
@@ -20,6 +21,11 @@ FAMILIES = {
     "glm4-lite": {}, "v3-mtp": {}, "v32": {}, "glm-dsa": {}, "kimi-k25": {"num_nextn_predict_layers": 1}, "minicpm3": None,
     "gpt-oss": None, "qwen3-moe": None, "minimax-m2": None, "glm4-moe": {},
 }  # fmt: skip
+# Quantised: the variant, and the format of tests/convert/quantised_checkpoints.py that its MLPs are published in.
+QUANTISED = {
+    "v3-mtp in FP8": ("v3-mtp", "deepseek"), "kimi-k25 in INT4": ("kimi-k25", "ct-int4"),
+    "v3-mtp in NVFP4": ("v3-mtp", "modelopt-nvfp4"), "v3-mtp in MXFP4": ("v3-mtp", "ct-mxfp4"),
+}  # fmt: skip
 # tests/engine/test_equality.py has speculation on gpt-oss by default, retracted too, with a draft that knows the text.
 DEFAULT = ("glm4-lite",)
 CHAT = {
@@ -28,15 +34,20 @@ CHAT = {
 }  # fmt: skip
 RETRACTING = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 6}
 K = 2
+WHOLE_GROUPS = {"hidden_size": 160, "intermediate_size": 160, "moe_intermediate_size": 160}
 
 
 @pytest.fixture
 def folders(request, tmp_path):
     """The model, with a tokenizer of bytes and a chat template, and its EAGLE3 draft if it needs one."""
-    changes, draft = FAMILIES[request.param], None
+    variant, format_name = QUANTISED.get(request.param, (request.param, None))
+    changes, draft = FAMILIES[variant], None
     if changes is None:
         draft = str(tiny_draft(tmp_path / "draft", vocab_size=VOCAB))
-    folder = tiny_checkpoint(request.param, tmp_path / "hf", **({"vocab_size": VOCAB} | (changes or {})))
+    sizes = {"vocab_size": VOCAB} | (WHOLE_GROUPS if format_name else {}) | (changes or {})
+    folder = tiny_checkpoint(variant, tmp_path / "hf", **sizes)
+    if format_name:
+        folder, _ = quantise(folder, tmp_path, format_name, lambda name: "_proj.weight" in name and ".mlp." in name)
     PreTrainedTokenizerFast(tokenizer_object=byte_backend(), chat_template=TEMPLATE).save_pretrained(folder)
     return str(folder), draft
 
@@ -56,7 +67,9 @@ def answers(start_server, folder, **options):
 
 
 @pytest.mark.parametrize(
-    "folders", [v if v in DEFAULT else pytest.param(v, marks=pytest.mark.full) for v in FAMILIES], indirect=True
+    "folders",
+    [v if v in DEFAULT else pytest.param(v, marks=pytest.mark.full) for v in (*FAMILIES, *QUANTISED)],
+    indirect=True,
 )
 def test_a_chat_is_the_same_with_speculation_and_without(folders, start_server):
     folder, draft = folders
