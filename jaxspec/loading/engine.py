@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -27,11 +25,11 @@ from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError
 from jaxspec.loading.checkpoint import Checkpoint, declare_target, load_params, open_checkpoint, read_model_config
 from jaxspec.loading.draft import DraftPlan, plan_draft
+from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.params import (
-    TENSOR_AXIS,
     count_parameters,
     dotted,
     kernel_obstacles,
@@ -157,7 +155,7 @@ class _Plan:
 
 def _plan(folder: Path, config: EngineConfig) -> _Plan:
     tp = config.tensor_parallel_size
-    mesh = _make_mesh(tp)
+    mesh = make_mesh(tp)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     dtype = resolve_dtype(config, on_gpu=on_gpu)
     model_config = read_model_config(folder)
@@ -241,16 +239,6 @@ def check_fp8_kernels(models: Iterable[nnx.Module], dtype: str, backends: Backen
             f"{flagged('kv_cache_dtype')} fp8 has no kernel for this model, dtype and device ({', '.join(sorted(missing))}): "
             "use --kv-cache-dtype bf16, or auto"
         )
-
-
-def _make_mesh(tensor_parallel_size: int) -> Mesh:
-    devices = jax.devices()
-    if tensor_parallel_size > len(devices):
-        raise ConfigError(
-            f"{flagged('tensor_parallel_size')} {tensor_parallel_size} needs {tensor_parallel_size} devices, "
-            f"but there are {len(devices)}"
-        )
-    return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR_AXIS,))
 
 
 def _log_pool(plan: _Plan, settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner, StepOutput, bind
 from jaxspec.errors import ConfigError
+from jaxspec.loading.mesh import make_mesh
 from jaxspec.models import comm
 from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.decoder import CausalLM, Embedding
@@ -323,3 +325,36 @@ def test_what_cannot_be_split_names_the_sizes_that_would_do(name, change, device
     model = CausalLM(read_config(CONFIGS[name] | change), jnp.float32)
     with pytest.raises(ConfigError, match=re.escape(message) + "$"):
         with_shardings(model, jax.sharding.AbstractMesh((devices,), (TENSOR_AXIS,)))
+
+
+def test_mesh_follows_device_order():
+    """Kernels count the devices of others in jax's order."""
+    assert list(make_mesh(4).devices.flat) == jax.devices()[:4]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"NCCL_NVLS_ENABLE": "1"}, "set NCCL_NVLS_ENABLE=0"),
+        ({"NVSHMEM_DISABLE_NVLS": "0", "NCCL_NVLS_ENABLE": "0"}, "set NVSHMEM_DISABLE_NVLS=1"),
+        ({"XLA_FLAGS": "--a=1 --xla_gpu_experimental_enable_nvshmem=true"}, "in XLA_FLAGS"),
+        ({"XLA_FLAGS": "--a=1", "NCCL_NVLS_ENABLE": "0"}, None),
+    ],
+)
+def test_environment_refuses_multicast_and_unknown_flags(given, named, monkeypatch):
+    """Several devices only: what is not set is set off, what is set stays as it is."""
+    for name in ("NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS"):
+        monkeypatch.setenv(name, "")  # so that it is taken back afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    make_mesh(1)
+    assert dict(os.environ) == before
+    if named is None:
+        make_mesh(2)
+        assert dict(os.environ) == before | {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+    else:
+        with pytest.raises(ConfigError, match=named):
+            make_mesh(2)
+        assert dict(os.environ) == before

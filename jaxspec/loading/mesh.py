@@ -1,0 +1,49 @@
+"""The devices of a model, and what must hold before they talk to each other."""
+
+import os
+from collections.abc import MutableMapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.config import flagged
+from jaxspec.errors import ConfigError
+from jaxspec.models.params import TENSOR_AXIS
+
+# NCCL and NVSHMEM read these when devices first talk to each other.
+_MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+_WHY_OFF = "a program that uses NVLink multicast can put all GPUs of its host out of service, also for others"
+# XLA's: one version of jax has it, and the next ends the process over it.
+_NVSHMEM_FLAG = "--xla_gpu_experimental_enable_nvshmem"
+
+
+def make_mesh(tensor_parallel_size: int) -> Mesh:
+    """The first devices in jax's order, which is the one that Mosaic's remote references count in.
+
+    Raises:
+        ConfigError: there are fewer, or the environment asks for NVLink multicast.
+    """
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise ConfigError(
+            f"{flagged('tensor_parallel_size')} {tensor_parallel_size} needs {tensor_parallel_size} devices, "
+            f"but there are {len(devices)}"
+        )
+    if tensor_parallel_size > 1:
+        switch_multicast_off(os.environ)
+    return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR_AXIS,))
+
+
+def switch_multicast_off(environ: MutableMapping[str, str]) -> None:
+    """Sets the variables that say so; those that are set must say it already.
+
+    Raises:
+        ConfigError: one says otherwise, or XLA's flags ask for NVSHMEM, whose collectives use multicast. Nothing is set then.
+    """
+    for name, off in _MULTICAST_OFF.items():
+        if environ.get(name, off) != off:
+            raise ConfigError(f"{name}={environ[name]} is not supported: {_WHY_OFF}; unset it, or set {name}={off}")
+    if any(flag.partition("=")[0] == _NVSHMEM_FLAG for flag in environ.get("XLA_FLAGS", "").split()):
+        raise ConfigError(f"{_NVSHMEM_FLAG} in XLA_FLAGS is not supported: {_WHY_OFF}; leave it out")
+    environ.update(_MULTICAST_OFF)
