@@ -20,14 +20,14 @@ class UnsupportedError(ValueError):
 
 @dataclass(frozen=True)
 class Backends:
-    """Which backend runs attention and the routed experts, and on how many devices.
+    """Which backend runs attention and the routed experts.
 
-    "auto" is the fastest kernel that supports the call, or the plain-XLA reference if none does.
+    "auto" is the fastest kernel that supports the call, or the plain-XLA reference if none does. On several devices a call
+    sees its own device's heads and experts.
     """
 
     attention: str = "auto"
     moe: str = "auto"
-    devices: int = 1
 
 
 _DEFAULT = Backends()
@@ -131,8 +131,6 @@ def compute_capability(device: jax.Device) -> int | None:
 
 
 def _common_unsupported_reason(dtypes: Collection[jnp.dtype], supported: Sequence[str]) -> str | None:
-    if current().devices > 1:
-        return "it runs on one device only"
     others = sorted({str(dtype) for dtype in dtypes} - set(supported))
     return f"it computes in {' or '.join(supported)}, not in {', '.join(others)}" if others else None
 

@@ -174,7 +174,7 @@ class Runner:
         self.graphdefs = (target_def, draft_def)
         self.use_params((target, drafter))
         self._mesh = mesh
-        self._backends = Backends(settings.attention_backend, settings.moe_backend, mesh.size)
+        self._backends = Backends(settings.attention_backend, settings.moe_backend)
         self._probe = probe
         self._shapes = state_shapes(model, settings, mesh, draft=draft[0] if draft else None)
         self.store = ExecutableStore(files, mesh)

@@ -166,14 +166,14 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     for module in modules:
         with_shardings(module, mesh)  # refuses what the mesh cannot split
     if on_gpu:
-        with use(Backends(devices=tp)):
+        with use(Backends()):
             check_kernels(folder, modules, dtype)
     for module in modules:
         cache_stored_as(module, config.kv_cache_dtype)
     if config.kv_cache_dtype == "fp8":
         check_fp8_cache(model.cache_specs())
         if on_gpu:
-            check_fp8_kernels(modules, dtype, Backends(config.attention_backend, devices=mesh.size))
+            check_fp8_kernels(modules, dtype, Backends(config.attention_backend))
     return _Plan(
         config=config,
         mesh=mesh,

@@ -156,7 +156,7 @@ def routed_experts(
     options = Routing(top_k, num_groups, top_groups, normalize, scale)
     backend = _experts_backend(x, parameters)
     route_backend = _route_backend(logits, options)
-    if backend != "mosaic" or route_backend != "mosaic":
+    if backend != "mosaic" or route_backend != "mosaic" or parameters.first is not None:
         weights, ids = (a[: x.shape[0]] for a in _route_on(route_backend, logits, bias, options))
         return _experts(backend, x, parameters, weights, ids, live, residual)
     if one_token.supports(x, parameters):

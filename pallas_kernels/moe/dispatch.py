@@ -27,7 +27,7 @@ def dispatch(
     """As `reference.slot_tables`, but undefined entries stay unwritten.
 
     Args:
-        ids: int32 [T, k], in [0, E) where the token is live.
+        ids: int32 [T, k], in [0, E] where the token is live; E for no expert, whose place is undefined.
         live: bool [T].
         rows: token rows of a slot, a power of two.
         slots: `max_slots` or more.

@@ -37,8 +37,6 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, parameters: ExpertWe
     matrices = (*(() if packed else (parameters.gate_up, parameters.down)), *(parameters.shared or ()))
     if reason := unquantised_reason(*matrices):
         return reason
-    if parameters.first is not None:
-        return "it needs all experts on one device"
     if parameters.special and parameters.shared is not None:
         return "it has no biases and no clamped SwiGLU beside shared experts"
     if H % M or inner % M:
@@ -64,11 +62,15 @@ def experts(
         interpret: passed to Pallas.
     """
     config = config or _configured(x, parameters, ids.shape[1])
-    E = parameters.gate_up.shape[0]
+    E, mine = parameters.gate_up.shape[0], None
+    if parameters.first is not None:
+        ids = ids - parameters.first
+        mine = (ids >= 0) & (ids < E)
+        ids = jnp.where(mine, ids, E)
     tables = dispatch(ids, live, E, config.rows, config.slots, all_tokens=config.all_tokens, interpret=interpret)
     slots_x = slot_rows(_ordered(x, parameters), tables, config, interpret=interpret)
     rows = _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
-    return combine(rows, live, ids.shape[1]).astype(x.dtype)
+    return combine(rows, live, ids.shape[1], mine).astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("routing", "config", "interpret"))
@@ -213,11 +215,19 @@ def _pad_tokens(x: jax.Array) -> jax.Array:
     return x if T < GRANULE or T % GRANULE == 0 else jnp.pad(x, ((0, -T % GRANULE), (0, 0)))
 
 
-def combine(rows: ExpertRows, live: jax.Array, k: int) -> jax.Array:
-    """The weighted sum of each live token's rows, plus the addends: float32 [T, H]."""
+def combine(rows: ExpertRows, live: jax.Array, k: int, mine: jax.Array | None = None) -> jax.Array:
+    """The weighted sum of each live token's rows, plus the addends: float32 [T, H].
+
+    Args:
+        mine: bool [T, k], of which experts this device has the rows; None for all.
+    """
     T, flat = live.shape[0], rows.y.reshape(-1, rows.y.shape[-1])
-    picked_TkH = flat.at[rows.place[:T, :k]].get(mode="promise_in_bounds").astype(jnp.float32)
-    out = (picked_TkH * rows.weights[:T, :k, None]).sum(axis=1)
+    place_Tk = rows.place[:T, :k] if mine is None else jnp.where(mine, rows.place[:T, :k], 0)
+    picked_TkH = flat.at[place_Tk].get(mode="promise_in_bounds").astype(jnp.float32)
+    weighted_TkH = picked_TkH * rows.weights[:T, :k, None]
+    if mine is not None:  # as below
+        weighted_TkH = jnp.where(mine[:, :, None], weighted_TkH, 0.0)
+    out = weighted_TkH.sum(axis=1)
     for part in (addend[i, :T] for addend in rows.addends for i in range(addend.shape[0])):
         out += part.astype(jnp.float32)
     # Not by a weight of 0: the place of a token that is not live is another's row or was never written, and may be NaN.

@@ -43,7 +43,8 @@ def supports(x: jax.Array, parameters: ExpertWeights) -> bool:
     T, H = x.shape
     inner, S = parameters.gate_up.shape[2], parameters.shared_inner
     fits = T == 1 and inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
-    return current().one_token_experts and fits and not parameters.special and not parameters.quantised
+    plain = not parameters.special and not parameters.quantised and parameters.first is None
+    return current().one_token_experts and fits and plain
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bench.harness.models import mesh_of_one, random_config
 from bench.harness.shapes import SHAPES
@@ -18,13 +18,16 @@ from bench.step.floor import kv_bytes, traffic
 from jaxspec.config import EngineConfig, resolve
 from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.on_mesh import on_mesh, specs
+from jaxspec.engine.runner import bind
 from jaxspec.engine.state import state_shapes
 from jaxspec.engine.step import make_step
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
+from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import cache_stored_as
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import count_parameters, quantised
+from jaxspec.models.params import count_parameters, nest, quantised, with_shardings
 from jaxspec.models.registry import read_config
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4
@@ -76,9 +79,9 @@ def cases():
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
 
 
-def lowered_step(request, model, rows, prompt):
-    """The step of a model, and of its MTP layer, for an H200: what runs each operation, and the lowered text."""
-    mesh = mesh_of_one()
+def lowered_step(request, model, rows, prompt, mesh=None):
+    """The step of a model, and of its MTP layer, for H200s: what runs each operation, and the lowered text."""
+    mesh = mesh or mesh_of_one()
     draft = NextN(model.config, BF16) if model.config.nextn_layers else None
     k = DRAFTS if draft else 0
     settings = resolve(
@@ -90,15 +93,15 @@ def lowered_step(request, model, rows, prompt):
     )  # fmt: skip
     bucket = Bucket(prompt, min(prompt, 1), rows, "lean", k)
     layout = InputLayout(bucket, settings.page_size, settings.max_pages)
-    graphdefs, params = zip(*(nnx.split(m) if m else (None, None) for m in (model, draft)), strict=True)
-    inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-        (params, state_shapes(model, settings, mesh, draft=draft), inputs),
-    )
+    bound = (bind(m, nest(with_shardings(m, mesh))) if m else (None, None) for m in (model, draft))
+    graphdefs, params = zip(*bound, strict=True)
+    inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    abstract = params, state_shapes(model, settings, mesh, draft=draft), inputs
+    whole = specs(abstract)
+    step = on_mesh(make_step(graphdefs, layout, settings), mesh, whole, (whole[1], PartitionSpec()))
     request.getfixturevalue("hopper")
     with use(Backends()) as chosen:
-        lowered = jax.jit(make_step(graphdefs, layout, settings)).trace(*abstract).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(step).trace(*abstract).lower(lowering_platforms=("cuda",))
     return chosen, lowered.as_text()
 
 
@@ -114,6 +117,17 @@ def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
     assert {"moe", "moe_route"} <= set(chosen)
     assert any(operation.endswith("_decode") for operation in chosen)
     assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
+
+
+@pytest.mark.parametrize(("name", "rows", "prompt"), cases())
+def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
+    """On two devices the same operations run on the same kernels, but those that would add before the devices have."""
+    config, two = target(name, 2).config, make_mesh(2)
+    alone, _ = lowered_step(request, CausalLM(config, BF16), rows, prompt)
+    chosen, text = lowered_step(request, CausalLM(config, BF16), rows, prompt, two)
+    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
+    assert set(alone) - set(chosen) <= EXTRAS
+    assert "mosaic_gpu" in text
 
 
 @pytest.mark.full

@@ -48,10 +48,11 @@ def check(
     *,
     shared_inner: int = 0,
     clamp: Clamp | None = None,
+    parts: int = 1,
 ) -> None:
     """Live tokens are as in the float32 reference; dead ones give 0, and their NaN reaches no other token.
 
-    A clamp comes with biases.
+    A clamp comes with biases. `parts`: devices that share the experts, whose results are added up.
     """
     rng = np.random.default_rng(T)
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
@@ -60,18 +61,21 @@ def check(
     weights, ids = routed(rng, T, E, k)
     shared = None
     if shared_inner:
-        parts = (2, shared_inner, H), (H, shared_inner)
-        shared = tuple(jnp.asarray(rng.normal(size=part) / part[-1] ** 0.5, jnp.bfloat16) for part in parts)
+        sizes = (2, shared_inner, H), (H, shared_inner)
+        shared = tuple(jnp.asarray(rng.normal(size=part) / part[-1] ** 0.5, jnp.bfloat16) for part in sizes)
     live = np.arange(T) % 5 != 4
     poisoned = np.flatnonzero(live)[-1] if T > 2 else None
     dirty = np.asarray(x, np.float32)
     dirty[~live] = np.nan
     if poisoned is not None:
         dirty[poisoned] = np.nan
-    config = config or configure(T, E, k, H, inner, shared_inner)
+    config = config or configure(T, E // parts, k, H, inner, shared_inner // parts)
     biases = tuple(jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((E, 2, inner), (E, H))) if clamp else None
     parameters = ExpertWeights(gate_up, down, shared, biases, clamp)
-    got = interpret(config, jnp.asarray(dirty, jnp.bfloat16), parameters, weights, ids, jnp.asarray(live))
+    got = sum(
+        interpret(config, jnp.asarray(dirty, jnp.bfloat16), part, weights, ids, jnp.asarray(live))
+        for part in of_devices(parameters, parts)
+    )
     exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, parameters))
     want = np.asarray(reference.experts(*exact, weights, ids, live))
     sound = live.copy()
@@ -82,10 +86,31 @@ def check(
     assert np.linalg.norm(got[sound] - want[sound]) <= 1e-2 * np.linalg.norm(want[sound])
 
 
+def of_devices(whole: ExpertWeights, parts: int) -> list[ExpertWeights]:
+    """The experts cut by experts, and the shared ones by their inner size."""
+    if parts == 1:
+        return [whole]
+
+    size = len(whole.gate_up) // parts
+    routed = (jnp.split(array, parts) for array in (whole.gate_up, whole.down))
+    shared = (jnp.split(array, parts, axis=1) for array in whole.shared)
+    return [
+        ExpertWeights(gate_up, down, tuple(shared), first=jnp.int32(i * size))
+        for i, (gate_up, down, *shared) in enumerate(zip(*routed, *shared, strict=True))
+    ]
+
+
 @interpreted
 @pytest.mark.parametrize("T", [1, 5, 20])
 def test_interpreted(T):
     check(T, 8, 2, 128, 128)
+
+
+@interpreted
+@pytest.mark.parametrize("T", [1, 20])
+def test_parts_of_the_experts_add_up(T):
+    """Every token's expert runs on one of the devices, and a device without any of its experts adds its shared part alone."""
+    check(T, 8, 2, 128, 128, shared_inner=256, parts=2)
 
 
 @interpreted
