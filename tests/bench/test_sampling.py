@@ -46,7 +46,7 @@ def test_what_a_row_keeps_decides_whether_a_cut_is_right():
     cuts = np.asarray(case.many(inputs, None)[0])
     assert case.error(inputs, [cuts]) == 0
     assert case.error(inputs, [np.nextafter(cuts, np.float32(-100))]) == 0
-    logits = np.asarray(inputs[0], np.float32)
+    logits = np.asarray(inputs[0][0], np.float32)
     for least in (np.where(logits < cuts[:, None], logits, -np.inf).max(axis=1), logits.max(axis=1)):
         assert case.error(inputs, [least]) == np.inf
     everything = Cutoffs(R=3, top_k=0, top_p=1.0, V=40, calls=1)
