@@ -1,0 +1,163 @@
+"""The gated delta rule (arXiv 2412.06464) and the causal convolution before it, over rows that keep a state.
+
+A head's state S [dk, dv] maps keys to values. A token first lets it fade, then corrects what it holds under its key:
+
+    S <- exp(g) S;  S <- S + k (beta (v - k S));  o = q S
+
+Everything is float32. Shapes: K key heads, R value heads for each, dk and dv columns of a key and a value.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import solve_triangular
+
+# Tokens of a prompt that are worked on as one matrix.
+CHUNK = 64
+# A float32 matmul on a GPU may otherwise round its operands to TF32.
+_EXACT = lax.Precision.HIGHEST
+
+
+class Tokens(NamedTuple):
+    """What the rule reads of tokens [...]; `q` and `k` are of unit length, `q` times dk^-0.5.
+
+    A token with g, beta, k and v of 0 changes no state.
+
+    Attributes:
+        q, k: [..., K, dk].
+        v: [..., K, R, dv].
+        g: [..., K, R] logarithm of what remains of the state, at most 0.
+        beta: [..., K, R] how much of the correction is made.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+def unit(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """Vectors [..., d] of length 1, in float32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
+def recurrent(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+    """Token after token, for the few of a decode window: [D, n, ...] from states [D, K, R, dk, dv].
+
+    It is unrolled: a loop would end the device's graph. Sums are written so that a token's result has the same bits in
+    any window, and whether it is new or repeated.
+
+    Returns:
+        What the tokens read, [D, n, K, R, dv], and the states after them.
+    """
+    read = []
+    for i in range(tokens.q.shape[1]):
+        q, k, v, g, beta = (x[:, i] for x in tokens)
+        state = state * jnp.exp(g)[..., None, None]
+        k = k[:, :, None, :, None]
+        held = jnp.sum(state * k, axis=-2)
+        state = state + k * ((v - held) * beta[..., None])[..., None, :]
+        read.append(jnp.sum(state * q[:, :, None, :, None], axis=-2))
+    return jnp.stack(read, axis=1), state
+
+
+class Chunks(NamedTuple):
+    """How the ragged rows of P tokens, one after the other, lie in N chunks of C: no chunk holds tokens of two rows.
+
+    Attributes:
+        rows: int32 [N] the row of each chunk, ascending; E for unused ones.
+        tokens: int32 [N, C] which token each place holds; P where none.
+        places: int32 [P] where each token lies in N * C; any place for padding tokens.
+    """
+
+    rows: jax.Array
+    tokens: jax.Array
+    places: jax.Array
+
+
+def cut(rows_P: jax.Array, lengths_E: jax.Array) -> Chunks:
+    """Chunks of rows with such lengths; `rows_P` int32 is each token's, E for padding."""
+    P, E = rows_P.shape[0], lengths_E.shape[0]
+    C = min(CHUNK, P)
+    N = P // C + E
+    ends_E = jnp.cumsum(lengths_E)
+    firsts_E = ends_E - lengths_E
+    chunk_ends_E = jnp.cumsum(-(-lengths_E // C))
+    rows_N = (jnp.arange(N)[:, None] >= chunk_ends_E).sum(axis=1, dtype=jnp.int32)
+
+    def of_row(values_E: jax.Array, rows: jax.Array) -> jax.Array:
+        return values_E[jnp.minimum(rows, E - 1)]
+
+    chunk_firsts_E = chunk_ends_E - -(-lengths_E // C)
+    within_N = (jnp.arange(N) - of_row(chunk_firsts_E, rows_N)) * C
+    within_NC = within_N[:, None] + jnp.arange(C)
+    held_NC = (rows_N < E)[:, None] & (within_NC < of_row(lengths_E, rows_N)[:, None])
+    tokens_NC = jnp.where(held_NC, of_row(firsts_E, rows_N)[:, None] + within_NC, P)
+    offsets_P = jnp.arange(P) - of_row(firsts_E, rows_P)
+    places_P = of_row(chunk_firsts_E, rows_P) * C + offsets_P
+    return Chunks(rows_N, tokens_NC, jnp.where(rows_P < E, places_P, 0))
+
+
+def chunked(states: jax.Array, tokens: Tokens, chunks: Chunks) -> tuple[jax.Array, jax.Array]:
+    """A prompt's tokens [P, ...] from their rows' states [E, K, R, dk, dv], a chunk at a time.
+
+    In a chunk the corrections u solve (I + A) u = beta (v - exp(G) k S), with G the running sum of g, S the state before
+    the chunk and A_ij = beta_i exp(G_i - G_j) k_i k_j for j < i (section 3.3 of the paper).
+
+    Returns:
+        What the tokens read, [P, K, R, dv], and the states after them.
+    """
+
+    def take(x: jax.Array) -> jax.Array:  # [P, ...] -> [N, C, ...], 0 where a place holds no token
+        return jnp.take(x, chunks.tokens, axis=0, mode="fill", fill_value=0)
+
+    q, k, v, g, beta = map(take, tokens)
+    C = chunks.tokens.shape[1]
+    decay_NCKR = jnp.cumsum(g, axis=1)
+    earlier_CC = jnp.tril(jnp.ones((C, C), bool))[..., None, None]
+    # Masked before exp: what comes later would overflow.
+    between = jnp.exp(jnp.where(earlier_CC, decay_NCKR[:, :, None] - decay_NCKR[:, None], -jnp.inf))
+
+    def dot(equation: str, *operands: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, *operands, precision=_EXACT)
+
+    keys_NKRCC = dot("nikd,njkd,nijkr,nikr->nkrij", k, k, between, beta)
+    reads_NKRCC = dot("nikd,njkd,nijkr->nkrij", q, k, between)
+    faded_NCKR = jnp.exp(decay_NCKR)
+    # Both right sides of the system at once: what the values ask for, and what is read of the state for each key.
+    wanted = jnp.einsum("nckrv,nckr->nkrcv", v, beta)
+    stale = jnp.einsum("nckd,nckr->nkrcd", k, beta * faded_NCKR)
+    solved = solve_triangular(keys_NKRCC, jnp.concatenate([wanted, stale], axis=-1), lower=True, unit_diagonal=True)
+    wanted, stale = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    queries = jnp.einsum("nckd,nckr->nkrcd", q, faded_NCKR)
+    kept = jnp.exp(decay_NCKR[:, -1:] - decay_NCKR)
+    keys = jnp.einsum("nckd,nckr->nkrcd", k, kept)
+
+    def chunk(states: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        row, wanted, stale, queries, keys, reads, remains = inputs
+        state = states[jnp.minimum(row, states.shape[0] - 1)]
+        update = wanted - dot("krcd,krdv->krcv", stale, state)
+        read = dot("krcd,krdv->krcv", queries, state) + dot("krij,krjv->kriv", reads, update)
+        state = state * remains[..., None, None] + dot("krcd,krcv->krdv", keys, update)
+        return states.at[row].set(state, mode="drop"), read
+
+    states, read_NKRCV = lax.scan(
+        chunk, states, (chunks.rows, wanted, stale, queries, keys, reads_NKRCC, faded_NCKR[:, -1])
+    )
+    read = jnp.moveaxis(read_NKRCV, 3, 1)
+    return read.reshape(-1, *read.shape[2:])[chunks.places], states
+
+
+def convolve(columns: jax.Array, weight: jax.Array) -> jax.Array:
+    """Causal depthwise convolution and SiLU: columns [D, taps - 1 + n, ...] and weight [..., taps] -> [D, n, ...].
+
+    The last tap is the token's own.
+    """
+    taps = weight.shape[-1]
+    n = columns.shape[1] - (taps - 1)
+    total = sum(columns[:, j : j + n].astype(jnp.float32) * weight[..., j].astype(jnp.float32) for j in range(taps))
+    return jax.nn.silu(jnp.asarray(total).astype(columns.dtype))
