@@ -365,6 +365,7 @@ def resolve(
     free_bytes: int,
     on_gpu: bool,
     paged: bool = True,
+    rejects: bool = True,
 ) -> Settings:
     """Turns options into settings.
 
@@ -373,6 +374,7 @@ def resolve(
         page_bytes: bytes of one KV page over all layers, on one device.
         free_bytes: bytes that KV pages may take on one device.
         paged: pages hold all that the model's layers keep between steps (see `CacheSpec`).
+        rejects: what they keep allows for rejected drafts (see `CacheSpec`).
 
     Raises:
         ConfigError: options that contradict the model or each other; the text names the option to change.
@@ -392,8 +394,7 @@ def resolve(
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
     _check_speculation(config, max_num_seqs, max_num_batched_tokens)
-    if not paged:
-        _check_unpaged(config)
+    _check_caches(config, paged=paged, rejects=rejects)
     num_pages = _num_pages(config, max_num_seqs, max_model_len, page_bytes, free_bytes)
     return Settings(
         max_model_len=max_model_len,
@@ -442,14 +443,14 @@ def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_
         )
 
 
-def _check_unpaged(config: EngineConfig) -> None:
-    """Of a model that keeps state outside pages."""
-    if config.enable_prefix_caching:
+def _check_caches(config: EngineConfig, *, paged: bool, rejects: bool) -> None:
+    """Of a model that may keep state outside pages."""
+    if config.enable_prefix_caching and not paged:
         raise ConfigError(
             f"{flagged('enable_prefix_caching')}: this model keeps a state for each request that no page holds, so prompts "
             "cannot share their beginnings; leave the option out"
         )
-    if config.num_speculative_tokens:
+    if config.num_speculative_tokens and not rejects:
         raise ConfigError(
             f"{flagged('num_speculative_tokens')} {config.num_speculative_tokens}: this model keeps a state for each "
             "request that cannot go back after a rejected draft; use 0"

@@ -13,7 +13,7 @@ from jaxspec.models.params import TENSOR_AXIS
 def empty_cache(spec: CacheSpec, num_pages: int, page_size: int) -> LayerCache:
     """Zeros for one request (slot 1) beside the padding slot."""
     mesh = Mesh(np.array(jax.devices()[:1]), (TENSOR_AXIS,))
-    shapes = spec.shapes(num_pages=num_pages, page_size=page_size, num_slots=2, mesh=mesh)
+    shapes = spec.shapes(num_pages=num_pages, page_size=page_size, num_slots=2, window=1, mesh=mesh)
     return tuple(jnp.zeros(s.shape, s.dtype) for s in shapes)
 
 

@@ -104,6 +104,12 @@ _MINICPM3 = _COMMON | {
         "short_factor": [1.0 + 0.1 * i for i in range(16)], "long_factor": [1.0 + 0.1 * i for i in range(16)],
     },
 }  # fmt: skip
+# Heads of values that share a key, and both kinds of layers.
+_QWEN3_5 = _LLAMA | {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 3, "mtp_num_hidden_layers": 1,
+}  # fmt: skip
 # The text part, as inside the released file, of a multimodal model.
 _KIMI_TEXT = _V3 | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "rope_scaling": _YARN, "model_type": "kimi_k2"}
 _KIMI = {
@@ -139,6 +145,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4-moe-air": _GLM4_MOE | {"use_qk_norm": False, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.0},
     "minimax-m2": _MINIMAX_M2,
     "gpt-oss": _GPT_OSS,
+    "qwen3.5": _QWEN3_5,
     "v3-fp8": _FP8 | {"quantization_config": _QUANTIZATION},
     "v3-fp8-dequantised": _FP8,
 }

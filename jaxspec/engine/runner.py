@@ -159,9 +159,8 @@ class Runner:
     ):
         assert settings.model_drafts == (draft is not None)
         specs = model.cache_specs()
-        assert all(spec.paged for spec in specs) or not (settings.prefix_caching or settings.window > 1), (
-            "see `resolve`"
-        )
+        assert all(spec.paged for spec in specs) or not settings.prefix_caching, "see `resolve`"
+        assert all(spec.rejects for spec in specs) or settings.window == 1, "see `resolve`"
         self.settings = settings
         self.window = settings.window
         self.buckets = buckets or bucket_table(settings)

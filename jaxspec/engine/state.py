@@ -84,7 +84,11 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
 
     def cache(spec: CacheSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
         return spec.shapes(
-            num_pages=settings.num_pages, page_size=settings.page_size, num_slots=settings.max_slots, mesh=mesh
+            num_pages=settings.num_pages,
+            page_size=settings.page_size,
+            num_slots=settings.max_slots,
+            window=settings.window,
+            mesh=mesh,
         )
 
     S = settings.max_slots

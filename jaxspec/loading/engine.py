@@ -28,6 +28,7 @@ from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.gated_delta_net import without_kernels
 from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.params import (
     count_parameters,
@@ -150,6 +151,7 @@ class _Plan:
             free_bytes=free_bytes,
             on_gpu=self.on_gpu,
             paged=all(cache.paged for cache in self.caches),
+            rejects=all(cache.rejects for cache in self.caches),
         )
 
 
@@ -168,6 +170,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     if on_gpu:
         with use(Backends()):
             check_kernels(folder, modules, dtype)
+        check_recurrent_kernels(model, config)
     for module in modules:
         cache_stored_as(module, config.kv_cache_dtype)
     if config.kv_cache_dtype == "fp8":
@@ -208,6 +211,19 @@ def check_kernels(folder: Path, modules: Collection[Any], dtype: Any) -> None:
                 f"weights of {folder} are quantised ({path}: {', '.join(names)}), for which there are no kernels here: "
                 f"{reason}; make a copy in bfloat16: jaxspec convert SRC OUT --quantization bf16"
             )
+
+
+def check_recurrent_kernels(model: nnx.Module, config: EngineConfig) -> None:
+    """Refuses a model with recurrent layers on a GPU, for which there are no kernels, unless plain XLA is asked for.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    if config.attention_backend != "reference" and without_kernels(model):
+        raise ConfigError(
+            "this model's linear attention (gated delta net) has no kernels for GPUs: use "
+            f"{flagged('attention_backend')} reference, which is slow, or run it on a CPU"
+        )
 
 
 def check_fp8_cache(caches: Iterable[CacheSpec]) -> None:
@@ -276,7 +292,7 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
         out["Synthetic acceptance"] = f"{length} tokens a window; the text is worthless"
     if plan.config.kv_cache_dtype != "auto":
         out["KV cache dtype"] = plan.config.kv_cache_dtype
-    if state := slot_bytes(plan.caches, plan.mesh.shape):
+    if state := slot_bytes(plan.caches, settings.window, plan.mesh.shape):
         out["State bytes per request"] = state
     return out | {
         "Context length": settings.max_model_len,

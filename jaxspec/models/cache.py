@@ -28,13 +28,14 @@ class CacheArray:
     Attributes:
         name: what it holds, for people.
         per: "token": paged, [num_pages, page_size, *shape]; "slot": a state of fixed size for each request,
-            [num_slots, versions, *shape].
+            [num_slots, versions, *shape]; "window": of each token of a slot's newest decode window, [num_slots, n, *shape].
+            With it the next step can bring the state up to the tokens that were accepted: a rejected one is never in it.
         shape: of the values of one token or one state; `axes` are its logical axes, as for parameters.
-        versions: states kept for a slot: the newest one, and earlier ones that a step may return to.
+        versions: states kept for a slot.
     """
 
     name: str
-    per: Literal["token", "slot"]
+    per: Literal["token", "slot", "window"]
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[str | None, ...]
@@ -44,10 +45,11 @@ class CacheArray:
         assert len(self.shape) == len(self.axes)
         assert self.per == "slot" or self.versions == 1
 
-    def device_bytes(self, mesh_sizes: Mapping[str, int]) -> int:
+    def device_bytes(self, mesh_sizes: Mapping[str, int], window: int = 1) -> int:
         """Bytes of one token or of one slot on each device of a mesh with such axis sizes."""
         split = math.prod(mesh_sizes[AXIS_RULES[axis]] for axis in self.axes if axis in AXIS_RULES)
-        return self.dtype.itemsize * self.versions * math.prod(self.shape) // split
+        number = window if self.per == "window" else self.versions
+        return self.dtype.itemsize * number * math.prod(self.shape) // split
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,19 @@ class CacheSpec:
         """All of it is paged, so requests can share prefixes, and rejected drafts are simply overwritten."""
         return all(array.per == "token" for array in self.arrays)
 
-    def shapes(self, *, num_pages: int, page_size: int, num_slots: int, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes, dtypes and shardings of its arrays."""
+    @property
+    def rejects(self) -> bool:
+        """Tokens of a window can be rejected: they are overwritten, or not yet in the state."""
+        return self.paged or any(array.per == "window" for array in self.arrays)
+
+    def shapes(
+        self, *, num_pages: int, page_size: int, num_slots: int, window: int, mesh: Mesh
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes, dtypes and shardings of its arrays, with decode windows of at most `window` tokens."""
+        leading_dims = {"token": (num_pages, page_size), "window": (num_slots, window)}
 
         def shape(array: CacheArray) -> jax.ShapeDtypeStruct:
-            leading = (num_pages, page_size) if array.per == "token" else (num_slots, array.versions)
+            leading = leading_dims.get(array.per, (num_slots, array.versions))
             sharding = NamedSharding(mesh, partition_spec((None, None, *array.axes)))
             return jax.ShapeDtypeStruct((*leading, *array.shape), array.dtype, sharding=sharding)
 
@@ -105,13 +115,11 @@ def cache_stored_as(model: ModuleT, dtype: KVCacheDtype) -> ModuleT:
 
 def page_bytes(specs: Iterable[CacheSpec], page_size: int, mesh_sizes: Mapping[str, int]) -> int:
     """Bytes of one page over all layers, on each device."""
-    return page_size * _device_bytes(specs, "token", mesh_sizes)
+    arrays = (array for spec in specs for array in spec.arrays if array.per == "token")
+    return page_size * sum(array.device_bytes(mesh_sizes) for array in arrays)
 
 
-def slot_bytes(specs: Iterable[CacheSpec], mesh_sizes: Mapping[str, int]) -> int:
+def slot_bytes(specs: Iterable[CacheSpec], window: int, mesh_sizes: Mapping[str, int]) -> int:
     """Bytes that one slot's states take over all layers, on each device; 0 if all caches are paged."""
-    return _device_bytes(specs, "slot", mesh_sizes)
-
-
-def _device_bytes(specs: Iterable[CacheSpec], per: str, mesh_sizes: Mapping[str, int]) -> int:
-    return sum(array.device_bytes(mesh_sizes) for spec in specs for array in spec.arrays if array.per == per)
+    arrays = (array for spec in specs for array in spec.arrays if array.per != "token")
+    return sum(array.device_bytes(mesh_sizes, window) for array in arrays)

@@ -102,6 +102,7 @@ class ModelConfig:
         layers, nextn_layers: specs of the decoder's layers, and of the NextN (MTP) layers in its checkpoints.
         index_topk: keys that sparse attention chooses for a query. With at most so many cached tokens it chooses all of
             them, which is what the layers compute; longer contexts are not supported.
+        centred_norms: norms multiply by 1 + weight, in float32, and round once; others round, then multiply by the weight.
         embed_scale, logit_scale: factors of the embeddings, and of the hidden states that the head reads.
     """
 
@@ -116,6 +117,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     index_topk: int | None = None
+    centred_norms: bool = False
     embed_scale: float = 1.0
     logit_scale: float = 1.0
 

@@ -124,7 +124,7 @@ class CausalLM(nnx.Module):
     """Embedding, blocks, final norm and head."""
 
     def __init__(self, config: ModelConfig, dtype: Any):
-        declare = Declare(dtype)
+        declare = Declare(dtype, config.centred_norms)
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, declare)
         hidden, eps = config.hidden_size, config.rms_norm_eps

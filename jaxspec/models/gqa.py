@@ -1,6 +1,6 @@
 """Grouped-query attention (arXiv 2305.13245) over paged keys and values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -31,6 +31,8 @@ class GQASpec:
         bias, out_bias: whether queries, keys and values, and the output, have biases.
         window: a token sees so many keys, its own included, and none before them; None: all before it.
         sinks: a learned score of each head takes part in the softmax, and nothing is read for it.
+        gated: each column of a head is multiplied by the sigmoid of a column of its own; checkpoints store both in `q_proj`,
+            head by head.
     """
 
     num_heads: int
@@ -44,6 +46,7 @@ class GQASpec:
     out_bias: bool = False
     window: int | None = None
     sinks: bool = False
+    gated: bool = False
 
     @property
     def norm_dims(self) -> dict[str, int]:
@@ -59,16 +62,21 @@ class GQASpec:
     def key_map(self, prefix: str, hidden: int, *, input_dim: int | None = None) -> KeyMap:
         K, D, inputs = self.num_kv_heads, self.head_dim, input_dim or hidden
         G = self.num_heads // K
+        queries = f"{prefix}q_proj.weight"
+        q = Piece(queries, (K * G * D, inputs), (slice(None), slice(0, G)), view=(K, G, D, inputs))
+        if self.gated:
+            both = replace(q, shape=(2 * K * G * D, inputs), view=(K, G, 2, D, inputs))
+            q, gate = (replace(both, take=(slice(None), slice(None), i)) for i in range(2))
         out: KeyMap = {
             ("qkv",): (
-                Piece(
-                    f"{prefix}q_proj.weight", (K * G * D, inputs), (slice(None), slice(0, G)), view=(K, G, D, inputs)
-                ),
+                q,
                 Piece(f"{prefix}k_proj.weight", (K * D, inputs), (slice(None), G), view=(K, D, inputs)),
                 Piece(f"{prefix}v_proj.weight", (K * D, inputs), (slice(None), G + 1), view=(K, D, inputs)),
             ),
             ("o",): (Piece(f"{prefix}o_proj.weight", (hidden, K * G * D), view=(hidden, K, G, D)),),
         }
+        if self.gated:
+            out["gate",] = (replace(gate, at=...),)
         if self.bias:
             out["qkv_bias",] = (
                 Piece(f"{prefix}q_proj.bias", (K * G * D,), (slice(None), slice(0, G)), view=(K, G, D)),
@@ -106,6 +114,8 @@ class GQA(nnx.Module):
         self.o = declare((hidden, K, G, D), (None, "kv_heads", None, None))
         if spec.out_bias:
             self.o_bias = declare((hidden,), (None,), "zeros")
+        if spec.gated:
+            self.gate = declare((K, G, D, input_dim or hidden), ("kv_heads", None, None, None))
         if spec.sinks:
             self.sinks = declare((K, G), ("kv_heads", None), "zeros", dtype=jnp.float32)
 
@@ -121,7 +131,8 @@ class GQA(nnx.Module):
 
         [T, input_dim], `norm` of it if given, -> [T, H] and the new cache.
         """
-        qkv_TKxD = norm.into(x_TH, self.qkv[...])[0] if norm else linear(x_TH, self.qkv[...])
+        weights = (self.qkv[...], *([self.gate[...]] if self.spec.gated else []))
+        qkv_TKxD, *gate = norm.into(x_TH, *weights) if norm else (linear(x_TH, weight) for weight in weights)
         if self.spec.bias:
             qkv_TKxD += self.qkv_bias[...]
         q_TKGD, k_TKD = (
@@ -151,20 +162,22 @@ class GQA(nnx.Module):
             q = q_TKGD[P:].reshape(*meta.decode_bounds.shape, *q_TKGD.shape[1:])
             out = gqa_decode(q, keys, values, meta.decode_tables, meta.decode_bounds, **self._softmax())
             parts.append(out.reshape(-1, *q_TKGD.shape[1:]))
-        return self._output(jnp.concatenate(parts)), (keys, values)
+        return self._output(jnp.concatenate(parts), *gate), (keys, values)
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
     ) -> tuple[jax.Array, LayerCache]:
         """See `Attention`."""
-        q_RKGD = linear(x_TH[live.tokens], self.qkv[...][:, :-2])
+        x_RH = x_TH[live.tokens]
+        q_RKGD = linear(x_RH, self.qkv[...][:, :-2])
+        gate = [linear(x_RH, self.gate[...])] if self.spec.gated else []
         if self.spec.bias:
             q_RKGD += self.qkv_bias[...][:, :-2]
         cos, sin = rope
         q_RKGD = self._place("q_norm", q_RKGD, (cos[live.tokens], sin[live.tokens]))
         keys, values = self.write_keys(x_TH, cache, meta, rope)
         out = gqa_decode(q_RKGD[:, None], keys, values, live.tables, live.bounds[:, None], **self._softmax())
-        return self._output(out[:, 0]), (keys, values)
+        return self._output(out[:, 0], *gate), (keys, values)
 
     def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables) -> LayerCache:
         """See `Attention`."""
@@ -192,6 +205,8 @@ class GQA(nnx.Module):
         sinks = self.sinks[...] if spec.sinks else None
         return {"scale": spec.softmax_scale, "window": spec.window, "sinks": sinks}
 
-    def _output(self, attended_TKGD: jax.Array) -> jax.Array:
+    def _output(self, attended_TKGD: jax.Array, gate_TKGD: jax.Array | None = None) -> jax.Array:
+        if gate_TKGD is not None:
+            attended_TKGD = attended_TKGD * jax.nn.sigmoid(gate_TKGD)
         out_TH = comm.total(jnp.einsum("tkgd,hkgd->th", attended_TKGD, self.o[...]))
         return out_TH + self.o_bias[...] if self.spec.out_bias else out_TH

@@ -32,24 +32,34 @@ def worth_merging(T: int) -> bool:
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm, rounded to the input's dtype before the weight as in Hugging Face's T5-style norms."""
+    """Root mean square norm, rounded to the input's dtype before the weight as in Hugging Face's T5-style norms.
+
+    Where norms are centred the weight is what a factor has over 1. The factor is float32, so nothing is rounded before it.
+    """
 
     def __init__(self, dim: int, eps: float, declare: Declare):
         self.eps = eps
-        self.weight = declare((dim,), (None,), "ones")
+        self.centred = declare.centred_norms
+        self.weight = declare((dim,), (None,), "zeros" if self.centred else "ones")
+
+    @property
+    def factor(self) -> jax.Array:
+        """[dim] of the normed columns."""
+        weight = self.weight[...]
+        return 1 + weight.astype(jnp.float32) if self.centred else weight
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., dim] -> [..., dim]
-        return rms_norm(x, self.weight[...], self.eps)
+        return rms_norm(x, self.factor, self.eps)
 
     def into(self, x_TH: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """The linear maps of the norm: [T, dim] with weights [*out, dim] -> [T, *out] each."""
-        return norm_linear(x_TH, self.weight[...], weights, eps=self.eps)[2]
+        return norm_linear(x_TH, self.factor, weights, eps=self.eps)[2]
 
     def add_into(
         self, x_TH: jax.Array, delta_TH: jax.Array, *weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
         """x + delta, its norm, and the linear maps of the norm."""
-        return norm_linear(x_TH, self.weight[...], weights, eps=self.eps, delta=delta_TH)
+        return norm_linear(x_TH, self.factor, weights, eps=self.eps, delta=delta_TH)
 
 
 class Stream(NamedTuple):

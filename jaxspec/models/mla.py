@@ -146,14 +146,14 @@ class MLA(nnx.Module):
         P = meta.num_prefill_tokens
         if P == 0:
             latents, q_TNC = write_and_query(
-                latents, kv_a_TX, kv_norm.weight[...], q_TX, w_uk, cos, sin, *places, eps=kv_norm.eps
+                latents, kv_a_TX, kv_norm.factor, q_TX, w_uk, cos, sin, *places, eps=kv_norm.eps
             )
             out_TNV = self.attend_decode(q_TNC, latents, meta.decode_tables, meta.decode_bounds)
         else:
             kv_a_TC = kv_a_TX[:, kv_a_TX.shape[1] - self.mla.cache_dim :]
             N, D = w_uk.shape[0], self.mla.nope_dim + self.mla.rope_dim
             q_TND = q_TX[:, : N * D].reshape(-1, N, D)
-            latents = write_latent(latents, kv_a_TC, kv_norm.weight[...], cos, sin, *places, eps=kv_norm.eps)
+            latents = write_latent(latents, kv_a_TC, kv_norm.factor, cos, sin, *places, eps=kv_norm.eps)
             out_TNV = self.attend_prefill(q_TND[:P], cos[:P], sin[:P], latents, meta)
             if q_TND.shape[0] > P:
                 q_TNC = mla_query(q_TND[P:], w_uk, cos[P:], sin[P:])
@@ -181,7 +181,7 @@ class MLA(nnx.Module):
         latents = from_arrays(cache)
         cos, sin = rope
         kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :] if self.q_lora_rank else self.kv_a[...])
-        eps, weight = self.kv_norm.eps, self.kv_norm.weight[...]
+        eps, weight = self.kv_norm.eps, self.kv_norm.factor
         latents = write_latent(latents, kv_a_TC, weight, cos, sin, meta.pages, meta.offsets, eps=eps)
         return tuple(jax.tree.leaves(latents))
 

@@ -117,7 +117,7 @@ class MoE(nnx.Module):
         if comm.is_split():
             out_TH = routed_experts(normed_TH, parameters, logits, bias_E, live_T, **self._routing())
             return Stream(x_TH + comm.total(out_TH))
-        norm_after = (following.weight[...], following.eps) if following else None
+        norm_after = (following.factor, following.eps) if following else None
         return Stream(
             *add_routed_experts(x_TH, normed_TH, parameters, logits, bias_E, live_T, norm_after, **self._routing())
         )

@@ -26,7 +26,7 @@ class NextN(nnx.Module):
     capture: tuple[int, ...] = ()
 
     def __init__(self, config: ModelConfig, dtype: Any):
-        declare = Declare(dtype)
+        declare = Declare(dtype, config.centred_norms)
         H, eps = config.hidden_size, config.rms_norm_eps
         self.config = config
         self.enorm = RMSNorm(H, eps, declare)

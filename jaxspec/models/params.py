@@ -41,9 +41,14 @@ ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 @dataclass(frozen=True)
 class Declare:
-    """Passed through the constructors of a model: makes parameters of the model's compute dtype."""
+    """Passed through the constructors of a model: makes parameters of the model's compute dtype.
+
+    Attributes:
+        centred_norms: see `ModelConfig`.
+    """
 
     dtype: Any
+    centred_norms: bool = False
 
     def __call__(
         self,

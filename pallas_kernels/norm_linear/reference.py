@@ -6,9 +6,11 @@ from jax import lax
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """[..., H]; rounded to the type of x before the weight (modeling_deepseek.py)."""
+    """[..., H]; rounded to the type of x before the weight (modeling_deepseek.py), after a float32 one (Qwen3.5)."""
     x32 = x.astype(jnp.float32)
     normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    if weight.dtype == jnp.float32:
+        return (weight * normed).astype(x.dtype)
     return weight * normed.astype(x.dtype)
 
 

@@ -78,13 +78,18 @@ def one_bucket(settings: Settings, variant: Variant = "lean") -> tuple[Bucket]:
 
 @cached
 def tiny_config(variant: str) -> ModelConfig:
-    """The engine tests' own model, or a variant of tests/tiny_models.py with a layer less."""
-    return read_config(HF_CONFIG if variant == "tiny" else CONFIGS[variant] | {"num_hidden_layers": 2})
+    """The engine tests' own model, or a variant of tests/tiny_models.py with a layer less, of each kind one."""
+    fewer = {"num_hidden_layers": 2, "full_attention_interval": 2}
+    return read_config(HF_CONFIG if variant == "tiny" else CONFIGS[variant] | fewer)
 
 
 @cached
 def target_params(variant: str) -> dict:
     return numpy_params(CausalLM(tiny_config(variant), jnp.float32), 3)
+
+
+def _paged(model: CausalLM) -> bool:
+    return all(spec.paged for spec in model.cache_specs())
 
 
 def _runner(
@@ -97,7 +102,7 @@ def _runner(
     **options: Any,
 ) -> Runner:
     model = CausalLM(tiny_config(variant), jnp.float32)
-    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k)
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, prefix_caching=_paged(model))
     buckets = None if every_bucket else one_bucket(settings, sampler)
     return warmed(
         Runner(
@@ -144,13 +149,13 @@ def eagle3_runner(head: str, k: int, *, skip_dead: bool = True, sampler: Variant
     return _runner("tiny", k, tiny_draft(head), skip_dead=skip_dead, sampler=sampler)
 
 
-def tiny_draft(name: str) -> tuple[Draft, dict]:
-    """A random draft for the tiny target: "nextn", "llama", "mla"; or "pattern", which knows no text yet."""
+def tiny_draft(name: str, variant: str = "tiny") -> tuple[Draft, dict]:
+    """A random draft for a tiny target: "nextn", "llama", "mla"; or "pattern", which knows no text yet."""
     if name == "pattern":
-        pattern = PatternDraft(VOCAB, NUM_TEXTS, SETTINGS.max_model_len)
+        pattern = PatternDraft(tiny_config(variant).vocab_size, NUM_TEXTS, SETTINGS.max_model_len)
         return pattern, {key: jnp.asarray(value) for key, value in pattern_params(pattern, []).items()}
     if name == "nextn":
-        draft: Draft = NextN(tiny_config("tiny"), jnp.float32)
+        draft: Draft = NextN(tiny_config(variant), jnp.float32)
     else:
         draft = Eagle3(
             read_eagle3_config(HEADS[name]), jnp.float32, capture=(0, 1, 2), own_embedding=False, own_head=False
@@ -181,14 +186,15 @@ def lookup_runner(k: int, *, model: bool = False, full: bool = False) -> Runner:
 
 
 @cached
-def changing_runner(k: int, draft: str = "pattern", *, sampler: Variant = "lean") -> Runner:
+def changing_runner(k: int, draft: str = "pattern", variant: str = "tiny", *, sampler: Variant = "lean") -> Runner:
     """A bucket that holds every plan for each number of drafts that an adaptive engine knows: none, one and k."""
-    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, adaptive_drafts=True)
-    buckets = tuple(dataclasses.replace(b, variant=sampler) for b in bucket_table(settings) if b.prefill_tokens)
-    model = CausalLM(tiny_config("tiny"), jnp.float32)
-    return warmed(
-        Runner(model, target_params("tiny"), settings, one_device(), draft=tiny_draft(draft), buckets=buckets)
+    model = CausalLM(tiny_config(variant), jnp.float32)
+    settings = dataclasses.replace(
+        SETTINGS, num_speculative_tokens=k, adaptive_drafts=True, prefix_caching=_paged(model)
     )
+    buckets = tuple(dataclasses.replace(b, variant=sampler) for b in bucket_table(settings) if b.prefill_tokens)
+    drafts = tiny_draft(draft, variant)
+    return warmed(Runner(model, target_params(variant), settings, one_device(), draft=drafts, buckets=buckets))
 
 
 @contextlib.contextmanager

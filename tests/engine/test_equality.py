@@ -21,14 +21,23 @@ from tests.engine.tiny import run, tiny_runner
 
 VARIANTS = (
     "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "glm4-lite", "minicpm3", "llama", "llama3-rope", "qwen3",
-    "qwen3-tied", "qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss",
+    "qwen3-tied", "qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss", "qwen3.5",
 )  # fmt: skip
 KS = (1, 2, 3, 4, 7)
 # Each kind of attention and of mixture, and every k, with all layouts each; every pair of variant and k is in the full
 # matrix.
-COVERING = (("v2-grouped", 7), ("v3", 2), ("moonlight", 1), ("llama", 4), ("qwen3-moe", 3), ("gpt-oss", 2))
-# Sliding windows with sinks, and a mixture beside grouped-query attention. test_speculation.py retracts MLA's requests.
-RETRACTED = ("gpt-oss", "qwen3-moe")
+COVERING = (
+    ("v2-grouped", 7),
+    ("v3", 2),
+    ("moonlight", 1),
+    ("llama", 4),
+    ("qwen3-moe", 3),
+    ("gpt-oss", 2),
+    ("qwen3.5", 3),
+)
+# Sliding windows with sinks, a mixture beside grouped-query attention, and states that no page holds.
+# test_speculation.py retracts MLA's requests.
+RETRACTED = ("gpt-oss", "qwen3-moe", "qwen3.5")
 # Pages for about half of what the requests want at once.
 FEW_PAGES = 9
 
@@ -62,13 +71,13 @@ def check_layouts(variant, k, *, every_bucket=False):
 
 
 def check_few_pages(variant, runner, ids, logprobs):
-    """Requests that are retracted and resumed, and then the same ones once more, whose prompts the prefix cache has."""
+    """Requests that are retracted and resumed, and then the same ones once more, whose prompts the prefix cache has, if any."""
     engine = engine_over(runner)
     engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - FEW_PAGES)
     for _ in range(2):
         assert_equal_runs(run(engine, greedy_requests(tiny_config(variant).vocab_size)), (ids, logprobs))
     assert engine.stats().num_preemptions > 0
-    assert engine.stats().prefix_cache_hits > 0
+    assert engine.stats().prefix_cache_hits > 0 or not runner.settings.prefix_caching
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ OTHERWISE = {
     },
     "minimax-m2": {"rotary_dim": "all columns", "rope_theta": "10000, as everywhere"},
     "qwen3-moe": {"head_dim": "follows from the width, as in the class for a key that is null"},
+    "qwen3.5": {"mtp_num_hidden_layers": "no draft"},
     "minicpm3": {
         "q_lora_rank": "queries without a latent", "v_head_dim": "follows from the width", "rope_scaling": "as everywhere",
     },

@@ -1,0 +1,99 @@
+"""Qwen3.5: three layers of linear attention (gated delta net) to each one of gated grouped-query attention.
+
+Norms are centred. The rotary positions of text have one dimension, so the published "mrope" is plain, partial RoPE.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxspec.models.config import AttentionSpec, LayerSpec, ModelConfig, Published
+from jaxspec.models.decoder import block_key_map, decoder_key_map
+from jaxspec.models.fields import text_or, whole, whole_or, with_defaults
+from jaxspec.models.gated_delta_net import GatedDeltaSpec
+from jaxspec.models.hf_fields import (
+    MAX_LAYERS,
+    MAX_SIZE,
+    common_fields,
+    divisible,
+    layer_kinds,
+    norm_eps,
+    num_layers,
+    size,
+    unsupported,
+)
+from jaxspec.models.keymap import KeyMap, Piece, any_of, nested, norm_weight
+from jaxspec.models.layers import DenseSpec
+from jaxspec.models.llama import harmless as llama_harmless
+from jaxspec.models.llama import read_attention
+
+ARCHITECTURES = {"Qwen3_5ForCausalLM": Published("Qwen3.5 and 3.6, dense", mtp=True, note="text only")}
+_LINEAR, _FULL = "linear_attention", "full_attention"
+# More than any model has; each is a product of its own in a step.
+_MAX_TAPS = 64
+
+
+def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
+    common = common_fields(hf, architecture)
+    if (state := text_or(hf, "mamba_ssm_dtype", "float32")) != "float32":
+        raise unsupported("mamba_ssm_dtype", state, "float32")
+    attention = read_attention(with_defaults(hf, head_dim=256), qk_norm="head", partial_rotary=0.25)
+    full = replace(attention, gated=True)
+    specs: dict[str, AttentionSpec] = {_LINEAR: _read_linear(hf), _FULL: full}
+    mlp = DenseSpec(size(hf, "intermediate_size"))
+    interval = whole_or(hf, "full_attention_interval", 4, 1, MAX_LAYERS)
+    kinds = layer_kinds(hf, "layer_types", _LINEAR, _FULL) or [
+        _LINEAR if (i + 1) % interval else _FULL for i in range(num_layers(hf))
+    ]
+    drafts = whole_or(hf, "mtp_num_hidden_layers", 0, 0, MAX_LAYERS)
+    return ModelConfig(
+        **common,
+        layers=tuple(LayerSpec(specs[kind], mlp) for kind in kinds),
+        nextn_layers=(LayerSpec(full, mlp),) * drafts,
+        centred_norms=True,
+    )
+
+
+def _read_linear(hf: Mapping[str, Any]) -> GatedDeltaSpec:
+    keys, values = size(hf, "linear_num_key_heads"), size(hf, "linear_num_value_heads")
+    divisible(hf, "linear_num_value_heads", values, "linear_num_key_heads", keys)
+    return GatedDeltaSpec(
+        key_heads=keys,
+        value_heads=values,
+        key_dim=whole(hf, "linear_key_head_dim", 1, MAX_SIZE // keys),
+        value_dim=whole(hf, "linear_value_head_dim", 1, MAX_SIZE // values),
+        taps=whole_or(hf, "linear_conv_kernel_dim", 4, 2, _MAX_TAPS),
+        norm_eps=norm_eps(hf),
+    )
+
+
+def harmless(config: ModelConfig) -> re.Pattern[str]:
+    """The NextN layer's own copies of embedding and head, and layers of it that are not run, are not read."""
+    return any_of([llama_harmless(config).pattern, r"mtp\..*", r"model\.visual\..*"])
+
+
+def key_map(config: ModelConfig) -> KeyMap:
+    """Paths of `CausalLM` -> pieces: linear layers are stored beside `self_attn`, under a name of their own."""
+    linear = {i for i, spec in enumerate(config.layers) if isinstance(spec.attention, GatedDeltaSpec)}
+    return {
+        path: tuple(_linear(piece) for piece in pieces) if path[0] == "layers" and path[1] in linear else pieces
+        for path, pieces in decoder_key_map(config).items()
+    }
+
+
+def _linear(piece: Piece) -> Piece:
+    return replace(piece, name=piece.name.replace(".self_attn.", ".linear_attn."))
+
+
+def nextn_key_map(config: ModelConfig) -> KeyMap:
+    """Paths of `NextN` -> pieces."""
+    H = config.hidden_size
+    return {("eh_proj",): (Piece("mtp.fc.weight", (H, 2 * H)),)} | nested(
+        {
+            "enorm": norm_weight("mtp.pre_fc_norm_embedding", H),
+            "hnorm": norm_weight("mtp.pre_fc_norm_hidden", H),
+            "layer": block_key_map(config.nextn_layers[0], H, "mtp.layers.0."),
+            "norm": norm_weight("mtp.norm", H),
+        }
+    )

@@ -1,0 +1,120 @@
+"""Layers whose state no page holds: rejected drafts, late steps, retraction and reused slots leave no trace in it."""
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxspec import LLM, EngineConfig, SamplingParams
+from jaxspec.engine.draft_control import FixedDrafts
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import ConfigError
+from jaxspec.loading.engine import check_recurrent_kernels
+from jaxspec.models.cache import page_bytes, slot_bytes
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.registry import family_of, read_config
+from tests.engine.scripted import (
+    Windows,
+    changing_runner,
+    greedy_requests,
+    plain_run,
+    tiny_config,
+    with_pattern,
+)
+from tests.engine.test_engine import assert_equal_runs
+from tests.engine.test_schedules import options
+from tests.engine.tiny import fill_cache, run
+from tests.tiny_models import CONFIGS
+
+VARIANT, K = "qwen3.5", 3
+GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+
+
+class Cycling(FixedDrafts):
+    """One number of drafts after the other, again and again."""
+
+    def __init__(self, sequence):
+        super().__init__(K)
+        self._sequence = itertools.cycle(sequence)
+
+    def choose(self, load):
+        wanted = next(self._sequence)
+        return wanted if wanted in load.choices else load.choices[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["pattern", "nextn"])
+def test_replayed_windows_are_plain_decoding(draft):
+    """Windows of several lengths after each other, read late, in mixed steps, in few pages, in slots that held NaN."""
+    ids, logprobs, texts = plain_run(VARIANT)
+    vocab = tiny_config(VARIANT).vocab_size
+    runner, windows = changing_runner(K, draft, VARIANT), Windows()
+    preempted, chosen = 0, Counter()
+    for sequence, depth, mixed, pages in (
+        ((K,), 0, True, None), ((K, 1, 0), 1, True, 12), ((0, K), 2, False, None), ((1, K, K, 0), 3, True, 9),
+    ):  # fmt: skip
+        known = with_pattern(runner, texts, seed=1) if draft == "pattern" else options(runner)
+        with options(runner, readout_depth=depth, mixed=mixed), known:
+            fill_cache(runner, np.nan)
+            engine = Engine(runner, vocab_size=vocab, control=Cycling(sequence), observer=windows)
+            if pages:
+                engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - pages)
+            assert_equal_runs(run(engine, greedy_requests(vocab)), (ids, logprobs))
+        preempted += engine.stats().num_preemptions
+        chosen.update(engine.stats().steps_by_drafts)
+    assert preempted > 0
+    assert all(chosen[k] for k in (0, 1, K))
+    assert windows.mixed > 0
+    if draft == "pattern":
+        assert set(windows.accepted) == set(range(K + 1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The tiny variant in a Hugging Face folder, its NextN layer included."""
+    path, rng = tmp_path_factory.mktemp("hybrid"), np.random.default_rng(0)
+    config = read_config(CONFIGS[VARIANT])
+    family = family_of(config)
+    pieces = [p for keys in (family.key_map(config), family.nextn_key_map(config)) for ps in keys.values() for p in ps]
+    tensors = {p.name: rng.standard_normal(p.shape).astype(np.float32) * p.shape[-1] ** -0.5 for p in pieces}
+    (path / "config.json").write_text(json.dumps(CONFIGS[VARIANT] | {"torch_dtype": "float32"}))
+    save_file(tensors, path / "model.safetensors")
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts_from_a_folder(folder, method):
+    """Looked up in texts that repeat themselves, and by the layer of the checkpoint."""
+    prompts = [[7, 8, 9, 10] * 5 + [i] for i in range(3)] + [[11, 12, 13]]
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128}
+    plain = LLM(folder, **options)
+    drafting = LLM(folder, num_speculative_tokens=K, speculative_method=method, adaptive_speculation=False, **options)
+    assert [c.ids for c in drafting.generate(prompts, GREEDY)] == [c.ids for c in plain.generate(prompts, GREEDY)]
+    assert drafting.engine.stats().acceptance.num_steps > 0
+    model = CausalLM(read_config(CONFIGS[VARIANT]), np.dtype("float32"))
+    for llm, window in ((plain, 1), (drafting, K + 1)):
+        state = slot_bytes(model.cache_specs(), window, {"tensor": 1})
+        assert llm.describe()["State bytes per request"] == state
+    # One layer in three has pages; the NextN layer too.
+    assert plain.describe()["KV cache bytes per token"] == page_bytes(model.cache_specs(), 1, {"tensor": 1})
+
+
+def test_prompts_cannot_share_their_beginnings(folder):
+    with pytest.raises(ConfigError, match=r"enable_prefix_caching .*: this model keeps a state for each request"):
+        LLM(folder, enable_prefix_caching=True)
+
+
+def test_gpus_have_no_kernels_for_them():
+    """Plain XLA runs there where it is asked for, and nowhere by itself."""
+    config = EngineConfig()
+    model = CausalLM(read_config(CONFIGS[VARIANT]), np.dtype("float32"))
+    with pytest.raises(
+        ConfigError, match=r"no kernels for GPUs: use attention_backend \(--attention-backend\) reference"
+    ):
+        check_recurrent_kernels(model, config)
+    check_recurrent_kernels(model, EngineConfig(attention_backend="reference"))
+    check_recurrent_kernels(CausalLM(read_config(CONFIGS["qwen3"]), np.dtype("float32")), config)
