@@ -33,7 +33,7 @@ from bench.kernel.case import LARGEST_ERROR, Case
 from bench.kernel.kv_write import KV_WRITE
 from bench.kernel.loop import Loop, device_seconds
 from bench.kernel.mla_query import MLA_QUERY
-from bench.kernel.moe import MOE, MOE_BLOCK, MOE_PACKED
+from bench.kernel.moe import MOE, MOE_BLOCK, MOE_QUANTISED
 from bench.kernel.norm_linear import ADD_LINEAR, JOINED_LINEAR, NORM_LINEAR
 from bench.kernel.peers import LIBRARIES, PeerError, Peers
 from bench.kernel.report import figures, print_table, summary
@@ -52,7 +52,7 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "add_linear": ADD_LINEAR,
     "joined_linear": JOINED_LINEAR,
     "moe": MOE,
-    **MOE_PACKED,
+    **MOE_QUANTISED,
     "moe_block": MOE_BLOCK,
     "sampling": SAMPLING,
 }

@@ -14,8 +14,9 @@ from pallas_kernels.moe.api import add_routed_experts, experts, logit_parts, spl
 from pallas_kernels.moe.shapes import LAYERS, TOKENS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norm_linear
+from pallas_kernels.quant import activations
 from pallas_kernels.quant.reference import dequantise
-from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4, SCHEMES, VALUES
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4, SCHEMES, VALUES
 from pallas_kernels.quant.values import Quantised
 
 MOONLIGHT = LAYERS["moonlight"]
@@ -80,6 +81,10 @@ class Moe(Case):
         """Of the chosen experts."""
         return exact(take(weight, chosen))
 
+    def activations(self, x: np.ndarray) -> np.ndarray:
+        """What the matmuls get for these tokens."""
+        return x
+
     def error(self, inputs: Any, results: Any) -> float:
         """Of the first and the last token of the last call."""
         layers, tokens, _ = inputs
@@ -89,8 +94,8 @@ class Moe(Case):
         for token in spread(self.T, 2):
             chosen = jnp.asarray(ids[token])
             gate_up, down = (self.numbers(weight, chosen) for weight in (layer.gate_up, layer.down))
-            gate, up = np.einsum("kgih,h->gki", gate_up, exact(x[token]), optimize=True)
-            inner = gate / (1 + np.exp(-gate)) * up
+            gate, up = np.einsum("kgih,h->gki", gate_up, self.activations(exact(x[token])), optimize=True)
+            inner = self.activations(gate / (1 + np.exp(-gate)) * up)
             each = np.einsum("ki,khi->kh", inner, down, optimize=True)
             errors.append(largest_error(exact(results[-1])[token], weights[token] @ each))
         return float(np.max(errors))  # NaN, if one is
@@ -155,10 +160,19 @@ class MoeQuantised(Moe):
     def _drawn(self, seed: int, shape: tuple[int, ...]) -> Quantised:
         scheme = SCHEMES[self.scheme]
         codes = jax.random.bits(jax.random.key(seed, impl="rbg"), scheme.codes_shape(shape), jnp.uint8)
-        deviation = shape[-1] ** -0.5 / np.sqrt(np.mean(VALUES[scheme.values].astype(np.float64) ** 2))
+        if scheme.values == "e4m3":  # but for the two that are no numbers
+            codes = jax.lax.bitcast_convert_type(jnp.where(codes & 0x7F == 0x7F, codes - 1, codes), scheme.codes)
+        deviation = shape[-1] ** -0.5 / np.sqrt(np.nanmean(VALUES[scheme.values].astype(np.float64) ** 2))
         factor = jnp.full(shape[:-2], deviation, jnp.float32) if scheme.factor else None
         number = 127 + np.round(np.log2(deviation)) if scheme.scale == np.uint8 else 1.0 if scheme.factor else deviation
         return Quantised(codes, jnp.full(scheme.scale_shape(shape), number, scheme.scale), scheme, factor)
+
+    def activations(self, x: np.ndarray) -> np.ndarray:
+        """On a CPU the reference takes them as they are."""
+        if SCHEMES[self.scheme].values != "e4m3" or jax.default_backend() != "gpu":
+            return x
+        codes = activations.quantise(jnp.asarray(np.atleast_2d(x), jnp.float32))
+        return exact(activations.dequantise(codes)).reshape(x.shape)
 
     def numbers(self, weight: Any, chosen: jax.Array) -> np.ndarray:
         return exact(dequantise(jax.tree.map(lambda array: take(array, chosen), weight), jnp.bfloat16))
@@ -227,14 +241,20 @@ MOE: dict[str, list[Case]] = {
     "quick": [Moe(T) for T in (1, 32, 512)],
     "tiny": [Moe(T, 32, 8, 2, 16, 2, 4) for T in (1, 6)],
 }
-# Weights with codes of four bits.
-MOE_PACKED: dict[str, dict[str, list[Case]]] = {
+# Quantised weights: with codes of four bits, and in FP8 (with activations in FP8).
+MOE_QUANTISED: dict[str, dict[str, list[Case]]] = {
     f"moe_{scheme}": {
         "all": [MoeQuantised(T, scheme=name) for T in TOKENS],
         "quick": [MoeQuantised(T, scheme=name) for T in (1, 32, 512)],
         "tiny": [MoeQuantised(T, 32, 8, 2, 32, 2, 4, scheme=name) for T in (1, 6)],
     }
-    for scheme, name in (("int4", INT4_G32.name), ("nvfp4", NVFP4.name), ("mxfp4", MXFP4.name))
+    for scheme, name in (
+        ("int4", INT4_G32.name),
+        ("nvfp4", NVFP4.name),
+        ("mxfp4", MXFP4.name),
+        ("fp8", FP8_BLOCK.name),
+        ("fp8_channel", FP8_CHANNEL.name),
+    )
 }
 MOE_BLOCK: dict[str, list[Case]] = {
     "all": [MoeBlock(T) for T in (1, 4, 16, 32, 64, 128)],

@@ -99,6 +99,8 @@ KERNELS = (
     Watched("moe_down", "test_moe.py::test_balanced_routing[odd-3]"),
     Watched("moe_packed_up", "test_moe_packed.py::test_experts[int4_g32-False-9]"),
     Watched("moe_packed_down", "test_moe_packed.py::test_experts[int4_g32-False-9]"),
+    Watched("moe_fp8_up", "test_moe_fp8.py::test_experts[fp8_block-9]"),
+    Watched("moe_fp8_down", "test_moe_fp8.py::test_experts[fp8_block-9]"),
     Watched("moe_combine", "test_moe.py::test_routing_and_experts_together[moonlight-8]"),
     Watched("moe_one_token", "test_moe.py::test_one_token[odd-1344-True]"),
     Watched("logits_stats", "test_sampling.py::test_stats[6-1024-bfloat16]"),

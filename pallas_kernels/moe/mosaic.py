@@ -18,6 +18,8 @@ from pallas_kernels.moe.combine import combine_and_norm
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
 from pallas_kernels.moe.dispatch import copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
+from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, padded_rows
+from pallas_kernels.moe.fp8_matmul import fp8_experts
 from pallas_kernels.moe.grouped_matmul import down_matmul, up_matmul
 from pallas_kernels.moe.packed_codes import fragment_order
 from pallas_kernels.moe.packed_config import configure_packed, is_packed
@@ -27,20 +29,27 @@ from pallas_kernels.moe.routing import assign
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant.activations import Codes, quantise
 from pallas_kernels.quant.values import unquantised_reason
 
 
 def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, parameters: ExpertWeights) -> str | None:
     """Why the kernels do not support this call, or None if they do."""
     inner, H = parameters.gate_up.shape[2:]
-    packed = is_packed(parameters)
-    matrices = (*(() if packed else (parameters.gate_up, parameters.down)), *(parameters.shared or ()))
+    fp8 = is_fp8(parameters)
+    matrices = (
+        *(() if fp8 or is_packed(parameters) else (parameters.gate_up, parameters.down)),
+        *(parameters.shared or ()),
+    )
     if reason := unquantised_reason(*matrices):
         return reason
     if parameters.special and parameters.shared is not None:
         return "it has no biases and no clamped SwiGLU beside shared experts"
-    if H % M or inner % M:
-        return f"it needs a hidden size and an expert size of multiples of {M}, not {H} and {inner}"
+    if parameters.special and fp8:
+        return "it has no biases and no clamped SwiGLU with experts in FP8"
+    multiple = MULTIPLE if fp8 else M
+    if H % multiple or inner % multiple:
+        return f"it needs a hidden size and an expert size of multiples of {multiple}, not {H} and {inner}"
     return hopper_unsupported_reason(x.dtype, *(array.dtype for array in jax.tree.leaves(matrices)))
 
 
@@ -68,7 +77,7 @@ def experts(
         mine = (ids >= 0) & (ids < E)
         ids = jnp.where(mine, ids, E)
     tables = dispatch(ids, live, E, config.rows, config.slots, all_tokens=config.all_tokens, interpret=interpret)
-    slots_x = slot_rows(_ordered(x, parameters), tables, config, interpret=interpret)
+    slots_x = _slot_inputs(x, parameters, tables, config, interpret)
     rows = _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
     return combine(rows, live, ids.shape[1], mine).astype(x.dtype)
 
@@ -152,11 +161,12 @@ def _routed_rows(
     else:
         weights, assigned = assign(logits, bias, live, routing=routing, interpret=interpret)
         sizes = routing.width, E, config.rows, config.slots
-        if tuning.current().copying_tokens >= x.shape[0] and copies_tokens(assigned, routing.width, x.shape[1]):
-            tables, slots_x = dispatch_and_copy(assigned, _ordered(x, parameters), *sizes, interpret=interpret)
-            return _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
+        copies = tuning.current().copying_tokens >= x.shape[0] and not is_fp8(parameters)
+        if copies and copies_tokens(assigned, routing.width, x.shape[1]):
+            tables, copied = dispatch_and_copy(assigned, _ordered(x, parameters), *sizes, interpret=interpret)
+            return _expert_rows(x, copied, parameters, weights, tables, config, interpret)
         tables = dispatch_assigned(assigned, *sizes, all_tokens=False, interpret=interpret)
-    slots_x = slot_rows(_ordered(x, parameters), tables, config, interpret=interpret)
+    slots_x = _slot_inputs(x, parameters, tables, config, interpret)
     return _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
 
 
@@ -165,7 +175,18 @@ def _configured(x: jax.Array, parameters: ExpertWeights, k: int) -> Config:
     E, _, inner, _ = parameters.gate_up.shape
     if is_packed(parameters):
         return configure_packed(T, E, k, H, inner)
+    if is_fp8(parameters):
+        return configure_fp8(T, E, k, H, inner)
     return configure(T, E, k, H, inner, parameters.shared_inner)
+
+
+def _slot_inputs(
+    x: jax.Array, parameters: ExpertWeights, tables: SlotTables, config: Config, interpret: Any
+) -> jax.Array | Codes:
+    """The slots' rows as the experts' matmuls take them."""
+    if is_fp8(parameters):
+        return slot_codes(x, tables, config, interpret=interpret)
+    return slot_rows(_ordered(x, parameters), tables, config, interpret=interpret)
 
 
 def _ordered(x: jax.Array, parameters: ExpertWeights) -> jax.Array:
@@ -175,15 +196,18 @@ def _ordered(x: jax.Array, parameters: ExpertWeights) -> jax.Array:
 
 def _expert_rows(
     x: jax.Array,
-    slots_x: jax.Array,
+    slots_x: jax.Array | Codes,
     parameters: ExpertWeights,
     weights: jax.Array,
     tables: SlotTables,
     config: Config,
     interpret: Any,
 ) -> ExpertRows:
-    if is_packed(parameters):
-        y = packed_experts(slots_x, parameters, tables, config, interpret=interpret)
+    if isinstance(slots_x, Codes) or is_packed(parameters):
+        if isinstance(slots_x, Codes):
+            y = fp8_experts(slots_x, parameters, tables, config, interpret=interpret)
+        else:
+            y = packed_experts(slots_x, parameters, tables, config, interpret=interpret)
         beside = () if parameters.shared is None else (swiglu(x, *parameters.shared)[None],)
         return ExpertRows(y, beside, weights, tables.place)
     up_bias, down_bias = parameters.biases or (None, None)
@@ -207,6 +231,17 @@ def slot_rows(x: jax.Array, tables: SlotTables, config: Config, *, interpret: An
     if not gather.supports(x.shape[1]):
         return x.at[tables.token].get(mode="clip").reshape(-1, config.rows, x.shape[1])
     return gather.gather_slots(x, tables.token, tables.num_slots, rows=config.rows, interpret=interpret)
+
+
+def slot_codes(x: jax.Array, tables: SlotTables, config: Config, *, interpret: Any = False) -> Codes:
+    """The slots' rows of x [T, H] in FP8, as `fp8_matmul.up_matmul` takes them. Each token is quantised once."""
+    whole, padding = quantise(x), padded_rows(config.rows)
+    codes = slot_rows(whole.codes, tables, config, interpret=interpret)
+    if config.all_tokens:
+        return Codes(codes, jnp.pad(whole.scale, ((0, 0), (0, padding - x.shape[0])))[None])
+    token = tables.token.reshape(-1, config.rows)
+    scale = whole.scale.T.at[token].get(mode="clip").swapaxes(1, 2)
+    return Codes(codes, jnp.pad(scale, ((0, 0), (0, 0), (0, padding - config.rows))))
 
 
 def _pad_tokens(x: jax.Array) -> jax.Array:

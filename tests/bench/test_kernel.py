@@ -131,6 +131,7 @@ def test_kernel_seconds_of_a_trace():
         "norm_linear",
         "moe",
         "moe_int4",
+        "moe_fp8",
         "sampling",
     ],
 )

@@ -1,0 +1,47 @@
+"""How the work of a call is cut whose experts are in FP8 (`fp8_matmul.py`), and which calls these are."""
+
+from pallas_kernels.moe.config import WIDE_ROWS, Config, M, Tiles, configure
+from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant.activations import GROUP
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL
+from pallas_kernels.quant.values import Quantised
+
+SCHEMES = (FP8_BLOCK, FP8_CHANNEL)
+# Hidden and expert sizes are multiples of this: of a group of activations, and of a block of weights.
+MULTIPLE = GROUP
+# Shared memory of a block, less what barriers, alignment and reductions take; stages of a ring at most.
+SHARED_BYTES, MOST_STAGES = 220 * 1024, 12
+
+
+def is_fp8(parameters: ExpertWeights) -> bool:
+    """Whether the routed experts are in a scheme that `fp8_matmul.py` reads."""
+    pair = parameters.gate_up, parameters.down
+    return all(isinstance(weight, Quantised) and weight.scheme in SCHEMES for weight in pair)
+
+
+def padded_rows(rows: int) -> int:
+    """How many scales of tokens lie together, of which `rows` are used: TMA copies them 128 bytes at a time."""
+    return max(rows, 32)
+
+
+def fp8_tiles(rows: int, columns: int, out_rows: int, *, gated: bool) -> Tiles:
+    """Tiles of a matmul; the arguments are those of `config.tiles`.
+
+    A tile of gate and up is GROUP columns of their product, which share a scale: two warpgroups have half of them each.
+    """
+    wide = rows >= WIDE_ROWS
+    consumers = 2 if gated or (wide and out_rows % (4 * M) == 0) else 1
+    depth = 2 * GROUP if not (gated or wide) and columns % (2 * GROUP) == 0 else GROUP
+    # Of the down matmul twice as many rows where a stage is short.
+    blocks = 2 if gated or wide or depth == GROUP else 1
+    stage = (consumers * blocks * M + rows) * depth + depth // GROUP * padded_rows(rows) * 4
+    staged = rows * (GROUP + M * 4) if gated else consumers * rows * M * 2
+    return Tiles(depth, min((SHARED_BYTES - staged) // stage, MOST_STAGES), consumers, blocks)
+
+
+def configure_fp8(T: int, E: int, k: int, H: int, inner: int) -> Config:
+    """As `config.configure`; shared experts have no part in these kernels."""
+    cut = configure(T, E, k, H, inner)
+    up = fp8_tiles(cut.rows, H, inner, gated=True)
+    down = fp8_tiles(cut.rows, inner, H, gated=False)
+    return Config(cut.rows, cut.slots, cut.all_tokens, up, down, cut.grid)

@@ -1,0 +1,292 @@
+"""The grouped matmuls of experts in FP8 (`moe_fp8_up`, `moe_fp8_down` in traces).
+
+As `grouped_matmul.py`, with e4m3 codes of weights and of activations as the operands of the wgmma. The tensor cores add
+products of FP8 in about 14 bits, so each 128 columns have an accumulator of their own, which is multiplied by the scales
+of its tokens (and of its block of weights, in `fp8_block`) and added to sums in float32; in `fp8_channel` the scales of
+weights are those of rows, and wait for the end.
+
+Gate and up give `down` its tokens in FP8: a tile of theirs is 128 columns, of which each token has one scale. Two
+warpgroups have half of the columns; the second hands its half to the first, which finds the largest magnitudes,
+quantises and writes, while the second goes on.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load, transpose_ref
+from pallas_kernels.moe.config import Config, M
+from pallas_kernels.moe.fp8_config import MULTIPLE, padded_rows
+from pallas_kernels.moe.grouped_matmul import CONSUMER_REGISTERS, OF_ROWS, PRODUCER_REGISTERS
+from pallas_kernels.moe.ring import keep_full
+from pallas_kernels.moe.slots import SlotTables
+from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant.activations import GROUP, Codes, scale_and_inverse
+from pallas_kernels.quant.schemes import FP8_BLOCK, Scheme
+from pallas_kernels.quant.values import Quantised
+
+OF_TOKENS = plgpu.Layout.WGMMA.reduce(0)
+
+
+def fp8_experts(
+    x: Codes, parameters: ExpertWeights, tables: SlotTables, config: Config, *, interpret: Any = False
+) -> jax.Array:
+    """The routed experts of the slots' rows, x as for `up_matmul`: bfloat16 [slots, rows, H]."""
+    gate_up, down = parameters.gate_up, parameters.down
+    assert isinstance(gate_up, Quantised)
+    assert isinstance(down, Quantised)
+    h = up_matmul(x, gate_up, tables, config, interpret=interpret)
+    return down_matmul(h, down, tables, config, interpret=interpret)
+
+
+def up_matmul(x: Codes, gate_up: Quantised, tables: SlotTables, config: Config, *, interpret: Any = False) -> Codes:
+    """silu(x gate^T) * (x up^T) of the slots, quantised: codes [slots, rows, I], scale [slots, I / GROUP, padded_rows].
+
+    Args:
+        x: codes [slots, rows, H], or [1, T, H] if every slot has all tokens; scale [slots or 1, H / GROUP, padded_rows].
+        gate_up: [E, 2, I, H].
+    """
+    kernel = _kernel(config, gate_up.scheme, *gate_up.shape[1:], interpret)
+    return Codes(*kernel(tables.num_slots, tables.expert, gate_up.codes, gate_up.scale, *x))
+
+
+def down_matmul(h: Codes, down: Quantised, tables: SlotTables, config: Config, *, interpret: Any = False) -> jax.Array:
+    """h down^T of the slots: bfloat16 [slots, rows, H].
+
+    Args:
+        h: codes [slots, rows, I], scale [slots, I / GROUP, padded_rows].
+        down: [E, H, I].
+    """
+    kernel = _kernel(config, down.scheme, 1, *down.shape[1:], interpret)
+    (y,) = kernel(tables.num_slots, tables.expert, down.codes[:, None], down.scale[:, None], *h)
+    return y
+
+
+@functools.cache
+def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any) -> Any:
+    """kernel(num_slots [1], expert [slots], codes, scale, tokens, tokens' scale) -> products of the slots.
+
+    codes, scale: of a weight [E, parts, out_rows, columns]; two parts are gate and up.
+    tokens: [slots or 1, rows, columns]. With fewer than GRANULE tokens they have as many rows as there are tokens.
+    Returns the arrays of `Codes` if gated, else bfloat16 [slots, rows, out_rows]. Only slots that exist are written.
+    """
+    gated = parts == 2
+    t, rows, grid = config.up if gated else config.down, config.rows, config.grid
+    width = GROUP if gated else t.consumers * t.blocks * M  # output columns of a tile
+    num_tiles, depths, units = out_rows // width, columns // t.depth, t.depth // GROUP
+    in_blocks = scheme is FP8_BLOCK
+    if out_rows % width or out_rows % MULTIPLE or columns % t.depth or t.depth % GROUP:
+        raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
+    if gated and (t.consumers, t.blocks) != (2, 2):
+        raise ValueError(f"{t}: two warpgroups share a tile of gate and up")
+    f32, bf16, e4m3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
+
+    def body(num_slots, expert, codes, scale, x, x_scale, *refs, w_smem, x_smem, s_smem, out_smem, full, free, **only):
+        out = refs
+        warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
+        mine = lax.div(num_slots[0] * num_tiles - first + (grid - 1), jnp.int32(grid))
+        steps = mine * depths
+
+        def item(j):
+            """Slot and tile of this block's j-th item of work."""
+            place = first + j * grid
+            return lax.div(place, jnp.int32(num_tiles)), lax.rem(place, jnp.int32(num_tiles))
+
+        def stage(step):
+            return lax.rem(step, jnp.int32(t.stages))
+
+        def place_of(member, b, tile):
+            """The part of accumulator b of a warpgroup, and its first row."""
+            return (b, tile * width + member * M) if gated else (0, tile * width + (member * t.blocks + b) * M)
+
+        @pl.when(warpgroup == t.consumers)
+        def _produce():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+            def fill(step):
+                slot, tile = item(lax.div(step, jnp.int32(depths)))
+                s, depth = stage(step), lax.rem(step, jnp.int32(depths))
+                e, at = expert[slot], pl.ds(depth * t.depth, t.depth)
+                for c in range(t.consumers):
+                    for b in range(t.blocks):
+                        part, row = place_of(c, b, tile)
+                        plgpu.copy_gmem_to_smem(codes.at[e, part, pl.ds(row, M), at], w_smem.at[s, c, b], full.at[s])
+                own = 0 if gated and config.all_tokens else slot
+                # A dynamic index, because a static one must not reach past the last token.
+                plgpu.copy_gmem_to_smem(x.at[own, pl.ds(jnp.int32(0), rows), at], x_smem.at[s], full.at[s])
+                for unit in range(units):
+                    plgpu.copy_gmem_to_smem(x_scale.at[own, depth * units + unit], s_smem.at[s, unit], full.at[s])
+
+            keep_full(fill, free, steps, t.stages)
+
+        def block_scales(e, tile, me, depth):
+            """Of the blocks of weights that a step multiplies: one for each unit and accumulator."""
+            if not in_blocks:
+                return ()
+            places = [place_of(me, b, tile) for b in range(t.blocks)]
+            return tuple(
+                scale[e, part, lax.div(row, jnp.int32(GROUP)), depth * units + unit]
+                for unit in range(units)
+                for part, row in places
+            )
+
+        def multiplied(j, slot, tile, me):
+            """The sums of an item."""
+            e = expert[slot]
+
+            def step(depth, carried):
+                sums, scales = carried
+                s = stage(j * depths + depth)
+                # The next step's numbers come from global memory while this one's product is made.
+                ahead = block_scales(e, tile, me, lax.min(depth + 1, jnp.int32(depths - 1)))
+                plgpu.barrier_wait(full.at[s])
+                for unit in range(units):
+                    at = pl.ds(unit * GROUP, GROUP)
+                    tokens = transpose_ref(x_smem.at[s, :, at], (1, 0))
+                    of_tokens = load(s_smem, (s, unit, pl.ds(0, rows)), layout=OF_TOKENS)
+                    products = []
+                    for b in range(t.blocks):
+
+                        def product(acc, b=b, at=at, tokens=tokens):
+                            plgpu.wgmma(acc, w_smem.at[s, me, b, :, at], tokens)
+                            return acc[...]
+
+                        part = pl.run_scoped(product, plgpu.ACC((M, rows), f32))
+                        number = of_tokens * scales[unit * t.blocks + b] if in_blocks else of_tokens
+                        products.append(part * lax.broadcast_in_dim(number, (M, rows), [1]))
+                    sums = tuple(total + part for total, part in zip(sums, products, strict=True))
+                plgpu.commit_smem()  # reads of the scales must have completed before TMA writes there again
+                plgpu.barrier_arrive(free.at[s])
+                return sums, ahead
+
+            nothing = plgpu.layout_cast(jnp.zeros((M, rows), f32), plgpu.Layout.WGMMA)
+            start = (nothing,) * t.blocks, block_scales(e, tile, me, jnp.int32(0))
+            sums, _ = lax.fori_loop(0, depths, step, start)
+            if in_blocks:
+                return sums
+
+            def of_rows(b):
+                part, row = place_of(me, b, tile)
+                own = load(scale, (e, part, pl.ds(row, M)), layout=OF_ROWS)
+                return lax.broadcast_in_dim(own, (M, rows), [0])
+
+            return tuple(total * of_rows(b) for b, total in enumerate(sums))
+
+        def joined(sums):
+            gate, up = sums
+            return gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
+
+        def quantising():
+            """The first warpgroup of gate and up: writes its half of each tile, and the other's."""
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            half_smem, handed, taken = (only[name] for name in ("half_smem", "handed", "taken"))
+
+            @pl.loop(0, mine)
+            def _work(j):
+                slot, tile = item(j)
+                one = joined(multiplied(j, slot, tile, 0))
+                plgpu.barrier_wait(handed)
+                other = load(half_smem, (slice(None), slice(None)), layout=plgpu.Layout.WGMMA)
+                plgpu.barrier_arrive(taken)
+                largest = jnp.maximum(jnp.abs(one), jnp.abs(other)).max(axis=0)
+                scale_T, inverse_T = scale_and_inverse(largest)
+                out[1][slot, tile, pl.ds(0, rows)] = scale_T
+                inverse = lax.broadcast_in_dim(inverse_T, (M, rows), [1])
+                plgpu.wait_smem_to_gmem(0)  # until the store before this one has read the staging buffer
+                for n, half in enumerate((one, other)):
+                    staged = transpose_ref(out_smem.at[:, pl.ds(n * M, M)], (1, 0))
+                    # In this layout the cast is of pairs that are neighbours in a token.
+                    staged[...] = plgpu.layout_cast(half * inverse, plgpu.Layout.WGMMA_TRANSPOSED).astype(e4m3)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_smem, out[0].at[slot, :, pl.ds(tile * GROUP, GROUP)])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        def handing_over():
+            """The second warpgroup of gate and up."""
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            half_smem, handed, taken = (only[name] for name in ("half_smem", "handed", "taken"))
+
+            @pl.loop(0, mine)
+            def _work(j):
+                slot, tile = item(j)
+                half = joined(multiplied(j, slot, tile, 1))
+
+                @pl.when(j > 0)
+                def _():
+                    plgpu.barrier_wait(taken)
+
+                half_smem[...] = half
+                plgpu.barrier_arrive(handed)
+
+            @pl.when(mine > 0)
+            def _():
+                plgpu.barrier_wait(taken)
+
+        def down():
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            me = warpgroup
+
+            @pl.loop(0, mine)
+            def _work(j):
+                slot, tile = item(j)
+                for b, total in enumerate(multiplied(j, slot, tile, me)):
+                    plgpu.wait_smem_to_gmem(0)
+                    staged = transpose_ref(out_smem.at[me], (1, 0))
+                    staged[...] = plgpu.layout_cast(total.astype(bf16), plgpu.Layout.WGMMA_TRANSPOSED)
+                    plgpu.commit_smem()
+                    at = pl.ds(place_of(me, b, tile)[1], M)
+                    plgpu.copy_smem_to_gmem(out_smem.at[me], out[0].at[slot, :, at])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        if gated:
+            pl.when(warpgroup == 0)(quantising)
+            pl.when(warpgroup == 1)(handing_over)
+        else:
+            pl.when(warpgroup < t.consumers)(down)
+
+    body.__name__ = "moe_fp8_up" if gated else "moe_fp8_down"
+    swizzled = functools.partial(
+        plgpu.SMEM, dtype=e4m3, transforms=(plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+    )
+    scratch: dict[str, Any] = {
+        "w_smem": swizzled((t.stages, t.consumers, t.blocks, M, t.depth)),
+        "x_smem": swizzled((t.stages, rows, t.depth)),
+        "s_smem": plgpu.SMEM((t.stages, units, padded_rows(rows)), f32),
+        "full": plgpu.Barrier(num_arrivals=t.consumers * t.blocks + 1 + units, num_barriers=t.stages),
+        "free": plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
+    }
+    if gated:
+        scratch |= {
+            "out_smem": plgpu.SMEM((rows, GROUP), e4m3),
+            "half_smem": plgpu.SMEM((M, rows), f32),
+            "handed": plgpu.Barrier(num_arrivals=1),
+            "taken": plgpu.Barrier(num_arrivals=1),
+        }
+        shapes = [((config.slots, rows, out_rows), e4m3), ((config.slots, out_rows // GROUP, padded_rows(rows)), f32)]
+    else:
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        scratch |= {"out_smem": plgpu.SMEM((t.consumers, rows, M), bf16, transforms=transforms)}
+        shapes = [((config.slots, rows, out_rows), bf16)]
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(*shape) for shape in shapes],
+        scratch_types=scratch,
+        grid=(grid,),
+        grid_names=("block",),
+        num_threads=t.consumers + 1,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # Only one warpgroup reduces: over its four warps.
+            reduction_scratch_bytes=2048 if gated else 0,
+        ),
+    )

@@ -1,0 +1,209 @@
+"""The kernels of experts in FP8 on the GPU, against `dequantise` and float32 on the same codes of activations."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.moe import api, fp8_matmul, mosaic
+from pallas_kernels.moe.dispatch import dispatch
+from pallas_kernels.moe.fp8_config import SCHEMES, configure_fp8
+from pallas_kernels.moe.reference import swiglu
+from pallas_kernels.moe.shapes import LAYERS
+from pallas_kernels.moe.slots import SlotTables
+from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant import activations
+from pallas_kernels.quant.activations import Codes
+from pallas_kernels.quant.reference import dequantise
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, Scheme
+from pallas_kernels.quant.values import Quantised
+
+pytestmark = pytest.mark.gpu
+
+# Hidden, experts, top-k, inner. DeepSeek-V3 with fewer experts.
+SHAPES = {"moonlight": LAYERS["moonlight"][:4], "deepseek-v3": (7168, 24, 8, 2048), "odd": (384, 8, 2, 640)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def weight(scheme: Scheme, shape: tuple[int, ...], seed: int, positive: bool = False) -> Quantised:
+    """All codes that are numbers, and scales such that products have about the size of their inputs."""
+    bits, scales = jax.random.split(jax.random.key(seed, impl="rbg"))
+    codes = jax.random.bits(bits, shape, jnp.uint8)
+    codes = jnp.where(codes & 0x7F == 0x7F, codes - 1, codes) & (0x7F if positive else 0xFF)
+    size = shape[-1] ** -0.5 / (5000 if positive else 120)
+    scale = jax.random.uniform(scales, scheme.scale_shape(shape), minval=0.5 * size, maxval=2 * size)
+    return Quantised(jax.lax.bitcast_convert_type(codes, scheme.codes), scale, scheme)
+
+
+def experts_of(scheme: Scheme, shape: str) -> tuple[Quantised, Quantised]:
+    H, E, _, inner = SHAPES[shape]
+    return weight(scheme, (E, 2, inner, H), 1), weight(scheme, (E, H, inner), 2)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, jnp.bfloat16)
+
+
+def routes(T: int, E: int, k: int) -> np.ndarray:
+    rng = np.random.default_rng(T)
+    return np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+
+
+def ratio(got: jax.Array, want: jax.Array) -> float:
+    """Of the mean error and the mean reference."""
+    return float(jnp.abs(got.astype(jnp.float32) - want).mean() / jnp.abs(want).mean())
+
+
+def in_bf16(array: jax.Array) -> jax.Array:
+    """Rounded as results are: that alone is a ratio of 1.4e-3."""
+    return array.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+@jax.jit
+def joined(tokens: jax.Array, gate_up: Quantised, e: jax.Array) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        one = dequantise(jax.tree.map(lambda a: a[e], gate_up), jnp.float32)
+        gate, up = jnp.einsum("th,gih->gti", tokens, one)
+    return jax.nn.silu(gate) * up
+
+
+@jax.jit
+def projected(tokens: jax.Array, down: Quantised, e: jax.Array) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        return tokens @ dequantise(jax.tree.map(lambda a: a[e], down), jnp.float32).T
+
+
+def matmuls(
+    x: jax.Array, ids: np.ndarray, gate_up: Quantised, down: Quantised
+) -> tuple[SlotTables, Codes, Codes, jax.Array]:
+    """Tables, the slots' tokens, and what the two kernels make of them."""
+    (T, k), (E, _, inner, H) = ids.shape, gate_up.shape
+    config = configure_fp8(T, E, k, H, inner)
+    tables = jax.jit(
+        lambda ids: dispatch(ids, jnp.ones(T, bool), E, config.rows, config.slots, all_tokens=config.all_tokens)
+    )(ids)
+    tokens = jax.jit(lambda x, tables: mosaic.slot_codes(x, tables, config))(x, tables)
+    h = jax.jit(lambda *a: fp8_matmul.up_matmul(*a, config))(tokens, gate_up, tables)
+    return tables, tokens, h, jax.jit(lambda *a: fp8_matmul.down_matmul(*a, config))(h, down, tables)
+
+
+def of_slot(codes: Codes, slot: int, rows: np.ndarray) -> jax.Array:
+    """What the codes of a slot's rows stand for."""
+    return activations.dequantise(Codes(codes.codes[slot][rows], codes.scale[slot][:, rows]))
+
+
+def check_matmuls(x: jax.Array, ids: np.ndarray, gate_up: Quantised, down: Quantised) -> None:
+    """Each of the two by itself, in slots of the first, a middle and the last expert."""
+    tables, tokens, h, y = matmuls(x, ids, gate_up, down)
+    slots, rows = h.codes.shape[:2]
+    place = np.asarray(tables.place)[: len(x), : ids.shape[1]].reshape(-1)
+    used = np.zeros((slots, rows), bool)
+    used.reshape(-1)[place] = True
+    n = int(tables.num_slots[0])
+    for slot in sorted({0, n // 2, n - 1}):
+        mine, e = np.flatnonzero(used[slot]), tables.expert[slot]
+        inside = of_slot(h, slot, mine)
+        exact = joined(of_slot(tokens, 0 if len(tokens.codes) == 1 else slot, mine), gate_up, e)
+        want = activations.quantise(exact)
+        np.testing.assert_allclose(h.scale[slot][:, mine], want.scale, rtol=2e-3)
+        # As far as codes next to each other are apart, both are as near to the exact value.
+        assert ratio(inside, exact) < 1.03 * ratio(activations.dequantise(want), exact)
+        assert ratio(inside, activations.dequantise(want)) < 4e-3
+        assert ratio(y[slot][mine], in_bf16(projected(inside, down, e))) < 1e-3
+
+
+@pytest.mark.parametrize("T", [5, 32, 2048])
+@pytest.mark.parametrize(("scheme", "shape"), [
+    (FP8_BLOCK, "moonlight"), (FP8_CHANNEL, "moonlight"), (FP8_BLOCK, "odd"), (FP8_BLOCK, "deepseek-v3"),
+], ids=str)  # fmt: skip
+def test_products(scheme: Scheme, shape: str, T: int):
+    H, E, k, _ = SHAPES[shape]
+    check_matmuls(normal(T, T, H), routes(T, E, k), *experts_of(scheme, shape))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_fp8_long_sums(scheme: Scheme):
+    """Positive numbers only: 14 bits, which the tensor cores have, would lose every number after the first thousands."""
+    H, inner, T = 7168, 2048, 32
+    gate_up, down = weight(scheme, (2, 2, inner, H), 1, True), weight(scheme, (2, H, inner), 2, True)
+    x = jnp.abs(normal(0, T, H)) / 10
+    _, _, h, y = matmuls(x, np.arange(T, dtype=np.int32)[:, None] % 2, gate_up, down)
+    check_matmuls(x, np.arange(T, dtype=np.int32)[:, None] % 2, gate_up, down)
+    # No element lags behind the others: the mean of the signed error is that of rounding to codes and to bfloat16.
+    want = projected(of_slot(h, 0, np.arange(16)), down, jnp.int32(0))
+    got = y[0][:16].astype(jnp.float32)
+    assert abs(float((got - want).mean() / want.mean())) < 5e-4
+
+
+def test_rows_do_not_depend_on_their_batch_fp8():
+    """Neighbours a million times as large, or NaN, change no bit of a token: in the same slot and with the same codes."""
+    H, E, k, _ = SHAPES["moonlight"]
+    pair = experts_of(FP8_CHANNEL, "moonlight")
+    for T in (4, 32):
+        ids, x = np.tile(routes(1, E, k), (T, 1)), normal(T, T, H)
+        results = []
+        for factor in (1.0, 1e6, np.nan):
+            beside = jnp.where(jnp.arange(T)[:, None] == 1, x, x * factor)
+            out = jax.jit(mosaic.experts)(
+                beside, ExpertWeights(*pair), jnp.ones((T, k), jnp.float32), jnp.asarray(ids), jnp.ones(T, bool)
+            )
+            results.append(np.asarray(out[1], np.float32))
+        assert np.isfinite(results[0]).all()
+        np.testing.assert_array_equal(results[0], results[1])
+        np.testing.assert_array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("T", [5, 40])
+def test_nan_stays_in_its_row_fp8(T: int):
+    """One number that is none, in one group of one token."""
+    H, E, k, _ = SHAPES["moonlight"]
+    pair = experts_of(FP8_BLOCK, "moonlight")
+    for bad in (np.nan, np.inf):
+        x = normal(T, T, H).at[3, 700].set(bad)
+        ids = jnp.asarray(np.tile(routes(1, E, k), (T, 1)))
+        out = jax.jit(mosaic.experts)(x, ExpertWeights(*pair), jnp.ones((T, k), jnp.float32), ids, jnp.ones(T, bool))
+        np.testing.assert_array_equal(np.isfinite(np.asarray(out, np.float32)).all(axis=1), np.arange(T) != 3)
+        assert np.isnan(np.asarray(out[3], np.float32)).all()
+
+
+def lost(part: Quantised, expert: int) -> Quantised:
+    """With codes and scales that are no numbers, in one expert."""
+    bits = jax.lax.bitcast_convert_type(part.codes, jnp.uint8).at[expert].set(0x7F)
+    codes = jax.lax.bitcast_convert_type(bits, part.codes.dtype)
+    return dataclasses.replace(part, codes=codes, scale=part.scale.at[expert].set(jnp.nan))
+
+
+@pytest.mark.parametrize("T", [1, 8, 9, 300])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_experts(scheme: Scheme, T: int):
+    """Whole calls beside shared experts in bfloat16; dead tokens are NaN and give 0, a live one that is NaN reaches no
+    other, an expert that is nobody's is NaN.
+    """
+    H, E, k, inner = SHAPES["odd"]
+    gate_up, down = experts_of(scheme, "odd")
+    shared = normal(7, 2, inner, H) * H**-0.5, normal(8, H, inner) / 20
+    ids, live = routes(T, E - 1, k), np.arange(T) % 5 != 4
+    weights = np.random.default_rng(T).uniform(0.1, 1, (T, k)).astype(np.float32)
+    sound = live.copy()
+    if T > 2:
+        sound[np.flatnonzero(live)[-1]] = False
+    x = normal(T, T, H)
+    dirty = jnp.where(sound[:, None], x, jnp.nan)
+    parameters = ExpertWeights(lost(gate_up, E - 1), lost(down, E - 1), shared)
+    with use(Backends(moe="mosaic")):
+        got = np.asarray(jax.jit(api.experts)(dirty, parameters, weights, ids, live), np.float32)
+    want = np.zeros((T, H), np.float32)
+    tokens = activations.dequantise(activations.quantise(x))
+    for e in range(E - 1):
+        h = joined(tokens, gate_up, jnp.int32(e))
+        y = in_bf16(projected(activations.dequantise(activations.quantise(h)), down, jnp.int32(e)))
+        want += np.where(ids == e, weights, 0).sum(axis=1)[:, None] * np.asarray(y)
+    with jax.default_matmul_precision("highest"):
+        want += np.asarray(swiglu(x.astype(jnp.float32), *(w.astype(jnp.float32) for w in shared)))
+    np.testing.assert_array_equal(got[~live], 0)
+    assert np.isnan(got[live & ~sound]).all()
+    assert ratio(jnp.asarray(got[sound]), jnp.asarray(want[sound])) < 5e-3

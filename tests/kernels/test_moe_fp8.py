@@ -1,0 +1,227 @@
+"""The kernels of experts in FP8 without a GPU: interpreted, and lowered."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.moe import fp8_matmul, mosaic
+from pallas_kernels.moe.config import Config, Tiles
+from pallas_kernels.moe.dispatch import dispatch
+from pallas_kernels.moe.fp8_config import MULTIPLE, SCHEMES, configure_fp8, padded_rows
+from pallas_kernels.moe.shapes import LAYERS
+from pallas_kernels.moe.slots import max_slots
+from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant import activations
+from pallas_kernels.quant.activations import GROUP, Codes
+from pallas_kernels.quant.reference import dequantise
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, Scheme
+from pallas_kernels.quant.values import Quantised
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
+from tests.kernels.quant_cases import drawn
+
+# Hidden, experts, top-k, inner.
+SIZES = {name: LAYERS[name][:4] for name in ("moonlight", "deepseek-v3")}
+WIDE = Config(64, max_slots(70, 2, 4, 64, all_tokens=False), False, Tiles(128, 2, 2, 2), Tiles(128, 2, 2, 2), 2)
+
+
+def sized(scheme: Scheme, *shape: int, seed: int = 0) -> Quantised:
+    """Of which products have about the size of their inputs."""
+    weight = drawn(scheme, *shape, seed=seed)
+    return dataclasses.replace(weight, scale=weight.scale * (shape[-1] ** -0.5 / 5))
+
+
+def lost(weight: Quantised, expert: int) -> Quantised:
+    """With codes and scales that are no numbers, in one expert."""
+    nan = np.asarray(weight.codes).copy()
+    nan[expert] = np.nan
+    return dataclasses.replace(weight, codes=jnp.asarray(nan), scale=weight.scale.at[expert].set(jnp.nan))
+
+
+def by_oracle(x: np.ndarray, gate_up: Quantised, down: Quantised, weights: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """`dequantise` and float32, activations rounded where the kernels round them."""
+    gate_up_f32, down_f32 = (np.asarray(dequantise(weight, jnp.float32)) for weight in (gate_up, down))
+    tokens = np.asarray(activations.dequantise(activations.quantise(jnp.asarray(x))))
+    out = np.zeros(x.shape, np.float32)
+    for n in range(ids.shape[1]):
+        gate, up = np.moveaxis(np.einsum("tgih,th->tgi", gate_up_f32[ids[:, n]], tokens), 1, 0)
+        h = activations.dequantise(activations.quantise(jnp.asarray(gate / (1 + np.exp(-gate)) * up)))
+        y = np.einsum("thi,ti->th", down_f32[ids[:, n]], np.asarray(h))
+        out += weights[:, n, None] * y.astype(jnp.bfloat16).astype(np.float32)
+    return out
+
+
+def ratio(got: np.ndarray, want: np.ndarray) -> float:
+    """Of the mean error and the mean reference, which is rounded to bfloat16 too."""
+    want = want.astype(jnp.bfloat16).astype(np.float32)
+    return float(np.abs(got - want).mean() / np.abs(want).mean())
+
+
+def check(scheme: Scheme, T: int, H: int, inner: int, config: Config | None = None) -> None:
+    """Live tokens are as in the oracle; neither a dead or broken token nor an unused expert reaches others."""
+    E, k = 4, 2
+    rng = np.random.default_rng(T)
+    gate_up, down = sized(scheme, E, 2, inner, H), sized(scheme, E, H, inner, seed=1)
+    x = rng.normal(size=(T, H)).astype(jnp.bfloat16)
+    ids = np.stack([rng.permutation(E - 1)[:k] for _ in range(T)]).astype(np.int32)
+    weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
+    live = np.arange(T) % 5 != 4
+    sound = live.copy()
+    if T > 2:
+        sound[np.flatnonzero(live)[-1]] = False
+    dirty = jnp.asarray(np.where(sound[:, None], x, np.nan), jnp.bfloat16)
+    parameters = ExpertWeights(lost(gate_up, E - 1), lost(down, E - 1))
+    # Two blocks, so that a block works on several tiles and the interpreter is not one of 132 threads.
+    config = dataclasses.replace(config or configure_fp8(T, E, k, H, inner), grid=2)
+    got = mosaic.experts(dirty, parameters, weights, ids, jnp.asarray(live), config=config, interpret=detect_races())
+    assert_no_races(got, kernels=3)
+    got = np.asarray(got, np.float32)
+    assert np.isnan(got[live & ~sound]).all()
+    np.testing.assert_array_equal(got[~live], 0)
+    want = by_oracle(x[sound].astype(np.float32), gate_up, down, weights[sound], ids[sound])
+    assert ratio(got[sound], want) < 1e-3
+
+
+@interpreted
+@pytest.mark.parametrize(("scheme", "T"), [(FP8_BLOCK, 5), (FP8_BLOCK, 20), (FP8_CHANNEL, 1)], ids=str)
+def test_interpreted(scheme: Scheme, T: int):
+    check(scheme, T, 256, 128)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_interpreted_with_wide_slots(scheme: Scheme):
+    """A prefill's: several slots an expert, and two warpgroups for `down` too."""
+    check(scheme, 70, 128, 384, dataclasses.replace(WIDE, down=Tiles(128, 3, 1, 2)))
+    check(scheme, 70, 256, 256, WIDE)
+
+
+@interpreted
+@pytest.mark.slow
+def test_interpreted_with_long_stages():
+    """Two groups of columns in each stage."""
+    config = configure_fp8(20, 4, 2, 256, 256)
+    check(FP8_CHANNEL, 20, 256, 256, dataclasses.replace(config, up=Tiles(256, 2, 2, 2), down=Tiles(256, 3, 1, 1)))
+    check(FP8_BLOCK, 20, 512, 256, dataclasses.replace(config, up=Tiles(256, 3, 2, 2), down=Tiles(256, 2, 2, 2)))
+
+
+def products(x: np.ndarray, gate_up: Quantised, down: Quantised, ids: np.ndarray) -> tuple[Codes, np.ndarray]:
+    """What the two matmuls give the first expert of each token, interpreted; every slot has all tokens."""
+    T, H = x.shape
+    E, _, inner, _ = gate_up.shape
+    config = dataclasses.replace(configure_fp8(T, E, 1, H, inner), grid=2)
+    assert config.all_tokens
+    cut = E, config.rows, config.slots
+    tables = dispatch(jnp.asarray(ids), jnp.ones(T, bool), *cut, all_tokens=True, interpret=detect_races())
+    tokens = mosaic.slot_codes(jnp.asarray(x), tables, config)
+    h = fp8_matmul.up_matmul(tokens, gate_up, tables, config, interpret=detect_races())
+    y = fp8_matmul.down_matmul(h, down, tables, config, interpret=detect_races())
+    slot = np.asarray(tables.place)[:T, 0]
+    flat = Codes(h.codes.reshape(-1, inner)[slot], h.scale[slot // config.rows, :, slot % config.rows].T)
+    return flat, np.asarray(y, np.float32).reshape(-1, H)[slot]
+
+
+@interpreted
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_fp8_long_sums(scheme: Scheme):
+    """Sums of 7168 positive numbers. (The interpreter sums in float32; `tests/gpu/test_moe_fp8.py` has the tensor cores.)"""
+    H, inner = 7168, 128
+    rng = np.random.default_rng(0)
+    gate_up, down = (
+        dataclasses.replace(weight, codes=jnp.abs(weight.codes.astype(jnp.float32)).astype(weight.codes.dtype))
+        for weight in (sized(scheme, 1, 2, inner, H), sized(scheme, 1, H, inner, seed=1))
+    )
+    x = rng.uniform(0, 0.1, size=(2, H)).astype(jnp.bfloat16)
+    h, y = products(x, gate_up, down, np.zeros((2, 1), np.int32))
+    tokens = np.asarray(activations.dequantise(activations.quantise(jnp.asarray(x))))
+    gate, up = np.einsum("gih,th->gti", np.asarray(dequantise(gate_up, jnp.float32))[0], tokens)
+    exact = activations.quantise(jnp.asarray(gate / (1 + np.exp(-gate)) * up))
+    np.testing.assert_allclose(h.scale, exact.scale, rtol=1e-4)
+    assert np.mean(np.asarray(h.codes).view(np.uint8) != np.asarray(exact.codes).view(np.uint8)) < 0.01
+    want = np.asarray(activations.dequantise(h)) @ np.asarray(dequantise(down, jnp.float32))[0].T
+    assert ratio(y, want) < 1e-3
+
+
+@interpreted
+def test_rows_do_not_depend_on_their_batch_fp8():
+    """Neighbours a million times as large, or NaN, change no bit of a token."""
+    rng = np.random.default_rng(0)
+    gate_up, down = sized(FP8_CHANNEL, 2, 2, 128, 256), sized(FP8_CHANNEL, 2, 256, 128, seed=1)
+    x = rng.normal(size=(3, 256)).astype(np.float32)
+    ids = np.array([[0], [1], [0]], np.int32)
+    _, alone = products(x.astype(jnp.bfloat16), gate_up, down, ids)
+    for factor in (1e6, np.nan):
+        beside = np.where(np.arange(3)[:, None] == 0, x, x * factor).astype(jnp.bfloat16)
+        _, got = products(beside, gate_up, down, ids)
+        np.testing.assert_array_equal(got[0], alone[0])
+
+
+@interpreted
+def test_nan_stays_in_its_row_fp8():
+    """One number that is none, in one group of one token: all of this token's results are NaN, and no other's."""
+    gate_up, down = sized(FP8_BLOCK, 2, 2, 256, 256), sized(FP8_BLOCK, 2, 256, 256, seed=1)
+    for bad in (np.nan, np.inf):
+        x = np.random.default_rng(0).normal(size=(3, 256)).astype(jnp.bfloat16)
+        x[1, 200] = bad
+        _, got = products(x, gate_up, down, np.array([[0], [0], [1]], np.int32))
+        np.testing.assert_array_equal(np.isnan(got).all(axis=1), [False, True, False])
+        assert np.isfinite(got[[0, 2]]).all()
+
+
+def test_activations_are_those_of_deepgemm():
+    """Codes and scales against float64; zeros have a scale, and NaN stays NaN."""
+    x = np.random.default_rng(0).normal(size=(5, 3 * GROUP)).astype(np.float32)
+    x *= 10.0 ** np.arange(-3, 2)[:, None]
+    x[0, :GROUP] = 0
+    x[1, 5] = np.nan
+    got = activations.quantise(jnp.asarray(x))
+    groups = x.astype(np.float64).reshape(5, 3, GROUP)
+    largest = np.abs(groups).max(axis=-1)
+    np.testing.assert_allclose(got.scale.T, np.maximum(largest, activations.LEAST) / 448, rtol=1e-6)
+    values = np.asarray(got.codes, np.float32).reshape(groups.shape)
+    exact = groups / np.where(largest, largest, 1)[..., None] * 448
+    assert np.isnan(values[1, 0, 5])
+    sound = np.isfinite(exact)
+    # A code is at most half a step away: a sixteenth of a number, and of the least ones 2^-10.
+    assert (np.abs(values - exact)[sound] <= np.maximum(np.abs(exact)[sound] / 16, 2**-10) * 1.001).all()
+    assert np.abs(values[sound]).max() == 448
+    back = np.asarray(activations.dequantise(got))
+    np.testing.assert_array_equal(back.reshape(values.shape), values * np.asarray(got.scale).T[..., None])
+
+
+@pytest.mark.parametrize(("scheme", "model", "T"), [
+    (FP8_BLOCK, "moonlight", 1), (FP8_BLOCK, "moonlight", 32), (FP8_BLOCK, "deepseek-v3", 2048),
+    (FP8_CHANNEL, "moonlight", 2048), (FP8_CHANNEL, "deepseek-v3", 8), (FP8_CHANNEL, "deepseek-v3", 128),
+], ids=str)  # fmt: skip
+def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
+    """No weight is turned into numbers outside of the kernels."""
+    H, E, k, inner = SIZES[model]
+    S = jax.ShapeDtypeStruct
+    pair = [Quantised(**scheme.arrays(shape), scheme=scheme) for shape in ((E, 2, inner, H), (E, H, inner))]
+    routes = S((T, k), jnp.float32), S((T, k), jnp.int32), S((T,), jnp.bool_)
+    traced = jax.jit(mosaic.experts).trace(S((T, H), jnp.bfloat16), ExpertWeights(*pair), *routes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") >= 3
+    assert f"{E}x2x{inner}x{H}xbf16" not in text
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize(("H", "E", "k", "inner"), SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("T", [1, 8, 32, 128, 512, 2048, 8192])
+def test_tiles_divide_the_weights_and_fit(T: int, H: int, E: int, k: int, inner: int):
+    config = configure_fp8(T, E, k, H, inner)
+    for t, rows, columns, gated in ((config.up, inner, H, True), (config.down, H, inner, False)):
+        assert rows % (MULTIPLE if gated else t.consumers * t.blocks * 64) == 0
+        assert columns % t.depth == 0
+        assert t.stages >= 3
+        stage = (t.consumers * t.blocks * 64 + config.rows) * t.depth + t.depth // GROUP * 4 * padded_rows(config.rows)
+        staged = config.rows * (GROUP + 64 * 4) + 2048 if gated else t.consumers * config.rows * 64 * 2
+        assert t.stages * stage + staged <= 227 * 1024 - 2048
+
+
+def test_the_largest_code_is_that_of_the_type():
+    assert float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max) == activations.LARGEST
