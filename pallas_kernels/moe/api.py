@@ -33,6 +33,7 @@ from pallas_kernels.moe.fp8_config import is_fp8
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norms_apart
+from pallas_kernels.quant.values import unquantised_reason
 
 
 def route_sigmoid(
@@ -209,8 +210,8 @@ def experts_obstacle(H: int, dtype: Any, parameters: ExpertWeights) -> str | Non
         H: hidden size. dtype: of activations.
         parameters: their shapes and dtypes are enough.
     """
-    if is_fp8(parameters):  # `experts` runs them, for tests and measurements
-        return "those for routed experts in FP8 have not been proven on a GPU"
+    if is_fp8(parameters):  # `experts` runs their kernels, which no GPU has proven yet, for tests and measurements
+        return unquantised_reason(parameters.gate_up, parameters.down)
     return mosaic.unsupported_reason(jax.ShapeDtypeStruct((1, H), dtype), parameters)
 
 
