@@ -107,6 +107,13 @@ def run_draft(draft: TorchDraft, ids: Sequence[int], hidden: Any, streams: Any, 
         return DraftRun(each.argmax(axis=-1).astype(np.int32), read.float().numpy(), hidden_NkH, each)
 
 
+# Modules of transformers' MTP layer in Qwen3.5's checkpoints.
+_QWEN3_5_NAMES = {
+    "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "mtp_block": "layers.0",
+    "post_norm": "norm",
+}  # fmt: skip
+
+
 class TorchNextN:
     """The first NextN (MTP) layer of a checkpoint in transformers' class."""
 
@@ -116,14 +123,16 @@ class TorchNextN:
         except ImportError as e:
             raise JaxspecError("the reference of MTP layers needs transformers 5.23 or newer") from e
         config = target.config
-        prefix = f"model.layers.{config.num_hidden_layers}."
+        own_names = config.model_type.startswith("qwen3_5")
+        prefix = "mtp." if own_names else f"model.layers.{config.num_hidden_layers}."
         source = stored_tensors(folder, prefix)
         if not source:
             raise JaxspecError(
                 f"{folder} has no NextN (MTP) layer to compare with; name an EAGLE3 draft with --speculative-model"
             )
         # Where configurations list the kind of each layer, the class wants to know that of this one.
-        config.mtp_layer_types, config.mtp_mlp_layer_types = ["indexed_attention"], ["sparse"]
+        config.mtp_layer_types = ["full_attention" if own_names else "indexed_attention"]
+        config.mtp_mlp_layer_types = ["sparse"]
         config.num_mtp_layers = 1
         self._model, self._target = target, TargetEnds(target)
         self._layer = MtpModel(target, 1).eval().layers[0]
@@ -152,6 +161,9 @@ def _nextn_tensor(name: str, source: Mapping[str, Any], like: Any) -> Any:
     """One tensor of transformers' MTP layer, from those of a checkpoint, where experts are not stacked."""
     import torch
 
+    if "fc.weight" in source:  # Qwen3.5
+        module, _, inner = name.partition(".")
+        return source[f"{_QWEN3_5_NAMES[module]}.{inner}"]
     hub = name.removeprefix("mtp_block.")
     if hub == "post_norm.weight":
         return source["shared_head.norm.weight"]

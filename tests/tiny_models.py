@@ -216,6 +216,8 @@ def _rewrite(folder: Path, hub: dict[str, Any], generator: Any, *, wrapped: bool
     tensors = load_file(file)
     if hub.get("num_nextn_predict_layers"):
         tensors |= _mtp(tensors, hub, generator)
+    if hub.get("mtp_num_hidden_layers"):
+        tensors |= _qwen_mtp(tensors, hub, generator)
     if hub.get("torch_dtype") == "bfloat16":
         kept = "e_score_correction_bias"
         tensors = {name: t if name.endswith(kept) else t.bfloat16() for name, t in tensors.items()}
@@ -237,6 +239,15 @@ def _mtp(tensors: "dict[str, Tensor]", hub: dict[str, Any], generator: Any) -> "
     out[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     out[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     return out
+
+
+def _qwen_mtp(tensors: "dict[str, Tensor]", hub: dict[str, Any], generator: Any) -> "dict[str, Tensor]":
+    """The NextN layer of Qwen3.5 as the hub stores it."""
+    H, old = hub["hidden_size"], f"model.layers.{hub['num_hidden_layers'] - 1}."
+    shapes = {f"mtp.layers.0.{n.removeprefix(old)}": t.shape for n, t in tensors.items() if n.startswith(old)}
+    shapes |= {f"mtp.{n}.weight": (H,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    shapes["mtp.fc.weight"] = (H, 2 * H)
+    return {name: _random(name, shape, generator) for name, shape in shapes.items()}
 
 
 def _quantise(tensors: "dict[str, Tensor]", *, keep: bool) -> "dict[str, Tensor]":

@@ -88,7 +88,8 @@ def target_params(variant: str) -> dict:
     return numpy_params(CausalLM(tiny_config(variant), jnp.float32), 3)
 
 
-def _paged(model: CausalLM) -> bool:
+def all_paged(model: CausalLM) -> bool:
+    """Whether its requests can share prefixes."""
     return all(spec.paged for spec in model.cache_specs())
 
 
@@ -102,7 +103,7 @@ def _runner(
     **options: Any,
 ) -> Runner:
     model = CausalLM(tiny_config(variant), jnp.float32)
-    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, prefix_caching=_paged(model))
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, prefix_caching=all_paged(model))
     buckets = None if every_bucket else one_bucket(settings, sampler)
     return warmed(
         Runner(
@@ -190,7 +191,7 @@ def changing_runner(k: int, draft: str = "pattern", variant: str = "tiny", *, sa
     """A bucket that holds every plan for each number of drafts that an adaptive engine knows: none, one and k."""
     model = CausalLM(tiny_config(variant), jnp.float32)
     settings = dataclasses.replace(
-        SETTINGS, num_speculative_tokens=k, adaptive_drafts=True, prefix_caching=_paged(model)
+        SETTINGS, num_speculative_tokens=k, adaptive_drafts=True, prefix_caching=all_paged(model)
     )
     buckets = tuple(dataclasses.replace(b, variant=sampler) for b in bucket_table(settings) if b.prefill_tokens)
     drafts = tiny_draft(draft, variant)

@@ -54,7 +54,12 @@ def metadata(start: int, count: int, *, prefill: bool) -> StepMetadata:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
-    ["v3-mtp", "glm4-moe", *(pytest.param(v, marks=pytest.mark.full) for v in ("glm4-lite", "v32", "glm-dsa"))],
+    [
+        "v3-mtp",
+        "glm4-moe",
+        "qwen3.5",
+        *(pytest.param(v, marks=pytest.mark.full) for v in ("glm4-lite", "v32", "glm-dsa")),
+    ],
 )
 def test_hidden_states_and_drafts_equal_pytorch(variant, tmp_path):
     """Prefilled and token by token, then three draft steps on the layer's own output."""
