@@ -110,8 +110,10 @@ class TorchModel:
             source, options["config"], options["state_dict"] = None, config, stored_tensors(folder)
             vars(config).pop("quantization_config", None)
         elif config is not wrapper:  # a multimodal model: the class of its text part, under the names of that class
-            options |= {"config": config, "key_mapping": {r"^language_model\.": ""}}
-        cls = getattr(transformers, (config.architectures or ["?"])[0], None)
+            prefixes = {r"^language_model\.": "", r"^model\.language_model\.": "model."}
+            options |= {"config": config, "key_mapping": prefixes}
+        named = (config.architectures or wrapper.architectures or ["?"])[0]
+        cls = getattr(transformers, named.replace("ForConditionalGeneration", "ForCausalLM"), None)
         if cls is None:
             raise JaxspecError(f"transformers has no class {config.architectures} for {folder}")
         if hasattr(config, "num_experts_per_tok"):

@@ -1,5 +1,6 @@
 """What the PyTorch references of drafts share."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def stored_tensors(folder: Path, prefix: str = "") -> dict[str, Any]:
     kept = _kept(folder) if reader.quantised else frozenset()
     out = {}
     for name in reader.tensors:
-        inner = name.removeprefix("language_model.")  # of a multimodal model
+        inner = re.sub(r"^(model\.)?language_model\.", r"\1", name)  # of a multimodal model
         if inner.startswith(prefix):
             array = np.array(reader.read(name, dtype=np.float32 if name in kept else ml_dtypes.bfloat16), order="C")
             array = array if array.dtype.kind in "iub" else array.astype(np.float32)

@@ -38,8 +38,9 @@ _MAX_EOS_IDS = 1024
 _MAX_TOKEN_ID = 2**31 - 1
 _DTYPES = ("bfloat16", "float16", "float32")
 
-# The architecture whose config.json wraps that of a language model.
-KIMI_K25 = "KimiK25ForConditionalGeneration"
+# Architectures whose config.json wraps that of a language model, and what counts there although the part says it too.
+KIMI_K25, QWEN3_5_WRAPPED = "KimiK25ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
+_WRAPPERS = {KIMI_K25: (), QWEN3_5_WRAPPED: ("tie_word_embeddings",)}
 # What such a file may say beside the part that it is about.
 _OF_THE_WRAPPER = ("architectures", "quantization_config", "torch_dtype", "dtype", "eos_token_id")
 
@@ -54,13 +55,15 @@ def text_part(hf: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ModelFormatError: a multimodal wrapper without that part.
     """
-    if KIMI_K25 not in text_list(hf, "architectures") or ("vocab_size" in hf and "text_config" not in hf):
+    wrapper = next((name for name in text_list(hf, "architectures") if name in _WRAPPERS), None)
+    if wrapper is None or ("vocab_size" in hf and "text_config" not in hf):
         return hf
     require(hf, key := "text_config")
     inner = {name: value for name, value in section(hf, key).items() if value is not None}
     require(inner, "vocab_size", where=f"{key} of {CONFIG}")
     outer = {name: hf[name] for name in _OF_THE_WRAPPER if name in hf}
-    return outer | inner | {"architectures": hf["architectures"]}
+    above = {name: hf[name] for name in _WRAPPERS[wrapper] if hf.get(name) is not None}
+    return outer | inner | above | {"architectures": hf["architectures"]}
 
 
 def size(hf: Mapping[str, Any], key: str) -> int:

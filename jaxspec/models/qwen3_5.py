@@ -15,6 +15,7 @@ from jaxspec.models.gated_delta_net import GatedDeltaSpec
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
     MAX_SIZE,
+    QWEN3_5_WRAPPED,
     common_fields,
     divisible,
     layer_kinds,
@@ -28,7 +29,10 @@ from jaxspec.models.layers import DenseSpec
 from jaxspec.models.llama import harmless as llama_harmless
 from jaxspec.models.llama import read_attention
 
-ARCHITECTURES = {"Qwen3_5ForCausalLM": Published("Qwen3.5 and 3.6, dense", mtp=True, note="text only")}
+ARCHITECTURES = {
+    QWEN3_5_WRAPPED: Published("Qwen3.5 and 3.6, dense", mtp=True, note="text only"),
+    "Qwen3_5ForCausalLM": Published("their language models alone", mtp=True),
+}
 _LINEAR, _FULL = "linear_attention", "full_attention"
 # More than any model has; each is a product of its own in a step.
 _MAX_TAPS = 64
@@ -74,16 +78,23 @@ def harmless(config: ModelConfig) -> re.Pattern[str]:
 
 
 def key_map(config: ModelConfig) -> KeyMap:
-    """Paths of `CausalLM` -> pieces: linear layers are stored beside `self_attn`, under a name of their own."""
+    """Paths of `CausalLM` -> pieces: linear layers have another name than attention, all of a multimodal model a prefix."""
     linear = {i for i, spec in enumerate(config.layers) if isinstance(spec.attention, GatedDeltaSpec)}
-    return {
-        path: tuple(_linear(piece) for piece in pieces) if path[0] == "layers" and path[1] in linear else pieces
+    keys = {
+        path: tuple(map(_linear, pieces)) if path[0] == "layers" and path[1] in linear else pieces
         for path, pieces in decoder_key_map(config).items()
     }
+    if config.architecture != QWEN3_5_WRAPPED:
+        return keys
+    return {path: tuple(map(_wrapped, pieces)) for path, pieces in keys.items()}
 
 
 def _linear(piece: Piece) -> Piece:
     return replace(piece, name=piece.name.replace(".self_attn.", ".linear_attn."))
+
+
+def _wrapped(piece: Piece) -> Piece:
+    return replace(piece, name=re.sub(r"^model\.", "model.language_model.", piece.name))
 
 
 def nextn_key_map(config: ModelConfig) -> KeyMap:

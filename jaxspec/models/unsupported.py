@@ -12,8 +12,7 @@ KNOWN: dict[str, tuple[str, str]] = {
     "Llama4ForCausalLM": ("LlamaForCausalLM", "chunked attention and layers without rotary embedding"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "chunked attention and layers without rotary embedding"),
     "Qwen3NextForCausalLM": ("Qwen3_5ForCausalLM", "projections packed by key head, and experts"),
-    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM", "a reader of its text part"),
-    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5ForCausalLM", "a reader of its text part, and experts"),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5ForConditionalGeneration", "experts"),
     "Qwen2ForCausalLM": ("LlamaForCausalLM", "biases of queries, keys and values that config.json does not declare"),
 }
 _READER = "a reader of its configuration and tensors"

@@ -1,0 +1,118 @@
+"""Qwen3.5 as it is published: the language model in a multimodal checkpoint is, to the bit, the one that is saved alone."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from convert.convert import convert_checkpoint
+from jaxspec.errors import ModelFormatError
+from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint, read_model_config
+from jaxspec.models.registry import read_config
+from tests.convert.edits import edit_tensors
+from tests.convert.test_hostile_configs import HOSTILE, read
+from tests.models.test_parity import MAX_LOGIT_ERROR, run_compare
+from tests.tiny_models import CONFIGS, tiny_checkpoint
+
+TEXT = CONFIGS["qwen3.5"]
+WRAPPED = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+PREFIX = "model.language_model."
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint of the language model, and one of a multimodal model as its class writes it."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    bare, folder = tiny_checkpoint("qwen3.5", tmp_path / "bare"), tmp_path / "wrapped"
+    text = {key: value for key, value in copy.deepcopy(TEXT).items() if key not in ("architectures", "model_type")}
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_position_embeddings": 16,
+        "out_hidden_size": text["hidden_size"],
+    }  # fmt: skip
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    model = transformers.Qwen3_5ForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    theirs = load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.", PREFIX, 1) if name.startswith("model.") else name: value
+               for name, value in load_file(bare / "model.safetensors").items()}  # fmt: skip
+    own = {name for name in tensors if not name.startswith("mtp.")}
+    assert own == {name for name in theirs if not name.startswith("model.visual.")}
+    save_file(
+        tensors | {name: value for name, value in theirs.items() if name not in own}, folder / "model.safetensors"
+    )
+    return bare, folder
+
+
+@pytest.mark.torch
+def test_weights_and_draft_are_those_of_the_bare_model(folders: tuple[Path, Path], mesh: Mesh, tmp_path: Path):
+    bare, folder = folders
+    converted = convert_checkpoint(folder, tmp_path / "out")
+    assert "text_config" not in json.loads((converted / "config.json").read_text())
+    for load in (load_params, load_nextn):
+        want = load(open_checkpoint(bare), mesh)[1]
+        for got in (folder, converted):
+            jax.tree.map(np.testing.assert_array_equal, load(open_checkpoint(got), mesh)[1], want)
+
+
+@pytest.mark.torch
+def test_only_the_vision_part_is_harmless(folders: tuple[Path, Path]):
+    edit_tensors(folders[1], add={"model.norm.weight": np.ones(64, np.float32)})  # without the prefix
+    with pytest.raises(ModelFormatError, match=r"holds tensor model\.norm\.weight, which"):
+        open_checkpoint(folders[1])
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_published_layout_equals_pytorch(folders: tuple[Path, Path]):
+    _, report = run_compare(folders[1], prompts=2, new_tokens=16)
+    assert report.logits.maximum <= MAX_LOGIT_ERROR
+    assert report.identical == 2
+
+
+def test_ties_of_the_wrapper_come_before_those_of_its_text(tmp_path: Path):
+    """As its class ties embedding and head."""
+    for outer, inner, tied in ((True, False, True), (False, True, False), (None, True, True), (None, False, False)):
+        hf = WRAPPED | {"tie_word_embeddings": outer, "text_config": TEXT | {"tie_word_embeddings": inner}}
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        assert read_model_config(tmp_path).tie_embeddings == tied
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
+def test_hostile_text_parts(value: Any, tmp_path: Path):
+    error = read(tmp_path, WRAPPED | {"text_config": value})
+    assert error is not None
+    assert "text_config" in error or "not valid JSON" in error
+    assert "\n" not in error
+
+
+def test_full_attention_comes_after_each_interval_or_where_it_is_listed():
+    def kinds(**keys: Any) -> list[bool]:
+        return [layer.attention.rope is not None for layer in read_config(TEXT | keys).layers]
+
+    assert kinds(num_hidden_layers=8, full_attention_interval=None) == [False, False, False, True] * 2
+    assert kinds(layer_types=["full_attention", "linear_attention", "linear_attention"]) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads in config.json must be a multiple of linear_num_key_heads",
+        ),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16', which is not supported"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types='sliding_attention', which is not supported"),
+        ({"linear_key_head_dim": 2**20}, "linear_key_head_dim in config.json must be a whole number from 1 to 524288"),
+        ({"attention_bias": True}, "attention_bias=True, which is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str):
+    with pytest.raises(ModelFormatError, match=message):
+        read_config(TEXT | changes)
