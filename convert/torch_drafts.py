@@ -161,10 +161,12 @@ def _nextn_tensor(name: str, source: Mapping[str, Any], like: Any) -> Any:
     """One tensor of transformers' MTP layer, from those of a checkpoint, where experts are not stacked."""
     import torch
 
+    hub = name.removeprefix("mtp_block.")
     if "fc.weight" in source:  # Qwen3.5
         module, _, inner = name.partition(".")
-        return source[f"{_QWEN3_5_NAMES[module]}.{inner}"]
-    hub = name.removeprefix("mtp_block.")
+        hub = f"{_QWEN3_5_NAMES[module]}.{inner}"
+    if hub in source:
+        return source[hub]
     if hub == "post_norm.weight":
         return source["shared_head.norm.weight"]
     part, _, kind = hub.rpartition("experts.")

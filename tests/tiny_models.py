@@ -110,6 +110,10 @@ _QWEN3_5 = _LLAMA | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 3, "mtp_num_hidden_layers": 1,
 }  # fmt: skip
+_QWEN3_5_MOE = {key: value for key, value in _QWEN3_5.items() if key != "intermediate_size"} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+}  # fmt: skip
 # The text part, as inside the released file, of a multimodal model.
 _KIMI_TEXT = _V3 | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "rope_scaling": _YARN, "model_type": "kimi_k2"}
 _KIMI = {
@@ -146,6 +150,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minimax-m2": _MINIMAX_M2,
     "gpt-oss": _GPT_OSS,
     "qwen3.5": _QWEN3_5,
+    "qwen3.5-moe": _QWEN3_5_MOE,
     "v3-fp8": _FP8 | {"quantization_config": _QUANTIZATION},
     "v3-fp8-dequantised": _FP8,
 }

@@ -39,8 +39,9 @@ _MAX_TOKEN_ID = 2**31 - 1
 _DTYPES = ("bfloat16", "float16", "float32")
 
 # Architectures whose config.json wraps that of a language model, and what counts there although the part says it too.
-KIMI_K25, QWEN3_5_WRAPPED = "KimiK25ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
-_WRAPPERS = {KIMI_K25: (), QWEN3_5_WRAPPED: ("tie_word_embeddings",)}
+KIMI_K25 = "KimiK25ForConditionalGeneration"
+QWEN3_5, QWEN3_5_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
+_WRAPPERS = {KIMI_K25: (), QWEN3_5: ("tie_word_embeddings",), QWEN3_5_MOE: ("tie_word_embeddings",)}
 # What such a file may say beside the part that it is about.
 _OF_THE_WRAPPER = ("architectures", "quantization_config", "torch_dtype", "dtype", "eos_token_id")
 

@@ -6,7 +6,7 @@ data: it can be checked against a checkpoint's headers before a single weight is
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -85,6 +85,22 @@ def nested(parts: dict[str, KeyMap]) -> KeyMap:
 def norm_weight(name: str, size: int) -> KeyMap:
     """The map of an `RMSNorm` that checkpoints store as `name`.weight."""
     return {("weight",): (Piece(f"{name}.weight", (size,)),)}
+
+
+def with_stacked_experts(keys: KeyMap, names: Container[str]) -> KeyMap:
+    """The map with experts that a checkpoint of these names holds together: [E, 2 I, H] with gates first, and [E, H, I]."""
+
+    def stacked(pieces: Pieces) -> Pieces:
+        first = pieces[0]
+        found = re.fullmatch(r"(.*\.experts)\.0\.(gate|down)_proj\.weight", first.name)
+        halves = 2 if found and found[2] == "gate" else 1
+        if found is None or (name := f"{found[1]}.{'gate_up' if halves == 2 else 'down'}_proj") not in names:
+            return pieces
+        E, (rows, columns) = len(pieces) // halves, first.shape
+        view = (E, halves, rows, columns) if halves == 2 else ()
+        return (Piece(name, (E, halves * rows, columns), view=view),)
+
+    return {path: stacked(pieces) for path, pieces in keys.items()}
 
 
 def any_of(patterns: list[str]) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""Qwen3.5: three layers of linear attention (gated delta net) to each one of gated grouped-query attention.
+"""Qwen3.5, dense and mixtures: three layers of linear attention to each one of gated grouped-query attention.
 
 Norms are centred. The rotary positions of text have one dimension, so the published "mrope" is plain, partial RoPE.
 """
@@ -12,10 +12,12 @@ from jaxspec.models.config import AttentionSpec, LayerSpec, ModelConfig, Publish
 from jaxspec.models.decoder import block_key_map, decoder_key_map
 from jaxspec.models.fields import text_or, whole, whole_or, with_defaults
 from jaxspec.models.gated_delta_net import GatedDeltaSpec
+from jaxspec.models.gated_shared import GatedSharedSpec
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
     MAX_SIZE,
-    QWEN3_5_WRAPPED,
+    QWEN3_5,
+    QWEN3_5_MOE,
     common_fields,
     divisible,
     layer_kinds,
@@ -28,10 +30,14 @@ from jaxspec.models.keymap import KeyMap, Piece, any_of, nested, norm_weight
 from jaxspec.models.layers import DenseSpec
 from jaxspec.models.llama import harmless as llama_harmless
 from jaxspec.models.llama import read_attention
+from jaxspec.models.moe import MoESpec
+from jaxspec.models.moe_fields import read_experts
 
 ARCHITECTURES = {
-    QWEN3_5_WRAPPED: Published("Qwen3.5 and 3.6, dense", mtp=True, note="text only"),
-    "Qwen3_5ForCausalLM": Published("their language models alone", mtp=True),
+    QWEN3_5: Published("Qwen3.5 and 3.6, dense", mtp=True, note="text only"),
+    QWEN3_5_MOE: Published("Qwen3.5 and 3.6, mixtures", mtp=True, note="text only"),
+    "Qwen3_5ForCausalLM": Published("their dense language models alone", mtp=True),
+    "Qwen3_5MoeForCausalLM": Published("their mixtures' language models alone", mtp=True),
 }
 _LINEAR, _FULL = "linear_attention", "full_attention"
 # More than any model has; each is a product of its own in a step.
@@ -39,13 +45,15 @@ _MAX_TAPS = 64
 
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
-    common = common_fields(hf, architecture)
+    mixture = "Moe" in architecture
+    # Mixtures have no dense layers, and their configurations no width of one.
+    common = common_fields(with_defaults(hf, intermediate_size=1) if mixture else hf, architecture)
     if (state := text_or(hf, "mamba_ssm_dtype", "float32")) != "float32":
         raise unsupported("mamba_ssm_dtype", state, "float32")
     attention = read_attention(with_defaults(hf, head_dim=256), qk_norm="head", partial_rotary=0.25)
     full = replace(attention, gated=True)
     specs: dict[str, AttentionSpec] = {_LINEAR: _read_linear(hf), _FULL: full}
-    mlp = DenseSpec(size(hf, "intermediate_size"))
+    mlp = _read_mixture(hf) if mixture else DenseSpec(size(hf, "intermediate_size"))
     interval = whole_or(hf, "full_attention_interval", 4, 1, MAX_LAYERS)
     kinds = layer_kinds(hf, "layer_types", _LINEAR, _FULL) or [
         _LINEAR if (i + 1) % interval else _FULL for i in range(num_layers(hf))
@@ -72,6 +80,19 @@ def _read_linear(hf: Mapping[str, Any]) -> GatedDeltaSpec:
     )
 
 
+def _read_mixture(hf: Mapping[str, Any]) -> GatedSharedSpec:
+    experts, top_k = read_experts(hf, "num_experts", "num_local_experts")
+    routed = MoESpec(
+        num_experts=experts,
+        top_k=top_k,
+        expert_dim=size(hf, "moe_intermediate_size"),
+        num_shared=0,
+        scoring="softmax",
+        normalize=True,
+    )
+    return GatedSharedSpec(routed, DenseSpec(size(hf, "shared_expert_intermediate_size")))
+
+
 def harmless(config: ModelConfig) -> re.Pattern[str]:
     """The NextN layer's own copies of embedding and head, and layers of it that are not run, are not read."""
     return any_of([llama_harmless(config).pattern, r"mtp\..*", r"model\.visual\..*"])
@@ -84,7 +105,7 @@ def key_map(config: ModelConfig) -> KeyMap:
         path: tuple(map(_linear, pieces)) if path[0] == "layers" and path[1] in linear else pieces
         for path, pieces in decoder_key_map(config).items()
     }
-    if config.architecture != QWEN3_5_WRAPPED:
+    if config.architecture not in (QWEN3_5, QWEN3_5_MOE):
         return keys
     return {path: tuple(map(_wrapped, pieces)) for path, pieces in keys.items()}
 

@@ -14,7 +14,7 @@ from convert.convert import convert_checkpoint
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint, read_model_config
 from jaxspec.models.registry import read_config
-from tests.convert.edits import edit_tensors
+from tests.convert.edits import edit_tensors, tensors
 from tests.convert.test_hostile_configs import HOSTILE, read
 from tests.models.test_parity import MAX_LOGIT_ERROR, run_compare
 from tests.tiny_models import CONFIGS, tiny_checkpoint
@@ -66,6 +66,27 @@ def test_only_the_vision_part_is_harmless(folders: tuple[Path, Path]):
     edit_tensors(folders[1], add={"model.norm.weight": np.ones(64, np.float32)})  # without the prefix
     with pytest.raises(ModelFormatError, match=r"holds tensor model\.norm\.weight, which"):
         open_checkpoint(folders[1])
+
+
+@pytest.mark.torch
+def test_experts_may_be_stacked(mesh: Mesh, tmp_path: Path):
+    """As published mixtures have them; transformers writes them one by one. The MTP layer's, too."""
+    folder = tiny_checkpoint("qwen3.5-moe", tmp_path / "hf")
+    wants = [load(open_checkpoint(folder), mesh)[1] for load in (load_params, load_nextn)]
+    held = tensors(folder)
+    one_by_one = [name for name in held if ".experts." in name]
+    stacked = {}
+    for prefix in {name.partition(".experts.")[0] for name in one_by_one}:
+        of_all = {
+            kind: np.stack([held[f"{prefix}.experts.{e}.{kind}_proj.weight"] for e in range(8)])
+            for kind in ("gate", "up", "down")
+        }
+        stacked[f"{prefix}.experts.gate_up_proj"] = np.concatenate([of_all["gate"], of_all["up"]], axis=1)
+        stacked[f"{prefix}.experts.down_proj"] = of_all["down"]
+    assert len(stacked) == 2 * 4
+    edit_tensors(folder, add=stacked, remove=one_by_one)
+    for load, want in zip((load_params, load_nextn), wants, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, load(open_checkpoint(folder), mesh)[1], want)
 
 
 @pytest.mark.slow

@@ -1,0 +1,60 @@
+"""A mixture of experts beside a shared expert with a gate of its own (Qwen3.5-MoE)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.models.keymap import KeyMap, Piece
+from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
+from jaxspec.models.moe import MoE, MoESpec
+from jaxspec.models.params import Declare
+from pallas_kernels.norm_linear.reference import whole
+
+
+@dataclass(frozen=True)
+class GatedSharedSpec:
+    """Routed experts, and an MLP for all tokens times the sigmoid of a linear map of each."""
+
+    routed: MoESpec
+    shared: DenseSpec
+
+    def build(self, hidden: int, declare: Declare) -> "GatedSharedMoE":
+        return GatedSharedMoE(hidden, self, declare)
+
+    def key_map(self, prefix: str, hidden: int) -> KeyMap:
+        parts = {
+            "routed": self.routed.key_map(prefix, hidden),
+            "shared": self.shared.key_map(f"{prefix}shared_expert.", hidden),
+        }
+        out = {(part, *path): pieces for part, keys in parts.items() for path, pieces in keys.items()}
+        return out | {("gate",): (Piece(f"{prefix}shared_expert_gate.weight", (1, hidden), view=(hidden,)),)}
+
+
+class GatedSharedMoE(nnx.Module):
+    """A `ResidualMLP`."""
+
+    def __init__(self, hidden: int, spec: GatedSharedSpec, declare: Declare):
+        self.routed: MoE = spec.routed.build(hidden, declare)
+        self.shared: MLP = spec.shared.build(hidden, declare)
+        self.gate = declare((hidden,), (None,))
+
+    def add_to(
+        self,
+        x_TH: jax.Array,
+        attended_TH: jax.Array,
+        norm: RMSNorm,
+        live_T: jax.Array,
+        following: RMSNorm | None = None,  # noqa: ARG002
+    ) -> Stream:
+        """See `ResidualMLP`."""
+        normed_TH = norm(x_TH + whole(attended_TH))
+        gate_T = jax.nn.sigmoid(jnp.einsum("th,h->t", normed_TH, self.gate[...]))
+        stream = self.routed.add_to(x_TH, attended_TH, norm, live_T)
+        return Stream(stream.x + gate_T[:, None] * self.shared(normed_TH))
+
+    def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> Any:
+        """See `ResidualMLP`."""
+        return self.routed.chosen_experts(x_TH, attended_TH, norm)
