@@ -86,6 +86,8 @@ def test_a_family_with_a_state_a_slot(toy):
 def test_a_state_a_slot_refuses_what_only_pages_can_do(toy):
     with pytest.raises(ConfigError, match=r"enable_prefix_caching .*: this model keeps a state"):
         LLM(toy[0], enable_prefix_caching=True)
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens .*: this model keeps a state .* cannot go back"):
+        LLM(toy[0], num_speculative_tokens=2, speculative_method="ngram")
 
 
 def test_a_draft_on_a_paged_model():
