@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.compile_cache import FileStore
 from jaxspec.config import Settings
+from jaxspec.engine.addresses import leave_gaps
 from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table, parts, split_table
 from jaxspec.engine.counts import CountUpload
@@ -196,6 +197,7 @@ class Runner:
         self.kernels: dict[str, set[str]] = {}
         self.bucket_seconds: Mapping[Bucket, float] = {}
         self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._between_gaps = leave_gaps(self.layouts.values(), self._replicated) if settings.on_gpu else ()
 
     def use_params(self, params: tuple[nnx.State, nnx.State | None]) -> None:
         """Steps run with these from now on: those of the target and of the draft, as `bind` made them."""

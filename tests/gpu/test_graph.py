@@ -10,10 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bench.harness.models import draw
 from bench.harness.trace import compute_events
 from jaxspec.config import Lookup
+from jaxspec.engine.addresses import leave_gaps
+from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import StepPlan
@@ -106,3 +109,18 @@ def launches_of(step: Callable[[], Any]) -> tuple[int, int]:
         (trace,) = Path(folder).glob("**/*.xplane.pb")
         events = list(compute_events(jax.profiler.ProfileData.from_file(str(trace))))
     return len(events), len({launch for _, _, launch in events})
+
+
+def test_large_arrays_lie_where_they_lay():
+    """Whichever small ones come and go meanwhile: a recorded graph is changed where its temporaries move."""
+    sharding = NamedSharding(one_device(), PartitionSpec())
+
+    def placed(size: int) -> jax.Array:
+        return jax.device_put(np.zeros(size, np.uint8), sharding).block_until_ready()
+
+    kept = leave_gaps([InputLayout(Bucket(0, 0, 8, "lean", 0), page_size=64, max_pages=8)], sharding)
+    places, alive = set(), []
+    for step in range(8):
+        alive = [*alive[-2:], placed(1000 + 500 * step), placed(1 << 16)]
+        places.add(placed(64 << 20).unsafe_buffer_pointer())
+    assert len(places) == 1, len(kept)
