@@ -49,6 +49,10 @@ class Cycling(FixedDrafts):
 @pytest.mark.parametrize("draft", ["pattern", "nextn"])
 def test_replayed_windows_are_plain_decoding(draft):
     """Windows of several lengths after each other, read late, in mixed steps, in few pages, in slots that held NaN."""
+    check_replayed(draft)
+
+
+def check_replayed(draft):
     ids, logprobs, texts = plain_run(VARIANT)
     vocab = tiny_config(VARIANT).vocab_size
     runner, windows = changing_runner(K, draft, VARIANT), Windows()
@@ -75,7 +79,11 @@ def test_replayed_windows_are_plain_decoding(draft):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The tiny variant in a Hugging Face folder, its NextN layer included."""
-    path, rng = tmp_path_factory.mktemp("hybrid"), np.random.default_rng(0)
+    return write_folder(tmp_path_factory.mktemp("hybrid"))
+
+
+def write_folder(path):
+    rng = np.random.default_rng(0)
     config = read_config(CONFIGS[VARIANT])
     family = family_of(config)
     pieces = [p for keys in (family.key_map(config), family.nextn_key_map(config)) for ps in keys.values() for p in ps]
