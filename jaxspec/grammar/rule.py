@@ -13,8 +13,9 @@ from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream, Tokenizer, text_stream
 
 # That fill the masks of a step, and trees of the vocabulary (150 MB each with 160,000 ids). One mask in 25 of JSON with short
-# strings takes nearly 2 ms (near a string's end), the others 0.03, and the step waits for all.
-MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+# strings takes nearly 2 ms (near a string's end), the others 0.03, and the step waits for all:
+# eight threads took as long as four.
+MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 class CompiledGrammar(NamedTuple):
