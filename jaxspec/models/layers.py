@@ -13,10 +13,9 @@ from jaxspec.models import comm
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare, declared
+from pallas_kernels.moe.api import mlp, mlp_obstacle
 from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear
 from pallas_kernels.norm_linear.reference import rms_norm, whole
-from pallas_kernels.quant.reference import linear
-from pallas_kernels.quant.values import unquantised_reason
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
 RopeTables = tuple[jax.Array, jax.Array]
@@ -127,13 +126,12 @@ class MLP(nnx.Module):
         self.down = declare((hidden, inner), (None, "mlp"), quantisable=True)
 
     def __call__(self, x_TH: jax.Array) -> jax.Array:
-        gate_up_T2I = linear(x_TH, self.gate_up[...])
-        out_TH = comm.total(linear(jax.nn.silu(gate_up_T2I[:, 0]) * gate_up_T2I[:, 1], self.down[...]))
+        out_TH = comm.total(mlp(x_TH, self.gate_up[...], self.down[...]))
         return out_TH if self.scale == 1 else out_TH * self.scale
 
     def kernel_obstacle(self, dtype: Any) -> str | None:  # noqa: ARG002
         """Why no kernel here reads these weights, or None if one does. `dtype`: of activations."""
-        return unquantised_reason(declared(self.gate_up), declared(self.down))
+        return mlp_obstacle(declared(self.gate_up), declared(self.down))
 
     def add_to(
         self,

@@ -12,7 +12,7 @@ Which files run, by the tokens T of a call:
 | any, if no kernel supports the call | `reference.py`      | none                | `reference.py`     |
 
 Weights with codes of four bits have matmuls of their own in `mosaic.py`, also for one token: `packed_matmul.py`. So have
-those in FP8, whose activations are FP8 too: `fp8_matmul.py`.
+those in FP8, whose activations are FP8 too: `fp8_matmul.py`, on which shared and dense MLPs in FP8 run too (`fp8_mlp.py`).
 
 `mosaic.py` runs the steps in its rows one after another; its matmuls are in `grouped_matmul.py`, and from 9 tokens on
 `gather.py` collects their rows. Called by itself, `experts` uses `dispatch_small.py` for few tokens too.
@@ -28,12 +28,12 @@ import jax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import combine, mosaic, one_token, reference, router, routing
+from pallas_kernels.moe import combine, fp8_mlp, mosaic, one_token, reference, router, routing
 from pallas_kernels.moe.fp8_config import is_fp8
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norms_apart
-from pallas_kernels.quant.values import unquantised_reason
+from pallas_kernels.quant.values import Quantised, Weight, unquantised_reason
 
 
 def route_sigmoid(
@@ -210,9 +210,36 @@ def experts_obstacle(H: int, dtype: Any, parameters: ExpertWeights) -> str | Non
         H: hidden size. dtype: of activations.
         parameters: their shapes and dtypes are enough.
     """
-    if is_fp8(parameters):  # `experts` runs their kernels, which no GPU has proven yet, for tests and measurements
-        return unquantised_reason(parameters.gate_up, parameters.down)
+    # `experts` runs these, for tests and measurements: no GPU has proven their kernels yet.
+    unproven = (parameters.gate_up, parameters.down) if is_fp8(parameters) else ()
+    if reason := unquantised_reason(*unproven, *(parameters.shared or ())):
+        return reason
     return mosaic.unsupported_reason(jax.ShapeDtypeStruct((1, H), dtype), parameters)
+
+
+def mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
+    """The MLP of a dense layer, down(silu(gate x) * up x): [T, H] in x's dtype.
+
+    Args:
+        x: [T, H]. gate_up: [2, I, H]. down: [H, I].
+    """
+    if isinstance(gate_up, Quantised) and isinstance(down, Quantised):
+        reason = fp8_mlp.unsupported_reason(x, gate_up, down)
+        # The option is about experts; where it asks for their kernels, plain XLA may still run this.
+        wanted = "auto" if current().moe == "mosaic" else current().moe
+        if choose("mlp", wanted, {"mosaic": reason}) == "mosaic":
+            return fp8_mlp.mlp(x, gate_up, down)
+    return reference.swiglu(x, gate_up, down)
+
+
+def mlp_obstacle(gate_up: Weight, down: Weight) -> str | None:
+    """Why no kernel here supports the quantised MLP of a dense layer, or None if one does or it is not quantised.
+
+    Args:
+        gate_up, down: their shapes and dtypes are enough.
+    """
+    # `mlp` runs those in FP8, as `experts` does.
+    return unquantised_reason(gate_up, down)
 
 
 def _experts_backend(x: jax.Array, parameters: ExpertWeights) -> str:

@@ -81,6 +81,12 @@ def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: in
     return Tiles(depth, stages, consumers, blocks)
 
 
+def blocks_of_a_kernel() -> int:
+    """One a multiprocessor."""
+    # The number of an H200, where there is no GPU to ask (lowering on a CPU).
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
 def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0) -> Config:
     """The configuration for T tokens with k of E experts each.
 
@@ -92,8 +98,7 @@ def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0)
     slot_rows = (rows for load, rows in tuning.slot_rows if T * k / E <= load)
     rows = ALL_TOKENS_ROWS if all_tokens else next(slot_rows, WIDEST_ROWS)
     slots = max_slots(T, k, E, rows, all_tokens=all_tokens)
-    # The number of an H200, where there is no GPU to ask (lowering on a CPU).
-    grid = getattr(jax.devices()[0], "core_count", None) or 132
+    grid = blocks_of_a_kernel()
     pieces = shared_inner // inner if tuning.most_piece_rows >= T and shared_inner % inner == 0 else 0
     piece_rows = -(-T // GRANULE) * GRANULE if pieces else 0
     up = tiles(rows, H, inner, gated=True, piece_rows=piece_rows)

@@ -49,9 +49,10 @@ def up_matmul(x: Codes, gate_up: Quantised, tables: SlotTables, config: Config, 
 
     Args:
         x: codes [slots, rows, H], or [1, T, H] if every slot has all tokens; scale [slots or 1, H / GROUP, padded_rows].
-        gate_up: [E, 2, I, H].
+        gate_up: [E, 2, I, H]; with pieces [1, 2, pieces * I, H].
     """
-    kernel = _kernel(config, gate_up.scheme, *gate_up.shape[1:], interpret)
+    _, parts, inner, H = gate_up.shape
+    kernel = _kernel(config, gate_up.scheme, parts, inner // (config.pieces or 1), H, interpret)
     return Codes(*kernel(tables.num_slots, tables.expert, gate_up.codes, gate_up.scale, *x))
 
 
@@ -60,9 +61,10 @@ def down_matmul(h: Codes, down: Quantised, tables: SlotTables, config: Config, *
 
     Args:
         h: codes [slots, rows, I], scale [slots, I / GROUP, padded_rows].
-        down: [E, H, I].
+        down: [E, H, I]; with pieces [1, H, pieces * I].
     """
-    kernel = _kernel(config, down.scheme, 1, *down.shape[1:], interpret)
+    _, H, inner = down.shape
+    kernel = _kernel(config, down.scheme, 1, H, inner // (config.pieces or 1), interpret)
     (y,) = kernel(tables.num_slots, tables.expert, down.codes[:, None], down.scale[:, None], *h)
     return y
 
@@ -71,8 +73,10 @@ def down_matmul(h: Codes, down: Quantised, tables: SlotTables, config: Config, *
 def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any) -> Any:
     """kernel(num_slots [1], expert [slots], codes, scale, tokens, tokens' scale) -> products of the slots.
 
-    codes, scale: of a weight [E, parts, out_rows, columns]; two parts are gate and up.
-    tokens: [slots or 1, rows, columns]. With fewer than GRANULE tokens they have as many rows as there are tokens.
+    codes, scale: of a weight [E, parts, out_rows, columns]; two parts are gate and up. With pieces expert e is a piece of
+        [1, 2, pieces * out_rows, columns], or of [1, 1, out_rows, pieces * columns].
+    tokens: [slots or 1, rows, columns]; of gate and up each piece has all of them, [slots / pieces, rows, columns].
+        With fewer than GRANULE tokens they have as many rows as there are tokens.
     Returns the arrays of `Codes` if gated, else bfloat16 [slots, rows, out_rows]. Only slots that exist are written.
     """
     gated = parts == 2
@@ -100,6 +104,12 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
         def stage(step):
             return lax.rem(step, jnp.int32(t.stages))
 
+        def origin(e):
+            """Where the weights of an expert begin: its index, row and column."""
+            if not config.pieces:
+                return e, 0, 0
+            return (0, e * out_rows, 0) if gated else (0, 0, e * columns)
+
         def place_of(member, b, tile):
             """The part of accumulator b of a warpgroup, and its first row."""
             return (b, tile * width + member * M) if gated else (0, tile * width + (member * t.blocks + b) * M)
@@ -111,14 +121,19 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             def fill(step):
                 slot, tile = item(lax.div(step, jnp.int32(depths)))
                 s, depth = stage(step), lax.rem(step, jnp.int32(depths))
-                e, at = expert[slot], pl.ds(depth * t.depth, t.depth)
+                (e, top, left), at = origin(expert[slot]), depth * t.depth
                 for c in range(t.consumers):
                     for b in range(t.blocks):
                         part, row = place_of(c, b, tile)
-                        plgpu.copy_gmem_to_smem(codes.at[e, part, pl.ds(row, M), at], w_smem.at[s, c, b], full.at[s])
-                own = 0 if gated and config.all_tokens else slot
+                        block = codes.at[e, part, pl.ds(top + row, M), pl.ds(left + at, t.depth)]
+                        plgpu.copy_gmem_to_smem(block, w_smem.at[s, c, b], full.at[s])
+                own = slot
+                if gated and (config.all_tokens or config.pieces):
+                    own = lax.rem(slot, jnp.int32(config.slots // config.pieces)) if config.pieces else 0
                 # A dynamic index, because a static one must not reach past the last token.
-                plgpu.copy_gmem_to_smem(x.at[own, pl.ds(jnp.int32(0), rows), at], x_smem.at[s], full.at[s])
+                plgpu.copy_gmem_to_smem(
+                    x.at[own, pl.ds(jnp.int32(0), rows), pl.ds(at, t.depth)], x_smem.at[s], full.at[s]
+                )
                 for unit in range(units):
                     plgpu.copy_gmem_to_smem(x_scale.at[own, depth * units + unit], s_smem.at[s, unit], full.at[s])
 
@@ -128,9 +143,9 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             """Of the blocks of weights that a step multiplies: one for each unit and accumulator."""
             if not in_blocks:
                 return ()
-            places = [place_of(me, b, tile) for b in range(t.blocks)]
+            (e, top, left), places = origin(e), [place_of(me, b, tile) for b in range(t.blocks)]
             return tuple(
-                scale[e, part, lax.div(row, jnp.int32(GROUP)), depth * units + unit]
+                scale[e, part, lax.div(top + row, jnp.int32(GROUP)), left // GROUP + depth * units + unit]
                 for unit in range(units)
                 for part, row in places
             )
@@ -140,7 +155,7 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             e = expert[slot]
 
             def step(depth, carried):
-                sums, scales = carried
+                sums, scales = list(carried[0]), carried[1]
                 s = stage(j * depths + depth)
                 # The next step's numbers come from global memory while this one's product is made.
                 ahead = block_scales(e, tile, me, lax.min(depth + 1, jnp.int32(depths - 1)))
@@ -149,7 +164,6 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
                     at = pl.ds(unit * GROUP, GROUP)
                     tokens = transpose_ref(x_smem.at[s, :, at], (1, 0))
                     of_tokens = load(s_smem, (s, unit, pl.ds(0, rows)), layout=OF_TOKENS)
-                    products = []
                     for b in range(t.blocks):
 
                         def product(acc, b=b, at=at, tokens=tokens):
@@ -158,11 +172,11 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
 
                         part = pl.run_scoped(product, plgpu.ACC((M, rows), f32))
                         number = of_tokens * scales[unit * t.blocks + b] if in_blocks else of_tokens
-                        products.append(part * lax.broadcast_in_dim(number, (M, rows), [1]))
-                    sums = tuple(total + part for total, part in zip(sums, products, strict=True))
+                        # Before the next product begins: there are registers for one.
+                        sums[b] = sums[b] + part * lax.broadcast_in_dim(number, (M, rows), [1])
                 plgpu.commit_smem()  # reads of the scales must have completed before TMA writes there again
                 plgpu.barrier_arrive(free.at[s])
-                return sums, ahead
+                return tuple(sums), ahead
 
             nothing = plgpu.layout_cast(jnp.zeros((M, rows), f32), plgpu.Layout.WGMMA)
             start = (nothing,) * t.blocks, block_scales(e, tile, me, jnp.int32(0))
@@ -171,8 +185,8 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
                 return sums
 
             def of_rows(b):
-                part, row = place_of(me, b, tile)
-                own = load(scale, (e, part, pl.ds(row, M)), layout=OF_ROWS)
+                (at, top, _), (part, row) = origin(e), place_of(me, b, tile)
+                own = load(scale, (at, part, pl.ds(top + row, M)), layout=OF_ROWS)
                 return lax.broadcast_in_dim(own, (M, rows), [0])
 
             return tuple(total * of_rows(b) for b, total in enumerate(sums))

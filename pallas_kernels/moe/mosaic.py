@@ -5,6 +5,7 @@ Route (`routing.py`), make the slot tables (`dispatch.py`), gather the slots' to
 (`dispatch_fused.py`) and nothing is gathered, because every slot has all tokens.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from pallas_kernels.moe.combine import combine_and_norm
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
 from pallas_kernels.moe.dispatch import copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
-from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, padded_rows
+from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, mlp_obstacle, padded_rows
 from pallas_kernels.moe.fp8_matmul import fp8_experts
+from pallas_kernels.moe.fp8_mlp import mlp_parts
 from pallas_kernels.moe.grouped_matmul import down_matmul, up_matmul
 from pallas_kernels.moe.packed_codes import fragment_order
 from pallas_kernels.moe.packed_config import configure_packed, is_packed
@@ -30,17 +32,18 @@ from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.activations import Codes, quantise
-from pallas_kernels.quant.values import unquantised_reason
+from pallas_kernels.quant.values import Quantised, unquantised_reason
 
 
 def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, parameters: ExpertWeights) -> str | None:
     """Why the kernels do not support this call, or None if they do."""
     inner, H = parameters.gate_up.shape[2:]
-    fp8 = is_fp8(parameters)
-    matrices = (
-        *(() if fp8 or is_packed(parameters) else (parameters.gate_up, parameters.down)),
-        *(parameters.shared or ()),
-    )
+    fp8, shared = is_fp8(parameters), parameters.shared or ()
+    if unquantised_reason(*shared):
+        if reason := mlp_obstacle(*shared):
+            return reason
+        shared = ()
+    matrices = (*(() if fp8 or is_packed(parameters) else (parameters.gate_up, parameters.down)), *shared)
     if reason := unquantised_reason(*matrices):
         return reason
     if parameters.special and parameters.shared is not None:
@@ -177,7 +180,9 @@ def _configured(x: jax.Array, parameters: ExpertWeights, k: int) -> Config:
         return configure_packed(T, E, k, H, inner)
     if is_fp8(parameters):
         return configure_fp8(T, E, k, H, inner)
-    return configure(T, E, k, H, inner, parameters.shared_inner)
+    return configure(
+        T, E, k, H, inner, 0 if unquantised_reason(*(parameters.shared or ())) else parameters.shared_inner
+    )
 
 
 def _slot_inputs(
@@ -208,20 +213,29 @@ def _expert_rows(
             y = fp8_experts(slots_x, parameters, tables, config, interpret=interpret)
         else:
             y = packed_experts(slots_x, parameters, tables, config, interpret=interpret)
-        beside = () if parameters.shared is None else (swiglu(x, *parameters.shared)[None],)
-        return ExpertRows(y, beside, weights, tables.place)
+        return ExpertRows(y, _beside(x, parameters, interpret), weights, tables.place)
     up_bias, down_bias = parameters.biases or (None, None)
-    gate_up, down, shared = parameters.arrays()
+    in_kernels = parameters if config.pieces else dataclasses.replace(parameters, shared=None)
+    gate_up, down, shared = in_kernels.arrays()
     x_parts, gate_up_parts, down_parts = [slots_x], [gate_up], [down]
-    if shared is not None and config.pieces:
+    if shared is not None:
         x_parts.append(_pad_tokens(x)[None])
         gate_up_parts.append(shared[0])
         down_parts.append(shared[1])
     h_parts = up_matmul(x_parts, gate_up_parts, tables, config, up_bias, parameters.clamp, interpret=interpret)
     y, *addends = down_matmul(h_parts, down_parts, tables, config, down_bias, interpret=interpret)
-    if shared is not None and not config.pieces:
-        addends = [swiglu(x, *shared)[None]]
-    return ExpertRows(y, tuple(addends), weights, tables.place)
+    beside = () if shared is not None else _beside(x, parameters, interpret)
+    return ExpertRows(y, (*addends, *beside), weights, tables.place)
+
+
+def _beside(x: jax.Array, parameters: ExpertWeights, interpret: Any) -> tuple[jax.Array, ...]:
+    """The addends of shared experts that the routed ones' kernels leave out."""
+    if parameters.shared is None:
+        return ()
+    gate_up, down = parameters.shared
+    if isinstance(gate_up, Quantised) and isinstance(down, Quantised):
+        return (mlp_parts(x, gate_up, down, interpret=interpret),)
+    return (swiglu(x, gate_up, down)[None],)
 
 
 def slot_rows(x: jax.Array, tables: SlotTables, config: Config, *, interpret: Any = False) -> jax.Array:

@@ -30,7 +30,7 @@ from jaxspec.models.mtp import NextN
 from jaxspec.models.params import count_parameters, nest, quantised, with_shardings
 from jaxspec.models.registry import read_config
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4
 
 BF16 = np.dtype(jnp.bfloat16)
 # All layers, and parameters in billions without the MTP layer: 30.5 and 20.9 on the cards of Qwen3-30B-A3B and
@@ -133,9 +133,9 @@ def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
 @pytest.mark.full
 @pytest.mark.parametrize("prompt", [0, 256])
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("scheme", [INT4_G32, NVFP4, MXFP4], ids=str)
+@pytest.mark.parametrize("scheme", [INT4_G32, NVFP4, MXFP4, FP8_BLOCK, FP8_CHANNEL], ids=str)
 def test_no_bf16_copy_in_hlo(scheme, rows, prompt, request):
-    """Routed experts that a kernel reads in codes of four bits are codes everywhere in a step, and never numbers."""
+    """Routed experts that a kernel reads as codes are codes everywhere in a step, and never numbers."""
     hf = random_config("moonlight", 1) | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
     model = CausalLM(read_config(hf), BF16)
     quantised(model, {("layers", 0, "mlp", name): scheme for name in ("gate_up", "down")})
@@ -146,7 +146,7 @@ def test_no_bf16_copy_in_hlo(scheme, rows, prompt, request):
     arrays = set(re.findall(r"tensor<((?:\d+x)+)([a-z]\w*)>", text))
     sizes = {array: math.prod(map(int, array[0][:-1].split("x"))) for array in arrays}
     large = {array for array in arrays if sizes[array] >= E * inner * hidden // 2} - {(f"163840x{hidden}x", "bf16")}
-    assert {kind for _, kind in large} == {"ui8"}
+    assert {kind for _, kind in large} == {"f8E4M3FN" if scheme.values == "e4m3" else "ui8"}
 
 
 @pytest.mark.slow

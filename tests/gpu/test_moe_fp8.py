@@ -1,13 +1,24 @@
-"""The kernels of experts in FP8 on the GPU, against `dequantise` and float32 on the same codes of activations."""
+"""The kernels of experts and MLPs in FP8 on the GPU, against `dequantise` and float32 on the same codes of activations."""
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.harness.models import mesh_of_one, random_config
+from jaxspec.config import Settings
+from jaxspec.engine.buckets import bucket_table
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
+from jaxspec.engine.runner import Runner
+from jaxspec.models.decoder import CausalLM
+from jaxspec.models.params import quantised, random_params
+from jaxspec.models.registry import read_config
+from jaxspec.sampling.params import SamplingParams
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, fp8_matmul, mosaic
 from pallas_kernels.moe.dispatch import dispatch
@@ -177,6 +188,26 @@ def lost(part: Quantised, expert: int) -> Quantised:
     return dataclasses.replace(part, codes=codes, scale=part.scale.at[expert].set(jnp.nan))
 
 
+@pytest.mark.parametrize("T", [1, 9, 130, 600])
+@pytest.mark.parametrize(("scheme", "H", "inner"), [
+    (FP8_BLOCK, 2048, 11264), (FP8_CHANNEL, 2048, 2816), (FP8_BLOCK, 7168, 2048),
+], ids=str)  # fmt: skip
+def test_mlps(scheme: Scheme, H: int, inner: int, T: int):
+    """Dense layers' and shared experts; a token that is NaN reaches no other."""
+    gate_up, down = weight(scheme, (2, inner, H), 1), weight(scheme, (H, inner), 2)
+    x = normal(T, T, H)
+    dirty = x.at[1].set(jnp.nan) if T > 1 else x
+    with use(Backends()) as chosen:
+        got = jax.jit(api.mlp)(dirty, gate_up, down)
+    assert chosen["mlp"] == {"mosaic"}
+    one = (jax.tree.map(lambda array: array[None], part) for part in (gate_up, down))
+    h = joined(activations.dequantise(activations.quantise(x)), next(one), jnp.int32(0))
+    want = projected(activations.dequantise(activations.quantise(h)), next(one), jnp.int32(0))
+    sound = (np.arange(T) != 1) | (T == 1)
+    assert np.isnan(np.asarray(got, np.float32)[~sound]).all()
+    assert ratio(got[sound], want[sound]) < 6e-3
+
+
 @pytest.mark.parametrize("T", [1, 8, 9, 300])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_experts(scheme: Scheme, T: int):
@@ -207,3 +238,47 @@ def test_experts(scheme: Scheme, T: int):
     np.testing.assert_array_equal(got[~live], 0)
     assert np.isnan(got[live & ~sound]).all()
     assert ratio(jnp.asarray(got[sound]), jnp.asarray(want[sound])) < 5e-3
+
+
+def scored(model: CausalLM, params: dict) -> tuple[np.ndarray, dict[str, set[str]]]:
+    """Log-probabilities of prompts by a whole engine, which decodes beside them, and the kernels that ran."""
+    settings = Settings(
+        max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, num_pages=40, dtype="bfloat16", on_gpu=True
+    )
+    # One row that decodes, and what holds every plan; prompts are scored in full ones.
+    smallest, *_, largest = (bucket for bucket in bucket_table(settings) if bucket.variant == "full")
+    runner = Runner(model, params, settings, mesh_of_one(), buckets=(smallest, largest))
+    runner.warm_up()
+    engine = Engine(runner, vocab_size=model.config.vocab_size, eos_token_ids=())
+    rng = np.random.default_rng(0)
+    for i, length in enumerate((40, 3, 100)):
+        ids = rng.integers(0, model.config.vocab_size, length).tolist()
+        engine.add(Request(f"{i}", ids, SamplingParams(max_tokens=12, temperature=0, prompt_logprobs=0)))
+    found: dict[str, list[float]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            found.setdefault(output.request_id, []).extend(score.logprob for score in output.prompt_logprobs or ())
+    return np.concatenate([found[name] for name in sorted(found)]), runner.kernels
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_engine_steps(scheme: Scheme):
+    """Prompts and decoding rows through a dense and a mixture layer with shared experts, all in FP8, against bfloat16 with
+    the same values.
+    """
+    hf = random_config("moonlight", 2) | {"vocab_size": 1024, "num_nextn_predict_layers": 0, "n_routed_experts": 16}
+    config = read_config(hf)
+    owners = ("layers", 0, "mlp"), ("layers", 1, "mlp"), ("layers", 1, "mlp", "shared")
+    names = [(*at, name) for at in owners for name in ("gate_up", "down")]
+    model = quantised(CausalLM(config, jnp.bfloat16), dict.fromkeys(names, scheme))
+    params = random_params(model, mesh_of_one(), seed=3)
+    plain = jax.tree.map(lambda array: array, params)
+    for *at, name in names:
+        owner = functools.reduce(operator.getitem, at, plain)
+        owner[name] = dequantise(Quantised(**owner[name], scheme=scheme), jnp.bfloat16)
+    got, kernels = scored(model, params)
+    assert kernels["moe"] == kernels["mlp"] == {"mosaic"}
+    want, _ = scored(CausalLM(config, jnp.bfloat16), plain)
+    assert np.isfinite(got).all()
+    assert 0 < np.abs(got - want).mean() < 0.1

@@ -1,6 +1,7 @@
 """The kernels of experts in FP8 without a GPU: interpreted, and lowered."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import fp8_matmul, mosaic
+from pallas_kernels.moe import fp8_matmul, fp8_mlp, mosaic
 from pallas_kernels.moe.config import Config, Tiles
 from pallas_kernels.moe.dispatch import dispatch
-from pallas_kernels.moe.fp8_config import MULTIPLE, SCHEMES, configure_fp8, padded_rows
+from pallas_kernels.moe.fp8_config import MULTIPLE, SCHEMES, configure_fp8, configure_mlp, padded_rows
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant import activations
 from pallas_kernels.quant.activations import GROUP, Codes
 from pallas_kernels.quant.reference import dequantise
-from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, Scheme
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, Scheme
 from pallas_kernels.quant.values import Quantised
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.quant_cases import drawn
@@ -58,6 +59,60 @@ def ratio(got: np.ndarray, want: np.ndarray) -> float:
     """Of the mean error and the mean reference, which is rounded to bfloat16 too."""
     want = want.astype(jnp.bfloat16).astype(np.float32)
     return float(np.abs(got - want).mean() / np.abs(want).mean())
+
+
+def mlp_by_oracle(x: np.ndarray, gate_up: Quantised, down: Quantised) -> np.ndarray:
+    one = (jax.tree.map(lambda array: array[None], weight) for weight in (gate_up, down))
+    return by_oracle(x, *one, np.ones((len(x), 1), np.float32), np.zeros((len(x), 1), np.int32))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("scheme", "T", "inner", "pieces"),
+    [
+        (FP8_BLOCK, 3, 384, 3),
+        (FP8_CHANNEL, 20, 256, 2),
+        pytest.param(FP8_BLOCK, 70, 256, 2, marks=pytest.mark.slow),
+        pytest.param(FP8_CHANNEL, 130, 128, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted_mlps(scheme: Scheme, T: int, inner: int, pieces: int):
+    """Dense layers' and shared experts, in pieces; a token that is NaN reaches no other."""
+    H = 256
+    gate_up, down = sized(scheme, 2, inner, H), sized(scheme, H, inner, seed=1)
+    x = np.random.default_rng(T).normal(size=(T, H)).astype(jnp.bfloat16)
+    dirty = np.where(np.arange(T)[:, None] == 1, np.nan, x).astype(jnp.bfloat16)
+    config = configure_mlp(T, H, inner)
+    assert (config.pieces, config.piece_rows >= T) == (pieces, True)
+    config = dataclasses.replace(config, grid=2)
+    parts = fp8_mlp.mlp_parts(jnp.asarray(dirty), gate_up, down, config=config, interpret=detect_races())
+    assert_no_races(parts, kernels=2)
+    assert parts.shape == (pieces, config.piece_rows, H)
+    got, sound = np.asarray(parts, np.float32).sum(axis=0)[:T], np.arange(T) != 1
+    assert np.isnan(got[1]).all()
+    assert ratio(got[sound], mlp_by_oracle(x[sound].astype(np.float32), gate_up, down)) < 2e-3
+
+
+@interpreted
+@pytest.mark.parametrize("of_routed", [FP8_BLOCK, INT4_G32, None], ids=str)
+def test_interpreted_beside_shared_experts_in_fp8(of_routed: Scheme | None):
+    """Whatever the routed ones are."""
+    T, E, k, H, inner = 9, 4, 2, 128, 128
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(T, H)).astype(jnp.bfloat16)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
+    pair = [sized(of_routed or FP8_BLOCK, E, 2, inner, H), sized(of_routed or FP8_BLOCK, E, H, inner, seed=1)]
+    pair = [dequantise(weight, jnp.bfloat16) if of_routed is None else weight for weight in pair]
+    shared = sized(FP8_CHANNEL, 2, 256, H, seed=2), sized(FP8_CHANNEL, H, 256, seed=3)
+    run = functools.partial(mosaic.experts, interpret=detect_races())
+    arguments = weights, ids, jnp.ones(T, bool)
+    apart = run(jnp.asarray(x), ExpertWeights(*pair), *arguments)
+    both = run(jnp.asarray(x), ExpertWeights(*pair, shared), *arguments)
+    assert_no_races(both, kernels=3)
+    got = np.asarray(both, np.float32) - np.asarray(apart, np.float32)
+    # Two roundings to bfloat16 of sums a few times as large remain.
+    assert ratio(got, mlp_by_oracle(x.astype(np.float32), *shared)) < 1e-2
 
 
 def check(scheme: Scheme, T: int, H: int, inner: int, config: Config | None = None) -> None:
@@ -207,6 +262,20 @@ def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") >= 3
     assert f"{E}x2x{inner}x{H}xbf16" not in text
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize(("H", "inner"), [(2048, 2816), (2048, 11264), (7168, 2048), (7168, 18432)])
+@pytest.mark.parametrize("T", [1, 128, 2048])
+def test_mlps_lower_for_the_gpu(scheme: Scheme, H: int, inner: int, T: int):
+    """Shared experts and dense layers of Moonlight and DeepSeek-V3."""
+    S = jax.ShapeDtypeStruct
+    pair = [Quantised(**scheme.arrays(shape), scheme=scheme) for shape in ((2, inner, H), (H, inner))]
+    traced = jax.jit(fp8_mlp.mlp).trace(S((T, H), jnp.bfloat16), *pair)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert f"2x{inner}x{H}xbf16" not in text
     assert "dot_general" not in text
 
 

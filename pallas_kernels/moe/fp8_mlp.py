@@ -1,0 +1,56 @@
+"""MLPs in FP8 that every token visits, on the kernels of experts in FP8: shared experts, and the MLPs of dense layers.
+
+An MLP is one to a few pieces along its inner size, each of which is an expert that all tokens visit with weight 1.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import hopper_unsupported_reason
+from pallas_kernels.moe.config import Config
+from pallas_kernels.moe.fp8_config import configure_mlp, mlp_obstacle, padded_rows
+from pallas_kernels.moe.fp8_matmul import down_matmul, up_matmul
+from pallas_kernels.moe.slots import SlotTables
+from pallas_kernels.quant.activations import Codes, quantise
+from pallas_kernels.quant.values import Quantised, Weight
+
+
+def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, gate_up: Weight, down: Weight) -> str | None:
+    """Why the kernels do not support this call, or None if they do."""
+    return mlp_obstacle(gate_up, down) or hopper_unsupported_reason(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+def mlp_parts(
+    x: jax.Array, gate_up: Quantised, down: Quantised, *, config: Config | None = None, interpret: Any = False
+) -> jax.Array:
+    """down(silu(gate x) * up x) in parts that have still to be added up: bfloat16 [pieces, >= T, H].
+
+    Jitted, so that the layers of a model share one lowering.
+
+    Args:
+        x: [T, H]. gate_up: [2, I, H]. down: [H, I].
+        config: default `configure_mlp`'s.
+        interpret: passed to Pallas.
+    """
+    T, H = x.shape
+    config = config or configure_mlp(T, H, down.shape[1])
+    rows, slots = config.rows, config.slots // config.pieces
+    whole = quantise(jnp.pad(x, ((0, slots * rows - T), (0, 0))).reshape(slots, rows, H))
+    tokens = Codes(whole.codes, jnp.pad(whole.scale, ((0, 0), (0, 0), (0, padded_rows(rows) - rows))))
+    expert = jnp.arange(config.slots, dtype=jnp.int32) // slots
+    nothing = jnp.zeros(0, jnp.int32)
+    tables = SlotTables(jnp.full(1, config.slots, jnp.int32), expert, nothing, nothing)
+    as_experts = (jax.tree.map(lambda array: array[None], weight) for weight in (gate_up, down))
+    h = up_matmul(tokens, next(as_experts), tables, config, interpret=interpret)
+    y = down_matmul(h, next(as_experts), tables, config, interpret=interpret)
+    return y.reshape(config.pieces, slots * rows, H)
+
+
+def mlp(x: jax.Array, gate_up: Quantised, down: Quantised) -> jax.Array:
+    """down(silu(gate x) * up x): [T, H] in x's dtype. Arguments are those of `mlp_parts`."""
+    parts = mlp_parts(x, gate_up, down)[:, : x.shape[0]]
+    return parts.astype(jnp.float32).sum(axis=0).astype(x.dtype)
