@@ -11,8 +11,9 @@ from jaxspec.models.cache import CacheArray, CacheSpec
 from jaxspec.models.config import LayerSpec, ModelConfig, Published
 from jaxspec.models.hf_fields import common_fields
 from jaxspec.models.keymap import Piece, any_of
-from jaxspec.models.layers import DenseSpec, linear
+from jaxspec.models.layers import DenseSpec
 from jaxspec.models.registry import Family
+from pallas_kernels.quant.reference import linear
 
 DECAY = 0.9
 
