@@ -23,7 +23,7 @@ _DOTTED = re.compile(rf"({'|'.join(FOLDERS)})(\.\w+)+")
 # From the bottom up: a module may import its own part of a layer and all layers below, but no neighbour in its layer.
 LAYERS = (
     ("pallas_kernels",),
-    ("jaxspec.errors", "jaxspec.compat", "jaxspec.demo", "jaxspec.progress"),
+    ("jaxspec.errors", "jaxspec.compat", "jaxspec.comm", "jaxspec.demo", "jaxspec.progress"),
     ("jaxspec.config", "jaxspec.compile_cache", "jaxspec.chat_template"),
     ("jaxspec.models", "jaxspec.sampling", "jaxspec.speculative_config"),
     ("jaxspec.engine",),

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxspec.models import comm
+from jaxspec import comm
 from jaxspec.models.params import TENSOR_AXIS
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models import comm
+from jaxspec import comm
 from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig, RopeConfig

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxspec.models import comm
+from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.gated_delta import Tokens, chunked, convolve, cut, recurrent, unit
 from jaxspec.models.keymap import KeyMap, Piece

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models import comm
+from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.models import comm
+from jaxspec import comm
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare, declared

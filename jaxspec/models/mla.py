@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxspec.models import comm
+from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import Index, KeyMap, Piece, Pieces, nested, norm_weight

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxspec.models import comm
+from jaxspec import comm
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
 from jaxspec.models.params import Declare, declared

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxspec import comm
 from jaxspec.compat import compiles
 from jaxspec.config import Lookup
 from jaxspec.engine.buckets import Variant, bucket_table
@@ -25,7 +26,6 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner, StepOutput, bind
 from jaxspec.errors import ConfigError
 from jaxspec.loading.mesh import make_mesh
-from jaxspec.models import comm
 from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.decoder import CausalLM, Embedding
 from jaxspec.models.draft import Draft
