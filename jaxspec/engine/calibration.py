@@ -6,13 +6,12 @@ Padding rows reach no expert and read one page, so steps of padding alone would 
 import logging
 import time
 
-import jax
 import numpy as np
 
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS, StepState
+from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS
 
 # Steps in a row that are timed together, and how often; the fastest counts. With those before them a row stays on its page.
 STEPS, ROUNDS = 3, 2
@@ -29,9 +28,9 @@ def measure_costs(runner: Runner, vocab_size: int) -> StepCosts:
     before = {name: np.array(getattr(runner.state, name)) for name in _busy(runner, vocab_size)}
     seconds = {}
     for bucket in runner.buckets:
-        _put(runner, _busy(runner, vocab_size))
+        runner.put(**_busy(runner, vocab_size))
         seconds[bucket] = _seconds(runner, bucket, vocab_size)
-    _put(runner, before)
+    runner.put(**before)
     runner.bucket_seconds = seconds
     costs = StepCosts(seconds)
     text = "; ".join(f"{bucket}: {1e3 * value:.2f} ms" for bucket, value in seconds.items())
@@ -90,10 +89,3 @@ def _busy(runner: Runner, vocab_size: int) -> dict[str, np.ndarray]:
         out["held"] = np.full(S, settings.num_speculative_tokens, np.int32)
         out["drafts"] = rng.integers(0, vocab_size, state.drafts.shape).astype(np.int32)
     return out
-
-
-def _put(runner: Runner, fields: dict[str, np.ndarray]) -> None:
-    state: StepState = runner.state
-    # Copies: on a CPU an array on the device may be the host's own, and the next step writes into it.
-    arrays = {name: jax.device_put(value.copy(), getattr(state, name).sharding) for name, value in fields.items()}
-    runner.state = state._replace(**arrays)

@@ -4,6 +4,7 @@ Only for requests whose penalties see these tokens; others keep their prefix hit
 """
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ class CountUpload:
         max_tokens: most tokens that a request can have.
     """
 
-    def __init__(self, counts: jax.Array, max_tokens: int):
+    def __init__(self, counts: jax.Array | jax.ShapeDtypeStruct, max_tokens: int):
         self._shape = jax.ShapeDtypeStruct(counts.shape, counts.dtype, sharding=counts.sharding)
         self._sizes = sorted({min(size, max_tokens) for size in UPLOAD_TOKENS})
         self._compiled: dict[int, jax.stages.Compiled] = {}
@@ -37,11 +38,11 @@ class CountUpload:
         for size in self._sizes:
             key = store.key("counts", self._shape, size)
             self._compiled[size] = store.load_or_make(key, functools.partial(self._compile, size))
-            counts = self._compiled[size](counts, np.zeros(HEADER + size, np.int32))
+            counts = self(counts, np.zeros(HEADER + size, np.int32))
         return counts
 
-    def __call__(self, counts: jax.Array, row: PrefillRow) -> jax.Array:
-        """The counts [S, V] with those of the row's slot replaced by what its first `row.cached` tokens give."""
+    def packed(self, row: PrefillRow) -> Iterator[np.ndarray]:
+        """The uploads, int32 [HEADER + size], that replace the counts of the row's slot by its first `row.cached` tokens."""
         request = row.request
         most = self._sizes[-1]
         for start in range(0, row.cached, most):
@@ -50,8 +51,11 @@ class CountUpload:
             packed = np.zeros(HEADER + size, np.int32)
             packed[:HEADER] = request.slot, start, len(ids), request.prompt_len
             packed[HEADER : HEADER + len(ids)] = ids
-            counts = self._compiled[size](counts, packed)
-        return counts
+            yield packed
+
+    def __call__(self, counts: jax.Array, packed: np.ndarray) -> jax.Array:
+        """The counts [S, V] after an upload that `packed` gave."""
+        return self._compiled[len(packed) - HEADER](counts, packed)
 
     def _compile(self, size: int) -> jax.stages.Compiled:
         sharding = self._shape.sharding

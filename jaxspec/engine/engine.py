@@ -20,10 +20,11 @@ from jaxspec.engine.masks import write_masks
 from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
-from jaxspec.engine.runner import Runner, StepOutput
+from jaxspec.engine.runner import Runner
 from jaxspec.engine.scheduler import Scheduler
 from jaxspec.engine.scoring import record_scores
 from jaxspec.engine.step_log import StepObserver, StepTimes
+from jaxspec.engine.step_output import StepOutput
 from jaxspec.errors import InvalidRequestError
 from jaxspec.progress import Progress
 

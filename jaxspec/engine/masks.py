@@ -67,7 +67,7 @@ class MaskUpload:
         masks: the state's, int32 [S, n, words], for their shape and sharding.
     """
 
-    def __init__(self, masks: jax.Array):
+    def __init__(self, masks: jax.Array | jax.ShapeDtypeStruct):
         self._shape = shape = jax.ShapeDtypeStruct(masks.shape, masks.dtype, sharding=masks.sharding)
         most = shape.shape[0] - 1
         self._sizes = sorted({size for size in UPLOAD_SLOTS if size < most} | {most})
@@ -84,16 +84,19 @@ class MaskUpload:
             self._compiled[size] = store.load_or_make(
                 store.key("masks", self._shape, size), functools.partial(_compile, copy, self._shape, slots, words)
             )
-            masks = self(masks, np.zeros(0, np.int32), np.zeros((0, *row), np.int32), size=size)
+            masks = self(masks, np.zeros(size, np.int32), np.zeros((size, *row), np.int32))
         return masks
 
-    def __call__(self, masks: jax.Array, slots: np.ndarray, words: np.ndarray, *, size: int | None = None) -> jax.Array:
-        """The masks with those of `slots` replaced; see `MaskStore.write_masks`."""
-        size = size or next(s for s in self._sizes if s >= len(slots))
-        pad = size - len(slots)
+    def padded(self, slots: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The smallest upload that replaces the masks of `slots`; see `MaskStore.write_masks`."""
+        pad = next(s for s in self._sizes if s >= len(slots)) - len(slots)
         if pad:  # slot 0 is padding: nobody reads its masks
             slots, words = np.pad(slots, (0, pad)), np.concatenate([words, np.zeros((pad, *words.shape[1:]), np.int32)])
-        return self._compiled[size](masks, slots, words)
+        return slots, words
+
+    def __call__(self, masks: jax.Array, slots: np.ndarray, words: np.ndarray) -> jax.Array:
+        """The masks after an upload that `padded` gave."""
+        return self._compiled[len(slots)](masks, slots, words)
 
 
 def _compile(function: Any, *shapes: jax.ShapeDtypeStruct) -> jax.stages.Compiled:

@@ -22,13 +22,14 @@ from jaxspec.engine.buckets import Bucket, bucket_table, parts, split_table
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
 from jaxspec.engine.handoff import Forwarded
+from jaxspec.engine.launcher import Kind, Launcher, Order
 from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.on_mesh import on_mesh, specs
-from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
-from jaxspec.engine.scoring import Scores, following_ids, score, unpack, wants_scores
+from jaxspec.engine.scoring import following_ids, score, unpack, wants_scores
 from jaxspec.engine.state import StepState, compile_zeros, state_shapes
-from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, Probe, StepArrays, make_parts, make_step
+from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, StepArrays, make_parts, make_step
+from jaxspec.engine.step_output import StepOutput
 from jaxspec.engine.warmup import Preparation, first_buckets
 from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import CausalLM
@@ -41,52 +42,6 @@ from pallas_kernels.backend import Backends, UnsupportedError, use
 WARMUP_RUNS = 3
 # One step is traced at a time: Python's lock lets no two run, and the more threads want it, the longer a serving one waits.
 _tracing = threading.Lock()
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """A plan with what its step gave, prompt rows before decode rows.
-
-    Attributes:
-        bucket: that it ran in.
-        emitted, verified, accepted, flags: int32 [rows]. ids: int32 [rows, n]. logprobs: float32 [rows, n].
-        drafts: int32 [rows, k] that each row's next window verifies.
-        top_ids: int32 [rows, n, MAX_LOGPROBS] likeliest ids at each position, top_logprobs float32 likewise; where a row
-            of the plan asked for alternatives.
-        scores: of the prompt tokens, where a row of the plan asked.
-        probe: where the runner was built with `probe`.
-    """
-
-    plan: StepPlan
-    bucket: Bucket
-    emitted: np.ndarray
-    verified: np.ndarray
-    accepted: np.ndarray
-    flags: np.ndarray
-    ids: np.ndarray
-    logprobs: np.ndarray
-    drafts: np.ndarray
-    top_ids: np.ndarray | None = None
-    top_logprobs: np.ndarray | None = None
-    scores: Scores | None = None
-    probe: Probe | None = None
-
-    def token_offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the rows begin in the step's flat token arrays, such as the probe's: prompt rows [E], decode rows [D]."""
-        lengths = np.array([row.length for row in self.plan.prefill], np.int64)
-        decode = self.bucket.prefill_tokens + self.bucket.window * np.arange(len(self.plan.decode))
-        return np.cumsum(lengths) - lengths, decode
-
-    def alternatives(self, row: int, kept: int, count: int) -> tuple[Alternatives, ...]:
-        """The `count` likeliest ids at each of a row's first `kept` positions; empty for a count of 0."""
-        if not count:
-            return ()
-        assert self.top_ids is not None
-        assert self.top_logprobs is not None
-        pairs = zip(
-            self.top_ids[row, :kept, :count].tolist(), self.top_logprobs[row, :kept, :count].tolist(), strict=True
-        )
-        return tuple(tuple(zip(ids, values, strict=True)) for ids, values in pairs)
 
 
 class _Dispatched:
@@ -107,12 +62,11 @@ class _Dispatched:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A split step whose forward pass runs, and what that hands on."""
+    """A split step whose forward pass runs."""
 
     plan: StepPlan
     bucket: Bucket
     inputs: np.ndarray
-    forwarded: Forwarded
 
 
 def bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
@@ -172,7 +126,6 @@ class Runner:
         target_def, target = bind(model, params)
         draft_def, drafter = bind(*draft) if draft else (None, None)
         self.graphdefs = (target_def, draft_def)
-        self.use_params((target, drafter))
         self._mesh = mesh
         self._backends = Backends(settings.attention_backend, settings.moe_backend)
         self._probe = probe
@@ -180,30 +133,37 @@ class Runner:
         self.store = ExecutableStore(files, mesh)
         shapes = self._shapes
         zeros = self.store.load_or_make(self.store.key("zeros", shapes), lambda: compile_zeros(shapes))
-        self.state: StepState = zeros()
         shapes_of = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in (*self.buckets, *split)}
         self.layouts = shapes_of | {part: shapes_of[b] for b in split for part in parts(b)}
-        self._steps: dict[Bucket, jax.stages.Compiled] = {}
         self._ready: tuple[Bucket, ...] = ()  # those that have their step, in the table's order
         self.split_ready: tuple[Bucket, ...] = ()
-        self._scores: dict[int, jax.stages.Compiled] = {}  # by the number of prompt tokens
-        self._upload = MaskUpload(self.state.masks)
-        self._count = CountUpload(self.state.counts, settings.max_model_len)
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._upload = MaskUpload(shapes.masks)
+        self._count = CountUpload(shapes.counts, settings.max_model_len)
+        self._launcher = Launcher(self.executables, zeros(), self._replicated, self._upload, self._count)
+        self.use_params((target, drafter))
         self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
         self._preparation = Preparation(self._load, self._make, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self._begun: _Begun | None = None
-        self._handed: dict[Bucket, Forwarded] = {}  # of each split bucket, by its last run
         self.kernels: dict[str, set[str]] = {}
         self.bucket_seconds: Mapping[Bucket, float] = {}
-        self._replicated = NamedSharding(mesh, PartitionSpec())
         self._between_gaps = leave_gaps(self.layouts.values(), self._replicated) if settings.on_gpu else ()
 
     def use_params(self, params: tuple[nnx.State, nnx.State | None]) -> None:
         """Steps run with these from now on: those of the target and of the draft, as `bind` made them."""
         self.params = params
         # Flattened once: modules' state is flattened in Python, which takes a fifth of a small decode step.
-        self._leaves = tuple(jax.tree.leaves(params))
+        self._launcher.leaves = tuple(jax.tree.leaves(params))
+
+    @property
+    def state(self) -> StepState:
+        """On the devices; each step takes it and gives another."""
+        return self._launcher.state
+
+    @state.setter
+    def state(self, state: StepState) -> None:
+        self._launcher.state = state
 
     @property
     def executables(self) -> tuple[Bucket, ...]:
@@ -278,14 +238,18 @@ class Runner:
         """First runs, on padding; of a step in two parts once both are there."""
         if bucket.part == "whole":
             for _ in range(WARMUP_RUNS):
-                self.run_padding(bucket).packed.block_until_ready()
+                ran = self.run_padding(bucket)
+                ran.packed.block_until_ready()
+            if ran.hidden is not None and bucket.prefill_tokens in self._launcher.scores:
+                self._score(bucket, ran.hidden, np.zeros(bucket.prefill_tokens, np.int32)).block_until_ready()
             return
         bucket = replace(bucket, part="whole")
         if bucket in self.split_ready:
             inputs = np.zeros(self.layouts[bucket].size, np.int32)
             for _ in range(WARMUP_RUNS):
-                arrays = self._run_choose(bucket, inputs, self._run_forward(bucket, inputs))
-                arrays.packed.block_until_ready()
+                for part in parts(bucket):
+                    ran = self._run(part, inputs)
+                ran.packed.block_until_ready()
 
     def run_padding(self, bucket: Bucket) -> StepArrays:
         """A step without requests, which touches page 0 and slot 0 only."""
@@ -299,7 +263,12 @@ class Runner:
 
     def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
         """int32 [X] distinct slots get the masks int32 [X, n, words] before the next step. See `Constraint`."""
-        self.state = self.state._replace(masks=self._upload(self.state.masks, slots, words))
+        self._launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, words)))
+
+    def put(self, **fields: np.ndarray) -> None:
+        """Replaces fields of the state that are whole on every device. Not while requests run: it waits for copies."""
+        for name, value in fields.items():
+            self._launcher.launch(Order(Kind.PUT, StepState._fields.index(name), (value,)))
 
     def run_packed(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
         """A step of packed inputs, int32 [size of the bucket's layout], whose output `read` does not give."""
@@ -307,7 +276,7 @@ class Runner:
 
     def executable(self, bucket: Bucket) -> jax.stages.Compiled:
         """What `warm_up` has compiled for a bucket."""
-        return self._steps[bucket]
+        return self._launcher.steps[bucket]
 
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order. Of a split one, only the forward pass: see `choose`."""
@@ -317,20 +286,22 @@ class Runner:
         if plan.split:
             bucket = bucket_for(self.split_ready, plan)
             inputs = self.layouts[bucket].pack(plan)
-            self._begun = _Begun(plan, bucket, inputs, self._run_forward(bucket, inputs))
+            self._begun = _Begun(plan, bucket, inputs)
+            self._run(parts(bucket)[0], inputs)
             return
         scored = any(map(wants_scores, plan.prefill))
         # A bucket that came late scores nothing.
-        able = tuple(b for b in self._ready if b.prefill_tokens in self._scores) if scored else self._ready
+        able = tuple(b for b in self._ready if b.prefill_tokens in self._launcher.scores) if scored else self._ready
         bucket = bucket_for(able, plan, self.bucket_seconds)
         for row in plan.prefill:
             if row.cached:
-                self.state = self.state._replace(counts=self._count(self.state.counts, row))
+                for packed in self._count.packed(row):
+                    self._launcher.launch(Order(Kind.COUNTS, 0, (packed,)))
         step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
         if scored:
-            score_chunks = self._scores[bucket.prefill_tokens]
             following = following_ids(plan.prefill, bucket.prefill_tokens)
-            step.scores = score_chunks(self._leaves, step.arrays.hidden, following)
+            assert step.arrays.hidden is not None
+            step.scores = self._score(bucket, step.arrays.hidden, following)
             step.scores.copy_to_host_async()
         self._queue.append(step)
 
@@ -338,7 +309,7 @@ class Runner:
         """Lets the rows of the split step choose and draft. All steps before it are read, and its masks are written."""
         begun, self._begun = self._begun, None
         assert begun is not None
-        arrays = self._run_choose(begun.bucket, begun.inputs, begun.forwarded)
+        arrays = self._run(parts(begun.bucket)[1], begun.inputs)
         self._queue.append(_Dispatched(begun.plan, begun.bucket, arrays))
 
     def read(self) -> StepOutput:
@@ -394,7 +365,7 @@ class Runner:
 
         forward_only = bucket.part == "forward"
         whole, of_state = PartitionSpec(), specs(self._shapes)
-        in_specs = (specs(self._leaves), of_state, whole, *(() if bucket.part == "whole" else (whole,)))
+        in_specs = (specs(self._launcher.leaves), of_state, whole, *(() if bucket.part == "whole" else (whole,)))
         function = on_mesh(flat_forward if forward_only else flat_step, self._mesh, in_specs, (of_state, whole))
         donated = (1, 3) if forward_only else 1
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings, keep_unused=forward_only)
@@ -402,7 +373,7 @@ class Runner:
             handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
             with self._exact(), use(self._backends) as chosen:
                 with _tracing:
-                    lowered = jitted.lower(self._leaves, self._shapes, inputs, *handed)
+                    lowered = jitted.lower(self._launcher.leaves, self._shapes, inputs, *handed)
                 compiled = lowered.compile(self._xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
@@ -424,11 +395,11 @@ class Runner:
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._replicated), shapes)
 
     def _prepare_score(self, bucket: Bucket) -> None:
-        """What scores a chunk of so many tokens, loaded or compiled, and run once."""
+        """What scores a chunk of so many tokens, loaded or compiled."""
         P = bucket.prefill_tokens
-        if P in self._scores:
+        if P in self._launcher.scores:
             return
-        hidden = self.run_padding(bucket).hidden
+        hidden = self.executable(bucket).out_info[1].hidden
         structure = jax.tree.structure(self.params)
 
         def flat_score(leaves: tuple[jax.Array, ...], hidden_PH: jax.Array, following_P: jax.Array) -> jax.Array:
@@ -436,14 +407,13 @@ class Runner:
 
         following = np.zeros(P, np.int32)
         whole = PartitionSpec()
-        scored = on_mesh(flat_score, self._mesh, (specs(self._leaves), whole, whole), whole)
+        scored = on_mesh(flat_score, self._mesh, (specs(self._launcher.leaves), whole, whole), whole)
         jitted = jax.jit(scored, out_shardings=self._replicated)
         with self._exact():
-            key = self.store.key("score", self.graphdefs, self._leaves, hidden, P, self._mesh)
-            self._scores[P] = self.store.load_or_make(
-                key, lambda: jitted.lower(self._leaves, hidden, following).compile()
+            key = self.store.key("score", self.graphdefs, self._launcher.leaves, hidden, P, self._mesh)
+            self._launcher.scores[P] = self.store.load_or_make(
+                key, lambda: jitted.lower(self._launcher.leaves, hidden, following).compile()
             )
-        self._scores[P](self._leaves, hidden, following).block_until_ready()
 
     def _exact(self) -> contextlib.AbstractContextManager:
         """float32 is for parity: without this a GPU would round matmul operands to TF32."""
@@ -462,7 +432,7 @@ class Runner:
 
     def _key(self, bucket: Bucket) -> str | None:
         return self.store.key(
-            "step", self.graphdefs, self._leaves, self._shapes, bucket, self.settings, self._mesh, self._probe,
+            "step", self.graphdefs, self._launcher.leaves, self._shapes, bucket, self.settings, self._mesh, self._probe,
             self._skip_dead, self._xla_options(bucket),
         )  # fmt: skip
 
@@ -473,27 +443,14 @@ class Runner:
         self.store.save(self._key(bucket), executable)
 
     def _install(self, bucket: Bucket, executable: Executable) -> None:
-        self._steps[bucket] = executable.compiled
-        self._ready = tuple(b for b in self.buckets if b in self._steps)
-        self.split_ready = tuple(b for b in self.split if all(part in self._steps for part in parts(b)))
+        self._launcher.steps[bucket] = executable.compiled
+        self._ready = tuple(b for b in self.buckets if b in self._launcher.steps)
+        self.split_ready = tuple(b for b in self.split if all(part in self._launcher.steps for part in parts(b)))
         for operation, implementations in executable.kernels.items():
             self.kernels.setdefault(operation, set()).update(implementations)
 
-    def _run(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
-        # A NumPy array: the call itself copies it, with less host time than a separate `device_put`.
-        self.state, arrays = self._steps[bucket](self._leaves, self.state, inputs)
-        return arrays
+    def _score(self, bucket: Bucket, hidden: jax.Array, following: np.ndarray) -> jax.Array:
+        return self._launcher.launch(Order(Kind.SCORE, bucket.prefill_tokens, (following,)), hidden)
 
-    def _run_forward(self, bucket: Bucket, inputs: np.ndarray) -> Forwarded:
-        forward = self._steps[parts(bucket)[0]]
-        # In the place of the last run's: a recorded graph is changed wherever an array lies elsewhere than before.
-        before = self._handed.pop(bucket, None) or self._zeros(forward.args_info[0][3])
-        self.state, self._handed[bucket] = forward(self._leaves, self.state, inputs, before)
-        return self._handed[bucket]
-
-    def _zeros(self, shapes: Forwarded) -> Forwarded:
-        return jax.tree.map(lambda s: jax.device_put(np.zeros(s.shape, s.dtype), self._replicated), shapes)
-
-    def _run_choose(self, bucket: Bucket, inputs: np.ndarray, forwarded: Forwarded) -> StepArrays:
-        self.state, arrays = self._steps[parts(bucket)[1]](self._leaves, self.state, inputs, forwarded)
-        return arrays
+    def _run(self, bucket: Bucket, inputs: np.ndarray) -> Any:
+        return self._launcher.launch(self._launcher.step_order(bucket, inputs))

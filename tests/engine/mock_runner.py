@@ -18,8 +18,8 @@ from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN
 from jaxspec.engine.pages import PADDING_PAGE
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
-from jaxspec.engine.runner import StepOutput
 from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS, SEED_LOW
+from jaxspec.engine.step_output import StepOutput
 from jaxspec.sampling.params import MAX_LOGPROBS
 
 JUNK = -2

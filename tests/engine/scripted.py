@@ -21,8 +21,9 @@ from jaxspec.engine.buckets import Bucket, Variant, bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import Runner, StepOutput
+from jaxspec.engine.runner import Runner
 from jaxspec.engine.state import GREEDY_DRAFTS, TEMPERATURE, StepState
+from jaxspec.engine.step_output import StepOutput
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft

@@ -11,8 +11,8 @@ from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import StepOutput
 from jaxspec.engine.scheduler import Scheduler
+from jaxspec.engine.step_output import StepOutput
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.mock_runner import MockRunner
 

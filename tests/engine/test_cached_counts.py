@@ -121,7 +121,8 @@ def test_long_texts_take_several_uploads(monkeypatch):
         tokens = rng.integers(0, V, 60).tolist()
         request = Request("r", tokens[:prompt_len], SamplingParams())
         request.tokens, request.slot = tokens, slot
-        state = upload(state, PrefillRow(request, cached_tokens, 1, False, cached=cached_tokens))
+        for packed in upload.packed(PrefillRow(request, cached_tokens, 1, False, cached=cached_tokens)):
+            state = upload(state, packed)
         want_row = np.zeros(V, np.int32)
         want_row[tokens[: min(prompt_len, cached_tokens)]] = PROMPT_BIT
         np.add.at(want_row, tokens[prompt_len:cached_tokens], 1)

@@ -23,7 +23,8 @@ from jaxspec.engine.buckets import Variant, bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.request import Request
-from jaxspec.engine.runner import Runner, StepOutput, bind
+from jaxspec.engine.runner import Runner, bind
+from jaxspec.engine.step_output import StepOutput
 from jaxspec.errors import ConfigError
 from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import KVCacheDtype, cache_stored_as

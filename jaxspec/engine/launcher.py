@@ -1,0 +1,129 @@
+"""Everything that runs on the devices after the start: executables, launched one after the other on the donated state.
+
+A launch follows from an `Order` alone: an executable and the host's arrays for it. A process that launches the orders of
+another has the same state; see `fanout.py`.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.counts import CountUpload
+from jaxspec.engine.handoff import Forwarded
+from jaxspec.engine.masks import MaskUpload
+from jaxspec.engine.state import StepState
+from jaxspec.engine.step import StepArrays
+
+
+class Kind(enum.IntEnum):
+    """Of orders.
+
+    STEP: of the bucket `which`, in the launcher's order, or one of the two parts of one: int32 [size of its layout].
+    MASKS, COUNTS: what `MaskUpload` and `CountUpload` take.
+    SCORE: of a chunk of `which` tokens: int32 [which], the ids that follow, see `jaxspec.engine.scoring`.
+    PUT: the field `which` of the state: its values. Not between steps of requests: it waits.
+    """
+
+    STEP, MASKS, COUNTS, SCORE, PUT = range(1, 6)
+
+
+@dataclass(frozen=True)
+class Order:
+    """One launch. `arrays` may be read as long as it runs: nobody writes into them."""
+
+    kind: Kind
+    which: int
+    arrays: tuple[np.ndarray, ...]
+
+
+def replicate(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A copy of a host array, whole on every device, those of other processes too: each process brings the same."""
+    return jax.make_array_from_callback(value.shape, sharding, lambda _: value.copy())
+
+
+class Launcher:
+    """
+    Attributes:
+        leaves: the parameters, flattened.
+        state: given to each executable and taken from it.
+        steps: compiled, by bucket or part of one; `scores`: by the number of prompt tokens.
+        send: gets every order before it is launched: other processes launch it too.
+
+    Args:
+        table: the buckets and parts that orders name by their place.
+    """
+
+    def __init__(
+        self,
+        table: tuple[Bucket, ...],
+        state: StepState,
+        replicated: NamedSharding,
+        masks: MaskUpload,
+        counts: CountUpload,
+        send: Callable[[Order], None] | None = None,
+    ):
+        self._table = table
+        self._places = {bucket: place for place, bucket in enumerate(table)}
+        self._replicated = replicated
+        self._masks, self._counts = masks, counts
+        self._handed: dict[Bucket, Forwarded] = {}  # of each split bucket, by its last run
+        self.leaves: tuple[Any, ...] = ()
+        self.state = state
+        self.steps: dict[Bucket, jax.stages.Compiled] = {}
+        self.scores: dict[int, jax.stages.Compiled] = {}
+        self.send = send
+
+    def step_order(self, bucket: Bucket, inputs: np.ndarray) -> Order:
+        return Order(Kind.STEP, self._places[bucket], (inputs,))
+
+    def launch(self, order: Order, hidden: jax.Array | None = None) -> Any:
+        """Launches an order.
+
+        Args:
+            hidden: of the step before, where the order is a SCORE.
+
+        Returns:
+            `StepArrays` of a step, `Forwarded` of the first part of one, scores, otherwise None.
+        """
+        if self.send is not None:
+            self.send(order)
+        match order.kind:
+            case Kind.STEP:
+                return self._step(self._table[order.which], *order.arrays)
+            case Kind.MASKS:
+                self.state = self.state._replace(masks=self._masks(self.state.masks, *order.arrays))
+            case Kind.COUNTS:
+                self.state = self.state._replace(counts=self._counts(self.state.counts, *order.arrays))
+            case Kind.SCORE:
+                return self.scores[order.which](self.leaves, hidden, *order.arrays)
+            case Kind.PUT:
+                self._put(StepState._fields[order.which], *order.arrays)
+        return None
+
+    def _step(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays | Forwarded:
+        # A NumPy array: the call itself copies it, with less host time than a separate `device_put`.
+        if bucket.part == "forward":
+            return self._forward(bucket, inputs)
+        handed = () if bucket.part == "whole" else (self._handed[replace(bucket, part="whole")],)
+        self.state, arrays = self.steps[bucket](self.leaves, self.state, inputs, *handed)
+        return arrays
+
+    def _forward(self, bucket: Bucket, inputs: np.ndarray) -> Forwarded:
+        forward, whole = self.steps[bucket], replace(bucket, part="whole")
+        # In the place of the last run's: a recorded graph is changed wherever an array lies elsewhere than before.
+        before = self._handed.pop(whole, None) or self._zeros(forward.args_info[0][3])
+        self.state, self._handed[whole] = forward(self.leaves, self.state, inputs, before)
+        return self._handed[whole]
+
+    def _zeros(self, shapes: Forwarded) -> Forwarded:
+        return jax.tree.map(lambda s: replicate(np.zeros(s.shape, s.dtype), self._replicated), shapes)
+
+    def _put(self, name: str, value: np.ndarray) -> None:
+        fields: dict[str, Any] = {name: replicate(value, getattr(self.state, name).sharding)}
+        self.state = self.state._replace(**fields)
