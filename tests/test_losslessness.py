@@ -81,8 +81,8 @@ def demo_logits(demo_llm):
     return log_p_of_texts(demo_llm.engine.runner, LENGTH)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [pytest.param(0.5, marks=pytest.mark.full), 1.0])
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_acceptance_is_exactly_the_overlap(temperature, demo_llm, demo_logits):
     """Position by position among the windows that came so far, on the demo model with its MTP layer.
 

@@ -16,6 +16,7 @@ from jaxspec.loading.engine import check_recurrent_kernels
 from jaxspec.models.cache import page_bytes, slot_bytes
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.registry import family_of, read_config
+from tests.conftest import few_buckets
 from tests.engine.scripted import (
     Windows,
     changing_runner,
@@ -46,7 +47,7 @@ class Cycling(FixedDrafts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["pattern", "nextn"])
+@pytest.mark.parametrize("draft", ["pattern", pytest.param("nextn", marks=pytest.mark.full)])
 def test_replayed_windows_are_plain_decoding(draft):
     """Windows of several lengths after each other, read late, in mixed steps, in few pages, in slots that held NaN."""
     check_replayed(draft)
@@ -76,6 +77,10 @@ def check_replayed(draft):
         assert set(windows.accepted) == set(range(K + 1))
 
 
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128}
+PROMPTS = [[7, 8, 9, 10] * 5 + [i] for i in range(3)] + [[11, 12, 13]]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The tiny variant in a Hugging Face folder, its NextN layer included."""
@@ -93,15 +98,20 @@ def write_folder(path):
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def plain(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        few_buckets(patch, decode=False)
+        return LLM(folder, **OPTIONS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_drafts_from_a_folder(folder, method):
+def test_drafts_from_a_folder(folder, plain, method, monkeypatch):
     """Looked up in texts that repeat themselves, and by the layer of the checkpoint."""
-    prompts = [[7, 8, 9, 10] * 5 + [i] for i in range(3)] + [[11, 12, 13]]
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128}
-    plain = LLM(folder, **options)
-    drafting = LLM(folder, num_speculative_tokens=K, speculative_method=method, adaptive_speculation=False, **options)
-    assert [c.ids for c in drafting.generate(prompts, GREEDY)] == [c.ids for c in plain.generate(prompts, GREEDY)]
+    few_buckets(monkeypatch, decode=False)
+    drafting = LLM(folder, num_speculative_tokens=K, speculative_method=method, adaptive_speculation=False, **OPTIONS)
+    assert [c.ids for c in drafting.generate(PROMPTS, GREEDY)] == [c.ids for c in plain.generate(PROMPTS, GREEDY)]
     assert drafting.engine.stats().acceptance.num_steps > 0
     model = CausalLM(read_config(CONFIGS[VARIANT]), np.dtype("float32"))
     for llm, window in ((plain, 1), (drafting, K + 1)):

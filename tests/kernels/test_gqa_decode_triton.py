@@ -12,18 +12,18 @@ from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.gqa_decode import triton
 from pallas_kernels.gqa_decode.api import gqa_decode
 from pallas_kernels.split_kv import num_items
-from tests.kernels.triton_cases import GQA_CASES, check_fit, errors_of
+from tests.kernels.triton_cases import GQA_CASES, check_fit, errors_of, parameters
 
 slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def interpreted_errors() -> dict[str, float]:
-    return errors_of("gqa_decode")
+def interpreted_errors(request) -> dict[str, float]:
+    return errors_of("gqa_decode", request)
 
 
 @slow
-@pytest.mark.parametrize("name", GQA_CASES)
+@pytest.mark.parametrize("name", parameters(GQA_CASES))
 def test_interpreted(interpreted_errors, name):
     assert interpreted_errors[name] < {"float32": 1e-5, "float16": 1e-2}[GQA_CASES[name].dtype]
 

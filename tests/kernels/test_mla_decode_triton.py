@@ -15,15 +15,15 @@ from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_decode.shapes import CACHED, LATENT, ROPE, SCALE
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.split_kv import num_items
-from tests.kernels.triton_cases import CASES, check_fit, errors_of
+from tests.kernels.triton_cases import CASES, check_fit, errors_of, parameters
 
 
 @pytest.fixture(scope="module")
-def interpreted_errors() -> dict[str, float]:
-    return errors_of("mla_decode")
+def interpreted_errors(request) -> dict[str, float]:
+    return errors_of("mla_decode", request)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", parameters(CASES))
 def test_interpreted(interpreted_errors, name):
     assert interpreted_errors[name] < {"float32": 1e-5, "float16": 1e-2}[CASES[name].dtype]
 

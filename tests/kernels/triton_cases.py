@@ -4,9 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -67,12 +68,25 @@ GQA_CASES = {
 }
 
 
-def errors_of(operation: str) -> dict[str, float]:
-    """Relative errors by case, from a process of its own, because importing triton decides whether it interprets."""
+# Interpreting takes seconds a case: these reach most of a kernel, the others run under `full`.
+DEFAULT = ("some requests split, a window longer than its context", "sinks, some requests split", "float16")
+
+
+def parameters(cases: Iterable[str]) -> list[Any]:
+    return [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in cases]
+
+
+def errors_of(operation: str, request: pytest.FixtureRequest) -> dict[str, float]:
+    """Relative errors of the cases that this run's `test_interpreted` asks for.
+
+    They come from a process of their own, because importing triton decides whether it interprets.
+    """
+    here = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in here if item.originalname == "test_interpreted"]
     pytest.importorskip("triton", reason="needs Triton: pip install -e '.[test]'")
     pytest.importorskip("torch", reason="Triton's interpreter needs PyTorch: pip install -e '.[test]' on Python 3.11")
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_interpreter", operation],
+        [sys.executable, "-m", "tests.kernels.triton_interpreter", operation, *names],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

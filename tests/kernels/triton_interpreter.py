@@ -1,6 +1,6 @@
 """Runs Triton kernels in Triton's interpreter, which must be chosen before triton is imported:
 
-TRITON_INTERPRET=1 python -m tests.kernels.triton_interpreter mla_decode   # prints each case's relative error as JSON
+TRITON_INTERPRET=1 python -m tests.kernels.triton_interpreter mla_decode float16   # prints cases' relative errors as JSON
 """
 
 import functools
@@ -94,9 +94,10 @@ def gqa_error(case: GqaCase) -> float:
 
 
 ERRORS = {
-    "mla_decode": lambda: {name: mla_error(case) for name, case in CASES.items()},
-    "gqa_decode": lambda: {name: gqa_error(case) for name, case in GQA_CASES.items()},
+    "mla_decode": lambda name: mla_error(CASES[name]),
+    "gqa_decode": lambda name: gqa_error(GQA_CASES[name]),
 }
 
 if __name__ == "__main__":
-    print(json.dumps(ERRORS[sys.argv[1]]()))
+    operation, *names = sys.argv[1:]
+    print(json.dumps({name: ERRORS[operation](name) for name in names}))
