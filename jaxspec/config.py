@@ -356,6 +356,31 @@ def resolve_dtype(config: EngineConfig, *, on_gpu: bool) -> str:
     return "bfloat16" if on_gpu else "float32"
 
 
+def context_length(config: EngineConfig, *, model_max_position: int, index_topk: int | None, on_gpu: bool) -> int:
+    """Tokens at which contexts end.
+
+    Args:
+        index_topk: see `ModelConfig`. Kernels, which attend to all tokens, compute such a model up to so many.
+
+    Raises:
+        ConfigError: the model, or the backend, does not take as many as were asked for.
+    """
+    dense = on_gpu and config.attention_backend != "reference"
+    longest = min(model_max_position, index_topk) if dense and index_topk else model_max_position
+    length = config.max_model_len or (longest if on_gpu else min(longest, 4096))
+    if length > model_max_position:
+        raise ConfigError(
+            f"{flagged('max_model_len')} {length} is over the model's own limit of {model_max_position} tokens"
+        )
+    if length > longest:
+        raise ConfigError(
+            f"{flagged('max_model_len')} {length} is over {longest}: with more tokens than that (index_topk) this "
+            "model attends only to those that its indexer chooses, for which there are no kernels for GPUs. Use at most "
+            f"{longest}, where it attends to all of them, or {flagged('attention_backend')} reference, which is slow"
+        )
+    return length
+
+
 def resolve(
     config: EngineConfig,
     *,
@@ -370,7 +395,7 @@ def resolve(
     """Turns options into settings.
 
     Args:
-        index_topk: see `ModelConfig`; the longest context of a model that has it.
+        index_topk: see `context_length`.
         page_bytes: bytes of one KV page over all layers, on one device.
         free_bytes: bytes that KV pages may take on one device.
         paged: pages hold all that the model's layers keep between steps (see `CacheSpec`).
@@ -379,18 +404,7 @@ def resolve(
     Raises:
         ConfigError: options that contradict the model or each other; the text names the option to change.
     """
-    longest = min(model_max_position, index_topk or model_max_position)
-    max_model_len = config.max_model_len or (longest if on_gpu else min(longest, 4096))
-    if max_model_len > model_max_position:
-        raise ConfigError(
-            f"{flagged('max_model_len')} {max_model_len} is over the model's own limit of {model_max_position} tokens"
-        )
-    if max_model_len > longest:
-        raise ConfigError(
-            f"{flagged('max_model_len')} {max_model_len} is over {longest}: with more tokens than that (index_topk) this "
-            "model attends only to those that its indexer chooses, which is not supported; with fewer it attends to all "
-            f"of them. Use at most {longest}"
-        )
+    max_model_len = context_length(config, model_max_position=model_max_position, index_topk=index_topk, on_gpu=on_gpu)
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
     _check_speculation(config, max_num_seqs, max_num_batched_tokens)

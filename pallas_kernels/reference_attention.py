@@ -13,6 +13,8 @@ import jax.numpy as jnp
 PAGES_PER_BLOCK = 4
 # Finite, because the difference of two -inf is NaN.
 MASKED = -1e30
+# Query tokens that sparse attention works on at a time: each of them gathers keys of its own.
+QUERIES = 16
 
 
 def pad_tables(page_tables: jax.Array) -> jax.Array:
@@ -35,6 +37,24 @@ def block_positions(block: jax.Array, page_size: int) -> jax.Array:
     """Key positions [PAGES_PER_BLOCK * page_size] of one block."""
     size = PAGES_PER_BLOCK * page_size
     return block * size + jnp.arange(size, dtype=jnp.int32)
+
+
+def by_queries(function: Callable[..., jax.Array], most: int, *arrays: jax.Array) -> jax.Array:
+    """function(*arrays) over their first axis, at most `most` of it at a time, which bounds the memory that it takes.
+
+    The last part is filled up with zeros, and what it gives for them is dropped.
+    """
+    T = arrays[0].shape[0]
+    if most >= T:
+        return function(*arrays)
+    parts = -(-T // most)
+
+    def cut(array: jax.Array) -> jax.Array:
+        filled = jnp.pad(array, [(0, parts * most - T)] + [(0, 0)] * (array.ndim - 1))
+        return filled.reshape(parts, most, *array.shape[1:])
+
+    out = jax.lax.map(lambda part: function(*part), tuple(map(cut, arrays)))
+    return out.reshape(-1, *out.shape[2:])[:T]
 
 
 class OnlineSoftmax:

@@ -22,6 +22,7 @@ from jaxspec.models.keymap import ParamPath
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import ModuleT, Schemes, declarations, dotted, nest, quantised, with_shardings
 from jaxspec.models.registry import read_config
+from jaxspec.models.sparse_mla import for_contexts
 from jaxspec.progress import LOADING, Progress
 
 Params = dict[str | int, Any]
@@ -70,8 +71,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         return ConvertedCheckpoint(folder) if is_converted(folder) else HFCheckpoint(folder)
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, *, context: int | None = None) -> ModelConfig:
     """The model configuration of a folder, with the end-of-text ids of both its configuration files.
+
+    Args:
+        context: where contexts end: at so many tokens a model may do without its indexers (see `for_contexts`).
 
     Raises:
         ModelFormatError: the folder holds no model, or one that is not supported.
@@ -82,20 +86,20 @@ def read_model_config(folder: Path) -> ModelConfig:
             raise ModelFormatError(
                 f"{folder} is an EAGLE3 draft, not a model: name it as speculative_model beside its model"
             )
-        return dataclasses.replace(read_config(hf), eos_token_ids=eos_token_ids(folder))
+        return dataclasses.replace(for_contexts(read_config(hf), context), eos_token_ids=eos_token_ids(folder))
 
 
-def declare_target(checkpoint: Checkpoint, dtype: Any) -> CausalLM:
-    """The target model of a checkpoint, without parameters."""
-    model = CausalLM(read_model_config(checkpoint.folder), np.dtype(dtype))
+def declare_target(checkpoint: Checkpoint, dtype: Any, *, context: int | None = None) -> CausalLM:
+    """The target model of a checkpoint, without parameters. `context`: see `read_model_config`."""
+    model = CausalLM(read_model_config(checkpoint.folder, context=context), np.dtype(dtype))
     inner = {part: schemes for part, schemes in checkpoint.schemes.items() if part != MTP}
     found = {path_of(part, path): scheme for part, schemes in inner.items() for path, scheme in schemes.items()}
     return _quantised(model, found, checkpoint)
 
 
-def declare_nextn(checkpoint: Checkpoint, dtype: Any) -> NextN:
-    """The NextN (MTP) layer of a checkpoint, without parameters."""
-    model = NextN(read_model_config(checkpoint.folder), np.dtype(dtype))
+def declare_nextn(checkpoint: Checkpoint, dtype: Any, *, context: int | None = None) -> NextN:
+    """The NextN (MTP) layer of a checkpoint, without parameters. `context`: see `read_model_config`."""
+    model = NextN(read_model_config(checkpoint.folder, context=context), np.dtype(dtype))
     return _quantised(model, checkpoint.schemes.get(MTP, {}), checkpoint)
 
 
@@ -108,20 +112,26 @@ def _quantised(model: ModuleT, schemes: Schemes, checkpoint: Checkpoint) -> Modu
 
 
 def load_params(
-    checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None, *, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    dtype: Any = None,
+    *,
+    context: int | None = None,
+    progress: Progress | None = None,
 ) -> tuple[CausalLM, Params]:
     """The target model of a checkpoint, and its parameters on `mesh` as a nested dict.
 
     Args:
         dtype: of the parameters; those that the model declares float32, and the codes and scales of quantised weights,
             keep theirs. None: the checkpoint's.
+        context: see `read_model_config`.
         progress: called after each part.
 
     Raises:
         ModelFormatError: the checkpoint is damaged, or not that of a model.
         ConfigError: the mesh does not divide the model.
     """
-    model = declare_target(checkpoint, dtype or checkpoint.dtype)
+    model = declare_target(checkpoint, dtype or checkpoint.dtype, context=context)
     targets = with_shardings(model, mesh)
     flat: dict[ParamPath, jax.Array] = {}
     parts = parts_of({path: path for path in targets})
@@ -133,7 +143,9 @@ def load_params(
     return model, nest(flat)
 
 
-def load_nextn(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[NextN, Params]:
+def load_nextn(
+    checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None, *, context: int | None = None
+) -> tuple[NextN, Params]:
     """The NextN (MTP) layer of a checkpoint, as `load_params` returns the target.
 
     Raises:
@@ -142,7 +154,7 @@ def load_nextn(checkpoint: Checkpoint, mesh: Mesh, dtype: Any = None) -> tuple[N
     config = read_model_config(checkpoint.folder)
     if MTP not in checkpoint.parts or not config.nextn_layers:
         raise ModelFormatError(f"{checkpoint.folder} has no NextN (MTP) layer")
-    model = declare_nextn(checkpoint, dtype or checkpoint.dtype)
+    model = declare_nextn(checkpoint, dtype or checkpoint.dtype, context=context)
     ((_, values),) = checkpoint.read_parts({MTP: with_shardings(model, mesh)})
     return model, nest(values)
 

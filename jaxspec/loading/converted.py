@@ -26,6 +26,7 @@ from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.parts import WEIGHTS, PartTargets
 from jaxspec.models.keymap import ParamPath
 from jaxspec.models.params import Schemes, dotted, nest
+from jaxspec.models.sparse_mla import INDEXER
 from pallas_kernels.quant.schemes import SCHEMES
 
 # Parameters in these are loaded in another one of them.
@@ -82,7 +83,8 @@ class ConvertedCheckpoint:
                 _check_arrays(part, stored, targets)
                 _check_bytes(part, path, stored)
                 restore_args = nest({p: options(t) for p, t in targets.items()})
-                tree = orbax.restore(path, args=ocp.args.PyTreeRestore(item=nest(targets), restore_args=restore_args))
+                wanted = ocp.args.PyTreeRestore(item=nest(targets), restore_args=restore_args, partial_restore=True)
+                tree = orbax.restore(path, args=wanted)
         except ModelFormatError as e:
             raise ModelFormatError(f"{self.folder}: {e}; convert the model again") from e
         except Exception as e:  # Orbax raises a bare Exception when it meets damaged data
@@ -109,7 +111,8 @@ def checkpointer() -> Any:
 
 def _check_arrays(part: str, stored: Any, targets: PartTargets) -> None:
     found = {tuple(key.key for key in path): leaf for path, leaf in jax.tree.leaves_with_path(stored)}
-    if odd := found.keys() ^ targets.keys():
+    unread = {path for path in found.keys() - targets.keys() if INDEXER in path}  # of a model for shorter contexts
+    if odd := (found.keys() - unread) ^ targets.keys():
         raise ModelFormatError(f"part {part} and config.json disagree on {dotted(min(odd, key=dotted))}")
     for path, target in targets.items():
         shape, dtype = tuple(found[path].shape), np.dtype(found[path].dtype)

@@ -45,13 +45,18 @@ class DraftPlan:
     load: Callable[[Mesh], tuple[Draft, dict[str | int, Any]]]
 
 
-def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelConfig, dtype: str) -> DraftPlan | None:
+def plan_draft(
+    config: EngineConfig, target: Checkpoint, target_config: ModelConfig, dtype: str, *, context: int | None = None
+) -> DraftPlan | None:
     """The model that drafts, as the options ask for; None without one.
+
+    Args:
+        context: see `read_model_config`.
 
     Raises:
         ConfigError, ModelFormatError: there is no such draft, or it cannot draft for this target.
     """
-    plan = _plan_whole(config, target, target_config, dtype)
+    plan = _plan_whole(config, target, target_config, dtype, context)
     if config.speculative_token_map is None:
         return plan
     if plan is None:
@@ -68,7 +73,9 @@ def plan_draft(config: EngineConfig, target: Checkpoint, target_config: ModelCon
     return DraftPlan(f"{plan.name} limited to {len(ids)} frequent tokens", model, load)
 
 
-def _plan_whole(config: EngineConfig, target: Checkpoint, target_config: ModelConfig, dtype: str) -> DraftPlan | None:
+def _plan_whole(
+    config: EngineConfig, target: Checkpoint, target_config: ModelConfig, dtype: str, context: int | None
+) -> DraftPlan | None:
     """`plan_draft` with all tokens that the draft can propose."""
     if not config.num_speculative_tokens or (config.lookup and not config.lookup.beside_model):
         return None
@@ -83,7 +90,8 @@ def _plan_whole(config: EngineConfig, target: Checkpoint, target_config: ModelCo
                 f"NextN (MTP) layer; name an EAGLE3 draft with {flagged('speculative_model')}, draft without a model with "
                 f"{flagged('speculative_method')} ngram, or use 0"
             )
-        return DraftPlan("MTP", declare_nextn(target, dtype), lambda mesh: load_nextn(target, mesh, dtype))
+        model = declare_nextn(target, dtype, context=context)
+        return DraftPlan("MTP", model, lambda mesh: load_nextn(target, mesh, dtype, context=context))
 
     folder = resolve_model(config.speculative_model)
     hf = read_hf_config(folder)

@@ -14,7 +14,17 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxspec.compile_cache import FileStore, open_store
-from jaxspec.config import PAGE_SIZE, EngineConfig, Lookup, Settings, flagged, np_dtype, resolve, resolve_dtype
+from jaxspec.config import (
+    PAGE_SIZE,
+    EngineConfig,
+    Lookup,
+    Settings,
+    context_length,
+    flagged,
+    np_dtype,
+    resolve,
+    resolve_dtype,
+)
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executables import ExecutableStore
@@ -71,7 +81,7 @@ def build_engine(
         raise ConfigError(f"a probe sees every token of every prompt: switch {flagged('enable_prefix_caching')} off")
     started = time.monotonic()
     draft = plan.draft.load(plan.mesh) if plan.draft else None  # first: it is small, and its data may be refused
-    model, params = load_params(plan.checkpoint, plan.mesh, plan.dtype, progress=progress)
+    model, params = load_params(plan.checkpoint, plan.mesh, plan.dtype, context=plan.context, progress=progress)
     for module in (model, *(draft[:1] if draft else ())):
         cache_stored_as(module, config.kv_cache_dtype)
     seconds = time.monotonic() - started
@@ -110,6 +120,7 @@ class _Plan:
 
     Attributes:
         parameters: of the model and its draft; `stored_bytes`: that they take in all.
+        context: tokens at which contexts end.
         caches: of all layers, the draft's included, and of the text where drafts are looked up.
         files: where compiled steps are kept.
     """
@@ -120,6 +131,7 @@ class _Plan:
     dtype: str
     checkpoint: Checkpoint
     model: ModelConfig
+    context: int
     draft: DraftPlan | None
     parameters: int
     stored_bytes: int
@@ -162,8 +174,11 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     dtype = resolve_dtype(config, on_gpu=on_gpu)
     model_config = read_model_config(folder)
     checkpoint = open_checkpoint(folder)
-    draft = plan_draft(config, checkpoint, model_config, dtype)
-    model = declare_target(checkpoint, dtype)
+    context = context_length(
+        config, model_max_position=model_config.max_position, index_topk=model_config.index_topk, on_gpu=on_gpu
+    )
+    draft = plan_draft(config, checkpoint, model_config, dtype, context=context)
+    model = declare_target(checkpoint, dtype, context=context)
     modules: tuple[Any, ...] = (model, *([draft.model] if draft else []))
     for module in modules:
         with_shardings(module, mesh)  # refuses what the mesh cannot split
@@ -184,6 +199,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         dtype=dtype,
         checkpoint=checkpoint,
         model=model_config,
+        context=context,
         draft=draft,
         parameters=sum(map(count_parameters, modules)),
         stored_bytes=sum(map(parameter_bytes, modules)),
@@ -263,10 +279,10 @@ def _log_pool(plan: _Plan, settings: Settings) -> None:
     logger.info("Available KV cache memory: %.2f GiB", settings.num_pages * plan.page_bytes / 2**30)
     logger.info("%s KV cache size: %s tokens", "GPU" if plan.on_gpu else "CPU", f"{tokens:,}")
     length = settings.max_model_len
-    if plan.model.index_topk is not None and length < plan.model.max_position:
+    if plan.config.max_model_len is None and length == plan.model.index_topk and length < plan.model.max_position:
         logger.warning(
             "Contexts end at %d tokens, not at the model's %d: with more it attends only to those that its indexer "
-            "chooses (index_topk), which is not supported",
+            "chooses (index_topk), for which there are no kernels",
             length,
             plan.model.max_position,
         )

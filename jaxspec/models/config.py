@@ -101,7 +101,7 @@ class ModelConfig:
         architecture: from `architectures` in config.json; it selects the family (see `registry`).
         layers, nextn_layers: specs of the decoder's layers, and of the NextN (MTP) layers in its checkpoints.
         index_topk: keys that sparse attention chooses for a query. With at most so many cached tokens it chooses all of
-            them, which is what the layers compute; longer contexts are not supported.
+            them, and its layers may be dense (see `sparse_mla.for_contexts`).
         centred_norms: norms multiply by 1 + weight, in float32, and round once; others round, then multiply by the weight.
         embed_scale, logit_scale: factors of the embeddings, and of the hidden states that the head reads.
     """

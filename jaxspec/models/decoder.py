@@ -150,6 +150,7 @@ class CausalLM(nnx.Module):
                 id `num_layers` the one leaving the last layer, before the final norm.
             experts: also return which experts were chosen, which routes the tokens twice.
         """
+        meta = meta._replace(choices=[])
         stream = Stream(self.embed_ids(ids_T))
         norms = [*(layer.input_norm for layer in self.layers), self.norm]
         ropes: dict[RopeConfig, RopeTables] = {}

@@ -1,20 +1,22 @@
 """DeepSeek-V2, V3 and V3.2 (also R1, Kimi-K2, Moonlight), GLM-4.7-Flash and GLM-5: latent attention, routed experts, and
 from V3 on a NextN layer.
 
-V3.2 and GLM-5 are V3 with an indexer, which chooses the `index_topk` keys that a query attends to. Up to so many tokens it
-chooses all of them: there the model is exactly V3, and the indexer's tensors are left unread.
+V3.2 and GLM-5 are V3 with indexers, which choose the `index_topk` keys that a query attends to (see `sparse_mla`). Up to so
+many tokens they choose all of them: there the model is exactly V3.
 """
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.models.config import LayerSpec, ModelConfig, Published
-from jaxspec.models.fields import flag, real_or, require, text_or, whole_or, with_defaults
+from jaxspec.models.fields import flag, real_or, require, text_list, text_or, whole_or, with_defaults, wrong
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
     MAX_POSITION,
+    MAX_SIZE,
     common_fields,
     divisible,
     layer_kinds,
@@ -30,10 +32,11 @@ from jaxspec.models.mla import MLASpec
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.moe_fields import MAX_EXPERTS, read_experts
 from jaxspec.models.mtp import nextn_prefix
+from jaxspec.models.sparse_mla import IndexerSpec, SparseMLASpec
 
 V2, V3, V32 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"
 GLM_LITE, GLM_DSA = "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"
-_SHORT = "contexts up to index_topk (2048) tokens"
+_SHORT = "with kernels, contexts up to index_topk (2048) tokens"
 ARCHITECTURES = {
     V3: Published("DeepSeek-V3 and R1, Kimi-K2, Moonlight", mtp=True),
     V2: Published("DeepSeek-V2, V2-Lite"),
@@ -50,9 +53,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     GLM_LITE: _SINCE_V3 | {"routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
     GLM_DSA: _SINCE_V3,
 }
-# Keys that an indexer chooses, in the same classes.
-_INDEX_TOPK = 2048
-# Layers of GLM-5.2 that share another one's choice of keys have none of these.
+# Of indexers in the same classes: the keys that one chooses, its heads and their size.
+_INDEX_TOPK, _INDEX_HEADS, _INDEX_DIM = 2048, {V32: 64, GLM_DSA: 32}, 128
+_FULL, _SHARED = "full", "shared"
+# Layers that share another one's choice of keys need none of these.
 _INDEXER = r"model\.layers\.\d+\.self_attn\.indexer\.((wq_b|wk|weights_proj)\.weight|k_norm\.(weight|bias))"
 MAX_NEXTN_LAYERS = 64
 _SCORING = (("sigmoid", "noaux_tc"), ("softmax", "greedy"), ("softmax", "group_limited_greedy"))
@@ -62,16 +66,59 @@ def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
     hf = with_defaults(hf, **_DEFAULTS.get(architecture, {}))
     common = common_fields(hf, architecture)
     layers = num_layers(hf)
-    attention, dense = read_attention(hf), DenseSpec(size(hf, "intermediate_size"))
+    attention, dense = _read_attentions(hf, architecture, layers), DenseSpec(size(hf, "intermediate_size"))
     moe = read_moe(hf, v3=architecture != V2)
     nextn = whole_or(hf, "num_nextn_predict_layers", 0, 0, MAX_NEXTN_LAYERS)
     sparse = _sparse_layers(hf, layers)
     return ModelConfig(
         **common,
-        layers=tuple(LayerSpec(attention, moe if moe and i in sparse else dense) for i in range(layers)),
-        nextn_layers=(LayerSpec(attention, moe or dense),) * (nextn if ARCHITECTURES[architecture].mtp else 0),
-        index_topk=whole_or(hf, "index_topk", _INDEX_TOPK, 1, MAX_POSITION) if architecture in (V32, GLM_DSA) else None,
+        layers=tuple(LayerSpec(attention[i], moe if moe and i in sparse else dense) for i in range(layers)),
+        nextn_layers=(LayerSpec(attention[0], moe or dense),) * (nextn if ARCHITECTURES[architecture].mtp else 0),
+        index_topk=attention[0].count if isinstance(attention[0], SparseMLASpec) else None,
     )
+
+
+def _read_attentions(hf: Mapping[str, Any], architecture: str, layers: int) -> Sequence[MLASpec]:
+    """Of each layer. The first one, and so that of NextN layers, has an indexer if any has."""
+    attention = read_attention(hf)
+    if architecture not in _INDEX_HEADS:
+        return (attention,) * layers
+    if attention.q_lora_rank is None:
+        raise unsupported("q_lora_rank", None, "a number, where an indexer reads the queries' latent")
+    indexer = IndexerSpec(
+        whole_or(hf, "index_n_heads", _INDEX_HEADS[architecture], 1, MAX_SIZE),
+        whole_or(hf, "index_head_dim", _INDEX_DIM, attention.rope_dim, MAX_SIZE),
+        flag(hf, "indexer_rope_interleave", default=architecture == GLM_DSA),
+    )
+    count = whole_or(hf, "index_topk", _INDEX_TOPK, 1, MAX_POSITION)
+    full = SparseMLASpec(**vars(attention), count=count, indexer=indexer)
+    shared = replace(full, indexer=None)
+    own = _layers_with_indexers(hf, layers) if architecture == GLM_DSA else range(layers)
+    return tuple(full if i in own else shared for i in range(layers))
+
+
+def _layers_with_indexers(hf: Mapping[str, Any], layers: int) -> Container[int]:
+    """The layers that choose their keys; the others read the choice of the last one before them (IndexShare, GLM-5.2)."""
+    kinds: Sequence[str] = text_list(hf, "indexer_types")
+    if unknown := [kind for kind in kinds if kind not in (_FULL, _SHARED)]:
+        raise unsupported("indexer_types", unknown[0], f"{_FULL}, {_SHARED}")
+    if not kinds and (pattern := text_or(hf, "index_topk_pattern", "")):
+        if set(pattern) - {"F", "S"}:
+            raise wrong("index_topk_pattern", 'a text of "F" and "S"', pattern)
+        kinds = [_FULL if letter == "F" else _SHARED for letter in pattern]
+    if not kinds:
+        every = whole_or(hf, "index_topk_freq", 1, 0, MAX_LAYERS)
+        first = whole_or(hf, "index_skip_topk_offset", 2, 0, MAX_LAYERS)
+        kinds = [_SHARED if max(i - first + 1, 0) % max(every, 1) else _FULL for i in range(layers)]
+    if len(kinds) < layers:  # NextN layers may be in them too
+        raise ModelFormatError(
+            f"config.json says of {len(kinds)} layers what their indexers do; num_hidden_layers={layers}"
+        )
+    if kinds[0] != _FULL:
+        raise ModelFormatError(
+            "config.json says that layer 0 shares the keys that a layer before it chose, and there is none"
+        )
+    return {i for i, kind in enumerate(kinds[:layers]) if kind == _FULL}
 
 
 def _sparse_layers(hf: Mapping[str, Any], layers: int) -> Container[int]:

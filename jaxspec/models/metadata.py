@@ -21,6 +21,8 @@ class StepMetadata(NamedTuple):
         prefill_slots, decode_slots: int32 [E], [D] the slot of each row, for caches that keep a state a slot; 0 for
             padding. A slot still holds its previous request's state: a chunk with start 0 must ignore it.
         prefill_starts: int32 [E] position of each chunk's first token.
+        choices: while a forward pass is traced whose layers may share a choice of keys, those that its layers have made so
+            far (see `sparse_mla`).
     """
 
     positions: jax.Array
@@ -35,10 +37,29 @@ class StepMetadata(NamedTuple):
     prefill_slots: jax.Array
     prefill_starts: jax.Array
     decode_slots: jax.Array
+    choices: list[jax.Array] | None = None
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.prefill_rows.shape[0]
+
+    def queries(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """All T tokens alike: page tables [E + D, max_pages], the table of each and its exclusive causal bound, int32 [T].
+
+        The bound of a padding token of a prompt is 0.
+        """
+        (E, D), n, P = (
+            (len(self.prefill_tables), len(self.decode_tables)),
+            self.decode_bounds.shape[1],
+            self.num_prefill_tokens,
+        )
+        prompt_rows = jnp.minimum(self.prefill_rows, max(E - 1, 0))
+        prompt_bounds = jnp.where(self.prefill_rows < E, self.positions[:P] + 1, 0)
+        return (
+            jnp.concatenate([self.prefill_tables, self.decode_tables]),
+            jnp.concatenate([prompt_rows, E + jnp.repeat(jnp.arange(D, dtype=jnp.int32), n)]),
+            jnp.concatenate([prompt_bounds, self.decode_bounds.reshape(-1)]),
+        )
 
 
 class LiveRows(NamedTuple):

@@ -54,8 +54,8 @@ class MLASpec:
         N, L, Q, inputs = self.num_heads, self.kv_lora_rank, self.q_lora_rank or 0, input_dim or hidden
         R, D, V = self.rope_dim, self.nope_dim, self.v_dim
         interleaved = self.rope.interleaved
-        q_rows: Index = (slice(None), _halves(D, R)) if interleaved else ...
-        kv_rows: Index = (_halves(L, R),) if interleaved else ...
+        q_rows: Index = (slice(None), halves(D, R)) if interleaved else ...
+        kv_rows: Index = (halves(L, R),) if interleaved else ...
 
         def kv_a(at: Index) -> Piece:
             return Piece(f"{prefix}kv_a_proj_with_mqa.weight", (L + R, inputs), at, take=kv_rows)
@@ -82,7 +82,7 @@ class MLASpec:
         )
 
 
-def _halves(start: int, dim: int) -> np.ndarray:
+def halves(start: int, dim: int) -> np.ndarray:
     """Row order that keeps `start` rows and turns `dim` rows of rotary pairs (0,1), (2,3), ... into two halves.
 
     The model code rotates halves; for P = [0, 2, .., 1, 3, ..] both conventions give the same scores.

@@ -1,0 +1,224 @@
+"""Sparse multi-head latent attention (DeepSeek-V3.2, arXiv 2512.02556 section 2.1): an indexer chooses each query's keys.
+
+An indexer is a small attention of its own: it scores all keys that a query may see, and attention reads the `count` with the
+largest scores. Its keys are cached under the same pages as the latents. Layers without one read what the last layer before
+them that has one chose.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
+from jaxspec.models.config import LayerSpec, ModelConfig
+from jaxspec.models.keymap import KeyMap, Piece, nested
+from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope
+from jaxspec.models.metadata import LiveRows, StepMetadata
+from jaxspec.models.mla import MLA, MLASpec, halves
+from jaxspec.models.params import Declare
+from pallas_kernels.key_choice.api import choose_keys
+from pallas_kernels.kv_write.api import write_latent
+from pallas_kernels.latents import from_arrays
+from pallas_kernels.mla_query.api import mla_query
+from pallas_kernels.mla_sparse.api import mla_sparse
+from pallas_kernels.quant.reference import linear
+
+INDEXER = "indexer"
+# Of the norm of index keys, in every published model.
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class IndexerSpec:
+    """Sizes of an indexer.
+
+    Attributes:
+        interleaved: how checkpoints pair its rotary columns, which may differ from attention's (see `RopeConfig`).
+    """
+
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class SparseMLASpec(MLASpec):
+    """Latent attention over chosen keys. `q_lora_rank` is not None: indexers read the queries' latent.
+
+    Attributes:
+        count: keys that a query reads, `index_topk` of config.json.
+        indexer: None for a layer that reads another one's choice.
+    """
+
+    count: int = 0
+    indexer: IndexerSpec | None = None
+
+    @property
+    def dense(self) -> MLASpec:
+        """The layer for contexts of at most `count` tokens, where every key is chosen."""
+        return MLASpec(**{field.name: getattr(self, field.name) for field in fields(MLASpec)})
+
+    def build(self, hidden: int, declare: Declare, *, input_dim: int | None = None) -> "SparseMLA":
+        return SparseMLA(hidden, self, declare, input_dim=input_dim)
+
+    def key_map(self, prefix: str, hidden: int, *, input_dim: int | None = None) -> KeyMap:
+        keys = super().key_map(prefix, hidden, input_dim=input_dim)
+        if self.indexer is None:
+            return keys
+        N, D, Q, inputs = self.indexer.num_heads, self.indexer.head_dim, self.q_lora_rank or 0, input_dim or hidden
+        prefix = f"{prefix}indexer."
+        order = np.arange(D)
+        if self.indexer.interleaved:
+            order[: self.rope.dim] = halves(0, self.rope.dim)
+        norm = {("weight",): "weight", ("bias",): "bias"}
+        indexer: KeyMap = {
+            ("q",): (Piece(f"{prefix}wq_b.weight", (N * D, Q), view=(N, D, Q), take=(slice(None), order)),),
+            ("k",): (Piece(f"{prefix}wk.weight", (D, inputs), take=(order,)),),
+            ("weights",): (Piece(f"{prefix}weights_proj.weight", (N, inputs)),),
+        } | nested({"norm": {path: (Piece(f"{prefix}k_norm.{n}", (D,), take=(order,)),) for path, n in norm.items()}})
+        return keys | nested({INDEXER: indexer})
+
+
+def for_contexts(config: ModelConfig, longest: int | None) -> ModelConfig:
+    """The model for contexts of at most `longest` tokens: without indexers, if they would choose all keys of these.
+
+    Args:
+        longest: None: as long as the model takes them.
+    """
+    if longest is None or config.index_topk is None or longest > config.index_topk:
+        return config
+
+    def dense(spec: LayerSpec) -> LayerSpec:
+        attention = spec.attention
+        return replace(spec, attention=attention.dense) if isinstance(attention, SparseMLASpec) else spec
+
+    return replace(config, layers=tuple(map(dense, config.layers)), nextn_layers=tuple(map(dense, config.nextn_layers)))
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, in float32."""
+
+    def __init__(self, dim: int, declare: Declare):
+        self.weight = declare((dim,), (None,), "ones", dtype=jnp.float32)
+        self.bias = declare((dim,), (None,), "zeros", dtype=jnp.float32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., dim] -> [..., dim]
+        x32 = x.astype(jnp.float32)
+        x32 -= x32.mean(axis=-1, keepdims=True)
+        normed = x32 * lax.rsqrt(jnp.square(x32).mean(axis=-1, keepdims=True) + _NORM_EPS)
+        return (normed * self.weight[...] + self.bias[...]).astype(x.dtype)
+
+
+class Indexer(nnx.Module):
+    """Queries, weights and keys that `choose_keys` scores with. Every device of a mesh has all of it, and chooses alike."""
+
+    def __init__(self, input_dim: int, spec: IndexerSpec, query_rank: int, declare: Declare):
+        N, D = spec.num_heads, spec.head_dim
+        self.q = declare((N, D, query_rank), (None, None, None))
+        self.k = declare((D, input_dim), (None, None))
+        # transformers keeps this one in float32, too.
+        self.weights = declare((N, input_dim), (None, None), dtype=jnp.float32)
+        self.norm = LayerNorm(D, declare)
+
+    def keys(self, x_TH: jax.Array, rope: RopeTables) -> jax.Array:
+        """Index keys [T, D] of a layer's normed input. The first columns are rotated, the others pass.
+
+        The reference implementation turns queries and keys by a Hadamard matrix for its FP8 codes; their products do not
+        change by that.
+        """
+        return apply_rope(self.norm(linear(x_TH, self.k[...])), *rope)
+
+    def queries(self, x_TH: jax.Array, q_a_TQ: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array]:
+        """Queries [T, N, D] of the normed latent of attention's queries, and the heads' weights float32 [T, N]."""
+        N, D, _ = self.q.shape
+        weights = self.weights[...]
+        weights_TN = jnp.einsum("th,nh->tn", x_TH.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
+        return apply_rope(linear(q_a_TQ, self.q[...]), *rope), weights_TN * (N * D) ** -0.5
+
+
+class SparseMLA(MLA):
+    """`MLA` whose queries read the keys that an indexer chooses. Its cache: the latents and, with an indexer, its keys.
+
+    Prompts and decode windows go one way, token by token in the absorbed form.
+    """
+
+    def __init__(self, hidden: int, spec: SparseMLASpec, declare: Declare, *, input_dim: int | None = None):
+        super().__init__(hidden, spec, declare, input_dim=input_dim)
+        self.count, self.has_indexer = spec.count, spec.indexer is not None
+        if spec.indexer is None:
+            return
+        self.indexer = Indexer(input_dim or hidden, spec.indexer, self.q_lora_rank, declare)
+        keys = CacheArray("index keys", "token", (spec.indexer.head_dim,), declare.dtype, (None,))
+        latents = self.cache_spec
+        self.cache_spec = CacheSpec((*latents.arrays, keys), fp8=(*latents.fp8, keys))
+
+    def __call__(
+        self,
+        x_TH: jax.Array,
+        cache: LayerCache,
+        meta: StepMetadata,
+        rope: RopeTables,
+        norm: RMSNorm | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """See `Attention`."""
+        x_TH = norm(x_TH) if norm else x_TH
+        cache = self.write_keys(x_TH, cache, meta, rope)
+        return self._attend(x_TH, cache, *meta.queries(), rope, meta.choices), cache
+
+    def catch_up(
+        self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
+    ) -> tuple[jax.Array, LayerCache]:
+        """See `Attention`."""
+        cache = self.write_keys(x_TH, cache, meta, rope)
+        rows = jnp.arange(live.tokens.shape[0], dtype=jnp.int32)
+        of_live: RopeTables = (rope[0][live.tokens], rope[1][live.tokens])
+        return self._attend(x_TH[live.tokens], cache, live.tables, rows, live.bounds, of_live, None), cache
+
+    def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables) -> LayerCache:
+        """See `Attention`."""
+        arrays, index_keys = self._parts(cache)
+        kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :])
+        eps, weight, places = self.kv_norm.eps, self.kv_norm.factor, (meta.pages, meta.offsets)
+        latents = write_latent(from_arrays(arrays), kv_a_TC, weight, *rope, *places, eps=eps)
+        new_TD = [self.indexer.keys(x_TH, rope)] if index_keys else []
+        written = (keys.at[places].set(new.astype(keys.dtype)) for keys, new in zip(index_keys, new_TD, strict=True))
+        return (*jax.tree.leaves(latents), *written)
+
+    def _parts(self, cache: LayerCache) -> tuple[LayerCache, LayerCache]:
+        """The arrays of the latents, and that of the index keys if there is one."""
+        cut = len(cache) - self.has_indexer
+        return cache[:cut], cache[cut:]
+
+    def _attend(
+        self,
+        x_TH: jax.Array,
+        cache: LayerCache,
+        tables: jax.Array,
+        rows_T: jax.Array,
+        bounds_T: jax.Array,
+        rope: RopeTables,
+        choices: list[jax.Array] | None,
+    ) -> jax.Array:
+        """What attention adds to the residual stream, [T, H].
+
+        Args:
+            tables, rows_T, bounds_T: see `choose_keys`.
+            choices: those of the layers before, to which this one adds its own; None where no layer shares any.
+        """
+        arrays, index_keys = self._parts(cache)
+        q_a_TQ = self.q_norm(linear(x_TH, self.qkv_a[: self.q_lora_rank]))
+        if index_keys:
+            q_TND, weights_TN = self.indexer.queries(x_TH, q_a_TQ, rope)
+            chosen_TK = choose_keys(q_TND, weights_TN, index_keys[0], tables, rows_T, bounds_T, count=self.count)
+            if choices is not None:
+                choices.append(chosen_TK)
+        else:
+            assert choices, "the first layer has an indexer"
+            chosen_TK = choices[-1]
+        q_TNC = mla_query(linear(q_a_TQ, self.q_b[...]), self.w_uk[...], *rope)
+        scale, latents = self.mla.softmax_scale, from_arrays(arrays)
+        return self.project_out(mla_sparse(q_TNC, latents, tables, rows_T, chosen_TK, self.w_uv[...], scale=scale))

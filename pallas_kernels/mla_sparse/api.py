@@ -1,0 +1,41 @@
+"""Multi-head latent attention over chosen keys, in the absorbed form."""
+
+import jax
+
+from pallas_kernels.backend import choose, current
+from pallas_kernels.latents import Latents
+from pallas_kernels.mla_sparse import reference
+
+
+def mla_sparse(
+    q: jax.Array,
+    latent: Latents,
+    page_tables: jax.Array,
+    rows: jax.Array,
+    chosen: jax.Array,
+    w_uv: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Attention of query tokens over the keys that each of them has chosen, which `key_choice` finds.
+
+    Of prompts and of decode windows alike: a token brings its page table and its choice, which holds no key that it may not
+    see. Only chosen latents are read.
+
+    Args:
+        q: [T, H, C] queries in latent space, C = latent rank + rope dim.
+        latent: [pages, page_size, C] the layer's cache, or `Fp8Latents` of that shape.
+        page_tables: int32 [X, max_pages].
+        rows: int32 [T] the page table of each token.
+        chosen: int32 [T, K] positions, each once, then -1.
+        w_uv: [H, V, L] up-projection of the latent to values.
+        scale: softmax scale.
+
+    Returns:
+        [T, H, V] in q's dtype; 0 for tokens without keys.
+
+    Raises:
+        UnsupportedError: the requested attention backend does not support this call.
+    """
+    choose("mla_sparse", current().attention, {})
+    return reference.mla_sparse(q, latent, page_tables, rows, chosen, w_uv, scale=scale)
