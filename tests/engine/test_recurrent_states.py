@@ -53,10 +53,17 @@ def test_replayed_windows_are_plain_decoding(draft):
     check_replayed(draft)
 
 
-def check_replayed(draft):
-    ids, logprobs, texts = plain_run(VARIANT)
-    vocab = tiny_config(VARIANT).vocab_size
-    runner, windows = changing_runner(K, draft, VARIANT), Windows()
+@pytest.mark.full
+@pytest.mark.parametrize("draft", ["pattern", "nextn"])
+def test_index_keys_of_changing_windows(draft):
+    """The same over layers that choose their keys: steps without drafts write the draft's index keys all the same."""
+    check_replayed(draft, "glm-dsa")
+
+
+def check_replayed(draft, variant=VARIANT):
+    ids, logprobs, texts = plain_run(variant)
+    vocab = tiny_config(variant).vocab_size
+    runner, windows = changing_runner(K, draft, variant), Windows()
     preempted, chosen = 0, Counter()
     for sequence, depth, mixed, pages in (
         ((K,), 0, True, None), ((K, 1, 0), 1, True, 12), ((0, K), 2, False, None), ((1, K, K, 0), 3, True, 9),

@@ -1,74 +1,210 @@
-"""DeepSeek sparse attention up to `index_topk` tokens, where it chooses every key: the same model without an indexer."""
+"""DeepSeek sparse attention: layers that read the keys which an indexer chooses.
+
+tests/models/test_parity.py and test_mtp.py compare it with the classes of transformers, tests/engine/test_equality.py runs it
+with speculation, retraction and shared prefixes, and tests/kernels/test_sparse.py has what is chosen and read.
+"""
 
 import dataclasses
+import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from convert.convert import convert_checkpoint
 from jaxspec import LLM
-from jaxspec.config import EngineConfig, resolve
+from jaxspec.config import EngineConfig, context_length
 from jaxspec.errors import ConfigError, ModelFormatError
-from jaxspec.loading.checkpoint import open_checkpoint
+from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
+from jaxspec.models.cache import cache_stored_as, page_bytes
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import CausalLM
 from jaxspec.models.layers import DenseSpec
+from jaxspec.models.metadata import LiveRows
+from jaxspec.models.mtp import NextN
+from jaxspec.models.params import declarations
 from jaxspec.models.registry import family_of, read_config
+from jaxspec.models.sparse_mla import SparseMLASpec, for_contexts
+from tests.caches import empty_cache, single_request
 from tests.convert.edits import edit_config, edit_tensors, tensors
+from tests.engine.scripted import numpy_params, one_device
+from tests.models.test_mtp import bound
 from tests.tiny_models import CONFIGS, tiny_checkpoint
 
-DSA = {"v32": "v3", "glm-dsa": "glm4-lite"}
+VARIANTS = ("glm-dsa", pytest.param("v32", marks=pytest.mark.full))
+COUNT = 16
+PAGE, T = 8, 24
 
 
-@pytest.mark.parametrize("variant", DSA)
+def without(params: dict, name: str) -> dict:
+    """A nested dict without the entries of this name."""
+    return {k: without(v, name) if isinstance(v, dict) else v for k, v in params.items() if k != name}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_dsa_short_equals_dense(variant):
-    """The same layers and key map as the dense architecture's; tests/models/test_parity.py runs the real indexer."""
-    hf = CONFIGS[variant]
-    sparse = read_config(hf)
-    dense = read_config(hf | {"architectures": ["DeepseekV3ForCausalLM"]})
-    assert sparse.index_topk == hf["index_topk"]
-    assert dataclasses.replace(sparse, architecture=dense.architecture, index_topk=None) == dense
-    names = [
-        sorted(piece.name for pieces in family_of(c).key_map(c).values() for piece in pieces) for c in (sparse, dense)
-    ]
-    assert names[0] == names[1]
+    """Up to `index_topk` tokens every key is chosen; after them the first layer that sees fewer says something else."""
+    sparse = read_config(CONFIGS[variant])
+    assert sparse.index_topk == COUNT
+    assert for_contexts(sparse, None) is for_contexts(sparse, COUNT + 1) is sparse
+    dense = for_contexts(sparse, COUNT)
+    v3 = read_config(CONFIGS[variant] | {"architectures": ["DeepseekV3ForCausalLM"]})
+    assert dataclasses.replace(dense, architecture=v3.architecture, index_topk=None) == v3
+
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 256, T))
+    params = numpy_params(CausalLM(sparse, jnp.float32), 0)
+    meta = single_request(0, T, pages=3, page_size=PAGE, prefill=True)
+
+    def streams(config: ModelConfig, params: dict) -> np.ndarray:
+        model = bound(CausalLM(config, jnp.float32), params)
+        cache = tuple(empty_cache(spec, 4, PAGE) for spec in model.cache_specs())
+        layers = tuple(range(1, config.num_layers + 1))
+        return np.stack(jax.jit(lambda ids: model(ids, cache, meta, capture=layers).captured)(ids))
+
+    got, want = streams(sparse, params), streams(dense, without(params, "indexer"))
+    np.testing.assert_allclose(got[:, :COUNT], want[:, :COUNT], atol=1e-4)
+    assert (np.abs(got - want)[0, COUNT:].max(axis=1) > 1e-2).all()
 
 
-def test_longer_contexts_are_refused_and_the_default_ends_at_index_topk():
-    def length(max_model_len, *, on_gpu):
-        options = EngineConfig(max_model_len=max_model_len)
-        limits = {"model_max_position": 163840, "index_topk": 2048, "page_bytes": 1000, "free_bytes": 10**9}
-        return resolve(options, **limits, on_gpu=on_gpu).max_model_len
+def test_index_keys_have_every_writer():
+    """A draft that attends for live tokens only, or for none, leaves the cache of one that attends for all."""
+    config = read_config(CONFIGS["glm-dsa"])
+    draft = NextN(config, jnp.float32)
+    draft = bound(draft, numpy_params(draft, 1))
+    rng = np.random.default_rng(0)
+    embedded, hidden = (jnp.asarray(rng.standard_normal((T, 64)), jnp.float32) for _ in range(2))
+    meta = single_request(0, T, pages=3, page_size=PAGE, prefill=True)
+    live = LiveRows(jnp.asarray([T - 1, 9]), jnp.repeat(meta.prefill_tables, 2, axis=0), jnp.asarray([T, 10]))
 
-    assert length(None, on_gpu=True) == length(None, on_gpu=False) == length(2048, on_gpu=True) == 2048
-    assert length(100, on_gpu=False) == 100
-    with pytest.raises(
-        ConfigError, match=r"max_model_len \(\S+\) 2049 is over 2048: .*\(index_topk\).*Use at most 2048"
+    @jax.jit
+    def run(embedded, hidden, cache):
+        whole, written = draft(embedded, hidden, cache, meta)
+        caught_up = draft.catch_up(embedded, hidden, live, cache, meta)
+        return whole, written, caught_up, draft.write_keys(embedded, hidden, cache, meta)
+
+    whole, written, (rows, after), keys = run(embedded, hidden, empty_cache(draft.cache_spec, 4, PAGE))
+    np.testing.assert_allclose(rows, whole[live.tokens], atol=1e-4)
+    assert [array.shape[-1] for array in written] == [48, 32]  # a latent with its key, and an index key
+    for a, b, c in zip(written, after, keys, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+        np.testing.assert_allclose(a, c, atol=1e-5)
+        assert (np.abs(np.asarray(a[1:4]).reshape(T, -1)).max(axis=1) > 0).all()
+
+
+def full_layers(**changes) -> list[int]:
+    config = read_config(CONFIGS["glm-dsa"] | {"indexer_types": None, "num_hidden_layers": 12} | changes)
+    assert isinstance(config.nextn_layers[0].attention, SparseMLASpec)
+    assert config.nextn_layers[0].attention.indexer is not None
+    return [i for i, layer in enumerate(config.layers) if layer.attention.indexer]
+
+
+def test_layers_that_share_a_choice():
+    """As GLM-5.2's configuration says it in four ways; V3.2 knows none of them."""
+    assert full_layers() == list(range(12))
+    assert full_layers(index_topk_freq=4, index_skip_topk_offset=3) == [0, 1, 2, 6, 10]
+    assert full_layers(index_topk_freq=3) == [0, 1, 4, 7, 10]
+    assert full_layers(index_topk_pattern="FSSFSSFSSFSS", index_topk_freq=4) == [0, 3, 6, 9]
+    # The last of thirteen is the NextN layer's.
+    assert full_layers(indexer_types=["full", "shared"] * 6 + ["full"]) == [0, 2, 4, 6, 8, 10]
+    v32 = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk_freq": 4}
+    assert full_layers(**v32) == list(range(12))
+    for wrong, message in (
+        ({"indexer_types": ["full"] * 11}, "says of 11 layers what their indexers do; num_hidden_layers=12"),
+        ({"indexer_types": ["shared"] * 12}, "layer 0 shares the keys that a layer before it chose"),
+        ({"indexer_types": ["none"] * 12}, r"indexer_types='none', which is not supported \(supported: full, shared\)"),
+        ({"index_topk_pattern": "FX" * 6}, 'index_topk_pattern in config.json must be a text of "F" and "S"'),
+        ({"index_head_dim": 8}, "index_head_dim in config.json must be a whole number from 16"),
+        ({"q_lora_rank": None}, "q_lora_rank=None, which is not supported .*an indexer reads the queries' latent"),
     ):
-        length(2049, on_gpu=True)
+        with pytest.raises(ModelFormatError, match=message):
+            full_layers(**wrong)
+
+
+def test_kernels_refuse_longer_contexts():
+    """On a GPU contexts end at index_topk by default, where dense kernels are exact; elsewhere nothing is limited."""
+
+    def length(max_model_len, *, on_gpu, **options):
+        config = EngineConfig(max_model_len=max_model_len, **options)
+        return context_length(config, model_max_position=163840, index_topk=2048, on_gpu=on_gpu)
+
+    assert length(None, on_gpu=True) == length(2048, on_gpu=True) == 2048
+    assert length(None, on_gpu=False) == 4096
+    assert length(None, on_gpu=True, attention_backend="reference") == 163840
+    assert length(163840, on_gpu=True, attention_backend="reference") == length(163840, on_gpu=False) == 163840
+    for backend in ("auto", "mosaic", "triton"):
+        with pytest.raises(
+            ConfigError,
+            match=r"max_model_len \(\S+\) 2049 is over 2048: .*\(index_topk\).*no kernels for GPUs. Use at most 2048, .*"
+            r"or attention_backend \(--attention-backend\) reference",
+        ):
+            length(2049, on_gpu=True, attention_backend=backend)
     with pytest.raises(ConfigError, match="over the model's own limit of 163840"):
-        length(163841, on_gpu=True)
+        length(163841, on_gpu=False)
 
 
 @pytest.mark.torch
-def test_an_engine_for_longer_contexts_is_not_built(tmp_path):
-    folder = tiny_checkpoint("v32", tmp_path / "hf")
-    with pytest.raises(ConfigError, match=r"max_model_len \(\S+\) 129 is over 128: .*index_topk"):
-        LLM(str(folder), max_model_len=129)
+def test_short_contexts_do_without_indexers(tmp_path, monkeypatch):
+    """From a Hugging Face folder and a converted one alike; an engine asks for its own length."""
+    folder = tiny_checkpoint("glm-dsa", tmp_path / "hf")
+    folders = folder, convert_checkpoint(folder, tmp_path / "converted")
+    for load in (load_params, load_nextn):
+        loaded = [[load(open_checkpoint(f), one_device(), context=n) for f in folders] for n in (COUNT, COUNT + 1)]
+        for (_, a), (_, b) in loaded:
+            jax.tree.map(np.testing.assert_array_equal, a, b)
+        short, long = ((set(declarations(model)), params) for (model, params), _ in loaded)
+        assert short[0] < long[0]
+        assert {path[path.index("indexer") :] for path in long[0] - short[0]} == {
+            ("indexer", "q"), ("indexer", "k"), ("indexer", "weights"), ("indexer", "norm", "weight"),
+            ("indexer", "norm", "bias"),
+        }  # fmt: skip
+        jax.tree.map(np.testing.assert_array_equal, short[1], without(long[1], "indexer"))
+
+    asked = []
+
+    def stop(*_args, context, **_options):
+        asked.append(context)
+        raise InterruptedError
+
+    monkeypatch.setattr("jaxspec.loading.engine.load_params", stop)
+    for length in (COUNT, COUNT + 1):
+        with pytest.raises(InterruptedError):
+            LLM(str(folders[1]), max_model_len=length)
+    assert asked == [COUNT, COUNT + 1]
 
 
 @pytest.mark.torch
 def test_index_share_strict_load(tmp_path):
-    """Layers that share another's choice have no indexer; its tensors are harmless by name, nothing else is."""
+    """Layers that share another's choice need no indexer; its tensors are harmless there by name, nothing else is."""
     folder = tiny_checkpoint("glm-dsa", tmp_path / "hf")
     indexed = {name.split(".")[2] for name in tensors(folder) if ".indexer." in name}
     assert indexed == {"0", "2", "3"}  # 3 is the NextN layer
     assert open_checkpoint(folder).parts == ("embed", "000", "001", "002", "head", "mtp")
-    extra = "model.layers.1.self_attn.indexer.wk.bias"
+    name = "model.layers.{}.self_attn.indexer.{}"
+    edit_tensors(folder, add={name.format(1, "wk.weight"): np.zeros((32, 64), np.float32)})
+    open_checkpoint(folder)
+    extra = name.format(1, "wk.bias")
     edit_tensors(folder, add={extra: np.zeros(32, np.float32)})
     with pytest.raises(ModelFormatError, match=rf"holds tensor {extra}, which"):
         open_checkpoint(folder)
-    edit_tensors(folder, remove=[extra])
+    edit_tensors(folder, remove=[extra, missing := name.format(2, "k_norm.bias")])
+    with pytest.raises(ModelFormatError, match=re.escape(missing)):
+        open_checkpoint(folder)
     edit_config(folder, architectures=["DeepseekV3ForCausalLM"])
     with pytest.raises(ModelFormatError, match=r"self_attn\.indexer\.\S+ \(and \d+ more\), which"):
         open_checkpoint(folder)
+
+
+def test_bytes_of_published_layers():
+    """Index keys take 256 bytes of bfloat16 a token, beside 1152 of a latent or 656 in FP8; layers that share have none."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    config = read_config(CONFIGS["glm-dsa"] | sizes)
+    for stored, want in (("auto", [1408, 1152, 1408]), ("fp8", [912, 656, 912])):
+        specs = cache_stored_as(CausalLM(config, np.dtype(jnp.bfloat16)), stored).cache_specs()
+        assert [page_bytes([spec], 1, {"tensor": 1}) for spec in specs] == want
+        assert all(spec.paged for spec in specs)
+    names = {piece.name for pieces in family_of(config).key_map(config).values() for piece in pieces}
+    assert sum(".indexer." in name for name in names) == 2 * 5
 
 
 def test_layers_of_a_kind_each():
