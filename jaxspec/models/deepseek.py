@@ -36,7 +36,7 @@ from jaxspec.models.sparse_mla import IndexerSpec, SparseMLASpec
 
 V2, V3, V32 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"
 GLM_LITE, GLM_DSA = "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"
-_SHORT = "with kernels, contexts up to index_topk (2048) tokens"
+_SHORT = "on a GPU, contexts up to index_topk (2048) tokens"
 ARCHITECTURES = {
     V3: Published("DeepSeek-V3 and R1, Kimi-K2, Moonlight", mtp=True),
     V2: Published("DeepSeek-V2, V2-Lite"),
@@ -99,24 +99,24 @@ def _read_attentions(hf: Mapping[str, Any], architecture: str, layers: int) -> S
 
 def _layers_with_indexers(hf: Mapping[str, Any], layers: int) -> Container[int]:
     """The layers that choose their keys; the others read the choice of the last one before them (IndexShare, GLM-5.2)."""
-    kinds: Sequence[str] = text_list(hf, "indexer_types")
+    key = "indexer_types"
+    kinds: Sequence[str] = text_list(hf, key)
     if unknown := [kind for kind in kinds if kind not in (_FULL, _SHARED)]:
-        raise unsupported("indexer_types", unknown[0], f"{_FULL}, {_SHARED}")
+        raise unsupported(key, unknown[0], f"{_FULL}, {_SHARED}")
     if not kinds and (pattern := text_or(hf, "index_topk_pattern", "")):
+        key = "index_topk_pattern"
         if set(pattern) - {"F", "S"}:
-            raise wrong("index_topk_pattern", 'a text of "F" and "S"', pattern)
+            raise wrong(key, 'a text of "F" and "S"', pattern)
         kinds = [_FULL if letter == "F" else _SHARED for letter in pattern]
     if not kinds:
-        every = whole_or(hf, "index_topk_freq", 1, 0, MAX_LAYERS)
-        first = whole_or(hf, "index_skip_topk_offset", 2, 0, MAX_LAYERS)
+        every, key = whole_or(hf, "index_topk_freq", 1, 0, MAX_LAYERS), "index_skip_topk_offset"
+        first = whole_or(hf, key, 2, 0, MAX_LAYERS)
         kinds = [_SHARED if max(i - first + 1, 0) % max(every, 1) else _FULL for i in range(layers)]
-    if len(kinds) < layers:  # NextN layers may be in them too
-        raise ModelFormatError(
-            f"config.json says of {len(kinds)} layers what their indexers do; num_hidden_layers={layers}"
-        )
+    if len(kinds) < layers:  # there may be more: of NextN layers
+        raise ModelFormatError(f"config.json has {len(kinds)} layers in {key} and num_hidden_layers={layers}")
     if kinds[0] != _FULL:
         raise ModelFormatError(
-            "config.json says that layer 0 shares the keys that a layer before it chose, and there is none"
+            f"{key} in config.json lets layer 0 share the keys that a layer before it chose, and there is none"
         )
     return {i for i, kind in enumerate(kinds[:layers]) if kind == _FULL}
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig
-from jaxspec.models.keymap import KeyMap, Piece, nested
+from jaxspec.models.keymap import Index, KeyMap, Piece, nested
 from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.mla import MLA, MLASpec, halves
@@ -71,15 +71,15 @@ class SparseMLASpec(MLASpec):
             return keys
         N, D, Q, inputs = self.indexer.num_heads, self.indexer.head_dim, self.q_lora_rank or 0, input_dim or hidden
         prefix = f"{prefix}indexer."
-        order = np.arange(D)
-        if self.indexer.interleaved:
-            order[: self.rope.dim] = halves(0, self.rope.dim)
-        norm = {("weight",): "weight", ("bias",): "bias"}
+        R = self.rope_dim
+        order: Index = (np.concatenate([halves(0, R), np.arange(R, D)]),) if self.indexer.interleaved else ...
+        rows: Index = (slice(None), *order) if isinstance(order, tuple) else ...
         indexer: KeyMap = {
-            ("q",): (Piece(f"{prefix}wq_b.weight", (N * D, Q), view=(N, D, Q), take=(slice(None), order)),),
-            ("k",): (Piece(f"{prefix}wk.weight", (D, inputs), take=(order,)),),
+            ("q",): (Piece(f"{prefix}wq_b.weight", (N * D, Q), view=(N, D, Q), take=rows),),
+            ("k",): (Piece(f"{prefix}wk.weight", (D, inputs), take=order),),
             ("weights",): (Piece(f"{prefix}weights_proj.weight", (N, inputs)),),
-        } | nested({"norm": {path: (Piece(f"{prefix}k_norm.{n}", (D,), take=(order,)),) for path, n in norm.items()}})
+            **{("norm", name): (Piece(f"{prefix}k_norm.{name}", (D,), take=order),) for name in ("weight", "bias")},
+        }
         return keys | nested({INDEXER: indexer})
 
 

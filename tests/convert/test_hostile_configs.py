@@ -56,6 +56,10 @@ OPTIONAL: dict[str, Any] = {
 }  # fmt: skip
 # Kinds of layers have names of their own in each family that lists them.
 HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+INDEX_SHARE = {
+    "indexer_types": None, "index_topk_pattern": "FSF", "index_topk_freq": 2, "index_skip_topk_offset": 2,
+    "indexer_rope_interleave": True,
+}  # fmt: skip
 SECONDS = 2.0
 BYTES = 200 * 2**20
 
@@ -135,6 +139,7 @@ def test_models(variant: str, tmp_path: Path):
 @pytest.mark.parametrize("variant", MODELS)
 def test_models_with_every_optional_key(variant: str, tmp_path: Path):
     base = MODELS[variant] | OPTIONAL | (HYBRID if variant.startswith("qwen3.5") else {})
+    base |= INDEX_SHARE if variant == "glm-dsa" else {}
     assert read(tmp_path, base) is None
     assert check(tmp_path, base) > 500
 

@@ -110,8 +110,12 @@ def test_layers_that_share_a_choice():
     v32 = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk_freq": 4}
     assert full_layers(**v32) == list(range(12))
     for wrong, message in (
-        ({"indexer_types": ["full"] * 11}, "says of 11 layers what their indexers do; num_hidden_layers=12"),
-        ({"indexer_types": ["shared"] * 12}, "layer 0 shares the keys that a layer before it chose"),
+        ({"indexer_types": ["full"] * 11}, "has 11 layers in indexer_types and num_hidden_layers=12"),
+        ({"indexer_types": ["shared"] * 12}, "indexer_types in config.json lets layer 0 share the keys that"),
+        (
+            {"index_topk_freq": 2, "index_skip_topk_offset": 0},
+            "index_skip_topk_offset in config.json lets layer 0 share",
+        ),
         ({"indexer_types": ["none"] * 12}, r"indexer_types='none', which is not supported \(supported: full, shared\)"),
         ({"index_topk_pattern": "FX" * 6}, 'index_topk_pattern in config.json must be a text of "F" and "S"'),
         ({"index_head_dim": 8}, "index_head_dim in config.json must be a whole number from 16"),
