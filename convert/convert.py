@@ -10,10 +10,11 @@ from convert.progress import Progress, Silent
 from convert.staging import OnEvent, staged
 from convert.writer import jaxspec_version, write_manifest, write_part
 from jaxspec.errors import ConfigError, ModelFormatError
-from jaxspec.loading.hf_checkpoint import HFCheckpoint, Quantization
+from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.hf_folder import CONFIG, GENERATION_CONFIG, cache_repository, naming, read_json
 from jaxspec.loading.manifest import Manifest, has_manifest
 from jaxspec.loading.parts import MTP
+from jaxspec.loading.quantise import Quantization
 from jaxspec.loading.resolve import resolve_model
 from jaxspec.loading.tokenizer_files import copy_tokenizer, write_json
 from jaxspec.models.params import dotted

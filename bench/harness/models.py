@@ -10,11 +10,13 @@ from jax.sharding import Mesh
 from bench.harness.shapes import SHAPES
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.parts import MTP
+from jaxspec.loading.quantise import Quantization, scheme_for
 from jaxspec.loading.resolve import resolve_model
+from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import TENSOR_AXIS, random_params
+from jaxspec.models.params import TENSOR_AXIS, ModuleT, declarations, quantised, random_params
 from jaxspec.models.registry import read_config
 
 
@@ -32,8 +34,13 @@ def mesh_of_one() -> Mesh:
 
 
 def random_config(name: str, layers: int | None = None) -> dict[str, Any]:
-    """The config.json of one of `SHAPES`, with another number of layers if that is given."""
+    """The config.json of one of `SHAPES`, with another number of layers if that is given.
+
+    With fewer than it has, only the first layer is dense, so that a few layers of DeepSeek-V3 are not all dense.
+    """
     hf = dict(SHAPES[name])
+    if layers and layers < hf["num_hidden_layers"]:
+        hf |= {"first_k_dense_replace": 1} if hf.get("first_k_dense_replace", 0) > 1 else {}
     return hf | {"num_hidden_layers": layers} if layers else hf
 
 
@@ -42,14 +49,48 @@ def as_recorded(name: str) -> str:
     return name if name in (*SHAPES, "demo") else "folder"
 
 
-def draw(hf: dict[str, Any], mesh: Mesh, dtype: np.dtype, *, with_draft: bool = True) -> Weights:
-    """Random parameters of a config.json, with a NextN layer if it has one."""
-    model = CausalLM(read_config(hf), dtype)
-    params = random_params(model, mesh)
-    if not (with_draft and model.config.nextn_layers):
-        return Weights(model, params, None)
-    nextn = NextN(model.config, dtype)
-    return Weights(model, params, (nextn, random_params(nextn, mesh, 1)))
+def declare(
+    hf: dict[str, Any],
+    dtype: np.dtype,
+    *,
+    quantization: Quantization = "bf16",
+    kv_cache_dtype: KVCacheDtype = "auto",
+    with_draft: bool = True,
+) -> tuple[CausalLM, NextN | None]:
+    """The model of a config.json and its NextN layer if it has one, without parameters.
+
+    Args:
+        quantization: what `jaxspec convert` would put an unquantised checkpoint into; "auto" leaves it.
+    """
+
+    def as_asked(module: ModuleT) -> ModuleT:
+        found = {}
+        for path, variable in declarations(module).items():
+            metadata = variable.get_metadata()
+            scheme = scheme_for(quantization, metadata["axes"])
+            if metadata["quantisable"] and scheme:
+                found[path] = scheme
+        return cache_stored_as(quantised(module, found), kv_cache_dtype)
+
+    config = read_config(hf)
+    has_draft = with_draft and config.nextn_layers
+    return as_asked(CausalLM(config, dtype)), as_asked(NextN(config, dtype)) if has_draft else None
+
+
+def draw(
+    hf: dict[str, Any],
+    mesh: Mesh,
+    dtype: np.dtype,
+    *,
+    quantization: Quantization = "bf16",
+    kv_cache_dtype: KVCacheDtype = "auto",
+    with_draft: bool = True,
+) -> Weights:
+    """Random parameters of what `declare` gives, each device's part drawn on that device."""
+    model, nextn = declare(
+        hf, dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, with_draft=with_draft
+    )
+    return Weights(model, random_params(model, mesh), (nextn, random_params(nextn, mesh, 1)) if nextn else None)
 
 
 def load(name: str, mesh: Mesh, dtype: np.dtype, *, with_draft: bool = True) -> Weights:

@@ -1,14 +1,41 @@
 """Sizes of published models, some cut to fewer layers, and a tiny one.
 
-Moonlight-16B-A3B, GLM-4.7-Flash, Qwen3-30B-A3B, GLM-4.5-Air, MiniMax-M2 and gpt-oss-20b, from
+Moonlight-16B-A3B, GLM-4.7-Flash, Qwen3-30B-A3B, GLM-4.5-Air, MiniMax-M2, gpt-oss-20b, DeepSeek-V3 and Kimi-K2 (its K2-Thinking and K2.5 have the same text model), from
 huggingface.co/{moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, Qwen/Qwen3-30B-A3B, zai-org/GLM-4.5-Air,
-MiniMaxAI/MiniMax-M2, openai/gpt-oss-20b}. Those of GLM, MiniMax and gpt-oss are the defaults of transformers' configuration
+MiniMaxAI/MiniMax-M2, openai/gpt-oss-20b, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-K2-Instruct}. Those of GLM, MiniMax and gpt-oss are the defaults of transformers' configuration
 classes (of gpt-oss with the layers and experts of the smaller model); tests/bench/test_shapes.py counts their parameters.
 All widths are the published ones. So that random weights fit on one GPU with room for KV, GLM-4.7-Flash has 24 of 47
-layers, Qwen3 24 of 48, GLM-4.5-Air 7 of 46, MiniMax-M2 4 of 62 and gpt-oss 16 of 24.
+layers, Qwen3 24 of 48, GLM-4.5-Air 7 of 46, MiniMax-M2 4 of 62 and gpt-oss 16 of 24. DeepSeek-V3 and Kimi-K2 are whole: they
+need several GPUs and quantised weights, or `--layers`. The toys have their structure at widths that a CPU runs, and that
+eight devices split between blocks of every scheme.
 """
 
 from typing import Any
+
+_MLA_OF_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "moe_layer_freq": 1, "hidden_size": 7168, "num_hidden_layers": 61,
+    "intermediate_size": 18432, "rms_norm_eps": 1e-6, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+    "n_shared_experts": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+}  # fmt: skip
+_YARN = {"type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+_DEEPSEEK_V3 = _MLA_OF_V3 | {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "num_attention_heads": 128, "max_position_embeddings": 163840,
+    "n_routed_experts": 256, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+    "rope_theta": 10000.0, "rope_scaling": _YARN | {"factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_KIMI_K2 = _MLA_OF_V3 | {
+    "model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64, "max_position_embeddings": 131072,
+    "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "first_k_dense_replace": 1,
+    "rope_theta": 50000.0, "rope_scaling": _YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+_TOY = {
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024,
+    "kv_lora_rank": 128, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1024, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 SHAPES: dict[str, dict[str, Any]] = {
     "moonlight": {
@@ -62,6 +89,10 @@ SHAPES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "deepseek-v3": _DEEPSEEK_V3,
+    "kimi-k2": _KIMI_K2,
+    "deepseek-v3-toy": _DEEPSEEK_V3 | _TOY,
+    "kimi-k2-toy": _KIMI_K2 | _TOY,
     "tiny": {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "moe_layer_freq": 1,
         "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2,

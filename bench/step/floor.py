@@ -1,5 +1,6 @@
-"""The least bytes that a decode step or a speculative cycle has to read: the floor of its time."""
+"""The least bytes that each device has to read in a decode step or a speculative cycle: the floor of its time."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,36 +15,40 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.moe import MoESpec
-from jaxspec.models.params import TENSOR_AXIS, declarations
+from jaxspec.models.params import AXIS_RULES, TENSOR_AXIS, declarations
+
+
+# Tokens that are drawn to see how many experts the busiest device touches.
+_DRAWS = 4096
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The least bytes that one decode step has to read."""
+    """The least bytes that one decode step has to read on each device."""
 
     weights: float
     kv: float
-    experts: float  # expected number of routed experts touched in a layer
+    experts: float  # expected number of routed experts touched in a layer, on the device with the most of them
 
     @property
     def total(self) -> float:
         return self.weights + self.kv
 
 
-def traffic(model: CausalLM, rows: int, context: float, *, tokens: int | None = None) -> Traffic:
+def traffic(model: CausalLM, rows: int, context: float, *, tokens: int | None = None, devices: int = 1) -> Traffic:
     """Of a step of `rows` rows and, with windows, `tokens` tokens in all (default: one a row)."""
     tokens = tokens or rows
-    weights = weight_bytes(model, model.config, tokens)
+    weights = weight_bytes(model, model.config, tokens, devices)
     moe = routed_experts(model.config)
-    experts = touched_share(moe, tokens) * moe.num_experts if moe else 0.0
-    return Traffic(weights, rows * kv_bytes(model, context), experts)
+    experts = touched_share(moe, tokens, devices) * moe.num_experts / devices if moe else 0.0
+    return Traffic(weights, rows * kv_bytes(model, context, devices), experts)
 
 
-def kv_bytes(model: CausalLM, context: float) -> float:
+def kv_bytes(model: CausalLM, context: float, devices: int = 1) -> float:
     """Bytes of KV that a row of so many tokens reads; of a layer with a sliding window those of the window."""
     windows = (getattr(layer.attention, "window", None) for layer in model.config.layers)
     tokens = (min(context, window or context) for window in windows)
-    return sum(n * _token_bytes([spec]) for n, spec in zip(tokens, model.cache_specs(), strict=True))
+    return sum(n * token_bytes([spec], devices) for n, spec in zip(tokens, model.cache_specs(), strict=True))
 
 
 def routed_experts(config: ModelConfig) -> MoESpec | None:
@@ -51,72 +56,98 @@ def routed_experts(config: ModelConfig) -> MoESpec | None:
     return next((layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)), None)
 
 
-def touched_share(moe: MoESpec, tokens: int) -> float:
-    """Expected part of a layer's routed experts that a step touches: tokens choose k of E independently."""
-    return 1 - (1 - moe.top_k / moe.num_experts) ** tokens
+@functools.lru_cache(maxsize=256)
+def touched_share(moe: MoESpec, tokens: int, devices: int = 1) -> float:
+    """Expected part of its routed experts that a device touches in a step, of the device that touches most.
+
+    Tokens choose k of E independently, and every choice is as likely as another. One device touches 1 - (1 - k/E)^tokens of
+    the experts; over several the busiest one's part is a mean of draws, in which tokens choose among groups as the router
+    does.
+    """
+    if devices == 1:
+        return 1 - (1 - moe.top_k / moe.num_experts) ** tokens
+    rng, E, most = np.random.default_rng(0), moe.num_experts, []
+    for _ in range(-(-_DRAWS // tokens)):
+        score_TGe = rng.random((tokens, moe.num_groups, E // moe.num_groups), np.float32)
+        if moe.top_groups < moe.num_groups:
+            best = 2 if moe.scoring == "sigmoid" else 1
+            group_TG = np.sort(score_TGe)[:, :, -best:].sum(axis=2)
+            score_TGe[group_TG < np.sort(group_TG)[:, [-moe.top_groups]]] = -1
+        chosen = np.argpartition(score_TGe.reshape(tokens, E), E - moe.top_k)[:, E - moe.top_k :]
+        touched_E = np.zeros(E, bool)
+        touched_E[chosen] = True
+        most.append(touched_E.reshape(devices, -1).sum(axis=1).max())
+    return float(np.mean(most)) * devices / E
 
 
-def weight_bytes(module: Any, config: ModelConfig, tokens: int) -> float:
-    """Bytes of a module's weights that a pass over `tokens` tokens reads.
+def weight_bytes(module: Any, config: ModelConfig, tokens: int, devices: int = 1) -> float:
+    """Bytes of a module's weights that each device reads in a pass over `tokens` tokens."""
+    return float(sum(read_bytes(module, config, tokens, devices).values()))
+
+
+def read_bytes(module: Any, config: ModelConfig, tokens: int, devices: int = 1) -> dict[tuple[str | int, ...], float]:
+    """The same by the weights' paths.
 
     Each weight counts once; of the embedding only the tokens' rows count, of the routed experts those that are touched.
     """
-    total = 0.0
-    moe = routed_experts(config)
+    moe, found = routed_experts(config), {}
     for path, variable in declarations(module).items():
-        value = variable.get_value()
-        size = float(np.prod(value.shape)) * value.dtype.itemsize
+        size = _nbytes(variable, devices)
         if moe and "experts" in variable.get_metadata()["axes"]:
-            size *= touched_share(moe, tokens)
+            size *= touched_share(moe, tokens, devices)
         if path[0] == "embed" and not config.tie_embeddings:
             size *= tokens / config.vocab_size
-        total += size
-    return total
+        found[path] = size
+    return found
 
 
 def cycle_bytes(
-    target: CausalLM, draft: Draft, rows: int, k: int, context: float, draft_token_bytes: float
+    target: CausalLM, draft: Draft, rows: int, k: int, context: float, draft_token_bytes: float, devices: int = 1
 ) -> dict[str, float]:
     """The least bytes that one cycle has to read: the target's pass, and the draft's k passes (skip on).
 
     Each pass needs the result of the last one, so weights that no cache holds are read k times; `fc` once.
     """
-    verify = traffic(target, rows, context, tokens=rows * (k + 1)).total
+    verify = traffic(target, rows, context, tokens=rows * (k + 1), devices=devices).total
     declared = declarations(cast(nnx.Module, draft))
-    once = float(sum(_nbytes(variable) for path, variable in declared.items() if path[0] == "fc"))
-    each = weight_bytes(draft, target.config, rows) - once + rows * context * draft_token_bytes
+    once = float(sum(_nbytes(variable, devices) for path, variable in declared.items() if path[0] == "fc"))
+    each = weight_bytes(draft, target.config, rows, devices) - once + rows * context * draft_token_bytes
     if not any(path[0] == "head" for path in declared):
-        each += _nbytes(target.head.weight)
+        each += _nbytes(target.head.weight, devices)
     return {"target": verify, "draft": once + k * each}
 
 
-def _nbytes(variable: Any) -> int:
+def _nbytes(variable: Any, devices: int) -> float:
+    """Of a parameter, on each device."""
     value = variable.get_value()
-    return int(np.prod(value.shape)) * value.dtype.itemsize
+    split = any(axis in AXIS_RULES for axis in variable.get_metadata()["axes"])
+    return float(np.prod(value.shape)) * value.dtype.itemsize / (devices if split else 1)
 
 
-def _token_bytes(specs: Sequence[CacheSpec]) -> float:
-    return page_bytes(specs, PAGE_SIZE, {TENSOR_AXIS: 1}) / PAGE_SIZE
+def token_bytes(specs: Sequence[CacheSpec], devices: int = 1) -> float:
+    """Bytes of a token's KV in these caches, on each device."""
+    return page_bytes(specs, PAGE_SIZE, {TENSOR_AXIS: devices}) / PAGE_SIZE
 
 
 class Floor:
-    """The least bytes of a step and of a cycle of one target and draft, and the time of reading them.
+    """The least bytes of a step and of a cycle of one target and draft on each device, and the time of reading them.
 
     Attributes:
         kv_token, draft_token: bytes of a token's KV, of all the target's layers and of the draft's.
     """
 
-    def __init__(self, weights: Weights, bandwidth: float):
-        self._weights, self._bandwidth = weights, bandwidth
-        self.kv_token = _token_bytes(weights.model.cache_specs())
-        self.draft_token = _token_bytes([weights.draft[0].cache_spec] if weights.draft else [])
+    def __init__(self, weights: Weights, bandwidth: float, devices: int = 1):
+        self._weights, self._bandwidth, self._devices = weights, bandwidth, devices
+        self.kv_token = token_bytes(weights.model.cache_specs(), devices)
+        self.draft_token = token_bytes([weights.draft[0].cache_spec] if weights.draft else [], devices)
 
     def of_step(self, rows: int, context: float) -> Traffic:
-        return traffic(self._weights.model, rows, context)
+        return traffic(self._weights.model, rows, context, devices=self._devices)
 
     def of_cycle(self, rows: int, k: int, context: float) -> dict[str, float]:
         assert self._weights.draft is not None
-        return cycle_bytes(self._weights.model, self._weights.draft[0], rows, k, context, self.draft_token)
+        target, draft = self._weights.model, self._weights.draft[0]
+        return cycle_bytes(target, draft, rows, k, context, self.draft_token, self._devices)
 
     def seconds(self, size: float) -> float:
         return size / self._bandwidth

@@ -15,7 +15,9 @@ when executables take turns.
 - dispatch: time of `Runner.dispatch` while the device is busy with earlier steps.
 - prefill: prompt tokens a second until all of as many new requests have their first token.
 - kernels: of a step, and for each layer that it runs (a cycle's draft layer k times), from a trace on a GPU.
+- memory: bytes of weights, state and KV on each device, as declared (`bench plan` computes the same) and as they lie there.
 
+Random weights are drawn on the devices, each one's part there: nothing of them is on a disk or in the host's memory.
 With random weights hardly any draft is accepted. The times are those of steps, whether drafts are accepted or not.
 """
 
@@ -31,7 +33,8 @@ from jax.sharding import Mesh
 from bench.harness import models, record
 from bench.harness.arguments import numbers
 from bench.harness.ceilings import read_bandwidth
-from bench.harness.models import SHAPES, Weights, mesh_of_one
+from bench.harness.device_bytes import declared_bytes, held_bytes
+from bench.harness.models import SHAPES, Weights
 from bench.harness.timing import ms
 from bench.harness.trace import keep_graphs
 from bench.step.engines import build_engine, warm_up
@@ -43,7 +46,14 @@ from bench.step.report import print_tables
 from bench.step.sizes import Sizes, choose_sizes
 from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, np_dtype, resolve_dtype
-from jaxspec.models.params import count_parameters
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.state import state_shapes
+from jaxspec.errors import ConfigError
+from jaxspec.loading.engine import check_fp8_cache, check_fp8_kernels
+from jaxspec.loading.mesh import make_mesh
+from jaxspec.models.cache import cache_stored_as
+from jaxspec.models.params import count_parameters, schemes_of, with_shardings
+from pallas_kernels.backend import Backends
 
 # Below the number of steps (32) that jax lets a host run ahead of its device: past it, dispatch waits for the device.
 BURST = 24
@@ -73,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-budget", type=int, metavar="TOKENS", help="max_num_batched_tokens (default: 8192; CPU: 256)"
     )
     parser.add_argument("--layers", type=int, metavar="N", help="shrink a random model to N layers")
+    add_layout_arguments(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument(
         "--lean",
@@ -86,16 +97,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     record.add_arguments(parser)
 
 
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a random model's weights and KV are stored as, and over how many devices."""
+    parser.add_argument(
+        "--quantization", choices=["bf16", "fp8", "int4"], default="bf16", help="of a random model, as `jaxspec convert` has it"
+    )
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "bf16", "fp8"], default="auto", help="as `jaxspec serve` has it")
+    parser.add_argument(
+        "--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices that share the model (default: 1)"
+    )
+
+
 def load_weights(arguments: argparse.Namespace, mesh: Mesh, dtype: np.dtype) -> Weights:
-    if arguments.model not in SHAPES:
-        return models.load(arguments.model, mesh, dtype)
-    return models.draw(models.random_config(arguments.model, arguments.layers), mesh, dtype)
+    if arguments.model in SHAPES:
+        hf = models.random_config(arguments.model, arguments.layers)
+        stored: dict[str, Any] = {"quantization": arguments.quantization, "kv_cache_dtype": arguments.kv_cache_dtype}
+        weights = models.draw(hf, mesh, dtype, **stored)
+    elif arguments.quantization != "bf16":
+        raise ConfigError(
+            f"--quantization {arguments.quantization} is for random models: convert {arguments.model} with "
+            "jaxspec convert --quantization, and name the copy"
+        )
+    else:
+        weights = models.load(arguments.model, mesh, dtype)
+    modules: list[Any] = [weights.model, *(weights.draft[:1] if weights.draft else ())]
+    for module in modules:
+        cache_stored_as(module, arguments.kv_cache_dtype)
+    if arguments.kv_cache_dtype == "fp8":
+        check_fp8_cache(weights.model.cache_specs())
+        if jax.devices()[0].platform == "gpu":
+            check_fp8_kernels(modules, dtype.name, Backends())
+    return weights
 
 
 def run(arguments: argparse.Namespace) -> int:
     keep_graphs()
     gpu = jax.devices()[0].platform == "gpu"
-    mesh = mesh_of_one()
+    mesh = make_mesh(arguments.tensor_parallel_size)
     dtype = resolve_dtype(EngineConfig(dtype=arguments.dtype), on_gpu=gpu)
     bandwidth = read_bandwidth(gpu)
     print(f"{jax.devices()[0].device_kind}: reads {bandwidth / 1e12:.3f} TB/s (sum of a large array)", flush=True)
@@ -111,13 +149,16 @@ def run(arguments: argparse.Namespace) -> int:
         k: build_engine(weights, sizes, k, mesh, dtype=dtype, lean=arguments.lean) for k in sorted({0, sizes.tokens})
     }
     bucket_seconds = warm_up({kind(k): engine for k, engine in engines.items()})
+    kernels = {kind(k): {op: sorted(ran) for op, ran in engine.runner.kernels.items()} for k, engine in engines.items()}
+    check_quantised_kernels(weights, kernels, gpu=gpu)
+    memory = {kind(k): memory_figures(weights, engine, k, mesh) for k, engine in engines.items()}
     prefill = {k: {n: prefill_seconds(engine, n, sizes.context) for n in sizes.rows} for k, engine in engines.items()}
     loads = {
         k: Load(engine, sizes.rows[-1], sizes.context, depth=arguments.readout_depth) for k, engine in engines.items()
     }
     print(f"prefilled after {time.perf_counter() - began:.1f} s", flush=True)
 
-    floors = Floor(weights, bandwidth)
+    floors = Floor(weights, bandwidth, mesh.size)
     rows: list[dict[str, Any]] = []
     for n in sizes.rows:
         figures = {"rows": n} | _measure(loads[0], sizes, n, floors)
@@ -136,6 +177,11 @@ def run(arguments: argparse.Namespace) -> int:
         "layers": weights.model.config.num_layers,
         "parameters": count_parameters(weights.model),
         "dtype": dtype,
+        "quantization": arguments.quantization,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "tensor_parallel_size": mesh.size,
+        "memory_of_a_device": memory,
+        "implementations": kernels,
         "context": sizes.context,
         "drafted_tokens": sizes.tokens,
         "steps": sizes.steps,
@@ -169,6 +215,34 @@ def run(arguments: argparse.Namespace) -> int:
     save()
     print_tables(result)
     return 0
+
+
+def check_quantised_kernels(weights: Weights, kernels: dict[str, dict[str, list[str]]], *, gpu: bool) -> None:
+    """Raises:
+
+    ConfigError: on a GPU a step dequantises weights in plain XLA, which writes them out every time.
+    """
+    plain = {op for ran in kernels.values() for op in ("moe", "mlp") if "reference" in ran.get(op, ())}
+    if gpu and schemes_of(weights.model) and plain:
+        raise ConfigError(
+            f"no kernel here reads the quantised weights of {' and '.join(sorted(plain))}: use --quantization bf16"
+        )
+
+
+def memory_figures(weights: Weights, engine: Engine, k: int, mesh: Mesh) -> dict[str, int]:
+    """Bytes on each device, and the most that lie on one: of the weights that an engine's steps read, and of its state."""
+    drafts = [weights.draft] if weights.draft and k else []
+    modules: list[Any] = [weights.model, *(module for module, _ in drafts)]
+    arrays = jax.tree.leaves([weights.params, *(params for _, params in drafts)])
+    state = jax.tree.leaves(engine.runner.state)
+    return {
+        "weights_declared": sum(declared_bytes(with_shardings(module, mesh).values()) for module in modules),
+        "weights_held": max(held_bytes(arrays).values()),
+        "state_declared": declared_bytes(
+            jax.tree.leaves(state_shapes(weights.model, engine.settings, mesh, draft=drafts[0][0] if drafts else None))
+        ),
+        "state_held": max(held_bytes(state).values()),
+    }
 
 
 def kind(k: int) -> str:

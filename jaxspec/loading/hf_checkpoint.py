@@ -22,6 +22,7 @@ from jaxspec.loading.kept import codes_piece, factor_piece, kept_scheme, scale_p
 from jaxspec.loading.key_check import check
 from jaxspec.loading.parts import DRAFT, MTP, PartTargets, draft_part_of, parts_of
 from jaxspec.loading.quantisation_config import check_quantisation
+from jaxspec.loading.quantise import Quantization, scheme_for
 from jaxspec.loading.weight_reader import WeightReader
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
@@ -30,10 +31,7 @@ from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, Read, fill, with_st
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import Schemes, declarations
 from jaxspec.models.registry import family_of, read_config
-from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, Scheme
-
-# How weights are stored by `jaxspec convert`.
-Quantization = Literal["auto", "bf16", "fp8", "int4"]
+from pallas_kernels.quant.schemes import Scheme
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +167,8 @@ class HFCheckpoint:
             value, scheme = variable.get_value(), None
             metadata = variable.get_metadata()
             if self._quantization != "bf16" and metadata["quantisable"]:
-                wanted = {"fp8": FP8_BLOCK, "int4": INT4_G32 if "experts" in metadata["axes"] else None}
-                if (new := wanted.get(self._quantization)) and not self._any_quantised(pieces[path]):
+                new = scheme_for(self._quantization, metadata["axes"])
+                if new and not self._any_quantised(pieces[path]):
                     self.reader.quantise([piece.name for piece in pieces[path]], new)
                 scheme = kept_scheme(pieces[path], value.shape, self.reader.quantised)
             if scheme is None:

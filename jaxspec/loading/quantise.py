@@ -4,7 +4,9 @@ FP8: blocks of 128 x 128, scales that are powers of two, as DeepSeek-V3.1's (Dee
 groups of 32 inputs, scale bf16(largest / 7.5), as compressed-tensors' quantiser.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +14,21 @@ import numpy as np
 from jaxspec.loading.stored import ReadTensor, StoredWeight
 from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, Scheme
 
+# Of `jaxspec convert`: "auto" keeps what a checkpoint has.
+Quantization = Literal["auto", "bf16", "fp8", "int4"]
+
 _LARGEST = 448.0  # of e4m3; casts beyond it give NaN
+
+
+def scheme_for(quantization: Quantization, axes: Collection[str | None]) -> Scheme | None:
+    """What a weight that a model takes quantised is put into; None: it stays as it is.
+
+    Args:
+        axes: its logical axes. "int4" is for routed experts only, which is what Kimi-K2-Thinking and K2.5 have in it.
+    """
+    if quantization == "fp8":
+        return FP8_BLOCK
+    return INT4_G32 if quantization == "int4" and "experts" in axes else None
 
 
 @dataclass(frozen=True)
