@@ -87,9 +87,7 @@ def draw(
     with_draft: bool = True,
 ) -> Weights:
     """Random parameters of what `declare` gives, each device's part drawn on that device."""
-    model, nextn = declare(
-        hf, dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, with_draft=with_draft
-    )
+    model, nextn = declare(hf, dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype, with_draft=with_draft)
     return Weights(model, random_params(model, mesh), (nextn, random_params(nextn, mesh, 1)) if nextn else None)
 
 

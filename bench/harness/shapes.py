@@ -1,13 +1,15 @@
-"""Sizes of published models, some cut to fewer layers, and a tiny one.
+"""Sizes of published models, some cut to fewer layers, and tiny ones.
 
-Moonlight-16B-A3B, GLM-4.7-Flash, Qwen3-30B-A3B, GLM-4.5-Air, MiniMax-M2, gpt-oss-20b, DeepSeek-V3 and Kimi-K2 (its K2-Thinking and K2.5 have the same text model), from
+Moonlight-16B-A3B, GLM-4.7-Flash, Qwen3-30B-A3B, GLM-4.5-Air, MiniMax-M2, gpt-oss-20b, DeepSeek-V3 and Kimi-K2, from
 huggingface.co/{moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, Qwen/Qwen3-30B-A3B, zai-org/GLM-4.5-Air,
-MiniMaxAI/MiniMax-M2, openai/gpt-oss-20b, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-K2-Instruct}. Those of GLM, MiniMax and gpt-oss are the defaults of transformers' configuration
-classes (of gpt-oss with the layers and experts of the smaller model); tests/bench/test_shapes.py counts their parameters.
+MiniMaxAI/MiniMax-M2, openai/gpt-oss-20b, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-K2-Instruct}. Those of GLM, MiniMax and
+gpt-oss are the defaults of transformers' configuration classes (of gpt-oss with the layers and experts of the smaller
+model); tests/bench/test_shapes.py counts their parameters. Kimi-K2-Thinking and K2.5 have the text model of Kimi-K2.
+
 All widths are the published ones. So that random weights fit on one GPU with room for KV, GLM-4.7-Flash has 24 of 47
 layers, Qwen3 24 of 48, GLM-4.5-Air 7 of 46, MiniMax-M2 4 of 62 and gpt-oss 16 of 24. DeepSeek-V3 and Kimi-K2 are whole: they
-need several GPUs and quantised weights, or `--layers`. The toys have their structure at widths that a CPU runs, and that
-eight devices split between blocks of every scheme.
+need several GPUs and quantised weights, or `--layers`. The toys have their structure in widths for a CPU, which eight
+devices split between blocks of every scheme.
 """
 
 from typing import Any

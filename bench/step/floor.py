@@ -17,7 +17,6 @@ from jaxspec.models.draft import Draft
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import AXIS_RULES, TENSOR_AXIS, declarations
 
-
 # Tokens that are drawn to see how many experts the busiest device touches.
 _DRAWS = 4096
 
@@ -117,11 +116,14 @@ def cycle_bytes(
     return {"target": verify, "draft": once + k * each}
 
 
-def _nbytes(variable: Any, devices: int) -> float:
-    """Of a parameter, on each device."""
-    value = variable.get_value()
+def elements(variable: Any, devices: int) -> float:
+    """Of a declared parameter, on each device."""
     split = any(axis in AXIS_RULES for axis in variable.get_metadata()["axes"])
-    return float(np.prod(value.shape)) * value.dtype.itemsize / (devices if split else 1)
+    return float(np.prod(variable.get_value().shape)) / (devices if split else 1)
+
+
+def _nbytes(variable: Any, devices: int) -> float:
+    return elements(variable, devices) * variable.get_value().dtype.itemsize
 
 
 def token_bytes(specs: Sequence[CacheSpec], devices: int = 1) -> float:

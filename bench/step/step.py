@@ -100,11 +100,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """What a random model's weights and KV are stored as, and over how many devices."""
     parser.add_argument(
-        "--quantization", choices=["bf16", "fp8", "int4"], default="bf16", help="of a random model, as `jaxspec convert` has it"
+        "--quantization",
+        choices=["bf16", "fp8", "int4"],
+        default="bf16",
+        help="of a random model, as `jaxspec convert` has it",
     )
-    parser.add_argument("--kv-cache-dtype", choices=["auto", "bf16", "fp8"], default="auto", help="as `jaxspec serve` has it")
     parser.add_argument(
-        "--tensor-parallel-size", "-tp", type=int, default=1, metavar="N", help="devices that share the model (default: 1)"
+        "--kv-cache-dtype", choices=["auto", "bf16", "fp8"], default="auto", help="as `jaxspec serve` has it"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share the model (default: 1)",
     )
 
 

@@ -81,7 +81,20 @@ def test_steps_over_eight_devices(model, scheme, tmp_path):
     """The whole command in a process of its own: memory as declared, steps measured, nothing compiled after warm-up."""
     out = tmp_path / "step.json"
     options = ["--model", model, "--layers", "2", "--quantization", scheme, "--kv-cache-dtype", "fp8", "-tp", "8"]
-    options += ["--rows", "1", "--context", "70", "--steps", "4", "--loop", "4", "--tokens", "0", "--prefill-budget", "64"]
+    options += [
+        "--rows",
+        "1",
+        "--context",
+        "70",
+        "--steps",
+        "4",
+        "--loop",
+        "4",
+        "--tokens",
+        "0",
+        "--prefill-budget",
+        "64",
+    ]
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=8")
     subprocess.run(
         [sys.executable, "-m", "bench", "step", *options, "--out", str(out)],

@@ -40,6 +40,8 @@ PUBLISHED = {
     "minimax-m2": (62, 228.7), "gpt-oss-20b": (24, 20.91),
 }  # fmt: skip
 NEW = [name for name in PUBLISHED if name != "moonlight"]
+# Whole in SHAPES, too big for one GPU: 671 B in the paper of DeepSeek-V3 (arXiv 2412.19437), "1 T" on the card of Kimi-K2.
+WHOLE = {"deepseek-v3": 671.03, "kimi-k2": 1026.4}
 ROWS, DRAFTS = (1, 32, 128), 3
 
 
@@ -53,6 +55,11 @@ def test_widths_are_the_published_ones(name):
     layers, billions = PUBLISHED[name]
     assert count_parameters(target(name, layers)) / 1e9 == pytest.approx(billions, rel=2e-3)
     assert 20e9 < 2 * count_parameters(target(name)) < 40e9
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_models_have_their_published_parameters(name):
+    assert count_parameters(target(name)) / 1e9 == pytest.approx(WHOLE[name], rel=1e-4)
 
 
 def test_floor_of_sliding_windows():
