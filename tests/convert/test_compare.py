@@ -105,10 +105,11 @@ LAYER_IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_an_mtp_layer_is_compared_and_a_broken_weight_of_it_found(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("variant", ["v3-mtp", *(pytest.param(v, marks=pytest.mark.full) for v in ("v32", "glm-dsa"))])
+def test_an_mtp_layer_is_compared_and_a_broken_weight_of_it_found(variant, tmp_path, capsys, monkeypatch):
     """Beside PyTorch's run of the sound checkpoint: the text is the same, the drafts are not."""
     few_buckets(monkeypatch, decode=False)
-    folder = tiny_checkpoint("v3-mtp", tmp_path / "hf")
+    folder = tiny_checkpoint(variant, tmp_path / "hf")
     figures, drafts = tmp_path / "figures.json", ("--num-speculative-tokens", 3)
     code, out = compare(capsys, folder, "--reference", folder, *SIZES, *drafts, "--json", figures)
     assert (code, out.splitlines()[-1]) == (0, "PASS")

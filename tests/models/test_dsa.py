@@ -28,6 +28,7 @@ from jaxspec.models.registry import family_of, read_config
 from jaxspec.models.sparse_mla import SparseMLASpec, for_contexts
 from tests.caches import empty_cache, single_request
 from tests.convert.edits import edit_config, edit_tensors, tensors
+from tests.convert.quantised_checkpoints import quantise
 from tests.engine.scripted import numpy_params, one_device
 from tests.models.test_mtp import bound
 from tests.tiny_models import CONFIGS, tiny_checkpoint
@@ -175,6 +176,20 @@ def test_short_contexts_do_without_indexers(tmp_path, monkeypatch):
         with pytest.raises(InterruptedError):
             LLM(str(folders[1]), max_model_len=length)
     assert asked == [COUNT, COUNT + 1]
+
+
+@pytest.mark.torch
+def test_indexers_of_fp8_checkpoints(tmp_path):
+    """Published ones have codes and block scales for two of its matrices; whatever the scheme, they load as numbers."""
+    folder = tiny_checkpoint("v32", tmp_path / "hf", index_n_heads=9)  # codes that are no whole blocks
+    stored, plain = quantise(
+        folder, tmp_path, "deepseek", lambda name: name.endswith(("indexer.wq_b.weight", "wk.weight"))
+    )
+    for load in (load_params, load_nextn):
+        (_, got), (_, want) = (load(open_checkpoint(f), one_device(), "float32") for f in (stored, plain))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    for context in (None, COUNT):
+        load_params(open_checkpoint(stored), one_device(), "bfloat16", context=context)
 
 
 @pytest.mark.torch
