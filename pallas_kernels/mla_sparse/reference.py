@@ -44,7 +44,7 @@ def mla_sparse(
 
         most = (chosen_QK >= 0).sum(axis=1, dtype=jnp.int32).max()
         state = OnlineSoftmax.init(q_QHC.shape[:2], L)
-        return OnlineSoftmax.finish(lax.fori_loop(0, -(-most // size), block, state)).astype(q.dtype)
+        out_QHL = OnlineSoftmax.finish(lax.fori_loop(0, -(-most // size), block, state)).astype(q.dtype)
+        return jnp.einsum("qhl,hvl->qhv", out_QHL, w_uv)
 
-    out_THL = by_queries(attend, QUERIES, q, rows, chosen)
-    return jnp.einsum("thl,hvl->thv", out_THL, w_uv)
+    return by_queries(attend, QUERIES, q, rows, chosen)

@@ -113,3 +113,20 @@ def test_only_chosen_latents_are_read(stored):
         w = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-1e30))
         want = np.einsum("hl,hvl->hv", (w / np.maximum(w.sum(axis=1, keepdims=True), 1e-9)) @ keys[:, :L], w_uv)
         np.testing.assert_allclose(got[t], want, atol=1e-5)
+
+
+def test_memory_of_a_long_prompt():
+    """2048 tokens with a context of 163840, at DeepSeek-V3.2's sizes: no array has both in its size, or all chosen latents."""
+    T, S, struct = 2048, 163840, jax.ShapeDtypeStruct
+    tables, each = struct((4, S // 64), jnp.int32), struct((T,), jnp.int32)
+    q, keys = struct((T, 64, 128), jnp.bfloat16), struct((S // 64, 64, 128), jnp.bfloat16)
+    call = jax.jit(choose_keys, static_argnames="count")
+    compiled = call.lower(q, struct((T, 64), jnp.float32), keys, tables, each, each, count=2048).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < T * S // 2  # an eighth of the scores in float32
+
+    # In float32: on a CPU a whole bfloat16 cache would be turned into it first.
+    q, latent = struct((T, 16, 576), jnp.float32), struct((S // 64, 64, 576), jnp.float32)
+    chosen, w_uv = struct((T, 2048), jnp.int32), struct((16, 128, 512), jnp.float32)
+    call = jax.jit(mla_sparse, static_argnames="scale")
+    compiled = call.lower(q, latent, tables, each, chosen, w_uv, scale=0.1).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < T * 2048 * 576 // 8  # 1/32 of all chosen latents
