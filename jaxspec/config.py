@@ -60,7 +60,8 @@ class EngineConfig:
         "(default: 1 on a GPU, 0 on a CPU)",
     )
     enable_prefix_caching: bool | None = _option(
-        None, "share the KV pages of prompts that begin alike (default: on if the model keeps all its state in pages)"
+        None,
+        "share the KV pages of prompts that begin alike, and of recurrent layers the states after them (default: on)",
     )
     log_steps: str | None = _option(None, "file to which every step is written as a line of JSON, for `bench timeline`")
     num_gpu_blocks_override: int | None = _option(
@@ -308,6 +309,8 @@ class Settings:
         max_pages: pages that the longest request can hold: columns of the page table.
         mixed: prompt chunks and decode rows may share a step.
         readout_depth: most steps that may be unread when the next one is dispatched.
+        state_snapshots: states that are kept for later requests, of a model whose layers do not keep all in pages.
+        state_interval: prompts are cut at multiples of so many tokens to keep the state there.
     """
 
     max_model_len: int
@@ -324,6 +327,8 @@ class Settings:
     mixed: bool = True
     readout_depth: int = 0
     prefix_caching: bool = True
+    state_snapshots: int = 0
+    state_interval: int = 1024
     page_size: int = PAGE_SIZE
     attention_backend: str = "auto"
     moe_backend: str = "auto"
@@ -408,7 +413,8 @@ def resolve(
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
     _check_speculation(config, max_num_seqs, max_num_batched_tokens)
-    _check_caches(config, paged=paged, rejects=rejects)
+    _check_drafts(config, rejects=rejects)
+    prefix_caching = config.enable_prefix_caching is not False
     num_pages = _num_pages(config, max_num_seqs, max_model_len, page_bytes, free_bytes)
     return Settings(
         max_model_len=max_model_len,
@@ -423,7 +429,8 @@ def resolve(
         synthetic_acceptance_pattern=config.synthetic_acceptance_pattern,
         mixed=config.enable_mixed_batch,
         readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
-        prefix_caching=paged if config.enable_prefix_caching is None else config.enable_prefix_caching,
+        prefix_caching=prefix_caching,
+        state_snapshots=max_num_seqs if prefix_caching and not paged else 0,
         on_gpu=on_gpu,
         attention_backend=config.attention_backend,
         moe_backend=config.moe_backend,
@@ -457,13 +464,8 @@ def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_
         )
 
 
-def _check_caches(config: EngineConfig, *, paged: bool, rejects: bool) -> None:
+def _check_drafts(config: EngineConfig, *, rejects: bool) -> None:
     """Of a model that may keep state outside pages."""
-    if config.enable_prefix_caching and not paged:
-        raise ConfigError(
-            f"{flagged('enable_prefix_caching')}: this model keeps a state for each request that no page holds, so prompts "
-            "cannot share their beginnings; leave the option out"
-        )
     if config.num_speculative_tokens and not rejects:
         raise ConfigError(
             f"{flagged('num_speculative_tokens')} {config.num_speculative_tokens}: this model keeps a state for each "

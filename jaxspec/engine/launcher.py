@@ -18,6 +18,7 @@ from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.handoff import Forwarded
 from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.state import StepState
+from jaxspec.engine.state_copies import StateCopies
 from jaxspec.engine.step import StepArrays
 
 
@@ -25,12 +26,12 @@ class Kind(enum.IntEnum):
     """Of orders.
 
     STEP: of the bucket `which`, in the launcher's order, or one of the two parts of one: int32 [size of its layout].
-    MASKS, COUNTS: what `MaskUpload` and `CountUpload` take.
+    MASKS, COUNTS, STATES: what `MaskUpload`, `CountUpload` and `StateCopies` take.
     SCORE: of a chunk of `which` tokens: int32 [which], the ids that follow, see `jaxspec.engine.scoring`.
     PUT: the field `which` of the state: its values. Not between steps of requests: it waits.
     """
 
-    STEP, MASKS, COUNTS, SCORE, PUT = range(1, 6)
+    STEP, MASKS, COUNTS, SCORE, PUT, STATES = range(1, 7)
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,13 @@ class Launcher:
         replicated: NamedSharding,
         masks: MaskUpload,
         counts: CountUpload,
+        copies: StateCopies,
         send: Callable[[Order], None] | None = None,
     ):
         self._table = table
         self._places = {bucket: place for place, bucket in enumerate(table)}
         self._replicated = replicated
-        self._masks, self._counts = masks, counts
+        self._masks, self._counts, self._copies = masks, counts, copies
         self._handed: dict[Bucket, Forwarded] = {}  # of each split bucket, by its last run
         self.leaves: tuple[Any, ...] = ()
         self.state = state
@@ -100,6 +102,8 @@ class Launcher:
                 self.state = self.state._replace(masks=self._masks(self.state.masks, *order.arrays))
             case Kind.COUNTS:
                 self.state = self.state._replace(counts=self._counts(self.state.counts, *order.arrays))
+            case Kind.STATES:
+                self.state = self._copies(self.state, *order.arrays)
             case Kind.SCORE:
                 return self.scores[order.which](self.leaves, hidden, *order.arrays)
             case Kind.PUT:

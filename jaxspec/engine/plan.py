@@ -19,6 +19,8 @@ class PrefillRow:
         forced: the token to take instead of sampling one: a preempted request goes on with its own text.
         next_id: the token after the chunk where it is known (middle chunks), which drafts read; NO_ID otherwise.
         cached: how many tokens before the chunk no step has read, because the prefix cache had them, and penalties count.
+        restored: the slot of a kept state that the request goes on from; 0 for none. See `snapshots`.
+        kept: the slot for the state after the chunk; 0 for none.
     """
 
     request: Request
@@ -28,6 +30,8 @@ class PrefillRow:
     forced: int = NO_ID
     next_id: int = NO_ID
     cached: int = 0
+    restored: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True)

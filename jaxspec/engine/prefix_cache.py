@@ -6,6 +6,7 @@ A page is known by its own ids and, through its parent, by all ids before them: 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 # The parent of a page: the page before it, or for a first page the salt of the requests that may share it.
 Node = int | str
@@ -17,16 +18,28 @@ class _Entry:
     node: int  # never reused, so that no page is mistaken for the child of a page that has been overwritten
 
 
+class KeptStates(Protocol):
+    """Of which nodes a state is kept; see `snapshots.Snapshots`."""
+
+    def __contains__(self, node: Node) -> bool: ...
+
+    def drop(self, node: Node) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 class PrefixCache:
     """
     Args:
         page_size: ids a page.
         lookahead: how many ids after a page belong to its key: one with a draft, whose KV at a position depends on the
             id that follows.
+        states: of a model that needs more than pages to go on after them: pages are found up to one with a kept state.
     """
 
-    def __init__(self, page_size: int, *, lookahead: int):
+    def __init__(self, page_size: int, *, lookahead: int, states: KeptStates | None = None):
         self._page_size = page_size
+        self._states = states
         self._lookahead = lookahead
         self._entries: dict[tuple[Node, tuple[int, ...]], _Entry] = {}
         self._keys: dict[int, tuple[Node, tuple[int, ...]]] = {}  # of each page that is in the cache
@@ -39,13 +52,16 @@ class PrefixCache:
         """The pages that hold the beginning of `tokens`, at most `most`, and the parent of the next page."""
         pages: list[int] = []
         node: Node = salt
+        found, last = 0, node  # how many pages are of use, and the last one's node
         while len(pages) < most:
             entry = self._entries.get((node, self._ids(tokens, len(pages))))
             if entry is None:
                 break
             pages.append(entry.page)
             node = entry.node
-        return pages, node
+            if self._states is None or node in self._states:
+                found, last = len(pages), node
+        return pages[:found], last
 
     def publish(self, node: Node, tokens: Sequence[int], column: int, page: int) -> Node:
         """Page number `column` of a request now holds its final KV. Returns the parent of the request's next page.
@@ -70,11 +86,15 @@ class PrefixCache:
 
     def forget(self, page: int) -> None:
         """The page will be overwritten."""
-        del self._entries[self._keys.pop(page)]
+        entry = self._entries.pop(self._keys.pop(page))
+        if self._states is not None:
+            self._states.drop(entry.node)
 
     def clear(self) -> None:
         self._entries.clear()
         self._keys.clear()
+        if self._states is not None:
+            self._states.clear()
 
     def _ids(self, tokens: Sequence[int], column: int) -> tuple[int, ...]:
         first = column * self._page_size

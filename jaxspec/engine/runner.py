@@ -28,6 +28,7 @@ from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.scoring import following_ids, score, unpack, wants_scores
 from jaxspec.engine.state import StepState, compile_zeros, state_shapes
+from jaxspec.engine.state_copies import StateCopies
 from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, StepArrays, make_parts, make_step
 from jaxspec.engine.step_output import StepOutput
 from jaxspec.engine.warmup import Preparation, first_buckets
@@ -114,7 +115,8 @@ class Runner:
     ):
         assert settings.model_drafts == (draft is not None)
         specs = model.cache_specs()
-        assert all(spec.paged for spec in specs) or not settings.prefix_caching, "see `resolve`"
+        paged = all(spec.paged for spec in specs)
+        assert paged or settings.state_snapshots or not settings.prefix_caching, "see `resolve`"
         assert all(spec.rejects for spec in specs) or settings.window == 1, "see `resolve`"
         self.settings = settings
         self.window = settings.window
@@ -140,7 +142,9 @@ class Runner:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._upload = MaskUpload(shapes.masks)
         self._count = CountUpload(shapes.counts, settings.max_model_len)
-        self._launcher = Launcher(self.executables, zeros(), self._replicated, self._upload, self._count)
+        most = max(bucket.prefill_rows for bucket in self.buckets)
+        self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most)
+        self._launcher = Launcher(self.executables, zeros(), self._replicated, self._upload, self._count, self._copies)
         self.use_params((target, drafter))
         self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
         self._preparation = Preparation(self._load, self._make, self._save)
@@ -203,6 +207,8 @@ class Runner:
             masks=self._upload.warm_up(self.state.masks, self.store),
             counts=self._count.warm_up(self.state.counts, self.store),
         )
+        if self.settings.state_snapshots:
+            self.state = self._copies.warm_up(self.state, self.store)
         every = self.executables
         first = every if wait_for_all or not self.settings.on_gpu else first_buckets(self.buckets)
         rest = [bucket for bucket in every if bucket not in first]
@@ -297,13 +303,19 @@ class Runner:
             if row.cached:
                 for packed in self._count.packed(row):
                     self._launcher.launch(Order(Kind.COUNTS, 0, (packed,)))
+        self._copy_states([(row.restored, row.request.slot) for row in plan.prefill if row.restored])
         step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
+        self._copy_states([(row.request.slot, row.kept) for row in plan.prefill if row.kept])
         if scored:
             following = following_ids(plan.prefill, bucket.prefill_tokens)
             assert step.arrays.hidden is not None
             step.scores = self._score(bucket, step.arrays.hidden, following)
             step.scores.copy_to_host_async()
         self._queue.append(step)
+
+    def _copy_states(self, copies: list[tuple[int, int]]) -> None:
+        if copies:
+            self._launcher.launch(Order(Kind.STATES, 0, (self._copies.packed(copies),)))
 
     def choose(self) -> None:
         """Lets the rows of the split step choose and draft. All steps before it are read, and its masks are written."""

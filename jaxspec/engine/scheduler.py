@@ -21,6 +21,7 @@ from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, pages_needed
 from jaxspec.engine.prefix_cache import PrefixCache
 from jaxspec.engine.request import Request, RequestState
+from jaxspec.engine.snapshots import Snapshots, next_cut
 
 
 def reserved_slots(known: int, *, k: int = 0, verified: int = 0, unread_most: int = 0) -> int:
@@ -45,6 +46,7 @@ class Scheduler:
         running: requests with a slot, in state PREFILL or DECODE.
         control: chooses how many drafts each step has.
         admits: False from a preemption until a request ends, lest requests preempt each other in turn.
+        snapshots: kept states, of a model that needs them to share prefixes.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
     """
 
@@ -52,9 +54,13 @@ class Scheduler:
         self.settings = settings
         most = settings.num_speculative_tokens
         self.control = control or FixedDrafts(most)
-        self.cache = (
-            PrefixCache(settings.page_size, lookahead=int(settings.model_drafts)) if settings.prefix_caching else None
-        )
+        self.snapshots: Snapshots | None = None
+        if settings.prefix_caching and settings.state_snapshots:
+            self.snapshots = Snapshots(settings.max_slots, settings.state_snapshots)
+        self.cache: PrefixCache | None = None
+        if settings.prefix_caching:
+            lookahead = int(settings.model_drafts)
+            self.cache = PrefixCache(settings.page_size, lookahead=lookahead, states=self.snapshots)
         self.pages = PageAllocator(settings.num_pages, self.cache)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -152,6 +158,10 @@ class Scheduler:
         for column in range(request.published, final):
             request.node = self.cache.publish(request.node, request.tokens, column, request.pages[column])
             request.published = column + 1
+            state = request.taken_states.pop(request.published * self.settings.page_size, None)
+            if state is not None:
+                assert self.snapshots is not None
+                self.snapshots.keep(request.node, state)
 
     def finish(self, request: Request) -> None:
         """Ends a request in any state. Slot and pages come back once no unread step names them."""
@@ -242,20 +252,36 @@ class Scheduler:
         for request in [*started, *self.waiting]:
             if budget <= 0 or len(rows) == self._max_prefill_rows:
                 break
-            cached = 0
+            cached = restored = 0
             if request.state is RequestState.WAITING:
                 if not self._admit(request, found_pages):
                     break  # later ones wait too: a long prompt must not starve
                 found_pages -= request.published
                 cached = _counted_cached(request)
+                if self.snapshots is not None and request.published:
+                    restored = self.snapshots.find(request.node)
             start, target = request.computed, request.prefill_target
-            length = min(budget, target - start)
+            length, kept = self._cut(request, min(budget, target - start))
             final = start + length == target
             forced = request.tokens[-1] if final and request.resuming else NO_ID
             next_id = NO_ID if final else request.tokens[start + length]
-            rows.append(PrefillRow(request, start, length, final, forced, next_id, cached))
+            rows.append(PrefillRow(request, start, length, final, forced, next_id, cached, restored, kept))
             budget -= length
         return rows
+
+    def _cut(self, request: Request, length: int) -> tuple[int, int]:
+        """Of a chunk of at most `length` tokens: its length, and the slot for the state after it, or 0."""
+        if self.snapshots is None:
+            return length, 0
+        settings, start = self.settings, request.computed
+        cut = next_cut(start, request.prefill_target, page_size=settings.page_size, interval=settings.state_interval)
+        if cut is None or start + length < cut:
+            return length, 0
+        slot = self.snapshots.take()
+        if slot is None:
+            return length, 0
+        request.taken_states[cut] = slot
+        return cut - start, slot
 
     def _admit(self, request: Request, found_pages: int) -> bool:
         """Gives a waiting request a slot and the pages of all its known tokens. False: it has to wait.
@@ -326,6 +352,10 @@ class Scheduler:
         if request.slot:
             self._free_slots.append(request.slot)
             self.pages.free(request.pages)
+        if self.snapshots is not None:
+            for state in request.taken_states.values():
+                self.snapshots.give_back(state)
+            request.taken_states.clear()
         request.slot, request.pages, request.sent_pages, request.computed, request.published = 0, [], 0, 0, 0
         request.needs_reset, request.held_drafts = True, 0
 

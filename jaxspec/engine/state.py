@@ -89,6 +89,7 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
             num_slots=settings.max_slots,
             window=settings.window,
             mesh=mesh,
+            snapshots=settings.state_snapshots,
         )
 
     S = settings.max_slots

@@ -28,8 +28,9 @@ class CacheArray:
     Attributes:
         name: what it holds, for people.
         per: "token": paged, [num_pages, page_size, *shape]; "slot": a state of fixed size for each request,
-            [num_slots, versions, *shape]; "window": of each token of a slot's newest decode window, [num_slots, n, *shape].
-            With it the next step can bring the state up to the tokens that were accepted: a rejected one is never in it.
+            [num_slots + snapshots, versions, *shape], where kept states of requests' beginnings lie after those of slots;
+            "window": of each token of a slot's newest decode window, [num_slots, n, *shape]. With it the next step can
+            bring the state up to the tokens that were accepted: a rejected one is never in it.
         shape: of the values of one token or one state; `axes` are its logical axes, as for parameters.
         versions: states kept for a slot.
     """
@@ -86,13 +87,13 @@ class CacheSpec:
         return self.paged or any(array.per == "window" for array in self.arrays)
 
     def shapes(
-        self, *, num_pages: int, page_size: int, num_slots: int, window: int, mesh: Mesh
+        self, *, num_pages: int, page_size: int, num_slots: int, window: int, mesh: Mesh, snapshots: int = 0
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes, dtypes and shardings of its arrays, with decode windows of at most `window` tokens."""
         leading_dims = {"token": (num_pages, page_size), "window": (num_slots, window)}
 
         def shape(array: CacheArray) -> jax.ShapeDtypeStruct:
-            leading = leading_dims.get(array.per, (num_slots, array.versions))
+            leading = leading_dims.get(array.per, (num_slots + snapshots, array.versions))
             sharding = NamedSharding(mesh, partition_spec((None, None, *array.axes)))
             return jax.ShapeDtypeStruct((*leading, *array.shape), array.dtype, sharding=sharding)
 

@@ -67,6 +67,8 @@ class MockRunner:
         self.seeds = [0] * S
         self.stop_ids: list[set[int]] = [set()] * S
         self.counted: list[list[int]] = [[] for _ in range(S)]  # positions, in the order in which they were
+        # What a recurrent layer would have read, the kept states after those of slots.
+        self.states: list[list[int]] = [[JUNK] for _ in range(S + settings.state_snapshots)]
 
     @property
     def in_flight(self) -> int:
@@ -117,6 +119,9 @@ class MockRunner:
             if slot:
                 self.page_table[slot, column] = page
         self._check(plan)
+        for row in plan.prefill:
+            if row.restored:
+                self.states[row.request.slot] = list(self.states[row.restored])
         self.touched = {}
         rows: list[tuple[list[int], int]] = []  # emitted ids, accepted drafts
         offset = 0
@@ -128,6 +133,10 @@ class MockRunner:
             if not self.done[slot]:
                 assert verified == min(self.drafts, self.held[slot], self.num_drafts[slot])
             rows.append(self._decode(slot))
+        for row in plan.prefill:
+            if row.kept:
+                assert not row.final, "what comes after the prompt would be in it"
+                self.states[row.kept] = list(self.states[row.request.slot])
         slots = [r.slot for r in plan.requests]
         nan = np.array([r.id == self.nan_in for r in plan.requests])
         ids = np.full((len(rows), self.drafts + 1), JUNK)
@@ -157,6 +166,7 @@ class MockRunner:
         for position, (token, after) in enumerate(zip(chunk, following, strict=True), start):
             self._write(slot, position, token, after)
         self.seq_len[slot] = start + len(chunk)
+        self.states[slot] = [*(self.states[slot] if start else []), *chunk.tolist()]
         self._count(slot, start, len(chunk))
         if not final:
             assert next_id >= 0, "a middle chunk must know the token that follows"
@@ -187,6 +197,7 @@ class MockRunner:
         for _ in range(accepted + 1):
             token, position = self.last_token[slot], self.seq_len[slot]
             self._write(slot, position, token, JUNK)
+            self.states[slot].append(int(token))
             self.seq_len[slot] += 1
             self.last_token[slot] = self._sample(slot)
             self._count(slot, self.seq_len[slot], 1)
@@ -254,6 +265,8 @@ class MockRunner:
         positions = np.arange(length)
         places = self.page_table[slot, positions // size], positions % size
         tokens = self.memory[places].tolist()
+        if self.settings.state_snapshots or not self.settings.prefix_caching:
+            assert self.states[slot] == tokens, "the state is not the request's"
         if self.settings.num_speculative_tokens:
             assert self.draft_memory[places].tolist()[:-1] == tokens[1:], "the draft's memory is not the request's"
         return next_token(tokens, self.seeds[slot], self.vocab)

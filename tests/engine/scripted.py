@@ -89,9 +89,10 @@ def target_params(variant: str) -> dict:
     return numpy_params(CausalLM(tiny_config(variant), jnp.float32), 3)
 
 
-def all_paged(model: CausalLM) -> bool:
-    """Whether its requests can share prefixes."""
-    return all(spec.paged for spec in model.cache_specs())
+def with_caches_of(model: CausalLM, settings: Settings) -> Settings:
+    """Settings of engines over a model. Where it has states there is room for some, and prefixes are shared on request."""
+    paged = all(spec.paged for spec in model.cache_specs())
+    return settings if paged else dataclasses.replace(settings, prefix_caching=False, state_snapshots=4)
 
 
 def _runner(
@@ -104,7 +105,7 @@ def _runner(
     **options: Any,
 ) -> Runner:
     model = CausalLM(tiny_config(variant), jnp.float32)
-    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, prefix_caching=all_paged(model))
+    settings = with_caches_of(model, dataclasses.replace(SETTINGS, num_speculative_tokens=k))
     buckets = None if every_bucket else one_bucket(settings, sampler)
     return warmed(
         Runner(
@@ -191,9 +192,7 @@ def lookup_runner(k: int, *, model: bool = False, full: bool = False) -> Runner:
 def changing_runner(k: int, draft: str = "pattern", variant: str = "tiny", *, sampler: Variant = "lean") -> Runner:
     """A bucket that holds every plan for each number of drafts that an adaptive engine knows: none, one and k."""
     model = CausalLM(tiny_config(variant), jnp.float32)
-    settings = dataclasses.replace(
-        SETTINGS, num_speculative_tokens=k, adaptive_drafts=True, prefix_caching=all_paged(model)
-    )
+    settings = with_caches_of(model, dataclasses.replace(SETTINGS, num_speculative_tokens=k, adaptive_drafts=True))
     buckets = tuple(dataclasses.replace(b, variant=sampler) for b in bucket_table(settings) if b.prefill_tokens)
     drafts = tiny_draft(draft, variant)
     return warmed(Runner(model, target_params(variant), settings, one_device(), draft=drafts, buckets=buckets))

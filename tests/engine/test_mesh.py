@@ -42,7 +42,7 @@ from pallas_kernels.moe import reference
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.schemes import SCHEMES
 from tests.engine.grammar_requests import grammar_requests
-from tests.engine.scripted import all_paged, numpy_params, one_bucket, warmed
+from tests.engine.scripted import numpy_params, one_bucket, warmed, with_caches_of
 from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, cached, run
 from tests.tiny_models import CONFIGS, TWINS, VARIANTS
 
@@ -149,8 +149,9 @@ def served(case: Case, devices: int) -> tuple[Runner, dict[str, list[int]], list
         cache_stored_as(module, case.cache)
     k = 2 if case.draft or case.lookup else 0
     depth = 1 if case.split else SETTINGS.readout_depth
-    options = {"lookup": case.lookup, "readout_depth": depth, "prefix_caching": all_paged(model)}
-    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, **options)
+    options = {"num_speculative_tokens": k, "lookup": case.lookup, "readout_depth": depth}
+    # With prefixes shared, kept states among them.
+    settings = dataclasses.replace(with_caches_of(model, SETTINGS), **options, prefix_caching=True)
     buckets = one_bucket(settings, case.sampler)
     split = tuple(b for b in bucket_table(settings) if not b.prefill_tokens)[-1:] if case.split else ()
     drafting = (draft, params_of(draft, 2, mesh)) if draft else None

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from jaxspec import LLM, EngineConfig, SamplingParams
 from jaxspec.engine.draft_control import FixedDrafts
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.request import Request
 from jaxspec.errors import ConfigError
 from jaxspec.loading.engine import check_recurrent_kernels
 from jaxspec.models.cache import page_bytes, slot_bytes
@@ -88,6 +89,30 @@ OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128
 PROMPTS = [[7, 8, 9, 10] * 5 + [i] for i in range(3)] + [[11, 12, 13]]
 
 
+@pytest.mark.slow
+def test_prefix_hit_after_rejected_drafts():
+    """The same prompts again and again, beside drafts that are accepted and rejected, in few pages and few kept states."""
+    ids, logprobs, texts = plain_run(VARIANT)
+    vocab = tiny_config(VARIANT).vocab_size
+    runner, windows = changing_runner(K, "pattern", VARIANT), Windows()
+    for depth, pages in ((0, None), (2, 12)):
+        with options(runner, readout_depth=depth, prefix_caching=True), with_pattern(runner, texts, seed=1):
+            fill_cache(runner, np.nan)
+            engine = Engine(runner, vocab_size=vocab, control=Cycling((K, K, 1)), observer=windows)
+            if pages:
+                engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - pages)
+            for _ in range(3):
+                before = engine.stats().prefix_cache_hits
+                assert_equal_runs(run(engine, greedy_requests(vocab)), (ids, logprobs))
+            assert engine.stats().prefix_cache_hits > before
+            turns = [Request(f"turn {i}", text[:-9], GREEDY) for i, text in enumerate(texts) if len(text) > 80]
+            answers, _, _ = run(engine, turns)
+            for turn in turns:
+                assert answers[turn.id][:9] == texts[int(turn.id.split()[1])][-9:]
+    assert set(windows.accepted) == set(range(K + 1))
+    assert engine.stats().num_preemptions > 0
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The tiny variant in a Hugging Face folder, its NextN layer included."""
@@ -124,13 +149,14 @@ def test_drafts_from_a_folder(folder, plain, method, monkeypatch):
     for llm, window in ((plain, 1), (drafting, K + 1)):
         state = slot_bytes(model.cache_specs(), window, {"tensor": 1})
         assert llm.describe()["State bytes per request"] == state
+    # Again, from kept states.
+    hits = drafting.engine.stats().prefix_cache_hits
+    long = [PROMPTS[0] * 4]
+    first, second = (drafting.generate(long, GREEDY)[0] for _ in range(2))
+    assert first.ids == second.ids == plain.generate(long, GREEDY)[0].ids
+    assert drafting.engine.stats().prefix_cache_hits == hits + 64
     # One layer in three has pages; the NextN layer too.
     assert plain.describe()["KV cache bytes per token"] == page_bytes(model.cache_specs(), 1, {"tensor": 1})
-
-
-def test_prompts_cannot_share_their_beginnings(folder):
-    with pytest.raises(ConfigError, match=r"enable_prefix_caching .*: this model keeps a state for each request"):
-        LLM(folder, enable_prefix_caching=True)
 
 
 def test_gpus_have_no_kernels_for_them():

@@ -151,6 +151,11 @@ class Watch:
         free = allocator.free_pages
         assert len(set(free)) == len(free) == allocator.usable - len(held)
         assert not set(free) & set(held)
+        if snapshots := self.scheduler.snapshots:
+            taken = [slot for request in self.live for slot in request.taken_states.values()]
+            slots = [*taken, *snapshots.free, *snapshots.kept]
+            first = self.engine.settings.max_slots
+            assert sorted(slots) == list(range(first, first + self.engine.settings.state_snapshots))
         assert self.engine.runner.in_flight <= self.engine.settings.readout_depth
 
 
@@ -165,6 +170,7 @@ def check_schedule(seed: int) -> collections.Counter:
         max_num_batched_tokens=max_num_seqs * (k + 1) + rng.choice([0, 1, 7, 40]), num_pages=rng.choice([13, 14, 16, 20, 49]),
         mixed=rng.random() < 0.7, readout_depth=rng.randint(0, 3), prefix_caching=rng.random() < 0.7,
         adaptive_drafts=k > 0 and rng.random() < 0.6, on_gpu=rng.random() < 0.5,  # there the table has gaps
+        state_snapshots=rng.choice([0, 0, 1, 3, 8]), state_interval=rng.choice([PAGE, 3 * PAGE, CONTEXT]),
     )  # fmt: skip
     engine = make_engine(settings, eos_token_ids=(EOS,), control=AnyDrafts(seed))
     if rng.random() < 0.7:
@@ -192,11 +198,13 @@ def check_schedule(seed: int) -> collections.Counter:
     stats = engine.stats()
     assert stats.kv_cache_usage == 0, "pages leaked"
     assert engine.scheduler.num_free_slots == max_num_seqs
+    assert not any(r.taken_states for r in requests)
     assert not any((r.unread_steps, r.unread_least, r.unread_most) != (0, 0, 0) for r in requests)
     happened = collections.Counter(
         preempted=stats.num_preemptions, hits=stats.prefix_cache_hits,
         late=watch.most_unread, aborted=sum(r is FinishReason.ABORT for r in ends.values()),
     )  # fmt: skip
+    happened["restored"] = sum(row.restored > 0 for plan in engine.runner.plans for row in plan.prefill)
     if not settings.mixed:
         happened["separate"] += 1
     happened["split"] += sum(plan.split for plan in engine.runner.plans)
@@ -209,6 +217,7 @@ def check_schedules(seeds) -> None:
     count = len(seeds)
     assert total["preempted"] > count / 5
     assert total["hits"] > count
+    assert total["restored"] > count / 5
     assert total["late"] > count / 2
     assert total["separate"] > count / 5
     assert total["aborted"] > count / 10
