@@ -412,8 +412,7 @@ def resolve(
     max_model_len = context_length(config, model_max_position=model_max_position, index_topk=index_topk, on_gpu=on_gpu)
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
-    _check_speculation(config, max_num_seqs, max_num_batched_tokens)
-    _check_drafts(config, rejects=rejects)
+    _check_speculation(config, max_num_seqs, max_num_batched_tokens, rejects=rejects)
     prefix_caching = config.enable_prefix_caching is not False
     num_pages = _num_pages(config, max_num_seqs, max_model_len, page_bytes, free_bytes)
     return Settings(
@@ -437,7 +436,12 @@ def resolve(
     )
 
 
-def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int, *, rejects: bool) -> None:
+    if config.num_speculative_tokens and not rejects:
+        raise ConfigError(
+            f"{flagged('num_speculative_tokens')} {config.num_speculative_tokens}: this model keeps a state for each "
+            "request that cannot go back after a rejected draft; use 0"
+        )
     window = (config.num_speculative_tokens or 0) + 1
     if max_num_batched_tokens < max_num_seqs * window:
         raise ConfigError(
@@ -461,15 +465,6 @@ def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_
             f"target's own token), got {synthetic:g}"
             if window > 1
             else f"{flagged('synthetic_acceptance_length')} needs speculation: num_speculative_tokens of at least 1"
-        )
-
-
-def _check_drafts(config: EngineConfig, *, rejects: bool) -> None:
-    """Of a model that may keep state outside pages."""
-    if config.num_speculative_tokens and not rejects:
-        raise ConfigError(
-            f"{flagged('num_speculative_tokens')} {config.num_speculative_tokens}: this model keeps a state for each "
-            "request that cannot go back after a rejected draft; use 0"
         )
 
 
