@@ -24,6 +24,7 @@ ROOMS = {
         "sampling": "steps in which every row has top_p, penalties, alternatives ..., over greedy ones",
         "grammar": "steps of which half the rows have a grammar, over those of the same batch without, by kind of row",
         "adaptive": "throughput of drafting that follows the load, beside no drafts and fixed numbers of them",
+        "plan": "bytes and expected steps of DeepSeek-V3 and Kimi-K2 on 1 to 8 H200s, computed and not measured",
         "timeline": "a step log (jaxspec serve --log-steps FILE) as an SVG picture, with a summary",
     },
     "serving": {

@@ -1,7 +1,7 @@
 """The least bytes that each device has to read in a decode step or a speculative cycle: the floor of its time."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from jaxspec.models.draft import Draft
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import AXIS_RULES, TENSOR_AXIS, declarations
 
+# What `declarations` gives.
+Declarations = Mapping[tuple[str | int, ...], nnx.Variable]
 # Tokens that are drawn to see how many experts the busiest device touches.
 _DRAWS = 4096
 
@@ -81,16 +83,18 @@ def touched_share(moe: MoESpec, tokens: int, devices: int = 1) -> float:
 
 def weight_bytes(module: Any, config: ModelConfig, tokens: int, devices: int = 1) -> float:
     """Bytes of a module's weights that each device reads in a pass over `tokens` tokens."""
-    return float(sum(read_bytes(module, config, tokens, devices).values()))
+    return float(sum(read_bytes(declarations(module), config, tokens, devices).values()))
 
 
-def read_bytes(module: Any, config: ModelConfig, tokens: int, devices: int = 1) -> dict[tuple[str | int, ...], float]:
-    """The same by the weights' paths.
+def read_bytes(
+    declared: Declarations, config: ModelConfig, tokens: int, devices: int = 1
+) -> dict[tuple[str | int, ...], float]:
+    """The same of the weights that a module declares, by their paths.
 
     Each weight counts once; of the embedding only the tokens' rows count, of the routed experts those that are touched.
     """
     moe, found = routed_experts(config), {}
-    for path, variable in declarations(module).items():
+    for path, variable in declared.items():
         size = _nbytes(variable, devices)
         if moe and "experts" in variable.get_metadata()["axes"]:
             size *= touched_share(moe, tokens, devices)

@@ -13,6 +13,7 @@ import pytest
 from bench.__main__ import main
 from bench.harness.device_bytes import held_bytes
 from bench.harness.models import declare, draw, random_config
+from bench.step import predict
 from bench.step.engines import build_engine
 from bench.step.sizes import Sizes
 from bench.step.step import memory_figures
@@ -51,7 +52,7 @@ def test_declarations_are_what_convert_would_keep(scheme, owners):
     ],
 )
 def test_live_arrays_are_the_declared_bytes(model, scheme, cache):
-    """Random weights and an engine's state over several devices, before it compiles a step."""
+    """Random weights and an engine's state over several devices, before it compiles a step: also what `bench plan` says."""
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     mesh = make_mesh(DEVICES)
@@ -65,6 +66,10 @@ def test_live_arrays_are_the_declared_bytes(model, scheme, cache):
     assert set(live) == set(mesh.devices.flat)
     for name in ("weights", "state"):
         assert figures[f"{name}_held"] == pytest.approx(figures[f"{name}_declared"], rel=WITHIN)
+    said = predict.memory(weights.model, weights.draft[0] if k else None, devices=DEVICES, max_num_seqs=SIZES.rows[-1])
+    assert said.weights == pytest.approx(figures["weights_held"], rel=WITHIN)
+    pages = said.kv_token * engine.settings.num_pages * engine.settings.page_size
+    assert said.state + pages == pytest.approx(figures["state_held"], rel=WITHIN)
     for held in live.values():
         assert held == pytest.approx(figures["weights_declared"] + figures["state_declared"], rel=WITHIN)
 

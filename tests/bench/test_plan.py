@@ -1,0 +1,120 @@
+"""`bench plan`: what it says of one GPU is what was measured there, and its tables are those of the documentation."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.harness.models import declare, random_config
+from bench.harness.record import RESULTS
+from bench.step import predict
+from bench.step.floor import routed_experts, touched_share
+from bench.step.plan import CASES, CONTEXT, DEVICES, ROWS, Case, figures, memory_table, parts_table, step_table, tables
+from jaxspec.models.moe import MoESpec
+from jaxspec.models.registry import read_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
+
+
+def test_tables_of_the_documentation():
+    """The lines of one case; all of them with `-m full`."""
+    found = figures(Case("kimi-k2", "int4"), DEVICES, ROWS, CONTEXT)
+    text = PAGE.read_text(encoding="utf-8")
+    for table in (memory_table(found), step_table(found, CONTEXT), parts_table(found[-1:])):
+        header, *lines = table.splitlines()
+        assert header in text
+        for line in lines[1:]:
+            assert f"\n{line}\n" in text
+
+
+@pytest.mark.full
+def test_all_tables_of_the_documentation():
+    text = PAGE.read_text(encoding="utf-8")
+    for table in tables(CASES, DEVICES, ROWS, CONTEXT):
+        assert f"\n{table}\n" in text
+
+
+def test_steps_of_one_gpu_are_the_measured_ones():
+    """The Moonlight shape in bfloat16, at the row counts of the record."""
+    measured = {
+        row["rows"]: row["step_ms"] for row in json.loads((RESULTS / "step_vllm_h200.json").read_text())["rows"]
+    }
+    model, _ = declare(random_config("moonlight"), np.dtype(jnp.bfloat16))
+    for rows, step in predict.steps(model, measured, CONTEXT, 1).items():
+        assert 1e3 * step.seconds == pytest.approx(measured[rows], rel=0.03)
+        assert step.sums == 0
+
+
+def test_sums_and_parts_over_devices():
+    """More devices read less, tell each other more, and launch as much."""
+    model, _ = declare(random_config("moonlight"), np.dtype(jnp.bfloat16))
+    one, two, four = (predict.steps(model, [32], CONTEXT, n)[32] for n in (1, 2, 4))
+    assert one.products > two.products > four.products > one.products / 4
+    assert one.sums < two.sums < four.sums
+    assert one.rest == two.rest == four.rest
+    # One latent serves all heads.
+    assert one.attention == two.attention == four.attention
+
+
+def moe_of(name: str) -> MoESpec:
+    moe = routed_experts(read_config(random_config(name)))
+    assert moe is not None
+    return moe
+
+
+def test_the_busiest_of_two_devices():
+    """Of one token's experts the busier one has the mean of max(x, k - x), x hypergeometric."""
+    moe = moe_of("moonlight")
+    E, k, half = moe.num_experts, moe.top_k, moe.num_experts // 2
+    exact = sum(max(x, k - x) * math.comb(half, x) * math.comb(half, k - x) for x in range(k + 1)) / math.comb(E, k)
+    assert touched_share(moe, 1, 2) * half == pytest.approx(exact, rel=0.01)
+
+
+def test_the_busiest_of_several_devices():
+    """It has at least the mean; groups put a token's experts closer together; many tokens reach all."""
+    grouped = moe_of("deepseek-v3")
+    free = dataclasses.replace(grouped, num_groups=1, top_groups=1)
+    for tokens in (1, 32):
+        shares = [touched_share(free, tokens, n) for n in (1, 2, 8)]
+        assert shares == sorted(shares)
+        assert touched_share(grouped, tokens, 8) > shares[-1]
+    assert touched_share(grouped, 4096, 8) == 1
+
+
+def test_layers_that_fit_fit():
+    """With one more there is no room."""
+    case, tokens = Case("deepseek-v3", "int4"), 128 * CONTEXT
+    (found,) = figures(case, (1,), ROWS, CONTEXT)
+    few, more = (
+        predict.memory(*case.declare(n), devices=1, max_num_seqs=ROWS[-1]) for n in (found.layers, found.layers + 1)
+    )
+    assert few.kv_tokens >= tokens > more.kv_tokens
+    assert 2 < found.layers < 61
+
+
+def test_plan_of_one_model(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    words = ["plan", "--model", "moonlight", "--kv-cache-dtype", "fp8", "--rows", "1,32", "--out", str(out)]
+    assert main([*words, "--tensor-parallel-size", "1,2"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["tensor_parallel_size"] for row in rows] == [1, 2]
+    assert rows[0]["weight_bytes"] > rows[1]["weight_bytes"] > rows[0]["weight_bytes"] / 2
+    assert rows[0]["kv_bytes_per_token"] == rows[1]["kv_bytes_per_token"] == 656 * 28
+    assert "| moonlight, bf16, FP8 latents | 2 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "moonlight", "--tensor-parallel-size", "3"], "tensor parallel size 3 does not divide"),
+        (["--model", "qwen3-30b-a3b", "--kv-cache-dtype", "fp8"], "has grouped-query attention"),
+    ],
+)
+def test_plans_that_no_engine_has_are_refused(options, message, capsys):
+    assert main(["plan", *options]) == 1
+    assert message in capsys.readouterr().err
