@@ -63,8 +63,8 @@ def mesh_of(devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:devices]), (TENSOR_AXIS,))
 
 
-def nextn() -> Draft:
-    return NextN(read_config(HF_CONFIG), jnp.float32)
+def nextn(config: str | None = None) -> Draft:
+    return NextN(read_config(CONFIGS[config] if config else HF_CONFIG), jnp.float32)
 
 
 def eagle3(*, own: bool) -> Draft:
@@ -185,6 +185,7 @@ CASES = {
     "llama, eagle3 with its own head": Case("tiny-llama", functools.partial(eagle3, own=True)),
     "mla, reduced nextn": Case(draft=reduced),
     "mla, nextn, latents in FP8": Case(draft=nextn, cache="fp8"),
+    "sparse mla, nextn": Case("glm-dsa", functools.partial(nextn, "glm-dsa")),
     "mla, looked up": Case(lookup=Lookup(1, 4)),
     "llama, looked up beside eagle3": Case(
         "tiny-llama", functools.partial(eagle3, own=False), Lookup(1, 4, beside_model=True)

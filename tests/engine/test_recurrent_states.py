@@ -119,13 +119,13 @@ def folder(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("hybrid"))
 
 
-def write_folder(path):
+def write_folder(path, variant=VARIANT):
     rng = np.random.default_rng(0)
-    config = read_config(CONFIGS[VARIANT])
+    config = read_config(CONFIGS[variant])
     family = family_of(config)
     pieces = [p for keys in (family.key_map(config), family.nextn_key_map(config)) for ps in keys.values() for p in ps]
     tensors = {p.name: rng.standard_normal(p.shape).astype(np.float32) * p.shape[-1] ** -0.5 for p in pieces}
-    (path / "config.json").write_text(json.dumps(CONFIGS[VARIANT] | {"torch_dtype": "float32"}))
+    (path / "config.json").write_text(json.dumps(CONFIGS[variant] | {"torch_dtype": "float32"}))
     save_file(tensors, path / "model.safetensors")
     return str(path)
 

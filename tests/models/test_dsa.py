@@ -35,6 +35,7 @@ from tests.tiny_models import CONFIGS, tiny_checkpoint
 
 VARIANTS = ("glm-dsa", pytest.param("v32", marks=pytest.mark.full))
 COUNT = 16
+DTYPES, LARGEST = ("float32", "bfloat16"), {"float32": 1e-4, "bfloat16": 0.05}
 PAGE, T = 8, 24
 
 
@@ -68,13 +69,16 @@ def test_dsa_short_equals_dense(variant):
     assert (np.abs(got - want)[0, COUNT:].max(axis=1) > 1e-2).all()
 
 
-def test_index_keys_have_every_writer():
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [("auto", "float32"), *(pytest.param("fp8", d, marks=pytest.mark.full) for d in DTYPES)]
+)
+def test_index_keys_have_every_writer(stored, dtype):
     """A draft that attends for live tokens only, or for none, leaves the cache of one that attends for all."""
-    config = read_config(CONFIGS["glm-dsa"])
-    draft = NextN(config, jnp.float32)
+    config, dtype = read_config(CONFIGS["glm-dsa"]), np.dtype(jnp.dtype(dtype))
+    draft = cache_stored_as(NextN(config, dtype), stored)
     draft = bound(draft, numpy_params(draft, 1))
     rng = np.random.default_rng(0)
-    embedded, hidden = (jnp.asarray(rng.standard_normal((T, 64)), jnp.float32) for _ in range(2))
+    embedded, hidden = (jnp.asarray(rng.standard_normal((T, 64)), dtype) for _ in range(2))
     meta = single_request(0, T, pages=3, page_size=PAGE, prefill=True)
     live = LiveRows(jnp.asarray([T - 1, 9]), jnp.repeat(meta.prefill_tables, 2, axis=0), jnp.asarray([T, 10]))
 
@@ -85,12 +89,18 @@ def test_index_keys_have_every_writer():
         return whole, written, caught_up, draft.write_keys(embedded, hidden, cache, meta)
 
     whole, written, (rows, after), keys = run(embedded, hidden, empty_cache(draft.cache_spec, 4, PAGE))
-    np.testing.assert_allclose(rows, whole[live.tokens], atol=1e-4)
-    assert [array.shape[-1] for array in written] == [48, 32]  # a latent with its key, and an index key
-    for a, b, c in zip(written, after, keys, strict=True):
+    assert rows.dtype == dtype
+    np.testing.assert_allclose(
+        *(np.asarray(x, np.float32) for x in (rows, whole[live.tokens])), atol=LARGEST[dtype.name]
+    )
+    # A latent with its key, or codes, scales and keys of latents; and an index key.
+    assert [array.shape[-1] for array in written] == ([48, 32] if stored == "auto" else [32, 1, 16, 32])
+    assert written[-1].dtype == dtype
+    for arrays in zip(written, after, keys, strict=True):
+        a, b, c = (np.asarray(array, np.float32) for array in arrays)
         np.testing.assert_allclose(a, b, atol=1e-5)
         np.testing.assert_allclose(a, c, atol=1e-5)
-        assert (np.abs(np.asarray(a[1:4]).reshape(T, -1)).max(axis=1) > 0).all()
+        assert (np.abs(a[1:4]).reshape(T, -1).max(axis=1) > 0).all()
 
 
 def full_layers(**changes) -> list[int]:
