@@ -38,7 +38,7 @@ from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.gated_delta_net import without_kernels
+from jaxspec.models.delta_net import without_kernels
 from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.params import (
     count_parameters,
@@ -237,7 +237,7 @@ def check_recurrent_kernels(model: nnx.Module, config: EngineConfig) -> None:
     """
     if config.attention_backend != "reference" and without_kernels(model):
         raise ConfigError(
-            "this model's linear attention (gated delta net) has no kernels for GPUs: use "
+            "this model's linear attention (gated delta rule) has no kernels for GPUs: use "
             f"{flagged('attention_backend')} reference, which is slow, or run it on a CPU"
         )
 
@@ -250,7 +250,7 @@ def check_fp8_cache(caches: Iterable[CacheSpec]) -> None:
     """
     if not all(cache.in_fp8 for cache in caches):
         raise ConfigError(
-            f"{flagged('kv_cache_dtype')} fp8 is for latents, and this model has grouped-query attention: "
+            f"{flagged('kv_cache_dtype')} fp8 is for latents, and this model has grouped-query or linear attention: "
             "use --kv-cache-dtype bf16, or auto"
         )
 

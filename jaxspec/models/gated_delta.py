@@ -4,7 +4,9 @@ A head's state S [dk, dv] maps keys to values. A token first lets it fade, then 
 
     S <- exp(g) S;  S <- S + k (beta (v - k S));  o = q S
 
-Everything is float32. Shapes: K key heads, R value heads for each, dk and dv columns of a key and a value.
+Either a whole state fades alike, or each channel of its keys by itself (Kimi Delta Attention, arXiv 2510.26692).
+Everything is float32. Shapes: K key heads, R value heads for each, dk and dv columns of a key and a value, and c numbers
+that say how much of a state fades: 1 or dk.
 """
 
 from typing import NamedTuple
@@ -28,7 +30,7 @@ class Tokens(NamedTuple):
     Attributes:
         q, k: [..., K, dk].
         v: [..., K, R, dv].
-        g: [..., K, R] logarithm of what remains of the state, at most 0.
+        g: [..., K, R, c] logarithm of what remains of the state, at most 0.
         beta: [..., K, R] how much of the correction is made.
     """
 
@@ -57,7 +59,7 @@ def recurrent(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     read = []
     for i in range(tokens.q.shape[1]):
         q, k, v, g, beta = (x[:, i] for x in tokens)
-        state = state * jnp.exp(g)[..., None, None]
+        state = state * jnp.exp(g)[..., None]
         k = k[:, :, None, :, None]
         held = jnp.sum(state * k, axis=-2)
         state = state + k * ((v - held) * beta[..., None])[..., None, :]
@@ -106,7 +108,7 @@ def chunked(states: jax.Array, tokens: Tokens, chunks: Chunks) -> tuple[jax.Arra
     """A prompt's tokens [P, ...] from their rows' states [E, K, R, dk, dv], a chunk at a time.
 
     In a chunk the corrections u solve (I + A) u = beta (v - exp(G) k S), with G the running sum of g, S the state before
-    the chunk and A_ij = beta_i exp(G_i - G_j) k_i k_j for j < i (section 3.3 of the paper).
+    the chunk and A_ij = beta_i (k_i exp(G_i - G_j)) k_j for j < i (section 3.3 of the paper).
 
     Returns:
         What the tokens read, [P, K, R, dv], and the states after them.
@@ -116,40 +118,59 @@ def chunked(states: jax.Array, tokens: Tokens, chunks: Chunks) -> tuple[jax.Arra
         return jnp.take(x, chunks.tokens, axis=0, mode="fill", fill_value=0)
 
     q, k, v, g, beta = map(take, tokens)
-    C = chunks.tokens.shape[1]
-    decay_NCKR = jnp.cumsum(g, axis=1)
-    earlier_CC = jnp.tril(jnp.ones((C, C), bool))[..., None, None]
-    # Masked before exp: what comes later would overflow.
-    between = jnp.exp(jnp.where(earlier_CC, decay_NCKR[:, :, None] - decay_NCKR[:, None], -jnp.inf))
+    decay_NCKRc = jnp.cumsum(g, axis=1)
+    keys_NKRCC, reads_NKRCC = _products((k, q), k, decay_NCKRc)
+    beta_NKRC1 = jnp.moveaxis(beta, 1, -1)[..., None]
+
+    def of_heads(x_NCKd: jax.Array, factor_NCKRc: jax.Array) -> jax.Array:  # -> [N, K, R, C, d]
+        return jnp.moveaxis(x_NCKd[:, :, :, None] * factor_NCKRc, 1, 3)
+
+    faded_NCKRc = jnp.exp(decay_NCKRc)
+    # Both right sides of the system at once: what the values ask for, and what is read of the state for each key.
+    sides = jnp.concatenate([jnp.moveaxis(v, 1, 3), of_heads(k, faded_NCKRc)], axis=-1)
+    solved = solve_triangular(beta_NKRC1 * keys_NKRCC, beta_NKRC1 * sides, lower=True, unit_diagonal=True)
+    wanted, stale = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    queries = of_heads(q, faded_NCKRc)
+    keys = of_heads(k, jnp.exp(decay_NCKRc[:, -1:] - decay_NCKRc))
 
     def dot(equation: str, *operands: jax.Array) -> jax.Array:
         return jnp.einsum(equation, *operands, precision=_EXACT)
-
-    keys_NKRCC = dot("nikd,njkd,nijkr,nikr->nkrij", k, k, between, beta)
-    reads_NKRCC = dot("nikd,njkd,nijkr->nkrij", q, k, between)
-    faded_NCKR = jnp.exp(decay_NCKR)
-    # Both right sides of the system at once: what the values ask for, and what is read of the state for each key.
-    wanted = jnp.einsum("nckrv,nckr->nkrcv", v, beta)
-    stale = jnp.einsum("nckd,nckr->nkrcd", k, beta * faded_NCKR)
-    solved = solve_triangular(keys_NKRCC, jnp.concatenate([wanted, stale], axis=-1), lower=True, unit_diagonal=True)
-    wanted, stale = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
-    queries = jnp.einsum("nckd,nckr->nkrcd", q, faded_NCKR)
-    kept = jnp.exp(decay_NCKR[:, -1:] - decay_NCKR)
-    keys = jnp.einsum("nckd,nckr->nkrcd", k, kept)
 
     def chunk(states: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         row, wanted, stale, queries, keys, reads, remains = inputs
         state = states[jnp.minimum(row, states.shape[0] - 1)]
         update = wanted - dot("krcd,krdv->krcv", stale, state)
         read = dot("krcd,krdv->krcv", queries, state) + dot("krij,krjv->kriv", reads, update)
-        state = state * remains[..., None, None] + dot("krcd,krcv->krdv", keys, update)
+        state = state * remains[..., None] + dot("krcd,krcv->krdv", keys, update)
         return states.at[row].set(state, mode="drop"), read
 
     states, read_NKRCV = lax.scan(
-        chunk, states, (chunks.rows, wanted, stale, queries, keys, reads_NKRCC, faded_NCKR[:, -1])
+        chunk, states, (chunks.rows, wanted, stale, queries, keys, reads_NKRCC, faded_NCKRc[:, -1])
     )
     read = jnp.moveaxis(read_NKRCV, 3, 1)
     return read.reshape(-1, *read.shape[2:])[chunks.places], states
+
+
+def _products(xs: tuple[jax.Array, ...], k_NCKd: jax.Array, decay_NCKRc: jax.Array) -> tuple[jax.Array, ...]:
+    """For each x [N, C, K, dk] the sum over d of x_id exp(G_i - G_j)_d k_jd for j <= i, 0 for others: [N, K, R, C, C]."""
+    C = k_NCKd.shape[1]
+    earlier_CC = jnp.tril(jnp.ones((C, C), bool))[..., None, None, None]
+
+    def between(decay_CKRc: jax.Array) -> jax.Array:
+        # Masked before exp: what comes later would overflow, and so would exp(-G) by itself.
+        return jnp.exp(jnp.where(earlier_CC, decay_CKRc[:, None] - decay_CKRc[None], -jnp.inf))
+
+    if decay_NCKRc.shape[-1] == 1:
+        between_NCCKR = jax.vmap(between)(decay_NCKRc)[..., 0]
+        return tuple(jnp.einsum("nikd,njkd,nijkr->nkrij", x, k_NCKd, between_NCCKR, precision=_EXACT) for x in xs)
+
+    def chunk(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        decay_CKRd, k_CKd, *xs_CKd = inputs
+        faded_CCKRd = between(decay_CKRd) * k_CKd[:, :, None]
+        return tuple(jnp.moveaxis((x[:, None, :, None] * faded_CCKRd).sum(-1), (0, 1), (2, 3)) for x in xs_CKd)
+
+    # One chunk after the other: all together have dk numbers for each pair of tokens and each head.
+    return lax.map(chunk, (decay_NCKRc, k_NCKd, *xs))
 
 
 def convolve(columns: jax.Array, weight: jax.Array) -> jax.Array:

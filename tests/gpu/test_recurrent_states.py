@@ -8,16 +8,17 @@ import pytest
 from jaxspec import LLM
 from jaxspec.errors import ConfigError
 from jaxspec.models.gated_delta import CHUNK, chunked, cut
-from tests.engine.test_recurrent_states import GREEDY, check_replayed, write_folder
-from tests.models.test_gated_delta import plain, random_states, random_tokens
+from tests.engine.test_recurrent_states import GREEDY, VARIANTS, check_replayed, write_folder
+from tests.models.test_gated_delta import both_decays, plain, random_states, random_tokens
 
 pytestmark = pytest.mark.gpu
 
 
-def test_chunks_keep_the_precision_of_float32():
+@both_decays
+def test_chunks_keep_the_precision_of_float32(decays):
     """No operand is rounded to TF32."""
     rng, lengths = np.random.default_rng(0), (CHUNK, 1, CHUNK + 3)
-    tokens, states = random_tokens(rng, sum(lengths)), random_states(rng, len(lengths))
+    tokens, states = random_tokens(rng, sum(lengths), decays=decays), random_states(rng, len(lengths))
     rows = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
     read, after = jax.jit(chunked)(states, tokens, cut(jnp.asarray(rows), jnp.asarray(lengths, jnp.int32)))
     for row in range(len(lengths)):
@@ -27,12 +28,14 @@ def test_chunks_keep_the_precision_of_float32():
         np.testing.assert_allclose(after[row], want_state, atol=1e-5)
 
 
-def test_replayed_windows_are_plain_decoding():
-    check_replayed("pattern")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replayed_windows_are_plain_decoding(variant):
+    check_replayed(variant, "pattern")
 
 
-def test_plain_xla_has_to_be_asked_for(tmp_path):
-    folder = write_folder(tmp_path)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_plain_xla_has_to_be_asked_for(tmp_path, variant):
+    folder = write_folder(tmp_path, variant)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "num_gpu_blocks_override": 8}
     with pytest.raises(ConfigError, match="no kernels for GPUs: use attention_backend"):
         LLM(folder, **options)

@@ -1,5 +1,7 @@
 """The gated delta rule: token by token, in chunks, and as transformers has it, over ragged rows."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +12,16 @@ from jaxspec.models.gated_delta import CHUNK, Tokens, chunked, convolve, cut, re
 K, R, DK, DV = 2, 3, 8, 12
 
 
-def random_tokens(rng: np.random.Generator, *shape: int) -> Tokens:
+# One decay for a whole state, or one for each channel of its keys.
+both_decays = pytest.mark.parametrize("decays", [1, DK])
+
+
+def random_tokens(rng: np.random.Generator, *shape: int, decays: int = 1) -> Tokens:
     def normal(*dims: int) -> np.ndarray:
         return rng.standard_normal((*shape, *dims)).astype(np.float32)
 
     q, k = (unit(jnp.asarray(normal(K, DK))) for _ in range(2))
-    g, beta = -np.exp(normal(K, R)), 1 / (1 + np.exp(-normal(K, R)))
+    g, beta = -np.exp(normal(K, R, decays)), 1 / (1 + np.exp(-normal(K, R)))
     return Tokens(q * DK**-0.5, k, jnp.asarray(normal(K, R, DV)), jnp.asarray(g), jnp.asarray(beta))
 
 
@@ -27,7 +33,7 @@ def plain(state: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
     """The definition in float64, for one row: tokens [T, ...] from a state [K, R, dk, dv]."""
     state, read = state.astype(np.float64), []
     for q, k, v, g, beta in zip(*(np.asarray(x, np.float64) for x in tokens), strict=True):
-        state = state * np.exp(g)[..., None, None]
+        state = state * np.exp(g)[..., None]
         held = np.einsum("krdv,kd->krv", state, k)
         state = state + np.einsum("kd,krv->krdv", k, beta[..., None] * (v - held))
         read.append(np.einsum("krdv,kd->krv", state, q))
@@ -35,11 +41,11 @@ def plain(state: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5, 0, 2), (0, 3), (CHUNK, 1, CHUNK + 3), (2 * CHUNK - 1, 0, 7, 0)])
-@pytest.mark.parametrize("padding", [0, 9])
-def test_chunks_equal_the_definition(lengths: tuple[int, ...], padding: int):
+@pytest.mark.parametrize(("padding", "decays"), [(0, 1), (9, DK)])
+def test_chunks_equal_the_definition(lengths: tuple[int, ...], padding: int, decays: int):
     """Rows of no tokens keep their state; what padding holds reaches nobody."""
     rng, T = np.random.default_rng(sum(lengths)), sum(lengths) + padding
-    tokens, states = random_tokens(rng, T), random_states(rng, len(lengths))
+    tokens, states = random_tokens(rng, T, decays=decays), random_states(rng, len(lengths))
     rows = np.repeat(np.arange(len(lengths) + 1), [*lengths, padding]).astype(np.int32)
     noisy = Tokens(
         *(jnp.where(jnp.asarray(rows < len(lengths)).reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan) for x in tokens)
@@ -52,9 +58,10 @@ def test_chunks_equal_the_definition(lengths: tuple[int, ...], padding: int):
         np.testing.assert_allclose(after[row], want_state, atol=1e-5)
 
 
-def test_windows_equal_the_definition():
+@both_decays
+def test_windows_equal_the_definition(decays: int):
     rng = np.random.default_rng(0)
-    tokens, states = random_tokens(rng, 4, 6), random_states(rng, 4)
+    tokens, states = random_tokens(rng, 4, 6, decays=decays), random_states(rng, 4)
     read, after = recurrent(states, tokens)
     for row in range(4):
         want_read, want_state = plain(np.asarray(states[row]), Tokens(*(np.asarray(x[row]) for x in tokens)))
@@ -62,11 +69,12 @@ def test_windows_equal_the_definition():
         np.testing.assert_allclose(after[row], want_state, atol=1e-5)
 
 
+@both_decays
 @pytest.mark.parametrize("accepted", range(6))
-def test_a_repeated_token_has_the_same_bits(accepted: int):
+def test_a_repeated_token_has_the_same_bits(accepted: int, decays: int):
     """Some of a window's tokens, the others blank, leave the state that they would leave alone."""
     rng = np.random.default_rng(1)
-    tokens, states = random_tokens(rng, 2, 5), random_states(rng, 2)
+    tokens, states = random_tokens(rng, 2, 5, decays=decays), random_states(rng, 2)
     kept = jnp.arange(5) < accepted
     blank = Tokens(*(jnp.where(kept.reshape(-1, *[1] * (x.ndim - 2)), x, 0) for x in tokens))
     step = jax.jit(recurrent)
@@ -77,27 +85,35 @@ def test_a_repeated_token_has_the_same_bits(accepted: int):
 
 
 @pytest.mark.torch
-def test_both_forms_equal_transformers():
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_both_forms_equal_transformers(family: str):
     import torch
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
+    theirs = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    names, R, decays = {
+        "qwen3_5": (("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"), 3, ()),
+        "kimi_linear": (("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"), 1, (DK,)),
+    }[family]
     rng, T = np.random.default_rng(2), CHUNK + 11
     q, k = (rng.standard_normal((1, T, K, DK)).astype(np.float32) for _ in range(2))
     v, state = (rng.standard_normal(s).astype(np.float32) for s in ((1, T, K * R, DV), (1, K * R, DK, DV)))
-    g, beta = -rng.exponential(size=(1, T, K * R)).astype(np.float32), rng.random((1, T, K * R)).astype(np.float32)
+    g = -rng.exponential(size=(1, T, K * R, *decays)).astype(np.float32)
+    beta = rng.random((1, T, K * R)).astype(np.float32)
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "initial_state": torch.tensor(state)}
     inputs = [torch.tensor(x) for x in (q, k, v)]
     gates = {"g": torch.tensor(g), "beta": torch.tensor(beta)}
     ours = Tokens(
         unit(jnp.asarray(q)) * DK**-0.5,
         unit(jnp.asarray(k)),
-        *(x.reshape(1, T, K, R, *x.shape[3:]) for x in (v, g, beta)),
+        v.reshape(1, T, K, R, DV),
+        g.reshape(1, T, K, R, -1),
+        beta.reshape(1, T, K, R),
     )
     start = jnp.asarray(state.reshape(1, K, R, DK, DV))
     flat = Tokens(*(x[0] for x in ours))
     chunks = cut(jnp.zeros(T, jnp.int32), jnp.array([T], jnp.int32))
-    for function in (theirs.torch_chunk_gated_delta_rule, theirs.torch_recurrent_gated_delta_rule):
-        want_read, want_state = function(*inputs, **gates, **options)
+    for name in names:
+        want_read, want_state = getattr(theirs, name)(*inputs, **gates, **options)
         for read, after in ((chunked(start, flat, chunks)), recurrent(start, ours)):
             np.testing.assert_allclose(np.asarray(read).reshape(T, K * R, DV), want_read[0], atol=1e-5)
             np.testing.assert_allclose(np.asarray(after).reshape(want_state.shape), want_state, atol=1e-5)
