@@ -114,6 +114,17 @@ _QWEN3_5_MOE = {key: value for key, value in _QWEN3_5.items() if key != "interme
     "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 8,
     "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
 }  # fmt: skip
+# Both kinds of attention and of MLPs, and numbers of layers that count from 1.
+_OTHERWISE_NAMED = ("max_position_embeddings", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+_KIMI_LINEAR = {key: value for key, value in _MLA.items() if key not in _OTHERWISE_NAMED} | {
+    "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "q_lora_rank": None, "mla_use_nope": True,
+    "model_max_length": 512, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1, "num_expert_group": 1,
+    "topk_group": 1, "use_grouped_topk": True, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+    "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 0, "pad_token_id": 0,
+    "linear_attn_config": {
+        "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "kda_layers": [1, 2], "full_attn_layers": [3],
+    },
+}  # fmt: skip
 # The text part, as inside the released file, of a multimodal model.
 _KIMI_TEXT = _V3 | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5, "rope_scaling": _YARN, "model_type": "kimi_k2"}
 _KIMI = {
@@ -151,6 +162,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-oss": _GPT_OSS,
     "qwen3.5": _QWEN3_5,
     "qwen3.5-moe": _QWEN3_5_MOE,
+    "kimi-linear": _KIMI_LINEAR,
     "v3-fp8": _FP8 | {"quantization_config": _QUANTIZATION},
     "v3-fp8-dequantised": _FP8,
 }
@@ -219,6 +231,12 @@ def _rewrite(folder: Path, hub: dict[str, Any], generator: Any, *, wrapped: bool
 
     file = folder / "model.safetensors"
     tensors = load_file(file)
+    if hub["model_type"] == "kimi_linear":
+        # The hub's names: transformers saves a dense layer's MLP as a mixture.
+        dense = [f"layers.{i}." for i in range(hub["first_k_dense_replace"])]
+        tensors = {
+            n.replace("block_sparse_moe", "mlp") if any(d in n for d in dense) else n: t for n, t in tensors.items()
+        }
     if hub.get("num_nextn_predict_layers"):
         tensors |= _mtp(tensors, hub, generator)
     if hub.get("mtp_num_hidden_layers"):

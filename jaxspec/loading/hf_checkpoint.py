@@ -27,7 +27,7 @@ from jaxspec.loading.weight_reader import WeightReader
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
-from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, Read, fill, with_stacked_experts
+from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, Read, as_named, fill
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import Schemes, declarations
 from jaxspec.models.registry import family_of, read_config
@@ -184,10 +184,10 @@ class HFCheckpoint:
     def _model_sources(self, config: ModelConfig) -> Parts:
         model = CausalLM(config, np.dtype(self.dtype))
         names = self.reader.tensors
-        parts = parts_of(self._sources(model, with_stacked_experts(family_of(config).key_map(config), names)))
+        parts = parts_of(self._sources(model, as_named(family_of(config).key_map(config), names)))
         # A model that was saved with transformers keeps the NextN layer in its config and loses the layer's weights.
         if config.nextn_layers:
-            keys = with_stacked_experts(family_of(config).nextn_key_map(config), names)
+            keys = as_named(family_of(config).nextn_key_map(config), names)
             if any(piece.name in names for pieces in keys.values() for piece in pieces):
                 parts[MTP] = self._sources(NextN(config, np.dtype(self.dtype)), keys)
         return parts

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class RopeConfig:
     """Rotary position embedding over `dim` dimensions. `kind` other than "default" rescales the frequencies.
 
+    "none" turns nothing, whatever the position (NoPE): columns that other models rotate are there all the same.
+
     Attributes:
         interleaved: the checkpoint pairs dimensions (0,1), (2,3), ... (GPT-J style). Key maps permute such rows once, so
             that all model code rotates halves.
@@ -31,7 +33,7 @@ class RopeConfig:
 
     dim: int
     theta: float
-    kind: Literal["default", "linear", "yarn", "llama3", "longrope"] = "default"
+    kind: Literal["default", "linear", "yarn", "llama3", "longrope", "none"] = "default"
     interleaved: bool = False
     factor: float = 1.0
     original_max_position: int = 0

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxspec.errors import ModelFormatError
-from jaxspec.models.config import LayerSpec, ModelConfig, Published
+from jaxspec.models.config import LayerSpec, ModelConfig, Published, RopeConfig
 from jaxspec.models.fields import flag, real_or, require, text_list, text_or, whole_or, with_defaults, wrong
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
@@ -128,18 +128,21 @@ def _sparse_layers(hf: Mapping[str, Any], layers: int) -> Container[int]:
     return range(whole_or(hf, "first_k_dense_replace", 0, 0, MAX_LAYERS), layers)
 
 
-def read_attention(hf: Mapping[str, Any]) -> MLASpec:
+def read_attention(hf: Mapping[str, Any], *, nope: bool = False) -> MLASpec:
+    """`nope`: no column is rotated, whatever the configuration says of a rotary embedding."""
     require(hf, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    nope, rope_dim = size(hf, "qk_nope_head_dim"), rotary_dim("qk_rope_head_dim", size(hf, "qk_rope_head_dim"))
-    rope = read_rope(hf, rope_dim, interleaved=flag(hf, "rope_interleave", default=True))
-    scale = (nope + rope_dim) ** -0.5
+    nope_dim, rope_dim = size(hf, "qk_nope_head_dim"), rotary_dim("qk_rope_head_dim", size(hf, "qk_rope_head_dim"))
+    rope = RopeConfig(rope_dim, 1.0, "none")
+    if not nope:
+        rope = read_rope(hf, rope_dim, interleaved=flag(hf, "rope_interleave", default=True))
+    scale = (nope_dim + rope_dim) ** -0.5
     if rope.kind == "yarn" and rope.mscale_all_dim:
         scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
     return MLASpec(
         num_heads=size(hf, "num_attention_heads"),
         kv_lora_rank=size(hf, "kv_lora_rank"),
         q_lora_rank=None if hf.get("q_lora_rank") is None else size(hf, "q_lora_rank"),
-        nope_dim=nope,
+        nope_dim=nope_dim,
         rope_dim=rope_dim,
         v_dim=size(hf, "v_head_dim"),
         softmax_scale=scale,

@@ -34,6 +34,8 @@ MAX_LAYERS = 1024
 MAX_SIZE = 2**20  # of a hidden size, an MLP, a rank, a head; and the number of heads
 MAX_VOCAB = 2**24
 MAX_POSITION = 2**30
+# Of a causal convolution; each is a product of its own in a step.
+MAX_TAPS = 64
 _MAX_EOS_IDS = 1024
 _MAX_TOKEN_ID = 2**31 - 1
 _DTYPES = ("bfloat16", "float16", "float32")

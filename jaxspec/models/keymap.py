@@ -7,7 +7,7 @@ data: it can be checked against a checkpoint's headers before a single weight is
 
 import re
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
@@ -21,7 +21,7 @@ Index = int | slice | EllipsisType | tuple[Any, ...]
 class Piece:
     """`parameter[at] = tensor.reshape(view).transpose(order)[take]`; the tensor must have exactly `shape`.
 
-    `view` () keeps its shape, `order` () the order of its axes.
+    `view` () keeps its shape, `order` () the order of its axes. `also` is a name that some writers give it instead.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Piece:
     view: tuple[int, ...] = ()
     take: Index = ...
     order: tuple[int, ...] = ()
+    also: str = ""
 
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """What the tensor gives to the parameter."""
@@ -87,7 +88,32 @@ def norm_weight(name: str, size: int) -> KeyMap:
     return {("weight",): (Piece(f"{name}.weight", (size,)),)}
 
 
-def with_stacked_experts(keys: KeyMap, names: Container[str]) -> KeyMap:
+def as_named(keys: KeyMap, names: Container[str]) -> KeyMap:
+    """The map of a checkpoint that has tensors of these names."""
+
+    def found(piece: Piece) -> Piece:
+        return replace(piece, name=piece.also) if piece.name not in names and piece.also in names else piece
+
+    keys = {path: tuple(map(found, pieces)) for path, pieces in keys.items()}
+    return _with_stacked_experts(keys, names)
+
+
+def mixtral_name(name: str) -> str:
+    """What checkpoints with Mixtral's names call a mixture's tensor of this name."""
+    for pattern, new in _MIXTRAL_NAMES:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+_MIXTRAL_NAMES = (
+    (r"\.mlp\.", ".block_sparse_moe."),
+    (r"(\.experts\.\d+)\.gate_proj\.", r"\1.w1."),
+    (r"(\.experts\.\d+)\.down_proj\.", r"\1.w2."),
+    (r"(\.experts\.\d+)\.up_proj\.", r"\1.w3."),
+)
+
+
+def _with_stacked_experts(keys: KeyMap, names: Container[str]) -> KeyMap:
     """The map with experts that a checkpoint of these names holds together: [E, 2 I, H] with gates first, and [E, H, I]."""
 
     def stacked(pieces: Pieces) -> Pieces:

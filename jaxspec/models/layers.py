@@ -157,7 +157,9 @@ def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:
     """
     d, base = config.dim, config.theta
     inv = 1.0 / base ** (np.arange(0, d, 2, dtype=np.float32) / d)
-    if config.kind == "linear":
+    if config.kind == "none":
+        inv = np.zeros_like(inv)
+    elif config.kind == "linear":
         inv = inv / config.factor
     elif config.kind == "longrope":
         return (inv / np.array(config.factors, np.float32)).astype(np.float32), config.attention_factor or 1.0

@@ -13,7 +13,7 @@ from jaxspec.models.config import LayerSpec, ModelConfig, Published
 from jaxspec.models.decoder import decoder_key_map
 from jaxspec.models.fields import flag, text_or, whole_list, whole_or, with_defaults
 from jaxspec.models.hf_fields import MAX_LAYERS, MAX_SIZE, common_fields, num_layers, rotary_dim, size, unsupported
-from jaxspec.models.keymap import KeyMap, any_of
+from jaxspec.models.keymap import KeyMap, any_of, mixtral_name
 from jaxspec.models.llama import harmless as llama_harmless
 from jaxspec.models.llama import read_attention
 from jaxspec.models.moe import MoESpec
@@ -22,14 +22,6 @@ from jaxspec.models.moe_fields import read_experts
 ARCHITECTURES = {"MiniMaxM2ForCausalLM": Published("MiniMax-M2, M2.1, M2.5")}
 # Layers of the multi-token prediction that its configurations advertise and no published checkpoint holds.
 _MTP_LAYERS = 64
-# Its names of a mixture's tensors, which are Mixtral's, by those of DeepSeek-V3.
-_NAMES = (
-    (r"\.mlp\.gate\.e_score_correction_bias$", ".block_sparse_moe.e_score_correction_bias"),
-    (r"\.mlp\.", ".block_sparse_moe."),
-    (r"\.gate_proj\.", ".w1."),
-    (r"\.down_proj\.", ".w2."),
-    (r"\.up_proj\.", ".w3."),
-)
 
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
@@ -87,6 +79,4 @@ def key_map(config: ModelConfig) -> KeyMap:
 
 
 def _renamed(name: str) -> str:
-    for pattern, new in _NAMES:
-        name = re.sub(pattern, new, name)
-    return name
+    return mixtral_name(name).replace(".gate.e_score_correction_bias", ".e_score_correction_bias")

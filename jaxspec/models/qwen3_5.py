@@ -16,6 +16,7 @@ from jaxspec.models.gated_shared import GatedSharedSpec
 from jaxspec.models.hf_fields import (
     MAX_LAYERS,
     MAX_SIZE,
+    MAX_TAPS,
     QWEN3_5,
     QWEN3_5_MOE,
     common_fields,
@@ -40,8 +41,6 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": Published("their mixtures' language models alone", mtp=True),
 }
 _LINEAR, _FULL = "linear_attention", "full_attention"
-# More than any model has; each is a product of its own in a step.
-_MAX_TAPS = 64
 
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
@@ -75,7 +74,7 @@ def _read_linear(hf: Mapping[str, Any]) -> GatedDeltaSpec:
         value_heads=values,
         key_dim=whole(hf, "linear_key_head_dim", 1, MAX_SIZE // keys),
         value_dim=whole(hf, "linear_value_head_dim", 1, MAX_SIZE // values),
-        taps=whole_or(hf, "linear_conv_kernel_dim", 4, 2, _MAX_TAPS),
+        taps=whole_or(hf, "linear_conv_kernel_dim", 4, 2, MAX_TAPS),
         norm_eps=norm_eps(hf),
     )
 

@@ -5,7 +5,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxspec.errors import ModelFormatError, plain
-from jaxspec.models import deepseek, glm4_moe, gpt_oss, kimi, llama, minicpm, minimax_m2, qwen3_5, qwen3_moe
+from jaxspec.models import (
+    deepseek,
+    glm4_moe,
+    gpt_oss,
+    kimi,
+    kimi_linear,
+    llama,
+    minicpm,
+    minimax_m2,
+    qwen3_5,
+    qwen3_moe,
+)
 from jaxspec.models.config import ModelConfig, Published
 from jaxspec.models.decoder import decoder_key_map
 from jaxspec.models.fields import text_list
@@ -42,6 +53,7 @@ _MODULES: tuple[tuple[Any, dict[str, Callable[[ModelConfig], KeyMap]]], ...] = (
     (gpt_oss, {}),
     (kimi, {"key_map": kimi.target_key_map, "nextn_key_map": kimi.draft_key_map}),
     (minimax_m2, {"key_map": minimax_m2.key_map}),
+    (kimi_linear, {"key_map": kimi_linear.key_map}),
     (qwen3_5, {"key_map": qwen3_5.key_map, "nextn_key_map": qwen3_5.nextn_key_map}),
 )
 FAMILIES: dict[str, Family] = {

@@ -7,7 +7,6 @@ from typing import Any
 # Architectures that people have: the one that is most like it, and what that one lacks.
 KNOWN: dict[str, tuple[str, str]] = {
     "DeepseekV4ForCausalLM": ("DeepseekV32ForCausalLM", "compressed keys, hash routing and mixed residual streams"),
-    "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "linear attention (KDA) and layers without rotary embedding"),
     "LongcatFlashForCausalLM": ("DeepseekV3ForCausalLM", "two attentions a layer and experts that do nothing"),
     "Llama4ForCausalLM": ("LlamaForCausalLM", "chunked attention and layers without rotary embedding"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "chunked attention and layers without rotary embedding"),

@@ -80,8 +80,12 @@ def one_bucket(settings: Settings, variant: Variant = "lean") -> tuple[Bucket]:
 @cached
 def tiny_config(variant: str) -> ModelConfig:
     """The engine tests' own model, or a variant of tests/tiny_models.py with a layer less, of each kind one."""
-    fewer = {"num_hidden_layers": 2, "full_attention_interval": 2}
-    return read_config(HF_CONFIG if variant == "tiny" else CONFIGS[variant] | fewer)
+    if variant == "tiny":
+        return read_config(HF_CONFIG)
+    hf = CONFIGS[variant] | {"num_hidden_layers": 2, "full_attention_interval": 2}
+    if "linear_attn_config" in hf:
+        hf["linear_attn_config"] = hf["linear_attn_config"] | {"kda_layers": [1], "full_attn_layers": [2]}
+    return read_config(hf)
 
 
 @cached

@@ -22,10 +22,11 @@ from tests.engine.tiny import run, tiny_runner
 VARIANTS = (
     "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "glm4-lite", "minicpm3", "llama", "llama3-rope", "qwen3",
     "qwen3-tied", "qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss", "qwen3.5", "qwen3.5-moe", "v32", "glm-dsa",
+    "kimi-linear",
 )  # fmt: skip
 KS = (1, 2, 3, 4, 7)
 # Each kind of attention and of mixture, and every k, with all layouts each; every pair of variant and k is in the full
-# matrix.
+# matrix. test_recurrent_states.py has Qwen3.5.
 COVERING = (
     ("v2-grouped", 7),
     ("glm-dsa", 2),
@@ -33,11 +34,11 @@ COVERING = (
     ("llama", 4),
     ("qwen3-moe", 3),
     ("gpt-oss", 2),
-    ("qwen3.5", 3),
+    ("kimi-linear", 3),
 )
 # Sliding windows with sinks, a mixture beside grouped-query attention, states that no page holds, and pages of index keys.
 # test_speculation.py retracts MLA's requests.
-RETRACTED = ("gpt-oss", "qwen3-moe", "qwen3.5", "glm-dsa")
+RETRACTED = ("gpt-oss", "qwen3-moe", "qwen3.5", "glm-dsa", "kimi-linear")
 # Pages for about half of what the requests want at once.
 FEW_PAGES = 9
 

@@ -105,10 +105,13 @@ def test_bytes_of_a_page():
 
 
 def test_what_cannot_have_one(monkeypatch):
-    """Grouped-query models, and on a GPU what no kernel runs; a draft's keys and values stay as they are."""
-    gqa = cache_stored_as(CausalLM(read_config(CONFIGS["llama"]), jnp.bfloat16), "fp8")
-    with pytest.raises(ConfigError, match="grouped-query attention: use --kv-cache-dtype bf16"):
-        check_fp8_cache(gqa.cache_specs())
+    """Models with other layers, and on a GPU what no kernel runs; a draft's keys and values stay as they are."""
+    gqa, hybrid = (
+        cache_stored_as(CausalLM(read_config(CONFIGS[name]), jnp.bfloat16), "fp8") for name in ("llama", "kimi-linear")
+    )
+    for model in (gqa, hybrid):
+        with pytest.raises(ConfigError, match="grouped-query or linear attention: use --kv-cache-dtype bf16"):
+            check_fp8_cache(model.cache_specs())
     mla = cache_stored_as(CausalLM(read_config(HF_CONFIG), jnp.bfloat16), "fp8")
     check_fp8_cache(mla.cache_specs())
     monkeypatch.setattr(backend.jax, "devices", lambda: [SimpleNamespace(platform="gpu", compute_capability="9.0")])

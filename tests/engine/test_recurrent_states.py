@@ -1,5 +1,6 @@
 """Layers whose state no page holds: rejected drafts, late steps, retraction and reused slots leave no trace in it."""
 
+import functools
 import itertools
 import json
 from collections import Counter
@@ -31,7 +32,11 @@ from tests.engine.test_schedules import options
 from tests.engine.tiny import fill_cache, run
 from tests.tiny_models import CONFIGS
 
-VARIANT, K = "qwen3.5", 3
+# Their states fade as a whole, beside grouped-query attention, and by channel, beside latents.
+VARIANTS, K = ("qwen3.5", "kimi-linear"), 3
+VARIANT = VARIANTS[0]
+# By default tests/engine/test_equality.py has the other.
+EACH = pytest.mark.parametrize("variant", [VARIANT, pytest.param("kimi-linear", marks=pytest.mark.full)])
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
 
@@ -48,10 +53,15 @@ class Cycling(FixedDrafts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["pattern", pytest.param("nextn", marks=pytest.mark.full)])
-def test_replayed_windows_are_plain_decoding(draft):
+@EACH
+def test_replayed_windows_are_plain_decoding(variant):
     """Windows of several lengths after each other, read late, in mixed steps, in few pages, in slots that held NaN."""
-    check_replayed(draft)
+    check_replayed("pattern", variant)
+
+
+@pytest.mark.full
+def test_replayed_windows_of_the_nextn_layer_are_plain_decoding():
+    check_replayed("nextn")
 
 
 @pytest.mark.full
@@ -90,11 +100,12 @@ PROMPTS = [[7, 8, 9, 10] * 5 + [i] for i in range(3)] + [[11, 12, 13]]
 
 
 @pytest.mark.slow
-def test_prefix_hit_after_rejected_drafts():
+@EACH
+def test_prefix_hit_after_rejected_drafts(variant):
     """The same prompts again and again, beside drafts that are accepted and rejected, in few pages and few kept states."""
-    ids, logprobs, texts = plain_run(VARIANT)
-    vocab = tiny_config(VARIANT).vocab_size
-    runner, windows = changing_runner(K, "pattern", VARIANT), Windows()
+    ids, logprobs, texts = plain_run(variant)
+    vocab = tiny_config(variant).vocab_size
+    runner, windows = changing_runner(K, "pattern", variant), Windows()
     for depth, pages in ((0, None), (2, 12)):
         with options(runner, readout_depth=depth, prefix_caching=True), with_pattern(runner, texts, seed=1):
             fill_cache(runner, np.nan)
@@ -115,15 +126,17 @@ def test_prefix_hit_after_rejected_drafts():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The tiny variant in a Hugging Face folder, its NextN layer included."""
-    return write_folder(tmp_path_factory.mktemp("hybrid"))
+    """A tiny variant in a Hugging Face folder."""
+    return functools.cache(lambda variant: write_folder(tmp_path_factory.mktemp("hybrid"), variant))
 
 
 def write_folder(path, variant=VARIANT):
+    """With the NextN layer, if it has one."""
     rng = np.random.default_rng(0)
     config = read_config(CONFIGS[variant])
     family = family_of(config)
-    pieces = [p for keys in (family.key_map(config), family.nextn_key_map(config)) for ps in keys.values() for p in ps]
+    maps = [family.key_map(config), *([family.nextn_key_map(config)] if config.nextn_layers else [])]
+    pieces = [p for keys in maps for ps in keys.values() for p in ps]
     tensors = {p.name: rng.standard_normal(p.shape).astype(np.float32) * p.shape[-1] ** -0.5 for p in pieces}
     (path / "config.json").write_text(json.dumps(CONFIGS[variant] | {"torch_dtype": "float32"}))
     save_file(tensors, path / "model.safetensors")
@@ -131,21 +144,29 @@ def write_folder(path, variant=VARIANT):
 
 
 @pytest.fixture(scope="module")
-def plain(folder):
-    with pytest.MonkeyPatch.context() as patch:
-        few_buckets(patch, decode=False)
-        return LLM(folder, **OPTIONS)
+def plain_llm(folder):
+    @functools.cache
+    def made(variant):
+        with pytest.MonkeyPatch.context() as patch:
+            few_buckets(patch, decode=False)
+            return LLM(folder(variant), **OPTIONS)
+
+    return made
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_drafts_from_a_folder(folder, plain, method, monkeypatch):
+@pytest.mark.parametrize(
+    ("variant", "method"),
+    [(VARIANT, "ngram"), (VARIANT, "mtp"), pytest.param("kimi-linear", "ngram", marks=pytest.mark.full)],
+)
+def test_drafts_from_a_folder(folder, plain_llm, variant, method, monkeypatch):
     """Looked up in texts that repeat themselves, and by the layer of the checkpoint."""
     few_buckets(monkeypatch, decode=False)
+    folder, plain = folder(variant), plain_llm(variant)
     drafting = LLM(folder, num_speculative_tokens=K, speculative_method=method, adaptive_speculation=False, **OPTIONS)
     assert [c.ids for c in drafting.generate(PROMPTS, GREEDY)] == [c.ids for c in plain.generate(PROMPTS, GREEDY)]
     assert drafting.engine.stats().acceptance.num_steps > 0
-    model = CausalLM(read_config(CONFIGS[VARIANT]), np.dtype("float32"))
+    model = CausalLM(read_config(CONFIGS[variant]), np.dtype("float32"))
     for llm, window in ((plain, 1), (drafting, K + 1)):
         state = slot_bytes(model.cache_specs(), window, {"tensor": 1})
         assert llm.describe()["State bytes per request"] == state
@@ -155,14 +176,15 @@ def test_drafts_from_a_folder(folder, plain, method, monkeypatch):
     first, second = (drafting.generate(long, GREEDY)[0] for _ in range(2))
     assert first.ids == second.ids == plain.generate(long, GREEDY)[0].ids
     assert drafting.engine.stats().prefix_cache_hits == hits + 64
-    # One layer in three has pages; the NextN layer too.
+    # One layer in three has pages; a NextN layer too.
     assert plain.describe()["KV cache bytes per token"] == page_bytes(model.cache_specs(), 1, {"tensor": 1})
 
 
-def test_gpus_have_no_kernels_for_them():
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gpus_have_no_kernels_for_them(variant):
     """Plain XLA runs there where it is asked for, and nowhere by itself."""
     config = EngineConfig()
-    model = CausalLM(read_config(CONFIGS[VARIANT]), np.dtype("float32"))
+    model = CausalLM(read_config(CONFIGS[variant]), np.dtype("float32"))
     with pytest.raises(
         ConfigError, match=r"no kernels for GPUs: use attention_backend \(--attention-backend\) reference"
     ):

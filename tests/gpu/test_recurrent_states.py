@@ -30,7 +30,7 @@ def test_chunks_keep_the_precision_of_float32(decays):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_replayed_windows_are_plain_decoding(variant):
-    check_replayed(variant, "pattern")
+    check_replayed("pattern", variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
