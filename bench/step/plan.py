@@ -26,6 +26,7 @@ from jaxspec.models.mtp import NextN
 DEVICES, ROWS, CONTEXT = (1, 2, 4, 8), (1, 32, 128, 1024), 1024
 # A model of which only some layers fit has as many as leave room for this many requests.
 REQUESTS_OF_SLICES = 128
+MOST_CYCLE_ROWS = max(predict.CYCLE_REST_MS)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Figures:
 
     Attributes:
         layers: of how many there is room for, with KV of `REQUESTS_OF_SLICES` requests.
-        steps: by rows.
+        steps: by rows. cycles: likewise, where there is an MTP layer and the rows are not more than were ever measured.
     """
 
     case: Case
@@ -74,6 +75,7 @@ class Figures:
     memory: Memory
     layers: int
     steps: dict[int, Step]
+    cycles: dict[int, Step]
 
 
 def figures(case: Case, devices: Iterable[int], rows: Sequence[int], context: int) -> list[Figures]:
@@ -92,7 +94,9 @@ def figures(case: Case, devices: Iterable[int], rows: Sequence[int], context: in
         layers = whole[0].config.num_layers
         if of_all.kv_tokens < REQUESTS_OF_SLICES * context:
             layers = predict.layers_that_fit(of_two, of_three, most=layers, tokens=REQUESTS_OF_SLICES * context)
-        out.append(Figures(case, n, of_all, layers, predict.steps(whole[0], rows, context, n)))
+        model, nextn = whole
+        cycles = predict.cycles(model, nextn, [r for r in rows if r <= MOST_CYCLE_ROWS], context, n) if nextn else {}
+        out.append(Figures(case, n, of_all, layers, predict.steps(model, rows, context, n), cycles))
     return out
 
 
@@ -110,19 +114,32 @@ def memory_table(found: Iterable[Figures]) -> str:
 
 
 def step_table(found: Sequence[Figures], context: int) -> str:
-    """Milliseconds, in Markdown; in brackets where weights or KV do not fit."""
+    """Milliseconds of steps and then of cycles, in Markdown; in brackets where weights or KV do not fit."""
 
-    def cell(f: Figures, rows: int) -> str:
-        text = f"{1e3 * f.steps[rows].seconds:.1f}"
-        return text if rows * context <= f.memory.kv_tokens else f"({text})"
+    def cell(f: Figures, step: Step | None, rows: int) -> str:
+        text = f"{1e3 * step.seconds:.1f}" if step else ""
+        return text if rows * context <= f.memory.kv_tokens or not step else f"({text})"
 
     rows = list(found[0].steps)
-    header = ["model, scheme", "H200s", *(f"{n} row{'s' * (n > 1)}" for n in rows)]
-    return _markdown(header, [[f.case.words, str(f.devices), *(cell(f, n) for n in rows)] for f in found])
+    cycle_rows = sorted({n for f in found for n in f.cycles})
+    header = [
+        "model, scheme",
+        "H200s",
+        *(f"{n} row{'s' * (n > 1)}" for n in rows),
+        *(f"cycle, {n}" for n in cycle_rows),
+    ]
+    lines = [
+        [
+            f.case.words, str(f.devices), *(cell(f, f.steps[n], n) for n in rows),
+            *(cell(f, f.cycles.get(n), n) for n in cycle_rows),
+        ]
+        for f in found
+    ]  # fmt: skip
+    return _markdown(header, lines)
 
 
 def parts_table(found: Iterable[Figures]) -> str:
-    """Milliseconds of a step's parts, in Markdown."""
+    """Milliseconds of a plain step's parts, in Markdown."""
     header = ["model, scheme", "H200s", "rows", "products", "attention", "sums", "rest", "step"]
     lines = [
         [
@@ -189,4 +206,5 @@ def _recorded(f: Figures) -> dict[str, Any]:
         "kv_tokens": f.memory.kv_tokens,
         "layers_that_fit": f.layers,
         "step_ms": {str(rows): round(1e3 * step.seconds, 3) for rows, step in f.steps.items()},
+        "cycle_ms": {str(rows): round(1e3 * step.seconds, 3) for rows, step in f.cycles.items()},
     }

@@ -4,7 +4,7 @@ Of the constants those of one GPU and of two are measured; each says where.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from bench.harness.device_bytes import declared_bytes
-from bench.step.floor import Declarations, elements, kv_bytes, read_bytes, routed_experts
+from bench.step.floor import Declarations, elements, kv_bytes, read_bytes, routed_experts, token_bytes
 from jaxspec.config import PAGE_SIZE, EngineConfig, resolve
 from jaxspec.engine.memory import MARGIN_BYTES
 from jaxspec.engine.state import state_shapes
@@ -36,6 +36,10 @@ SUM_SECONDS, LINK = 18e-6, 392e9
 # What a step takes beyond its reads, by its rows: launches and small kernels of the 27 layers of the Moonlight shape
 # (bench/results/step_vllm_h200.json). The last is estimated.
 REST_MS, REST_LAYERS = {1: 0.88, 32: 0.94, 128: 1.78, 1024: 2.5}, 27
+# The same of cycles of `DRAFTED` tokens.
+CYCLE_REST_MS = {1: 1.08, 4: 1.09, 16: 1.28, 32: 1.87, 128: 2.65}
+# Of activations: bfloat16.
+ITEMSIZE = 2
 # What temporaries of steps of 8192 tokens may take, besides `MARGIN_BYTES`: estimated; an engine measures it when it starts.
 TEMPORARIES = 4e9
 UTILIZATION = EngineConfig().gpu_memory_utilization
@@ -129,31 +133,69 @@ def steps(model: CausalLM, rows: Iterable[int], context: float, devices: int) ->
     A product takes as long as reading its weights, or as its arithmetic if that is longer; attention likewise. Two sums of
     [rows, hidden] a layer, one for the embedding, and the logits are gathered: see `sum_seconds`.
     """
-    declared = declarations(model)
-    return {n: _step(model, declared, n, context, devices) for n in rows}
+    target, layers = _Pass(model, declarations(model), context, devices), model.config.num_layers
+    return {n: Step(*target.seconds(n), 1e-3 * _between(REST_MS, n) * layers / REST_LAYERS) for n in rows}
 
 
-def _step(model: CausalLM, declared: Declarations, rows: int, context: float, devices: int) -> Step:
-    config, moe = model.config, routed_experts(model.config)
-    products = 0.0
-    for path, size in read_bytes(declared, config, rows, devices).items():
-        metadata = declared[path].get_metadata()
-        scheme = metadata.get("scheme")
-        multiplies = path[0] != "embed" and metadata["init"] in ("normal", "codes")
-        flops = 2 * rows * elements(declared[path], devices) if multiplies else 0.0
-        flops *= scheme.packed if scheme else 1
-        if moe and "experts" in metadata["axes"]:
-            flops *= moe.top_k / moe.num_experts
-        share = READ_SHARE[scheme.name if scheme else None]
-        products += max(size / (share * READ), flops / (MATMUL_SHARE * MATMUL))
-    attention = max(
-        rows * kv_bytes(model, context, devices) / (READ_SHARE[None] * READ),
-        rows * context * _attention_flops(model) / devices / (ATTENTION_SHARE * MATMUL),
-    )
-    itemsize = model.embed.weight.get_value().dtype.itemsize
-    sums = (2 * config.num_layers + 1) * sum_seconds(rows * config.hidden_size * itemsize, devices)
-    gather = sum_seconds(rows * config.vocab_size * itemsize / 2, devices)  # half a sum: nothing is scattered
-    return Step(products, attention, sums + gather, 1e-3 * rest_ms(rows) * config.num_layers / REST_LAYERS)
+def cycles(model: CausalLM, nextn: NextN, rows: Iterable[int], context: float, devices: int) -> dict[int, Step]:
+    """Of cycles of `DRAFTED` tokens: the target's pass over windows, and as many passes of the MTP layer with its head."""
+    k, layers = DRAFTED, model.config.num_layers
+    target = _Pass(model, declarations(model), context, devices)
+    head = {path: variable for path, variable in target.declared.items() if path[0] == "head"}
+    draft = _Pass(nextn, declarations(nextn) | head, context, devices)
+    out = {}
+    for n in rows:
+        verify, each = target.seconds(n, window=k + 1), draft.seconds(n)
+        products, attention, sums = (a + k * b for a, b in zip(verify, each, strict=True))
+        rest = 1e-3 * _between(CYCLE_REST_MS, n) * (layers + k) / (REST_LAYERS + k)
+        out[n] = Step(products, attention, sums, rest)
+    return out
+
+
+class _Pass:
+    """A pass of a model or of an MTP layer over the windows of requests.
+
+    Attributes:
+        declared: the parameters that it reads.
+    """
+
+    def __init__(self, module: CausalLM | NextN, declared: Declarations, context: float, devices: int):
+        self.declared, self._context, self._devices = declared, context, devices
+        config = self._config = module.config
+        layers = config.nextn_layers[:1] if isinstance(module, NextN) else config.layers
+        specs = [module.cache_spec] if isinstance(module, NextN) else module.cache_specs()
+        self._num_layers = len(layers)
+        self._row_bytes = (
+            kv_bytes(module, context, devices)
+            if isinstance(module, CausalLM)
+            else context * token_bytes(specs, devices)
+        )
+        # Of one query token and one key: products with keys and with values, of absorbed MLA's heads. Of grouped-query heads
+        # 0: reading their keys takes longer.
+        mla = [layer.attention for layer in layers if isinstance(layer.attention, MLASpec)]
+        self._key_flops = sum(2 * each.num_heads * (each.cache_dim + each.kv_lora_rank) for each in mla) / devices
+
+    def seconds(self, rows: int, window: int = 1) -> tuple[float, float, float]:
+        """Of products, attention and sums, over `window` tokens of each row."""
+        config, moe, devices, tokens = self._config, routed_experts(self._config), self._devices, rows * window
+        products = 0.0
+        for path, size in read_bytes(self.declared, config, tokens, devices).items():
+            metadata = self.declared[path].get_metadata()
+            scheme = metadata.get("scheme")
+            multiplies = path[0] != "embed" and metadata["init"] in ("normal", "codes")
+            flops = 2 * tokens * elements(self.declared[path], devices) if multiplies else 0.0
+            flops *= scheme.packed if scheme else 1
+            if moe and "experts" in metadata["axes"]:
+                flops *= moe.top_k / moe.num_experts
+            share = READ_SHARE[scheme.name if scheme else None]
+            products += max(size / (share * READ), flops / (MATMUL_SHARE * MATMUL))
+        attention = max(
+            rows * self._row_bytes / (READ_SHARE[None] * READ),
+            tokens * self._context * self._key_flops / (ATTENTION_SHARE * MATMUL),
+        )
+        sums = (2 * self._num_layers + 1) * sum_seconds(tokens * config.hidden_size * ITEMSIZE, devices)
+        gather = sum_seconds(tokens * config.vocab_size * ITEMSIZE / 2, devices)  # half a sum: nothing is scattered
+        return products, attention, sums + gather
 
 
 def sum_seconds(size: float, devices: int) -> float:
@@ -161,15 +203,6 @@ def sum_seconds(size: float, devices: int) -> float:
     return SUM_SECONDS + 2 * (devices - 1) / devices * size / LINK if devices > 1 else 0.0
 
 
-def rest_ms(rows: int) -> float:
-    """`REST_MS` of any number of rows, straight lines between those over the rows' logarithm."""
-    return float(np.interp(math.log2(rows), [math.log2(n) for n in REST_MS], list(REST_MS.values())))
-
-
-def _attention_flops(model: CausalLM) -> float:
-    """Of one query token and one key, over all layers: products with keys and with values, of absorbed MLA's heads.
-
-    Of grouped-query heads 0: reading their keys takes longer.
-    """
-    specs = [layer.attention for layer in model.config.layers if isinstance(layer.attention, MLASpec)]
-    return sum(2 * mla.num_heads * (mla.cache_dim + mla.kv_lora_rank) for mla in specs)
+def _between(measured: Mapping[int, float], rows: int) -> float:
+    """Of any number of rows, straight lines between those over the rows' logarithm."""
+    return float(np.interp(math.log2(rows), [math.log2(n) for n in measured], list(measured.values())))

@@ -16,6 +16,7 @@ when executables take turns.
 - prefill: prompt tokens a second until all of as many new requests have their first token.
 - kernels: of a step, and for each layer that it runs (a cycle's draft layer k times), from a trace on a GPU.
 - memory: bytes of weights, state and KV on each device, as declared (`bench plan` computes the same) and as they lie there.
+- expected: on H200s in bfloat16, what `bench plan` expects of a step or cycle.
 
 Random weights are drawn on the devices, each one's part there: nothing of them is on a disk or in the host's memory.
 With random weights hardly any draft is accepted. The times are those of steps, whether drafts are accepted or not.
@@ -23,6 +24,7 @@ With random weights hardly any draft is accepted. The times are those of steps, 
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from bench.harness.device_bytes import declared_bytes, held_bytes
 from bench.harness.models import SHAPES, Weights
 from bench.harness.timing import ms
 from bench.harness.trace import keep_graphs
+from bench.step import predict
 from bench.step.engines import build_engine, warm_up
 from bench.step.experts import touched_experts
 from bench.step.floor import Floor, routed_experts
@@ -52,6 +55,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.loading.engine import check_fp8_cache, check_fp8_kernels
 from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import cache_stored_as
+from jaxspec.models.mtp import NextN
 from jaxspec.models.params import count_parameters, schemes_of, with_shardings
 from pallas_kernels.backend import Backends
 
@@ -177,6 +181,8 @@ def run(arguments: argparse.Namespace) -> int:
             cycle = _measure_cycle(loads[sizes.tokens], sizes, n, floors)
             rows[-1]["cycle"] = cycle | {"prefill_tokens_per_s": round(n * sizes.context / prefill[sizes.tokens][n])}
         print(f"{n} rows: {figures['step_ms']} ms, cycle {rows[-1].get('cycle', {}).get('step_ms')} ms", flush=True)
+    if "H200" in jax.devices()[0].device_kind and dtype == "bfloat16":
+        add_expected(rows, weights, sizes, mesh.size)
     after_warm_up = compiles.after_warmup
     add_peers(rows, peers)
 
@@ -225,6 +231,18 @@ def run(arguments: argparse.Namespace) -> int:
     save()
     print_tables(result)
     return 0
+
+
+def add_expected(rows: Sequence[dict[str, Any]], weights: Weights, sizes: Sizes, devices: int) -> None:
+    """Adds to steps, and to cycles of `predict.DRAFTED` tokens, the milliseconds that `bench plan` expects of H200s."""
+    expected = predict.steps(weights.model, sizes.rows, sizes.context, devices)
+    draft, cycles = weights.draft[0] if weights.draft else None, {}
+    if isinstance(draft, NextN) and sizes.tokens == predict.DRAFTED:
+        cycles = predict.cycles(weights.model, draft, sizes.rows, sizes.context, devices)
+    for row in rows:
+        row["expected_ms"] = ms(expected[row["rows"]].seconds)
+        if row["rows"] in cycles:
+            row["cycle"]["expected_ms"] = ms(cycles[row["rows"]].seconds)
 
 
 def check_quantised_kernels(weights: Weights, kernels: dict[str, dict[str, list[str]]], *, gpu: bool) -> None:

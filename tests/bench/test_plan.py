@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.harness.models import declare, random_config
+from bench.harness.models import Weights, declare, random_config
 from bench.harness.record import RESULTS
 from bench.step import predict
 from bench.step.floor import routed_experts, touched_share
 from bench.step.plan import CASES, CONTEXT, DEVICES, ROWS, Case, figures, memory_table, parts_table, step_table, tables
+from bench.step.sizes import Sizes
+from bench.step.step import add_expected
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.registry import read_config
 
@@ -23,7 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 
 def test_tables_of_the_documentation():
     """The lines of one case; all of them with `-m full`."""
-    found = figures(Case("kimi-k2", "int4"), DEVICES, ROWS, CONTEXT)
+    found = figures(Case("deepseek-v3", "fp8"), DEVICES, ROWS, CONTEXT)
     text = PAGE.read_text(encoding="utf-8")
     for table in (memory_table(found), step_table(found, CONTEXT), parts_table(found[-1:])):
         header, *lines = table.splitlines()
@@ -40,14 +42,34 @@ def test_all_tables_of_the_documentation():
 
 
 def test_steps_of_one_gpu_are_the_measured_ones():
-    """The Moonlight shape in bfloat16, at the row counts of the record."""
-    measured = {
-        row["rows"]: row["step_ms"] for row in json.loads((RESULTS / "step_vllm_h200.json").read_text())["rows"]
-    }
-    model, _ = declare(random_config("moonlight"), np.dtype(jnp.bfloat16))
-    for rows, step in predict.steps(model, measured, CONTEXT, 1).items():
-        assert 1e3 * step.seconds == pytest.approx(measured[rows], rel=0.03)
-        assert step.sums == 0
+    """The Moonlight shape in bfloat16, at the row counts of the record: plain steps and cycles."""
+    measured = {row["rows"]: row for row in json.loads((RESULTS / "step_vllm_h200.json").read_text())["rows"]}
+    model, nextn = declare(random_config("moonlight"), np.dtype(jnp.bfloat16))
+    assert nextn is not None
+    steps = predict.steps(model, measured, CONTEXT, 1)
+    cycles = predict.cycles(model, nextn, measured, CONTEXT, 1)
+    for rows, row in measured.items():
+        assert 1e3 * steps[rows].seconds == pytest.approx(row["step_ms"], rel=0.03)
+        assert 1e3 * cycles[rows].seconds == pytest.approx(row["cycle"]["step_ms"], rel=0.03)
+        assert steps[rows].sums == cycles[rows].sums == 0
+
+
+def test_records_have_what_was_expected():
+    """Of a run of `bench step` on H200s, beside what it measured."""
+    model, nextn = declare(random_config("moonlight"), np.dtype(jnp.bfloat16))
+    sizes = Sizes(rows=(1, 32), context=CONTEXT, steps=4, loops=(4, 4), budget=8192, tokens=predict.DRAFTED)
+    rows = [{"rows": n, "cycle": {}} for n in sizes.rows]
+    add_expected(rows, Weights(model, {}, (nextn, {})), sizes, 2)
+    for row in rows:
+        n = row["rows"]
+        assert row["expected_ms"] == pytest.approx(1e3 * predict.steps(model, [n], CONTEXT, 2)[n].seconds, rel=1e-3)
+        assert row["cycle"]["expected_ms"] == pytest.approx(
+            1e3 * predict.cycles(model, nextn, [n], CONTEXT, 2)[n].seconds, rel=1e-3
+        )
+        assert row["cycle"]["expected_ms"] > row["expected_ms"]
+    without = [{"rows": 1, "cycle": {}}]
+    add_expected(without, Weights(model, {}, (nextn, {})), dataclasses.replace(sizes, tokens=1), 1)
+    assert "expected_ms" not in without[0]["cycle"]
 
 
 def test_sums_and_parts_over_devices():
