@@ -30,6 +30,7 @@ from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.harness.trace import keep_graphs
 from bench.kernel import gqa, mla
 from bench.kernel.case import LARGEST_ERROR, Case
+from bench.kernel.gated_delta import GATED_DELTA
 from bench.kernel.kv_write import KV_WRITE
 from bench.kernel.loop import Loop, device_seconds
 from bench.kernel.mla_query import MLA_QUERY
@@ -46,6 +47,7 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "mla_prefill": mla.PREFILL,
     "gqa_decode": gqa.DECODE,
     "gqa_prefill": gqa.PREFILL,
+    "gated_delta": GATED_DELTA,
     "kv_write": KV_WRITE,
     "mla_query": MLA_QUERY,
     "norm_linear": NORM_LINEAR,

@@ -126,6 +126,7 @@ def test_kernel_seconds_of_a_trace():
         "mla_prefill",
         "gqa_decode",
         "gqa_prefill",
+        "gated_delta",
         "kv_write",
         "mla_query",
         "norm_linear",
@@ -145,7 +146,7 @@ def test_a_tiny_run(operation, tmp_path, capsys):
         assert row["ours_us"] > 0
         # XLA on a CPU sums that matmul's products in less than float32.
         assert row["errors"]["float64"] < (LARGEST_ERROR if operation == "mla_query" else 0.01)
-        assert ("TFLOP_per_s" in row) == (operation not in ("kv_write", "norm_linear", "sampling"))
+        assert ("TFLOP_per_s" in row) == (operation not in ("gated_delta", "kv_write", "norm_linear", "sampling"))
         assert ("GB_per_s" in row) == (operation not in ("mla_prefill", "gqa_prefill"))
     assert "ceilings" in capsys.readouterr().out
 
