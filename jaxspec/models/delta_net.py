@@ -18,10 +18,12 @@ from jax import lax
 
 from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
-from jaxspec.models.gated_delta import Tokens, chunked, convolve, cut, recurrent, unit
+from jaxspec.models.gated_delta import chunked, convolve, cut, unit
 from jaxspec.models.layers import RMSNorm
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
+from pallas_kernels.gated_delta.api import replay_and_read
+from pallas_kernels.gated_delta.reference import Tokens
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class DeltaNet(nnx.Module):
         heads = ("kv_heads", None)
         self.cache_spec = CacheSpec(
             (
-                CacheArray("state", "slot", (K, R, D, V), f32, (*heads, None, None)),
+                CacheArray("state", "slot", (K, R, V, D), f32, (*heads, None, None)),
                 CacheArray("convolved", "slot", (K, spec.columns), declare.dtype, heads, versions=spec.taps - 1),
                 # Tokens that are in the two above.
                 CacheArray("start", "slot", (), i32, ()),
@@ -193,26 +195,25 @@ class DeltaNet(nnx.Module):
         """D windows of n tokens, [D, n, ...] -> [D, n, K, R, dv]: the accepted ones of the window before are committed."""
         taps, (D, n) = self.spec.taps, meta.decode_bounds.shape
         slots_D = meta.decode_slots
-        state_D, tail_D, start_D, columns_D, gates_D = (a[slots_D] for a in before)
+        tail_D, start_D, columns_D, gates_D = (a[slots_D] for a in before[1:])
         position_D = meta.positions[meta.num_prefill_tokens :].reshape(D, n)[:, 0]
         most = columns_D.shape[1]
         accepted_D = jnp.clip(position_D - start_D[:, 0], 0, most)
 
         # What was rejected, or left by other requests, is nothing: it may be NaN.
         kept_Dn = jnp.arange(most) < accepted_D[:, None]
-        columns_D = jnp.where(kept_Dn[..., None, None], columns_D, 0)
-        gates_D = jnp.where(kept_Dn[..., None, None, None], gates_D, 0)
-        past_D = jnp.concatenate([tail_D, columns_D], axis=1)
-        _, state_D = recurrent(state_D[:, 0], self._tokens(convolve(past_D, self.conv[...]), gates_D))
+        past_D = jnp.concatenate([tail_D, jnp.where(kept_Dn[..., None, None], columns_D, 0)], axis=1)
         tail_D = jax.vmap(lambda past, first: lax.dynamic_slice_in_dim(past, first, taps - 1))(past_D, accepted_D)
 
-        convolved = convolve(jnp.concatenate([tail_D, inputs.columns], axis=1), self.conv[...])
-        read, _ = recurrent(state_D, self._tokens(convolved, inputs.gates))
-
-        slots_D = _or_drop(slots_D, cache[0])
+        windows = past_D, jnp.concatenate([tail_D, inputs.columns], axis=1)
+        convolved = jnp.concatenate([convolve(window, self.conv[...]) for window in windows], axis=1)
+        tokens = self._tokens(convolved, jnp.concatenate([gates_D, inputs.gates], axis=1))
         states, tails, starts, columns, gates = cache
+        read, states = replay_and_read(states, slots_D, accepted_D, tokens, replayed=most)
+
+        slots_D = _or_drop(slots_D, states)
         return read, (
-            states.at[slots_D, 0].set(state_D, mode="drop"),
+            states,
             tails.at[slots_D].set(tail_D, mode="drop"),
             starts.at[slots_D, 0].set(position_D, mode="drop"),
             columns.at[slots_D, :n].set(inputs.columns, mode="drop"),

@@ -1,12 +1,6 @@
-"""The gated delta rule (arXiv 2412.06464) and the causal convolution before it, over rows that keep a state.
+"""The gated delta rule over the ragged rows of prompts, and the causal convolution before it.
 
-A head's state S [dk, dv] maps keys to values. A token first lets it fade, then corrects what it holds under its key:
-
-    S <- exp(g) S;  S <- S + k (beta (v - k S));  o = q S
-
-Either a whole state fades alike, or each channel of its keys by itself (Kimi Delta Attention, arXiv 2510.26692).
-Everything is float32. Shapes: K key heads, R value heads for each, dk and dv columns of a key and a value, and c numbers
-that say how much of a state fades: 1 or dk.
+Notation and sources: `pallas_kernels/gated_delta/reference.py`, which goes token by token. Here a chunk is one matrix.
 """
 
 from typing import NamedTuple
@@ -16,55 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 
+from pallas_kernels.gated_delta.reference import Tokens
+
 # Tokens of a prompt that are worked on as one matrix.
 CHUNK = 64
 # A float32 matmul on a GPU may otherwise round its operands to TF32.
 _EXACT = lax.Precision.HIGHEST
 
 
-class Tokens(NamedTuple):
-    """What the rule reads of tokens [...]; `q` and `k` are of unit length, `q` times dk^-0.5.
-
-    A token with g, beta, k and v of 0 changes no state.
-
-    Attributes:
-        q, k: [..., K, dk].
-        v: [..., K, R, dv].
-        g: [..., K, R, c] logarithm of what remains of the state, at most 0.
-        beta: [..., K, R] how much of the correction is made.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
-
-
 def unit(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     """Vectors [..., d] of length 1, in float32."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + eps)
-
-
-def recurrent(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """Token after token, for the few of a decode window: [D, n, ...] from states [D, K, R, dk, dv].
-
-    It is unrolled: a loop would end the device's graph. Sums are written so that a token's result has the same bits in
-    any window, and whether it is new or repeated.
-
-    Returns:
-        What the tokens read, [D, n, K, R, dv], and the states after them.
-    """
-    read = []
-    for i in range(tokens.q.shape[1]):
-        q, k, v, g, beta = (x[:, i] for x in tokens)
-        state = state * jnp.exp(g)[..., None]
-        k = k[:, :, None, :, None]
-        held = jnp.sum(state * k, axis=-2)
-        state = state + k * ((v - held) * beta[..., None])[..., None, :]
-        read.append(jnp.sum(state * q[:, :, None, :, None], axis=-2))
-    return jnp.stack(read, axis=1), state
 
 
 class Chunks(NamedTuple):
@@ -105,9 +62,9 @@ def cut(rows_P: jax.Array, lengths_E: jax.Array) -> Chunks:
 
 
 def chunked(states: jax.Array, tokens: Tokens, chunks: Chunks) -> tuple[jax.Array, jax.Array]:
-    """A prompt's tokens [P, ...] from their rows' states [E, K, R, dk, dv], a chunk at a time.
+    """A prompt's tokens [P, ...] from their rows' states [E, K, R, dv, dk], a chunk at a time.
 
-    In a chunk the corrections u solve (I + A) u = beta (v - exp(G) k S), with G the running sum of g, S the state before
+    In a chunk the corrections u solve (I + A) u = beta (v - S exp(G) k), with G the running sum of g, S the state before
     the chunk and A_ij = beta_i (k_i exp(G_i - G_j)) k_j for j < i (section 3.3 of the paper).
 
     Returns:
@@ -139,9 +96,9 @@ def chunked(states: jax.Array, tokens: Tokens, chunks: Chunks) -> tuple[jax.Arra
     def chunk(states: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         row, wanted, stale, queries, keys, reads, remains = inputs
         state = states[jnp.minimum(row, states.shape[0] - 1)]
-        update = wanted - dot("krcd,krdv->krcv", stale, state)
-        read = dot("krcd,krdv->krcv", queries, state) + dot("krij,krjv->kriv", reads, update)
-        state = state * remains[..., None] + dot("krcd,krcv->krdv", keys, update)
+        update = wanted - dot("krcd,krvd->krcv", stale, state)
+        read = dot("krcd,krvd->krcv", queries, state) + dot("krij,krjv->kriv", reads, update)
+        state = state * remains[..., None, :] + dot("krcd,krcv->krvd", keys, update)
         return states.at[row].set(state, mode="drop"), read
 
     states, read_NKRCV = lax.scan(

@@ -26,15 +26,6 @@ def test_the_reference_is_the_definition(heads, rows, n, replayed):
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-def test_a_token_has_the_same_bits_new_and_repeated():
-    """So a text does not depend on which of its tokens came in one window."""
-    call = random_call(SMALL, 1, 3, replayed=0)
-    whole, _ = replay_and_read(*call, replayed=0)
-    repeated = call._replace(counts=jnp.array([2], jnp.int32))
-    last, _ = replay_and_read(*repeated, replayed=2)
-    np.testing.assert_array_equal(last[:, 0], whole[:, 2])
-
-
 @interpreted
 @pytest.mark.parametrize(("heads", "rows", "n", "replayed"), CASES)
 def test_interpreted_without_races(heads, rows, n, replayed):

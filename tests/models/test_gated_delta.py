@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.gated_delta import CHUNK, Tokens, chunked, convolve, cut, recurrent, unit
+from jaxspec.models.gated_delta import CHUNK, chunked, convolve, cut, unit
+from pallas_kernels.gated_delta.reference import Tokens, recurrent
 
 K, R, DK, DV = 2, 3, 8, 12
 
@@ -26,17 +27,17 @@ def random_tokens(rng: np.random.Generator, *shape: int, decays: int = 1) -> Tok
 
 
 def random_states(rng: np.random.Generator, rows: int) -> jax.Array:
-    return jnp.asarray(rng.standard_normal((rows, K, R, DK, DV)), jnp.float32)
+    return jnp.asarray(rng.standard_normal((rows, K, R, DV, DK)), jnp.float32)
 
 
 def plain(state: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """The definition in float64, for one row: tokens [T, ...] from a state [K, R, dk, dv]."""
+    """The definition in float64, for one row: tokens [T, ...] from a state [K, R, dv, dk]."""
     state, read = state.astype(np.float64), []
     for q, k, v, g, beta in zip(*(np.asarray(x, np.float64) for x in tokens), strict=True):
-        state = state * np.exp(g)[..., None]
-        held = np.einsum("krdv,kd->krv", state, k)
-        state = state + np.einsum("kd,krv->krdv", k, beta[..., None] * (v - held))
-        read.append(np.einsum("krdv,kd->krv", state, q))
+        state = state * np.exp(g)[..., None, :]
+        held = np.einsum("krvd,kd->krv", state, k)
+        state = state + np.einsum("kd,krv->krvd", k, beta[..., None] * (v - held))
+        read.append(np.einsum("krvd,kd->krv", state, q))
     return np.array(read).reshape(-1, K, R, DV), state
 
 
@@ -109,14 +110,16 @@ def test_both_forms_equal_transformers(family: str):
         g.reshape(1, T, K, R, -1),
         beta.reshape(1, T, K, R),
     )
-    start = jnp.asarray(state.reshape(1, K, R, DK, DV))
+    start = jnp.asarray(state.reshape(1, K, R, DK, DV)).swapaxes(-1, -2)
     flat = Tokens(*(x[0] for x in ours))
     chunks = cut(jnp.zeros(T, jnp.int32), jnp.array([T], jnp.int32))
     for name in names:
         want_read, want_state = getattr(theirs, name)(*inputs, **gates, **options)
         for read, after in ((chunked(start, flat, chunks)), recurrent(start, ours)):
             np.testing.assert_allclose(np.asarray(read).reshape(T, K * R, DV), want_read[0], atol=1e-5)
-            np.testing.assert_allclose(np.asarray(after).reshape(want_state.shape), want_state, atol=1e-5)
+            np.testing.assert_allclose(
+                np.asarray(after).swapaxes(-1, -2).reshape(want_state.shape), want_state, atol=1e-5
+            )
 
 
 @pytest.mark.torch
