@@ -107,7 +107,7 @@ def run_draft(draft: TorchDraft, ids: Sequence[int], hidden: Any, streams: Any, 
         return DraftRun(each.argmax(axis=-1).astype(np.int32), read.float().numpy(), hidden_NkH, each)
 
 
-# Modules of transformers' MTP layer in Qwen3.5's checkpoints.
+# Modules of transformers' MTP layer in checkpoints of Qwen3.5 and Qwen3-Next.
 _QWEN3_5_NAMES = {
     "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "mtp_block": "layers.0",
     "post_norm": "norm",
@@ -123,7 +123,7 @@ class TorchNextN:
         except ImportError as e:
             raise JaxspecError("the reference of MTP layers needs transformers 5.23 or newer") from e
         config = target.config
-        own_names = config.model_type.startswith("qwen3_5")
+        own_names = config.model_type.startswith(("qwen3_5", "qwen3_next"))
         prefix = "mtp." if own_names else f"model.layers.{config.num_hidden_layers}."
         source = stored_tensors(folder, prefix)
         if not source:

@@ -114,6 +114,10 @@ _QWEN3_5_MOE = {key: value for key, value in _QWEN3_5.items() if key != "interme
     "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_experts": 8,
     "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
 }  # fmt: skip
+_QWEN3_NEXT = {key: value for key, value in _QWEN3_5_MOE.items() if key != "mtp_num_hidden_layers"} | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "intermediate_size": 96, "mlp_only_layers": [1],
+    "decoder_sparse_step": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.25,
+}  # fmt: skip
 # Both kinds of attention and of MLPs, and numbers of layers that count from 1.
 _OTHERWISE_NAMED = ("max_position_embeddings", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 _KIMI_LINEAR = {key: value for key, value in _MLA.items() if key not in _OTHERWISE_NAMED} | {
@@ -162,13 +166,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-oss": _GPT_OSS,
     "qwen3.5": _QWEN3_5,
     "qwen3.5-moe": _QWEN3_5_MOE,
+    "qwen3-next": _QWEN3_NEXT,
     "kimi-linear": _KIMI_LINEAR,
     "v3-fp8": _FP8 | {"quantization_config": _QUANTIZATION},
     "v3-fp8-dequantised": _FP8,
 }
 VARIANTS = tuple(CONFIGS)
 # Others differ from these in names or in a default only.
-TWINS = ("v32", "kimi-k25", "qwen3-moe-unnormalised", "glm4-moe-air")
+TWINS = ("v32", "kimi-k25", "qwen3-moe-unnormalised", "glm4-moe-air", "qwen3-next")
 
 
 def variants(*left_out: str) -> list[Any]:
@@ -239,7 +244,7 @@ def _rewrite(folder: Path, hub: dict[str, Any], generator: Any, *, wrapped: bool
         }
     if hub.get("num_nextn_predict_layers"):
         tensors |= _mtp(tensors, hub, generator)
-    if hub.get("mtp_num_hidden_layers"):
+    if hub.get("mtp_num_hidden_layers") or hub["model_type"] == "qwen3_next":
         tensors |= _qwen_mtp(tensors, hub, generator)
     if hub.get("torch_dtype") == "bfloat16":
         kept = "e_score_correction_bias"
@@ -265,7 +270,7 @@ def _mtp(tensors: "dict[str, Tensor]", hub: dict[str, Any], generator: Any) -> "
 
 
 def _qwen_mtp(tensors: "dict[str, Tensor]", hub: dict[str, Any], generator: Any) -> "dict[str, Tensor]":
-    """The NextN layer of Qwen3.5 as the hub stores it."""
+    """The NextN layer of Qwen3.5 and Qwen3-Next as the hub stores it."""
     H, old = hub["hidden_size"], f"model.layers.{hub['num_hidden_layers'] - 1}."
     shapes = {f"mtp.layers.0.{n.removeprefix(old)}": t.shape for n, t in tensors.items() if n.startswith(old)}
     shapes |= {f"mtp.{n}.weight": (H,) for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}

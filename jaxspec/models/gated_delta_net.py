@@ -1,4 +1,4 @@
-"""Gated delta nets (arXiv 2412.06464), as Qwen3.5 has them: a head's whole state fades alike."""
+"""Gated delta nets (arXiv 2412.06464), as Qwen3.5 and Qwen3-Next have them: a head's whole state fades alike."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.delta_net import DeltaNet, DeltaSpec, Inputs
-from jaxspec.models.keymap import KeyMap, Piece
+from jaxspec.models.keymap import Index, KeyMap, Piece
 from jaxspec.models.layers import RMSNorm
 from jaxspec.models.params import Declare
 from pallas_kernels.quant.reference import linear
@@ -15,7 +15,13 @@ from pallas_kernels.quant.reference import linear
 
 @dataclass(frozen=True)
 class GatedDeltaSpec(DeltaSpec):
-    """See `DeltaSpec`."""
+    """See `DeltaSpec`.
+
+    Attributes:
+        packed: checkpoints hold what reads the input in two tensors, in which the rows of a key head lie together.
+    """
+
+    packed: bool = False
 
     def build(self, hidden: int, declare: Declare, *, input_dim: int | None = None) -> "GatedDeltaNet":
         return GatedDeltaNet(input_dim or hidden, hidden, self, declare)
@@ -23,18 +29,38 @@ class GatedDeltaSpec(DeltaSpec):
     def key_map(self, prefix: str, hidden: int, *, input_dim: int | None = None) -> KeyMap:
         K, R, inputs = self.key_heads, self.repeats, input_dim or hidden
         values = K * R * self.value_dim
-        return {
-            ("qkv",): self._by_head(f"{prefix}in_proj_qkv.weight", inputs),
+        return (self._packed if self.packed else self._projections)(prefix, inputs) | {
             ("conv",): self._by_head(f"{prefix}conv1d.weight", 1, self.taps),
-            ("z",): (Piece(f"{prefix}in_proj_z.weight", (values, inputs), view=(K, R, self.value_dim, inputs)),),
-            ("gates",): tuple(
-                Piece(f"{prefix}in_proj_{name}.weight", (K * R, inputs), (slice(None), i), view=(K, R, inputs))
-                for i, name in enumerate("ba")
-            ),
             ("decay",): (Piece(f"{prefix}A_log", (K * R,), view=(K, R)),),
             ("decay_bias",): (Piece(f"{prefix}dt_bias", (K * R,), view=(K, R)),),
             ("norm",): (Piece(f"{prefix}norm.weight", (self.value_dim,)),),
             ("out",): (Piece(f"{prefix}out_proj.weight", (hidden, values), view=(hidden, K, R, self.value_dim)),),
+        }
+
+    def _projections(self, prefix: str, inputs: int) -> KeyMap:
+        K, R, V = self.key_heads, self.repeats, self.value_dim
+        return {
+            ("qkv",): self._by_head(f"{prefix}in_proj_qkv.weight", inputs),
+            ("z",): (Piece(f"{prefix}in_proj_z.weight", (K * R * V, inputs), view=(K, R, V, inputs)),),
+            ("gates",): tuple(
+                Piece(f"{prefix}in_proj_{name}.weight", (K * R, inputs), (slice(None), i), view=(K, R, inputs))
+                for i, name in enumerate("ba")
+            ),
+        }
+
+    def _packed(self, prefix: str, inputs: int) -> KeyMap:
+        """Of a key head first what is convolved, then the gates of its value heads; of these first all beta, then all decay."""
+        K, R, V, every = self.key_heads, self.repeats, self.value_dim, slice(None)
+        rows = self.columns + R * V
+
+        def part(first: int, size: int, at: Index = ...) -> Piece:
+            take = (every, slice(first, first + size))
+            return Piece(f"{prefix}in_proj_qkvz.weight", (K * rows, inputs), at, view=(K, rows, inputs), take=take)
+
+        return {
+            ("qkv",): (part(0, self.columns),),
+            ("z",): tuple(part(self.columns + r * V, V, (every, r)) for r in range(R)),
+            ("gates",): (Piece(f"{prefix}in_proj_ba.weight", (K * 2 * R, inputs), view=(K, 2, R, inputs)),),
         }
 
     def _by_head(self, name: str, *dims: int) -> tuple[Piece, ...]:

@@ -1,4 +1,5 @@
-"""Qwen3.5, dense and mixtures: three layers of linear attention to each one of gated grouped-query attention.
+"""Qwen3.5, dense and mixtures, and Qwen3-Next: three layers of linear attention to each one of gated grouped-query
+attention. Qwen3-Next is a mixture whose linear layers are stored in another way.
 
 Norms are centred. The rotary positions of text have one dimension, so the published "mrope" is plain, partial RoPE.
 """
@@ -8,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxspec.models.config import AttentionSpec, LayerSpec, ModelConfig, Published
+from jaxspec.models.config import AttentionSpec, LayerSpec, MLPSpec, ModelConfig, Published
 from jaxspec.models.decoder import block_key_map, decoder_key_map
-from jaxspec.models.fields import text_or, whole, whole_or, with_defaults
+from jaxspec.models.fields import flag, text_or, whole, whole_or, with_defaults
 from jaxspec.models.gated_delta_net import GatedDeltaSpec
 from jaxspec.models.gated_shared import GatedSharedSpec
 from jaxspec.models.hf_fields import (
@@ -33,34 +34,42 @@ from jaxspec.models.llama import harmless as llama_harmless
 from jaxspec.models.llama import read_attention
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.moe_fields import read_experts
+from jaxspec.models.qwen3_moe import layer_mlps
 
 ARCHITECTURES = {
     QWEN3_5: Published("Qwen3.5 and 3.6, dense", mtp=True, note="text only"),
     QWEN3_5_MOE: Published("Qwen3.5 and 3.6, mixtures", mtp=True, note="text only"),
     "Qwen3_5ForCausalLM": Published("their dense language models alone", mtp=True),
     "Qwen3_5MoeForCausalLM": Published("their mixtures' language models alone", mtp=True),
+    (QWEN3_NEXT := "Qwen3NextForCausalLM"): Published("Qwen3-Next-80B-A3B", mtp=True),
 }
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
-    mixture = "Moe" in architecture
-    # Mixtures have no dense layers, and their configurations no width of one.
+    mixture, is_next = "Moe" in architecture, architecture == QWEN3_NEXT
+    # Mixtures of Qwen3.5 have no dense layers, and their configurations no width of one.
     common = common_fields(with_defaults(hf, intermediate_size=1) if mixture else hf, architecture)
     if (state := text_or(hf, "mamba_ssm_dtype", "float32")) != "float32":
         raise unsupported("mamba_ssm_dtype", state, "float32")
     attention = read_attention(with_defaults(hf, head_dim=256), qk_norm="head", partial_rotary=0.25)
     full = replace(attention, gated=True)
-    specs: dict[str, AttentionSpec] = {_LINEAR: _read_linear(hf), _FULL: full}
-    mlp = _read_mixture(hf) if mixture else DenseSpec(size(hf, "intermediate_size"))
+    specs: dict[str, AttentionSpec] = {_LINEAR: replace(_read_linear(hf), packed=is_next), _FULL: full}
+    mlp: MLPSpec
+    if is_next:
+        mlp = _read_mixture(hf, normalize=flag(hf, "norm_topk_prob", default=True))
+    else:
+        mlp = _read_mixture(hf) if mixture else DenseSpec(size(hf, "intermediate_size"))
+    mlps = layer_mlps(hf, mlp) if is_next else [mlp] * num_layers(hf)
     interval = whole_or(hf, "full_attention_interval", 4, 1, MAX_LAYERS)
     kinds = layer_kinds(hf, "layer_types", _LINEAR, _FULL) or [
         _LINEAR if (i + 1) % interval else _FULL for i in range(num_layers(hf))
     ]
-    drafts = whole_or(hf, "mtp_num_hidden_layers", 0, 0, MAX_LAYERS)
+    # Qwen3-Next's configurations do not say that its checkpoints have one.
+    drafts = whole_or(hf, "mtp_num_hidden_layers", int(is_next), 0, MAX_LAYERS)
     return ModelConfig(
         **common,
-        layers=tuple(LayerSpec(specs[kind], mlp) for kind in kinds),
+        layers=tuple(LayerSpec(specs[kind], inner) for kind, inner in zip(kinds, mlps, strict=True)),
         nextn_layers=(LayerSpec(full, mlp),) * drafts,
         centred_norms=True,
     )
@@ -79,7 +88,7 @@ def _read_linear(hf: Mapping[str, Any]) -> GatedDeltaSpec:
     )
 
 
-def _read_mixture(hf: Mapping[str, Any]) -> GatedSharedSpec:
+def _read_mixture(hf: Mapping[str, Any], *, normalize: bool = True) -> GatedSharedSpec:
     experts, top_k = read_experts(hf, "num_experts", "num_local_experts")
     routed = MoESpec(
         num_experts=experts,
@@ -87,7 +96,7 @@ def _read_mixture(hf: Mapping[str, Any]) -> GatedSharedSpec:
         expert_dim=size(hf, "moe_intermediate_size"),
         num_shared=0,
         scoring="softmax",
-        normalize=True,
+        normalize=normalize,
     )
     return GatedSharedSpec(routed, DenseSpec(size(hf, "shared_expert_intermediate_size")))
 

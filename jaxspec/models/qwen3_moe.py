@@ -1,9 +1,9 @@
 """Qwen3-MoE: grouped-query attention with normed queries and keys, and experts chosen by a softmax."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxspec.models.config import LayerSpec, ModelConfig, Published
+from jaxspec.models.config import LayerSpec, MLPSpec, ModelConfig, Published
 from jaxspec.models.fields import flag, whole_list, whole_or
 from jaxspec.models.hf_fields import MAX_LAYERS, common_fields, num_layers, size
 from jaxspec.models.layers import DenseSpec
@@ -13,7 +13,7 @@ from jaxspec.models.moe_fields import read_experts
 
 ARCHITECTURES = {"Qwen3MoeForCausalLM": Published("Qwen3-30B-A3B, 235B-A22B, Coder")}
 
-__all__ = ["ARCHITECTURES", "harmless", "read_config"]
+__all__ = ["ARCHITECTURES", "harmless", "layer_mlps", "read_config"]
 
 
 def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
@@ -28,11 +28,16 @@ def read_config(hf: Mapping[str, Any], architecture: str) -> ModelConfig:
         scoring="softmax",
         normalize=flag(hf, "norm_topk_prob"),
     )
-    attention, dense = read_attention(hf, qk_norm="head"), DenseSpec(size(hf, "intermediate_size"))
+    attention = read_attention(hf, qk_norm="head")
+    return ModelConfig(**common, layers=tuple(LayerSpec(attention, mlp) for mlp in layer_mlps(hf, moe)))
+
+
+def layer_mlps(hf: Mapping[str, Any], mixture: MLPSpec) -> Sequence[MLPSpec]:
+    """Of each layer: the mixture, or a dense MLP where the configuration asks for one."""
+    dense = DenseSpec(size(hf, "intermediate_size"))
     step = whole_or(hf, "decoder_sparse_step", 1, 1, MAX_LAYERS)
     listed = hf.get("mlp_only_layers")
     is_dense = whole_list(
         [] if listed is None else listed, "mlp_only_layers", items=MAX_LAYERS, least=0, most=MAX_LAYERS
     )
-    mlps = (dense if i in is_dense or (i + 1) % step else moe for i in range(num_layers(hf)))
-    return ModelConfig(**common, layers=tuple(LayerSpec(attention, mlp) for mlp in mlps))
+    return [dense if i in is_dense or (i + 1) % step else mixture for i in range(num_layers(hf))]

@@ -10,7 +10,6 @@ KNOWN: dict[str, tuple[str, str]] = {
     "LongcatFlashForCausalLM": ("DeepseekV3ForCausalLM", "two attentions a layer and experts that do nothing"),
     "Llama4ForCausalLM": ("LlamaForCausalLM", "chunked attention and layers without rotary embedding"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "chunked attention and layers without rotary embedding"),
-    "Qwen3NextForCausalLM": ("Qwen3_5MoeForCausalLM", "projections packed by key head"),
     "Qwen2ForCausalLM": ("LlamaForCausalLM", "biases of queries, keys and values that config.json does not declare"),
 }
 _READER = "a reader of its configuration and tensors"

@@ -138,7 +138,11 @@ def test_models(variant: str, tmp_path: Path):
 @pytest.mark.full
 @pytest.mark.parametrize("variant", MODELS)
 def test_models_with_every_optional_key(variant: str, tmp_path: Path):
-    base = MODELS[variant] | OPTIONAL | (HYBRID if variant in ("qwen3.5", "qwen3.5-moe", "kimi-linear") else {})
+    base = (
+        MODELS[variant]
+        | OPTIONAL
+        | (HYBRID if variant in ("qwen3.5", "qwen3.5-moe", "qwen3-next", "kimi-linear") else {})
+    )
     base |= INDEX_SHARE if variant == "glm-dsa" else {}
     assert read(tmp_path, base) is None
     assert check(tmp_path, base) > 500

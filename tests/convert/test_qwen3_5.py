@@ -1,4 +1,7 @@
-"""Qwen3.5 as it is published: the language model in a multimodal checkpoint is, to the bit, the one that is saved alone."""
+"""Qwen3.5 as it is published: the language model in a multimodal checkpoint is, to the bit, the one that is saved alone.
+
+Qwen3-Next is that model, stored otherwise.
+"""
 
 import copy
 import json
@@ -16,6 +19,7 @@ from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint,
 from jaxspec.models.registry import read_config
 from tests.convert.edits import edit_tensors, tensors
 from tests.convert.test_hostile_configs import HOSTILE, read
+from tests.engine.test_recurrent_states import write_folder
 from tests.models.test_parity import MAX_LOGIT_ERROR, run_compare
 from tests.tiny_models import CONFIGS, tiny_checkpoint
 
@@ -85,6 +89,27 @@ def test_experts_may_be_stacked(mesh: Mesh, tmp_path: Path):
         stacked[f"{prefix}.experts.down_proj"] = of_all["down"]
     assert len(stacked) == 2 * 4
     edit_tensors(folder, add=stacked, remove=one_by_one)
+    for load, want in zip((load_params, load_nextn), wants, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, load(open_checkpoint(folder), mesh)[1], want)
+
+
+def test_qwen3_next_holds_the_same_numbers_by_key_head(tmp_path: Path, mesh: Mesh):
+    """Rows of q, k, v and z of one key head after the other, then those of beta and decay. It brings an MTP layer unsaid."""
+    folder = Path(write_folder(tmp_path, "qwen3.5-moe"))
+    wants = [load(open_checkpoint(folder), mesh)[1] for load in (load_params, load_nextn)]
+    K, held, packed = TEXT["linear_num_key_heads"], tensors(folder), {}
+    for prefix in {name.partition("in_proj_qkv.")[0] for name in held if "in_proj_qkv." in name}:
+        parts = {kind: held.pop(f"{prefix}in_proj_{kind}.weight") for kind in ("qkv", "z", "b", "a")}
+        keys = K * TEXT["linear_key_head_dim"]
+        rows = [*np.split(parts["qkv"], [keys, 2 * keys]), parts["z"]]
+        for name, of_heads in (("qkvz", rows), ("ba", [parts["b"], parts["a"]])):
+            by_head = [x.reshape(K, -1, x.shape[-1]) for x in of_heads]
+            packed[f"{prefix}in_proj_{name}.weight"] = np.concatenate(by_head, axis=1).reshape(-1, rows[0].shape[-1])
+    edit_tensors(folder, add=packed, remove=[name for name in tensors(folder) if name not in held])
+    hf = json.loads((folder / "config.json").read_text())
+    del hf["mtp_num_hidden_layers"]
+    hf |= {"architectures": ["Qwen3NextForCausalLM"], "intermediate_size": 96}
+    (folder / "config.json").write_text(json.dumps(hf))
     for load, want in zip((load_params, load_nextn), wants, strict=True):
         jax.tree.map(np.testing.assert_array_equal, load(open_checkpoint(folder), mesh)[1], want)
 

@@ -22,7 +22,7 @@ from tests.engine.tiny import run, tiny_runner
 VARIANTS = (
     "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "glm4-lite", "minicpm3", "llama", "llama3-rope", "qwen3",
     "qwen3-tied", "qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss", "qwen3.5", "qwen3.5-moe", "v32", "glm-dsa",
-    "kimi-linear",
+    "qwen3-next", "kimi-linear",
 )  # fmt: skip
 KS = (1, 2, 3, 4, 7)
 # Each kind of attention and of mixture, and every k, with all layouts each; every pair of variant and k is in the full

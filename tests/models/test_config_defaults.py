@@ -29,6 +29,7 @@ OTHERWISE = {
     "minimax-m2": {"rotary_dim": "all columns", "rope_theta": "10000, as everywhere"},
     "qwen3-moe": {"head_dim": "follows from the width, as in the class for a key that is null"},
     "qwen3.5": {"mtp_num_hidden_layers": "no draft"},
+    "qwen3-next": {"head_dim": "of the published model"},
     "kimi-linear": {
         "linear_attn_config": "no layers: the class then places them otherwise than the model that is published",
         "num_experts": _TENSORS["n_routed_experts"], "num_shared_experts": _TENSORS["n_shared_experts"],

@@ -58,7 +58,10 @@ def metadata(start: int, count: int, *, prefill: bool) -> StepMetadata:
         "v3-mtp",
         "glm4-moe",
         "qwen3.5",
-        *(pytest.param(v, marks=pytest.mark.full) for v in ("glm4-lite", "v32", "glm-dsa", "qwen3.5-moe")),
+        *(
+            pytest.param(v, marks=pytest.mark.full)
+            for v in ("glm4-lite", "v32", "glm-dsa", "qwen3.5-moe", "qwen3-next")
+        ),
     ],
 )
 def test_hidden_states_and_drafts_equal_pytorch(variant, tmp_path):

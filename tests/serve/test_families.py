@@ -20,7 +20,7 @@ VOCAB = 256 + len(SPECIAL)
 FAMILIES = {
     "glm4-lite": {}, "v3-mtp": {}, "v32": {}, "glm-dsa": {}, "kimi-k25": {"num_nextn_predict_layers": 1}, "minicpm3": None,
     "gpt-oss": None, "qwen3-moe": None, "minimax-m2": None, "glm4-moe": {}, "qwen3.5": {}, "qwen3.5-moe": None,
-    "kimi-linear": None,
+    "qwen3-next": {}, "kimi-linear": None,
 }  # fmt: skip
 # Quantised: the variant, and the format of tests/convert/quantised_checkpoints.py that its MLPs are published in.
 QUANTISED = {
