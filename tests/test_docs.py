@@ -67,6 +67,11 @@ def test_what_the_text_names_exists(path):
     assert not unknown_options(page) + missing_paths(page) + broken_examples(page)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_merges_are_finished(path):
+    assert not re.search(r"^(<{7}|>{7}) ", read(path).text, re.MULTILINE)
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
 
