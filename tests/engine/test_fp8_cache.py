@@ -25,6 +25,7 @@ from pallas_kernels.latents import dequantise, from_arrays
 from tests.caches import empty_cache, single_request
 from tests.engine.scripted import numpy_params
 from tests.engine.test_engine import assert_equal_runs
+from tests.engine.test_schedules import options
 from tests.engine.tiny import HF_CONFIG, VOCAB, fill_cache, make_engine, run
 from tests.models.test_mtp import bound
 from tests.tiny_models import CONFIGS
@@ -33,29 +34,42 @@ K = 3
 MESH = {"tensor": 1}
 
 
-def greedy_requests() -> list[Request]:
+def requests() -> list[Request]:
+    """Greedy, and at temperature 1 with seeds: neither text depends on drafts."""
     rng = np.random.default_rng(0)
     shared = rng.integers(6, VOCAB, 70).tolist()  # more than a page
-    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    params = [SamplingParams(max_tokens=50, temperature=t, seed=3, ignore_eos=True) for t in (0, 1)]
     prompts = [rng.integers(6, VOCAB, n).tolist() for n in (3, 64, 100, 129)] + [[*shared, i] for i in (7, 8)]
-    return [Request(f"g{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    return [Request(f"g{i}", prompt, params[i % 2]) for i, prompt in enumerate(prompts)]
 
 
 @pytest.mark.slow
 def test_text_is_that_of_plain_decoding_with_the_same_cache():
-    """Greedy, with drafts in mixed steps; over pages full of NaN; preempted; and from the prefix cache."""
-    plain = run(make_engine(kv="fp8"), greedy_requests())
-    engine = make_engine(k=K, kv="fp8")
+    """With drafts in mixed steps, over pages full of NaN; from the prefix cache; preempted; read at once and late.
+
+    Target and draft are in FP8 blocks too: tests/engine/test_quantised_pairs.py has other schemes, and grammars.
+    """
+    plain = run(make_engine(kv="fp8", weights="fp8"), requests())
+    engine = make_engine(k=K, kv="fp8", weights="fp8")
     fill_cache(engine.runner, np.nan)
-    assert_equal_runs(run(engine, greedy_requests()), plain)
-    assert_equal_runs(run(engine, greedy_requests()), plain)
+    assert_equal_runs(run(engine, requests()), plain)
+    assert_equal_runs(run(engine, requests()), plain)
     assert engine.stats().prefix_cache_hits > 0
-    engine = make_engine(usable_pages=5, k=K, kv="fp8")
-    assert_equal_runs(run(engine, greedy_requests()), plain)
-    assert engine.stats().num_preemptions > 0
-    assert {a.dtype for layer in (*engine.runner.state.kv, engine.runner.state.draft_kv) for a in layer} == {
+    for depth in (0, 2):
+        with options(engine.runner, readout_depth=depth):
+            tight = make_engine(usable_pages=5, k=K, kv="fp8", weights="fp8")
+            assert_equal_runs(run(tight, requests()), plain)
+            assert tight.stats().num_preemptions > 0
+    runner = engine.runner
+    assert {a.dtype for layer in (*runner.state.kv, runner.state.draft_kv) for a in layer} == {
         np.dtype(jnp.float8_e4m3fn), np.dtype(np.float32), np.dtype(jnp.bfloat16),
     }  # fmt: skip
+    mlps = [
+        runner.params[0]["layers"][0]["mlp"],
+        runner.params[0]["layers"][1]["mlp"],
+        runner.params[1]["layer"]["mlp"],
+    ]
+    assert {mlp["down"]["codes"].get_value().dtype for mlp in mlps} == {np.dtype(jnp.float8_e4m3fn)}
 
 
 def test_prompts_attend_to_what_was_written():

@@ -112,10 +112,19 @@ def test_the_table_names_tests_that_exist():
 
 @cached
 def solo(scripted):
-    """(ids, log-probabilities, reason) of each of `grammar_requests` by id: alone, without drafts and prefix cache."""
-    runner, found = tiny_runner(0), {}
-    target = exchanged(runner, target=target_params("tiny")) if scripted else contextlib.nullcontext()
-    with target, options(runner, prefix_caching=False):
+    """What `alone` finds with one of the two targets."""
+    runner = tiny_runner(0)
+    with exchanged(runner, target=target_params("tiny")) if scripted else contextlib.nullcontext():
+        return alone(runner)
+
+
+def alone(runner):
+    """(ids, log-probabilities, reason) of each of `grammar_requests` by id: alone, without prefix cache.
+
+    runner: without drafts.
+    """
+    found = {}
+    with options(runner, prefix_caching=False):
         for request in grammar_requests():
             ids, logprobs, ends = run(make_engine(runner), [request])
             reason, error = ends[request.id]

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from bench.harness.models import declare
 from jaxspec.compile_cache import open_store
 from jaxspec.config import Settings
 from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
-from jaxspec.models.cache import KVCacheDtype, cache_stored_as
-from jaxspec.models.decoder import CausalLM
-from jaxspec.models.mtp import NextN
+from jaxspec.loading.quantise import Quantization
+from jaxspec.models.cache import KVCacheDtype
 from jaxspec.models.params import random_params
-from jaxspec.models.registry import read_config
 
 VOCAB, EOS = 160, 5
 HF_CONFIG = {
@@ -77,17 +76,17 @@ def tiny_runner(
     mixed: bool = True,
     split: bool = False,
     kv: KVCacheDtype = "auto",
+    weights: Quantization = "bf16",
 ) -> Runner:
     """With k > 0 a random NextN layer drafts: it is almost never right, which is the harder case for correctness.
 
     `synthetic`: the option synthetic_acceptance_length, with which windows of every length occur. `split`: the largest
     decode step also exists in two parts. `kv`: the option kv_cache_dtype; unless auto, for requests
-    that need one lean bucket only. What is compiled is kept for the other workers and for the time after `forget_all`.
+    that need one lean bucket only. `weights`: what the MLPs of target and draft are quantised as. What is compiled is kept
+    for the other workers and for the time after `forget_all`.
     """
-    config = read_config(HF_CONFIG)
-    model, draft = CausalLM(config, jnp.float32), NextN(config, jnp.float32)
-    for module in (model, draft):
-        cache_stored_as(module, kv)
+    model, draft = declare(HF_CONFIG, np.dtype(np.float32), quantization=weights, kv_cache_dtype=kv)
+    assert draft is not None
     mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
     settings = dataclasses.replace(
         SETTINGS, num_speculative_tokens=k, synthetic_acceptance_length=synthetic, mixed=mixed
@@ -130,10 +129,11 @@ def make_engine(
     synthetic: float | None = None,
     split: bool = False,
     kv: KVCacheDtype = "auto",
+    weights: Quantization = "bf16",
     **options,
 ) -> Engine:
     """An engine over the shared runner. Fewer usable pages force preemption without another compilation."""
-    runner = tiny_runner(k, skip_dead=skip_dead, synthetic=synthetic, split=split, kv=kv)
+    runner = tiny_runner(k, skip_dead=skip_dead, synthetic=synthetic, split=split, kv=kv, weights=weights)
     fill_cache(runner, 0.0)
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), **options)
     if usable_pages is not None:

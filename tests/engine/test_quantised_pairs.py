@@ -1,0 +1,93 @@
+"""Quantised targets and drafts, and FP8 latents, in pairs with all else that a step does.
+
+Speculation, grammars, mixed steps, retraction, late readout and free pages full of NaN at once: each request has the text
+that plain decoding of the same codes gives it alone. By default tests/engine/test_fp8_cache.py has the pairs without
+grammars. tests/engine/test_mesh.py has each scheme over two devices, tests/convert/test_serve_quantised.py the texts of the
+unquantised values.
+"""
+
+import dataclasses
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from bench.harness.models import declare
+from jaxspec.compat import compiles
+from jaxspec.compile_cache import open_store
+from jaxspec.engine.buckets import bucket_table
+from jaxspec.engine.runner import Runner
+from jaxspec.loading.quantise import Quantization
+from jaxspec.models.cache import KVCacheDtype
+from jaxspec.models.params import random_params
+from tests.engine.scripted import one_bucket, one_device, warmed
+from tests.engine.test_grammars import EVERY, alone, check
+from tests.engine.test_schedules import make_engine, options
+from tests.engine.test_transforms import plant
+from tests.engine.tiny import HF_CONFIG, SETTINGS, cached, fill_cache
+
+
+class Stored(NamedTuple):
+    """What the MLPs of target and draft are stored as, and their latents."""
+
+    weights: Quantization
+    cache: KVCacheDtype
+
+
+STORED = {
+    "FP8 blocks": Stored("fp8", "auto"),
+    "INT4 experts": Stored("int4", "auto"),
+    "FP8 latents": Stored("bf16", "fp8"),
+    "FP8 blocks and latents": Stored("fp8", "fp8"),
+    "INT4 experts, FP8 latents": Stored("int4", "fp8"),
+}
+
+
+@cached
+def runner_of(stored: Stored, k: int) -> Runner:
+    """One bucket that holds every plan and knows every parameter; with drafts, decode steps also exist in two parts."""
+    model, nextn = declare(
+        HF_CONFIG, np.dtype(np.float32), quantization=stored.weights, kv_cache_dtype=stored.cache, with_draft=k > 0
+    )
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k)
+    decode = tuple(bucket for bucket in bucket_table(settings) if not bucket.prefill_tokens)[-1:]
+    mesh = one_device()
+    runner = Runner(
+        model,
+        random_params(model, mesh, 3, randomize_norms=True),
+        settings,
+        mesh,
+        draft=(nextn, random_params(nextn, mesh, 4, randomize_norms=True)) if nextn else None,
+        buckets=one_bucket(settings, "full"),
+        split=decode if nextn else (),
+        files=open_store(None),
+    )
+    return warmed(runner)
+
+
+@cached
+def plain_texts(stored: Stored) -> dict:
+    return alone(runner_of(stored, 0))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("k", "cases"), [(1, EVERY[::5]), (3, EVERY)])
+@pytest.mark.parametrize("name", STORED)
+def test_every_text_is_that_of_plain_decoding_with_the_same_codes(name, k, cases):
+    """Greedy and seeded, free and constrained, with drafts that are right, wrong or illegal by turns."""
+    stored, rng = STORED[name], random.Random(0)
+    want = plain_texts(stored)
+    runner = runner_of(stored, k)
+    fill_cache(runner, np.nan)
+    plant(make_engine(runner), (), None)  # as `check` plants, with operations of its own, which compile once
+    before = compiles.total
+    accepted = preempted = 0
+    for depth, mixed, usable in cases:
+        with options(runner, readout_depth=depth, mixed=mixed):
+            engine = make_engine(runner, usable)
+            accepted += check(runner, want, engine, rng)
+        preempted += engine.stats().num_preemptions
+    assert compiles.total == before
+    assert preempted > 0
+    assert accepted > 60 * len(cases)
