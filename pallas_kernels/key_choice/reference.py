@@ -1,4 +1,4 @@
-"""Plain XLA: scores of a few query tokens at a time, and a threshold found bit by bit instead of a sort."""
+"""Plain XLA: scores of a few query tokens at a time."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.key_choice.largest import largest
 from pallas_kernels.reference_attention import (
     QUERIES,
     block_pages,
@@ -14,7 +15,6 @@ from pallas_kernels.reference_attention import (
     by_queries,
     pad_tables,
 )
-from pallas_kernels.sampling.keys import LEAST_KEY, ordered
 
 
 @functools.partial(jax.jit, static_argnames="count")
@@ -34,7 +34,7 @@ def choose_keys(
     def choose(q_QND: jax.Array, weights_QN: jax.Array, rows_Q: jax.Array, bounds_Q: jax.Array) -> jax.Array:
         def by_score() -> jax.Array:
             scores_QS = _scores(q_QND, weights_QN, keys, tables[rows_Q], bounds_Q)
-            return _positions(_largest(scores_QS, bounds_Q, count), count)
+            return largest(scores_QS, bounds_Q, count)
 
         def everything() -> jax.Array:
             places = jnp.arange(count, dtype=jnp.int32)
@@ -62,35 +62,3 @@ def _scores(
         return lax.dynamic_update_slice_in_dim(scores_QS, new_QB, j * new_QB.shape[1], axis=1)
 
     return lax.fori_loop(0, blocks_for(bounds_Q.max(), page_size), block, jnp.zeros((Q, S), jnp.float32))
-
-
-def _largest(scores_QS: jax.Array, bounds_Q: jax.Array, count: int) -> jax.Array:
-    """bool [Q, S]: the `count` largest scores of each row below its bound, or all; of equal ones the lowest positions."""
-    # -0.0 is no less than 0.0, which is the score of a key that no head looks for.
-    scores_QS = jnp.where(scores_QS == 0, 0.0, jnp.where(jnp.isnan(scores_QS), jnp.inf, scores_QS))
-    owned_QS = jnp.arange(scores_QS.shape[1]) < bounds_Q[:, None]
-    keys_QS = jnp.where(owned_QS, ordered(scores_QS), LEAST_KEY)
-    wanted_Q = jnp.minimum(bounds_Q, count)
-
-    def key_of(bits: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)
-
-    def decide(i: jax.Array, bits_Q: jax.Array) -> jax.Array:
-        """The bit 31 - i of the greatest key that so many keys reach."""
-        candidate_Q = bits_Q | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        reached_Q = (keys_QS >= key_of(candidate_Q)[:, None]).sum(axis=1, dtype=jnp.int32)
-        return jnp.where(reached_Q >= wanted_Q, candidate_Q, bits_Q)
-
-    least_Q = key_of(lax.fori_loop(0, 32, decide, jnp.zeros(bounds_Q.shape, jnp.uint32)))
-    above_QS, equal_QS = keys_QS > least_Q[:, None], keys_QS == least_Q[:, None]
-    left_Q = wanted_Q - above_QS.sum(axis=1, dtype=jnp.int32)
-    first_QS = jnp.cumsum(equal_QS, axis=1, dtype=jnp.int32) <= left_Q[:, None]
-    return owned_QS & (above_QS | (equal_QS & first_QS))
-
-
-def _positions(chosen_QS: jax.Array, count: int) -> jax.Array:
-    """int32 [Q, count]: where a row is true, ascending, then -1."""
-    seen_QS = jnp.cumsum(chosen_QS, axis=1, dtype=jnp.int32)
-    ranks = jnp.arange(1, count + 1, dtype=jnp.int32)
-    found_QK = jax.vmap(lambda seen_S: jnp.searchsorted(seen_S, ranks))(seen_QS).astype(jnp.int32)
-    return jnp.where(ranks <= seen_QS[:, -1:], found_QK, -1)

@@ -40,7 +40,7 @@ OF_ROWS = WGMMA.reduce(1)
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def layout_unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> str | None:
+def layout_unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, latent: Latents, value_dim: int) -> str | None:
     """Why no kernel supports these widths and pages, or None if one may."""
     if q.shape[-1] != KEY_DIM or value_dim != VALUE_DIM:
         return (
@@ -51,7 +51,7 @@ def layout_unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> 
     return None
 
 
-def unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> str | None:
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, latent: Latents, value_dim: int) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
     plain = latent.rope if isinstance(latent, Fp8Latents) else latent
     return layout_unsupported_reason(q, latent, value_dim) or hopper_unsupported_reason(q.dtype, plain.dtype)

@@ -31,7 +31,7 @@ TILES = {
 }
 
 
-def unsupported_reason(q: jax.Array, latent: Latents, value_dim: int) -> str | None:
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, latent: Latents, value_dim: int) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
     if isinstance(latent, Fp8Latents):
         return NO_FP8

@@ -4,7 +4,8 @@ import jax
 
 from pallas_kernels.backend import choose, current
 from pallas_kernels.latents import Latents
-from pallas_kernels.mla_sparse import reference
+from pallas_kernels.mla_decode import mosaic, triton
+from pallas_kernels.mla_sparse import gathered, reference
 
 
 def mla_sparse(
@@ -37,5 +38,10 @@ def mla_sparse(
     Raises:
         UnsupportedError: the requested attention backend does not support this call.
     """
-    choose("mla_sparse", current().attention, {})
-    return reference.mla_sparse(q, latent, page_tables, rows, chosen, w_uv, scale=scale)
+    queries = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
+    unsupported_reasons = {
+        "mosaic": mosaic.unsupported_reason(queries, latent, w_uv.shape[2]),
+        "triton": triton.unsupported_reason(queries, latent, w_uv.shape[2]),
+    }
+    way = reference if choose("mla_sparse", current().attention, unsupported_reasons) == "reference" else gathered
+    return way.mla_sparse(q, latent, page_tables, rows, chosen, w_uv, scale=scale)
