@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.key_choice import reference
+from pallas_kernels.key_choice import mosaic, reference
 
 
 def choose_keys(
@@ -35,5 +35,8 @@ def choose_keys(
     Raises:
         UnsupportedError: the requested attention backend does not support this call.
     """
-    choose("key_choice", current().attention, {})
-    return reference.choose_keys(q, weights, keys, page_tables, rows, bounds, count=count)
+    unsupported_reasons = {"mosaic": mosaic.unsupported_reason(q, keys)}
+    # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
+    chosen = choose("key_choice", current().attention, unsupported_reasons, same_as_auto=("triton",))
+    way = mosaic if chosen == "mosaic" else reference
+    return way.choose_keys(q, weights, keys, page_tables, rows, bounds, count=count)
