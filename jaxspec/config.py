@@ -380,7 +380,7 @@ def context_length(config: EngineConfig, *, model_max_position: int, index_topk:
     if length > longest:
         raise ConfigError(
             f"{flagged('max_model_len')} {length} is over {longest}: with more tokens than that (index_topk) this "
-            "model attends only to those that its indexer chooses, for which there are no kernels for GPUs. Use at most "
+            "model attends only to those that its indexer chooses, for which no kernels are ready on GPUs. Use at most "
             f"{longest}, where it attends to all of them, or {flagged('attention_backend')} reference, which is slow"
         )
     return length

@@ -39,12 +39,14 @@ from bench.kernel.norm_linear import ADD_LINEAR, JOINED_LINEAR, NORM_LINEAR
 from bench.kernel.peers import LIBRARIES, PeerError, Peers
 from bench.kernel.report import figures, print_table, summary
 from bench.kernel.sampling import SAMPLING
+from bench.kernel.sparse import SPARSE_MLA
 from pallas_kernels import backend
 
 OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "mla_decode": mla.DECODE,
     "mla_decode_fp8": mla.DECODE_FP8,
     "mla_prefill": mla.PREFILL,
+    "sparse_mla": SPARSE_MLA,
     "gqa_decode": gqa.DECODE,
     "gqa_prefill": gqa.PREFILL,
     "gated_delta": GATED_DELTA,

@@ -85,6 +85,7 @@ KERNELS = (
     Watched("mla_decode_values", "test_mla_decode.py::test_values_in_the_merging_kernel[mosaic-lengths3-2]"),
     Watched("mla_decode_wide_values", "test_mla_decode.py::test_values_in_the_merging_kernel[mosaic-lengths6-4]"),
     Watched("mla_decompress", "test_mla_prefill.py::test_decompression[4]"),
+    Watched("key_scores", "test_dsa.py::test_scores[64]"),
     Watched("mla_prefill", "test_mla_prefill.py::test_against_the_reference[99-starts6-chunks6-4]"),
     Watched("gqa_decode", "test_gqa.py::test_decode_windows[mosaic-1]"),
     Watched("gqa_decode_merge", "test_gqa.py::test_decode_windows[mosaic-2]"),

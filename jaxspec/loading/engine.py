@@ -282,7 +282,7 @@ def _log_pool(plan: _Plan, settings: Settings) -> None:
     if plan.config.max_model_len is None and length == plan.model.index_topk and length < plan.model.max_position:
         logger.warning(
             "Contexts end at %d tokens, not at the model's %d: with more it attends only to those that its indexer "
-            "chooses (index_topk), for which there are no kernels",
+            "chooses (index_topk), for which no kernels are ready",
             length,
             plan.model.max_position,
         )

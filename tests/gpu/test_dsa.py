@@ -1,4 +1,6 @@
-"""Layers that choose their keys on a GPU, where plain XLA has to be asked for."""
+"""Layers that choose their keys on a GPU: their kernels, and plain XLA, which models have to ask for."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +9,12 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.errors import ConfigError
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.key_choice import mosaic
 from pallas_kernels.key_choice.api import choose_keys
+from pallas_kernels.mla_sparse.api import mla_sparse
 from tests.engine.test_recurrent_states import check_replayed, write_folder
-from tests.kernels.paged_cases import paged_pool
+from tests.kernels.paged_cases import paged_pool, relative_error
 
 pytestmark = pytest.mark.gpu
 VARIANT = "glm-dsa"
@@ -31,6 +36,43 @@ def test_choices_at_published_sizes():
         assert len(set(np.asarray(places[t]).tolist()) & want) >= count - 2  # rounding moves what is next to the border
 
 
+@pytest.mark.parametrize("heads", [64, 32])
+def test_scores(heads):
+    """The kernel's, of contexts of one page and of many; what no request owns is NaN."""
+    rng, lengths = np.random.default_rng(0), (70, 500, 1, 9000)
+    pool, tables = paged_pool(rng, lengths, 128)
+    keys = jnp.asarray(pool, jnp.bfloat16)
+    rows, bounds = np.array([0, 1, 1, 2, 3], np.int32), np.array([70, 500, 499, 1, 9000], np.int32)
+    q = jnp.asarray(rng.standard_normal((len(rows), heads, 128)), jnp.bfloat16)
+    weights = jnp.asarray(rng.standard_normal((len(rows), heads)), jnp.float32)
+    got = np.asarray(mosaic.scores(q, weights, keys, tables[rows], bounds))
+    for t, (row, bound) in enumerate(zip(rows, bounds, strict=True)):
+        mine = np.asarray(keys, np.float64)[tables[row]].reshape(-1, 128)[:bound]
+        want = (np.maximum(np.asarray(q[t], np.float64) @ mine.T, 0) * np.asarray(weights)[t][:, None]).sum(axis=0)
+        np.testing.assert_allclose(got[t, :bound], want, atol=5e-3)
+
+
+def test_chosen_latents_through_the_kernels_of_decoding():
+    """Beside plain XLA on the same arrays in float32; some tokens have chosen nothing, some less than a page."""
+    rng, lengths = np.random.default_rng(0), (70, 500, 3000)
+    pool, tables = paged_pool(rng, lengths, 576)
+    latent = jnp.asarray(pool, jnp.bfloat16)
+    rows = np.array([0, 1, 2, 2, 0], np.int32)
+    chosen = np.full((5, 256), -1, np.int32)
+    for t, number in enumerate((5, 256, 200, 64, 0)):
+        chosen[t, :number] = np.sort(rng.permutation(lengths[rows[t]])[:number])
+    q = jnp.asarray(rng.standard_normal((5, 16, 576)), jnp.bfloat16)
+    w_uv = jnp.asarray(rng.standard_normal((16, 128, 512)) / 512**0.5, jnp.bfloat16)
+    call = functools.partial(mla_sparse, scale=0.07)
+    with use(Backends()) as ran:
+        got = jax.jit(call)(q, latent, tables, rows, chosen, w_uv)
+    assert ran["mla_sparse"] <= {"mosaic", "triton"}
+    with use(Backends(attention="reference")):
+        exact = (a.astype(jnp.float32) for a in (q, latent))
+        want = jax.jit(call)(*exact, tables, rows, chosen, w_uv.astype(jnp.float32))
+    assert relative_error(got, want) < 1e-2
+
+
 @pytest.mark.parametrize("draft", ["pattern", "nextn"])
 def test_windows_are_plain_decoding(draft):
     check_replayed(draft, VARIANT)
@@ -40,7 +82,7 @@ def test_plain_xla_has_to_be_asked_for(tmp_path):
     """Beyond index_topk, 16 here; up to it, contexts need no choice."""
     folder = write_folder(tmp_path, VARIANT)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 8, "dtype": "float32"}
-    with pytest.raises(ConfigError, match=r"129 is over 16: .* no kernels for GPUs\. Use at most 16"):
+    with pytest.raises(ConfigError, match=r"129 is over 16: .* no kernels are ready on GPUs\. Use at most 16"):
         LLM(folder, max_model_len=129, **options)
     for length, more in ((16, {}), (129, {"attention_backend": "reference"})):
         llm = LLM(folder, max_model_len=length, **more, **options)

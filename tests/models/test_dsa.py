@@ -6,11 +6,13 @@ with speculation, retraction and shared prefixes, and tests/kernels/test_sparse.
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from convert.convert import convert_checkpoint
 from jaxspec import LLM
@@ -18,14 +20,17 @@ from jaxspec.config import EngineConfig, context_length
 from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.models.cache import cache_stored_as, page_bytes
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.layers import DenseSpec
-from jaxspec.models.metadata import LiveRows
+from jaxspec.models.layers import DenseSpec, rope_tables
+from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import declarations
+from jaxspec.models.params import Declare, declarations
 from jaxspec.models.registry import family_of, read_config
-from jaxspec.models.sparse_mla import SparseMLASpec, for_contexts
+from jaxspec.models.sparse_mla import IndexerSpec, SparseMLASpec, for_contexts
+from pallas_kernels.backend import Backends, use
+from pallas_kernels.key_choice.mosaic import scores
+from pallas_kernels.mla_sparse.gathered import mla_sparse
 from tests.caches import empty_cache, single_request
 from tests.convert.edits import edit_config, edit_tensors, tensors
 from tests.convert.quantised_checkpoints import quantise
@@ -150,8 +155,8 @@ def test_kernels_refuse_longer_contexts():
     for backend in ("auto", "mosaic", "triton"):
         with pytest.raises(
             ConfigError,
-            match=r"max_model_len \(\S+\) 2049 is over 2048: .*\(index_topk\).*no kernels for GPUs. Use at most 2048, .*"
-            r"or attention_backend \(--attention-backend\) reference",
+            match=r"max_model_len \(\S+\) 2049 is over 2048: .*\(index_topk\).*no kernels are ready on GPUs. Use at most "
+            r"2048, .*or attention_backend \(--attention-backend\) reference",
         ):
             length(2049, on_gpu=True, attention_backend=backend)
     with pytest.raises(ConfigError, match="over the model's own limit of 163840"):
@@ -222,6 +227,50 @@ def test_index_share_strict_load(tmp_path):
     edit_config(folder, architectures=["DeepseekV3ForCausalLM"])
     with pytest.raises(ModelFormatError, match=r"self_attn\.indexer\.\S+ \(and \d+ more\), which"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("prompt", "windows", "loops"), [(0, (32, 4), 0), (256, (8, 4), 2)])
+def test_a_layer_in_kernels_lowers_for_cuda(monkeypatch, prompt, windows, loops):
+    """With DeepSeek-V3.2's heads. Decode steps have neither loop nor sort, so that they can be one CUDA graph; prompts loop."""
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H200", core_count=132)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    for jitted in (scores, mla_sparse):
+        jitted.clear_cache()
+    rope, indexer = RopeConfig(64, 10000.0), IndexerSpec(64, 128, interleaved=False)
+    spec = SparseMLASpec(128, 512, 1536, 128, 64, 128, 0.1, rope, count=2048, indexer=indexer)
+    graphdef, params = nnx.split(spec.build(1024, Declare(np.dtype(jnp.bfloat16))))
+    (D, n), P, pages = windows, prompt, 512
+    T = P + D * n
+
+    def of(*dims: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    E = int(P > 0)
+    meta = StepMetadata(
+        of(T),
+        of(T),
+        of(T),
+        of(T, dtype=jnp.bool_),
+        of(E, pages),
+        of(P),
+        of(E),
+        of(D, pages),
+        of(D, n),
+        of(E),
+        of(E),
+        of(D),
+    )
+    cache = tuple(of(99, 64, width, dtype=jnp.bfloat16) for width in (576, 128))
+
+    def layer(params, x, cache, meta):
+        return nnx.merge(graphdef, params)(x, cache, meta, rope_tables(rope, meta.positions))
+
+    with use(Backends()) as ran:
+        traced = jax.jit(layer).trace(params, of(T, 1024, dtype=jnp.bfloat16), cache, meta)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = ("key_choice", "kv_write", "mla_decode", "mla_query", "mla_sparse")
+    assert {name: ran[name] for name in kernels} == {name: {"mosaic"} for name in kernels}
+    assert (text.count("stablehlo.while"), text.count("stablehlo.sort")) == (loops, 0)
 
 
 def test_bytes_of_published_layers():
