@@ -7,6 +7,7 @@ A state cannot forget a rejected draft, so no window is ever written into one. A
 many of these were accepted: it first repeats them on the state, and then runs its own window from there.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,10 +131,11 @@ class DeltaNet(nnx.Module):
         """See `Attention`."""
         return self(x_TH, cache, meta, rope)[1]
 
+    @abstractmethod
     def read(self, x_TH: jax.Array, norm: RMSNorm | None) -> Inputs:
         """Of the layer's input [T, input_dim], or of `norm` of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gated(self, read: jax.Array, z: jax.Array) -> jax.Array:
         """The weighted and gated norm of what the heads read, in z's type.
 
@@ -141,7 +143,6 @@ class DeltaNet(nnx.Module):
             read: float32 [T, K, R, dv], divided by its root mean square.
             z: [T, K, R, dv].
         """
-        raise NotImplementedError
 
     def _tokens(self, convolved: jax.Array, gates: jax.Array) -> Tokens:
         """Of convolved columns [..., K, 2 dk + R dv] and gates [..., K, R, 1 + c]."""
