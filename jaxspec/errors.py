@@ -29,6 +29,10 @@ class UsageError(JaxspecError):
     """A command line, or another place of options, that makes no sense: exit code 2."""
 
 
+class GroupError(JaxspecError):
+    """A process of a group has ended, does not answer, or does not fit the others: the group ends."""
+
+
 class InvalidRequestError(JaxspecError, ValueError):
     """A generation request that cannot be served.
 

@@ -19,6 +19,8 @@ from jaxspec.speculative_config import with_speculative_config
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
+    from jaxspec.engine.follower import Follower
+    from jaxspec.engine.leader import Leader
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,51 @@ class Completion:
     synthetic_acceptance_length: float | None = None
 
 
+def _prepare_allocator(config: EngineConfig) -> None:
+    """The allocator reads this when jax first touches the GPU, and takes that part of its memory."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+
+
+def with_default_drafts(config: EngineConfig, model: str) -> EngineConfig:
+    """The configuration with the number of drafts that it leaves open, where something drafts."""
+    from jaxspec.loading.resolve import DEMO
+
+    drafts = config.speculative_model is not None or config.speculative_method is not None
+    if config.num_speculative_tokens is None and (model == DEMO or drafts):
+        return replace(config, num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS)
+    return config
+
+
+def follow(
+    model: str,
+    config: EngineConfig,
+    group: "Follower",
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Loads a model as `LLM` does, and launches what rank 0 of the group orders until that ends as it should.
+
+    Raises:
+        ModelFormatError, ConfigError: as `LLM`. GroupError: the group has ended otherwise.
+    """
+    _prepare_allocator(config)
+    from jaxspec.compat import compiles
+    from jaxspec.engine import following
+    from jaxspec.loading.engine import build_follower
+    from jaxspec.loading.join import join
+    from jaxspec.loading.resolve import resolve_model
+
+    config = with_default_drafts(config, model)
+    folder = resolve_model(model, revision=revision)
+    join(group, folder, config, progress)
+    runner = build_follower(folder, config, group, progress=progress)
+    compiling = _Compiling(progress)
+    runner.warm_up(compiling.finished, announce=compiling.begins)
+    compiles.mark_warm()
+    following.follow(runner.launcher, group)
+
+
 class LLM:
     """A model, loaded and warmed up.
 
@@ -72,6 +119,7 @@ class LLM:
         use_tqdm: show bars meanwhile, on standard error (default: if that is a terminal, and `progress` is not given).
         wait_for_all: False: on a GPU some buckets may still compile when this returns, and larger ones serve until then.
         probe, observer: see `Runner` and `Engine`; for `compare`.
+        group: of processes that load and serve this model together, of which this is rank 0.
 
     Raises:
         ModelFormatError, ConfigError: the folder or the options cannot work.
@@ -91,22 +139,21 @@ class LLM:
         wait_for_all: bool = True,
         probe: bool = False,
         observer: Any = None,
+        group: "Leader | None" = None,
         **options: Any,
     ):
         config = with_options(config or EngineConfig(), options)
         if speculative_config is not None:
             config = with_speculative_config(config, speculative_config)
-        # The allocator reads this when jax first touches the GPU, and takes that part of its memory.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+        _prepare_allocator(config)
         from jaxspec.grammar.compiler import GrammarCompiler
         from jaxspec.loading.engine import build_engine
         from jaxspec.loading.generation_config import sampling_defaults
-        from jaxspec.loading.resolve import DEMO, resolve_model
+        from jaxspec.loading.join import join
+        from jaxspec.loading.resolve import resolve_model
         from jaxspec.loading.tokenizer_files import load_tokenizer
 
-        drafts = config.speculative_model is not None or config.speculative_method is not None
-        if config.num_speculative_tokens is None and (model == DEMO or drafts):
-            config = replace(config, num_speculative_tokens=DEFAULT_SPECULATIVE_TOKENS)
+        config = with_default_drafts(config, model)
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
         self.tokenizer = load_tokenizer(self.folder)
@@ -116,7 +163,11 @@ class LLM:
         if progress is None and wants_bar(use_tqdm):
             progress = StartBar()
         started = time.monotonic()
-        self.engine, description = build_engine(self.folder, config, progress=progress, probe=probe, observer=observer)
+        if group is not None:
+            join(group, self.folder, config, progress)
+        self.engine, description = build_engine(
+            self.folder, config, progress=progress, probe=probe, observer=observer, group=group
+        )
         self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size, self.engine.eos_token_ids)
         compiling = _Compiling(progress)
         self.engine.warm_up(compiling.finished, announce=compiling.begins, wait_for_all=wait_for_all)

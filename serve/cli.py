@@ -16,6 +16,7 @@ import jaxspec
 from jaxspec.errors import ConfigError, JaxspecError, UsageError, shown
 from serve.flags import Parser, add_engine_flags, engine_config, json_object, names, parse
 from serve.limits import LIMIT_FLAGS, check_limits, limit_settings
+from serve.nodes import add_node_flags, nodes_given
 from serve.parsers.registry import REASONING_NAMES, REASONING_PARSERS, TOOL_NAMES, TOOL_PARSERS
 from serve.peers import add_peer_flags
 from serve.sources import Resolved, resolve
@@ -145,6 +146,7 @@ def _add_serve_flags(parser: Parser) -> None:
     _add_limit_flags(server, flag)
     timeout = "how long SIGTERM waits for requests in flight (default: 60)"
     flag(server, "--shutdown-timeout", "SECONDS", timeout, type=float, default=60.0)
+    add_node_flags(parser.add_argument_group("several processes"), flag)
     _add_log_flags(parser.add_argument_group("log"), flag)
     _add_tls_flags(parser.add_argument_group("TLS"), flag)
     _add_cors_flags(parser.add_argument_group("CORS (pages of other sites in a browser)"), flag)
@@ -206,11 +208,14 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
 
         check_override(arguments.override_generation_config)
     keys = api_keys(arguments)
+    nodes = nodes_given(arguments)
     # Before anything is imported that reads them.
     os.environ.update(resolved.variables)
+    from jaxspec.engine.leader import Leader
     from serve import startup
     from serve.cors import Cors
     from serve.model import Progress, ServedModel, load_model, with_chat_template, with_formats
+    from serve.nodes import follow, lead
     from serve.server import bind, run_server
     from serve.service import ServerSettings
     from serve.template_flag import read_template
@@ -222,6 +227,9 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
         for name in ("jaxspec.access", "uvicorn"):
             logging.getLogger(name).setLevel(arguments.uvicorn_log_level.upper())
     logger = logging.getLogger("jaxspec.serve")
+    if nodes is not None and nodes.rank:
+        startup.announce_start(jaxspec.__version__, resolved.shown(fallbacks))
+        follow(nodes, arguments.model, config, arguments.revision)
     tls = tls_of(arguments)
     template = None if arguments.chat_template is None else read_template(arguments.chat_template)
     settings = ServerSettings(
@@ -244,6 +252,7 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
         **limit_settings(arguments),
     )
     sock = bind(arguments.host, arguments.port)
+    group = None if nodes is None else Leader(nodes)
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     url = f"{'https' if tls else 'http'}://{host}:{sock.getsockname()[1]}"
     startup.announce_start(jaxspec.__version__, resolved.shown(fallbacks))
@@ -272,17 +281,16 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
             startup.both(report, progress),
             generation_config=arguments.generation_config,
             override_generation_config=arguments.override_generation_config,
+            **({} if group is None else {"group": group}),
         )
         model = with_chat_template(loaded, template)
         return with_formats(model, settings.tool_call_parser, settings.reasoning_parser)
 
-    return run_server(
-        settings,
-        load,
-        sock,
-        shutdown_timeout=arguments.shutdown_timeout,
-        on_ready=on_ready,
-    )
+    def run() -> int:
+        timeout = arguments.shutdown_timeout
+        return run_server(settings, load, sock, shutdown_timeout=timeout, on_ready=on_ready, group=group)
+
+    return run() if group is None else lead(group, run)
 
 
 def _check_serve(arguments: argparse.Namespace) -> None:

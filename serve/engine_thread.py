@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.request import Request
-from jaxspec.errors import InvalidRequestError, JaxspecError
+from jaxspec.errors import GroupError, InvalidRequestError, JaxspecError
 from serve.admission import Reservation
 from serve.deadlines import NO_DEADLINES, Deadlines
 from serve.errors import ApiError, server_error, unavailable
@@ -49,6 +49,7 @@ class EngineThread:
         on_phase: called on the event loop when loading has ended and when the thread has ended.
         on_started: called on the event loop with the number of choices whose first step has been planned.
         engine_timeout: seconds; a step that takes longer is the engine's death. None: no limit.
+        cause: of an error on the thread; see `Group`.
 
     Attributes:
         model: None until loaded.
@@ -65,6 +66,7 @@ class EngineThread:
         on_started: Callable[[int], None] = lambda _count: None,
         deadlines: Deadlines = NO_DEADLINES,
         engine_timeout: float | None = ENGINE_TIMEOUT,
+        cause: Callable[[BaseException], BaseException] = lambda error: error,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
         max_all_unread_bytes: int = MAX_ALL_UNREAD_BYTES,
     ):
@@ -73,6 +75,7 @@ class EngineThread:
         self._on_phase = on_phase
         self._on_started = on_started
         self._deadlines = deadlines
+        self._cause = cause
         self._watch = StepWatch(engine_timeout, lambda: self.model.compile_counts()[0] if self.model else 0)
         self._max_unread = max_unread_bytes
         self._max_all_unread = max_all_unread_bytes
@@ -165,9 +168,14 @@ class EngineThread:
             seconds,
             stack_of(self._thread),
         )
-        self.failure = RuntimeError("an engine step is stuck")
-        self._stopping = True
-        self._enter(Phase.DEAD)
+        self.fail(RuntimeError("an engine step is stuck"))
+
+    def fail(self, error: BaseException) -> None:
+        """The engine is of no more use, whatever its thread is doing."""
+        if self.phase is not Phase.DEAD:
+            self.failure = error
+            self._stopping = True
+            self._enter(Phase.DEAD)
 
     @property
     def alive(self) -> bool:
@@ -214,10 +222,18 @@ class EngineThread:
             self._log.warning("a client does not read its stream: request ended, id=%s", generation.http_id)
             self._drop(generation, server_error("the client does not read its stream"))
 
+    def _ended(self) -> None:
+        if self.phase is not Phase.DEAD:
+            self._enter(Phase.DEAD if self.failure else Phase.STOPPED)
+
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
         if phase is Phase.DEAD:
-            self.fail_all(server_error("the engine has failed"))
+            # Another process of the group has: a router may find a group that is whole.
+            gone = isinstance(self.failure, GroupError)
+            self.fail_all(
+                unavailable("a process of the server has ended") if gone else server_error("the engine has failed")
+            )
         self._on_phase(phase)
 
     # --- on the engine thread ---
@@ -228,13 +244,14 @@ class EngineThread:
             self._publish()
             self._call(self._enter, Phase.READY)
             self._serve()
-        except JaxspecError as e:  # while loading: the user can fix it, so no traceback
-            self.failure = e
-        except BaseException as e:
-            logger.exception("the engine thread has failed")
-            self.failure = e
+        except BaseException as error:
+            e = error if isinstance(error, JaxspecError) else self._cause(error)
+            if not isinstance(e, JaxspecError):  # else the user can fix it, so no traceback
+                logger.exception("the engine thread has failed")
+            if self.failure is None:
+                self.failure = e
         self._watch.step_ends()
-        self._call(self._enter, Phase.DEAD if self.failure else Phase.STOPPED)
+        self._call(self._ended)
 
     def _serve(self) -> None:
         assert self.model is not None

@@ -23,6 +23,8 @@ from serve.peer_flags import (
 )
 
 _OPTIMIZATION = re.compile(r"-O=?(\d)")
+# vLLM's.
+_MASTER_PORT = "29501"
 _DOTTED = "--speculative-config."
 # Algorithms of SGLang that a draft of ours stands for, and whether a draft has to be named.
 _ALGORITHMS = {"EAGLE": False, "NEXTN": False, "MTP": False, "EAGLE3": True, "NGRAM": False}
@@ -156,6 +158,10 @@ def finish(given: argparse.Namespace) -> None:
         # And the page that is for padding.
         pages = pages_for(_whole("--max-total-tokens", taken["max_total_tokens"]), PAGE_SIZE) + 1
         given.num_gpu_blocks_override = pages
+    if "master_addr" in taken:
+        given.coordinator = f"{taken['master_addr']}:{taken.get('master_port', _MASTER_PORT)}"
+    elif "master_port" in taken:
+        raise UsageError("--master-port needs --master-addr; or give --coordinator HOST:PORT")
     _finish_speculation(given, taken)
 
 

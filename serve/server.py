@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,6 +25,9 @@ from serve.loop_watch import LoopWatch
 from serve.model import Progress, ServedModel
 from serve.service import ServerSettings, Service
 from serve.step_watch import stack_of
+
+if TYPE_CHECKING:
+    from jaxspec.engine.leader import Leader
 
 logger = logging.getLogger("jaxspec.serve")
 
@@ -85,8 +88,12 @@ def run_server(
     *,
     shutdown_timeout: float,
     on_ready: Callable[[ServedModel], None] = lambda _model: None,
+    group: "Leader | None" = None,
 ) -> int:
     """Serves until a signal or the engine's death ends it; returns the exit code.
+
+    Args:
+        group: of processes that end together with this one.
 
     Raises:
         JaxspecError: the model cannot be loaded.
@@ -100,19 +107,23 @@ def run_server(
             server.drain(_DRAIN_AFTER_DEATH_SECONDS)
 
     raise_descriptor_limit()
-    service = Service(settings, load, on_phase=on_phase)
+    options: dict[str, Any] = {} if group is None else {"cause": group.cause}
+    service = Service(settings, load, on_phase=on_phase, **options)
     config = http_config(service)
     logger.info("Routes: %s", ", ".join(route_names(cast(FastAPI, config.app))))
     server = _Server(config, service, shutdown_timeout)
+    if group is not None:
+        group.on_failure = server.from_thread(service.engine_thread.fail)
+        group.on_stop = server.from_thread(lambda: server.stop("another process of the group is asked to end"))
     server.run(sockets=[sock])
     server.dismiss()
     failure = service.engine_thread.failure
     if isinstance(failure, JaxspecError):
         raise failure
     code = 1 if failure else server.exit_code
-    if service.engine_thread.alive or _has_busy_threads():
+    if group is None and (service.engine_thread.alive or _has_busy_threads()):
         # A compilation, a stuck step, a long text: an orderly exit would wait for it, or crash.
-        _end_process(code)
+        end_process(code)
     return code
 
 
@@ -120,7 +131,8 @@ def run_server(
 _DRAIN_AFTER_DEATH_SECONDS = 1.0
 
 
-def _end_process(code: int) -> None:
+def end_process(code: int) -> NoReturn:
+    """At once, without the orderly end of the interpreter."""
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
@@ -146,11 +158,13 @@ class _Server(uvicorn.Server):
         self._service = service
         self._shutdown_timeout = shutdown_timeout
         self._drain_task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._last_resort: threading.Timer | None = None
         self._loop_watch: LoopWatch | None = None
         self.exit_code = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         for sock in sockets or []:
             sock.listen(BACKLOG)  # asyncio takes few at a time, but those that come at once may wait in the system
@@ -174,14 +188,28 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
         if self._drain_task is None:
-            logger.info("%s: finishing the requests in flight (again to stop at once)", signal.Signals(sig).name)
-            self.drain(self._shutdown_timeout)
+            self.stop(f"{signal.Signals(sig).name}: finishing the requests in flight (again to stop at once)")
             return
         self.exit_code = 128 + sig
         self._end_within(_FORCED_SECONDS)
         self._drain_task.cancel()
         why = "the server has been stopped"
         self._drain_task = asyncio.get_running_loop().create_task(self._give_up(_FORCED_SECONDS / 2, why))
+
+    def stop(self, why: str) -> None:
+        """The server is asked to end."""
+        logger.info("%s", why)
+        self.drain(self._shutdown_timeout)
+
+    def from_thread(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Calls it on the event loop; where that does not run yet or any more, not at all."""
+
+        def call(*args: Any) -> None:
+            with contextlib.suppress(RuntimeError):
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(function, *args)
+
+        return call
 
     def drain(self, timeout: float) -> None:
         """Refuses new requests, waits for those in flight, then ends the server: all of it within `timeout` seconds.
@@ -235,7 +263,7 @@ class _Server(uvicorn.Server):
             seconds,
             stack_of(self._thread),
         )
-        _end_process(1)
+        end_process(1)
 
     def _exit_now(self) -> None:
         os._exit(1 if self._service.engine_thread.failure else self.exit_code)

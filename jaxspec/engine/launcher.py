@@ -1,12 +1,11 @@
 """Everything that runs on the devices after the start: executables, launched one after the other on the donated state.
 
 A launch follows from an `Order` alone: an executable and the host's arrays for it. A process that launches the orders of
-another has the same state; see `fanout.py`.
+another has the same state; see `group.py`.
 """
 
-import enum
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,30 +16,10 @@ from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.handoff import Forwarded
 from jaxspec.engine.masks import MaskUpload
+from jaxspec.engine.orders import Kind, Order
 from jaxspec.engine.state import StepState
 from jaxspec.engine.state_copies import StateCopies
 from jaxspec.engine.step import StepArrays
-
-
-class Kind(enum.IntEnum):
-    """Of orders.
-
-    STEP: of the bucket `which`, in the launcher's order, or one of the two parts of one: int32 [size of its layout].
-    MASKS, COUNTS, STATES: what `MaskUpload`, `CountUpload` and `StateCopies` take.
-    SCORE: of a chunk of `which` tokens: int32 [which], the ids that follow, see `jaxspec.engine.scoring`.
-    PUT: the field `which` of the state: its values. Not between steps of requests: it waits.
-    """
-
-    STEP, MASKS, COUNTS, SCORE, PUT, STATES = range(1, 7)
-
-
-@dataclass(frozen=True)
-class Order:
-    """One launch. `arrays` may be read as long as it runs: nobody writes into them."""
-
-    kind: Kind
-    which: int
-    arrays: tuple[np.ndarray, ...]
 
 
 def replicate(value: np.ndarray, sharding: NamedSharding) -> jax.Array:

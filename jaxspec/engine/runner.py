@@ -5,7 +5,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -21,10 +21,13 @@ from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table, parts, split_table
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
+from jaxspec.engine.follower import Follower
 from jaxspec.engine.handoff import Forwarded
-from jaxspec.engine.launcher import Kind, Launcher, Order
+from jaxspec.engine.launcher import Launcher
+from jaxspec.engine.leader import Leader
 from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.on_mesh import on_mesh, specs
+from jaxspec.engine.orders import Kind, Order
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.scoring import following_ids, score, unpack, wants_scores
 from jaxspec.engine.state import StepState, compile_zeros, state_shapes
@@ -85,6 +88,7 @@ class Runner:
     Attributes:
         graphdefs, params: of the target and of the draft, as `bind` made them; `use_params` exchanges the latter.
         layouts: of each bucket's packed input.
+        launcher: launches all that runs.
         kernels: what the compiled steps run, operation -> implementations; they may differ from bucket to bucket.
         bucket_seconds: what a step in each bucket takes, where it was measured: plans run in the cheapest.
         split: the buckets whose step may also run in two parts. split_ready: those for which both are there.
@@ -97,6 +101,7 @@ class Runner:
         skip_dead: see `make_step`.
         probe: also return a `Probe` of every token (slower).
         files: where compiled steps stay for later starts; None: nowhere.
+        group: of processes that share the mesh. Those of rank 0 run as one alone does, the others `follow`.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class Runner:
         skip_dead: bool = True,
         probe: bool = False,
         files: FileStore | None = None,
+        group: Leader | Follower | None = None,
     ):
         assert settings.model_drafts == (draft is not None)
         specs = model.cache_specs()
@@ -129,6 +135,7 @@ class Runner:
         draft_def, drafter = bind(*draft) if draft else (None, None)
         self.graphdefs = (target_def, draft_def)
         self._mesh = mesh
+        self._group = group
         self._backends = Backends(settings.attention_backend, settings.moe_backend)
         self._probe = probe
         self._shapes = state_shapes(model, settings, mesh, draft=draft[0] if draft else None)
@@ -144,7 +151,7 @@ class Runner:
         self._count = CountUpload(shapes.counts, settings.max_model_len)
         most = max(bucket.prefill_rows for bucket in self.buckets)
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most)
-        self._launcher = Launcher(self.executables, zeros(), self._replicated, self._upload, self._count, self._copies)
+        self.launcher = Launcher(self.executables, zeros(), self._replicated, self._upload, self._count, self._copies)
         self.use_params((target, drafter))
         self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
         self._preparation = Preparation(self._load, self._make, self._save)
@@ -158,16 +165,16 @@ class Runner:
         """Steps run with these from now on: those of the target and of the draft, as `bind` made them."""
         self.params = params
         # Flattened once: modules' state is flattened in Python, which takes a fifth of a small decode step.
-        self._launcher.leaves = tuple(jax.tree.leaves(params))
+        self.launcher.leaves = tuple(jax.tree.leaves(params))
 
     @property
     def state(self) -> StepState:
         """On the devices; each step takes it and gives another."""
-        return self._launcher.state
+        return self.launcher.state
 
     @state.setter
     def state(self, state: StepState) -> None:
-        self._launcher.state = state
+        self.launcher.state = state
 
     @property
     def executables(self) -> tuple[Bucket, ...]:
@@ -210,21 +217,36 @@ class Runner:
         if self.settings.state_snapshots:
             self.state = self._copies.warm_up(self.state, self.store)
         every = self.executables
-        first = every if wait_for_all or not self.settings.on_gpu else first_buckets(self.buckets)
+        all_first = wait_for_all or self._group or not self.settings.on_gpu
+        first = every if all_first else first_buckets(self.buckets)
         rest = [bucket for bucket in every if bucket not in first]
 
         def use(bucket: Bucket, executable: Executable) -> None:
             self._install(bucket, executable)
             if bucket.part == "whole" and bucket.prefill_tokens and bucket.variant == "full":
                 self._prepare_score(bucket)
-            self._try_out(bucket)
+            if self._group is None:
+                self._try_out(bucket)
 
         self._preparation.run(first, use, progress, announce)
         self.store.flush()
+        if self._group is not None:
+            self._meet(self._group)
         if rest:
             self._preparation.go_on(rest)
         else:
             self._preparation.save()
+
+    def _meet(self, group: Leader | Follower) -> None:
+        """Once all processes have compiled; what rank 0 runs from here on, all run."""
+        made = {f"the setting {field.name}": str(getattr(self.settings, field.name)) for field in fields(self.settings)}
+        made["the table of steps"] = "; ".join(map(str, self.executables))
+        made["the devices"] = ", ".join(device.device_kind for device in self._mesh.devices.flat)
+        group.meet(made)
+        if isinstance(group, Leader):
+            self.launcher.send = group.send
+            for bucket in self.executables:
+                self._try_out(bucket)
 
     def install_prepared(self) -> bool:
         """Runs one executable that threads have prepared on padding, and lets it serve. Nothing may be in flight.
@@ -246,7 +268,7 @@ class Runner:
             for _ in range(WARMUP_RUNS):
                 ran = self.run_padding(bucket)
                 ran.packed.block_until_ready()
-            if ran.hidden is not None and bucket.prefill_tokens in self._launcher.scores:
+            if ran.hidden is not None and bucket.prefill_tokens in self.launcher.scores:
                 self._score(bucket, ran.hidden, np.zeros(bucket.prefill_tokens, np.int32)).block_until_ready()
             return
         bucket = replace(bucket, part="whole")
@@ -269,12 +291,12 @@ class Runner:
 
     def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
         """int32 [X] distinct slots get the masks int32 [X, n, words] before the next step. See `Constraint`."""
-        self._launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, words)))
+        self.launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, words)))
 
     def put(self, **fields: np.ndarray) -> None:
         """Replaces fields of the state that are whole on every device. Not while requests run: it waits for copies."""
         for name, value in fields.items():
-            self._launcher.launch(Order(Kind.PUT, StepState._fields.index(name), (value,)))
+            self.launcher.launch(Order(Kind.PUT, StepState._fields.index(name), (value,)))
 
     def run_packed(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
         """A step of packed inputs, int32 [size of the bucket's layout], whose output `read` does not give."""
@@ -282,7 +304,7 @@ class Runner:
 
     def executable(self, bucket: Bucket) -> jax.stages.Compiled:
         """What `warm_up` has compiled for a bucket."""
-        return self._launcher.steps[bucket]
+        return self.launcher.steps[bucket]
 
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order. Of a split one, only the forward pass: see `choose`."""
@@ -297,12 +319,12 @@ class Runner:
             return
         scored = any(map(wants_scores, plan.prefill))
         # A bucket that came late scores nothing.
-        able = tuple(b for b in self._ready if b.prefill_tokens in self._launcher.scores) if scored else self._ready
+        able = tuple(b for b in self._ready if b.prefill_tokens in self.launcher.scores) if scored else self._ready
         bucket = bucket_for(able, plan, self.bucket_seconds)
         for row in plan.prefill:
             if row.cached:
                 for packed in self._count.packed(row):
-                    self._launcher.launch(Order(Kind.COUNTS, 0, (packed,)))
+                    self.launcher.launch(Order(Kind.COUNTS, 0, (packed,)))
         self._copy_states([(row.restored, row.request.slot) for row in plan.prefill if row.restored])
         step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
         self._copy_states([(row.request.slot, row.kept) for row in plan.prefill if row.kept])
@@ -315,7 +337,7 @@ class Runner:
 
     def _copy_states(self, copies: list[tuple[int, int]]) -> None:
         if copies:
-            self._launcher.launch(Order(Kind.STATES, 0, (self._copies.packed(copies),)))
+            self.launcher.launch(Order(Kind.STATES, 0, (self._copies.packed(copies),)))
 
     def choose(self) -> None:
         """Lets the rows of the split step choose and draft. All steps before it are read, and its masks are written."""
@@ -377,7 +399,7 @@ class Runner:
 
         forward_only = bucket.part == "forward"
         whole, of_state = PartitionSpec(), specs(self._shapes)
-        in_specs = (specs(self._launcher.leaves), of_state, whole, *(() if bucket.part == "whole" else (whole,)))
+        in_specs = (specs(self.launcher.leaves), of_state, whole, *(() if bucket.part == "whole" else (whole,)))
         function = on_mesh(flat_forward if forward_only else flat_step, self._mesh, in_specs, (of_state, whole))
         donated = (1, 3) if forward_only else 1
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings, keep_unused=forward_only)
@@ -385,7 +407,7 @@ class Runner:
             handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
             with self._exact(), use(self._backends) as chosen:
                 with _tracing:
-                    lowered = jitted.lower(self._launcher.leaves, self._shapes, inputs, *handed)
+                    lowered = jitted.lower(self.launcher.leaves, self._shapes, inputs, *handed)
                 compiled = lowered.compile(self._xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
@@ -409,7 +431,7 @@ class Runner:
     def _prepare_score(self, bucket: Bucket) -> None:
         """What scores a chunk of so many tokens, loaded or compiled."""
         P = bucket.prefill_tokens
-        if P in self._launcher.scores:
+        if P in self.launcher.scores:
             return
         hidden = self.executable(bucket).out_info[1].hidden
         structure = jax.tree.structure(self.params)
@@ -419,12 +441,12 @@ class Runner:
 
         following = np.zeros(P, np.int32)
         whole = PartitionSpec()
-        scored = on_mesh(flat_score, self._mesh, (specs(self._launcher.leaves), whole, whole), whole)
+        scored = on_mesh(flat_score, self._mesh, (specs(self.launcher.leaves), whole, whole), whole)
         jitted = jax.jit(scored, out_shardings=self._replicated)
         with self._exact():
-            key = self.store.key("score", self.graphdefs, self._launcher.leaves, hidden, P, self._mesh)
-            self._launcher.scores[P] = self.store.load_or_make(
-                key, lambda: jitted.lower(self._launcher.leaves, hidden, following).compile()
+            key = self.store.key("score", self.graphdefs, self.launcher.leaves, hidden, P, self._mesh)
+            self.launcher.scores[P] = self.store.load_or_make(
+                key, lambda: jitted.lower(self.launcher.leaves, hidden, following).compile()
             )
 
     def _exact(self) -> contextlib.AbstractContextManager:
@@ -444,7 +466,7 @@ class Runner:
 
     def _key(self, bucket: Bucket) -> str | None:
         return self.store.key(
-            "step", self.graphdefs, self._launcher.leaves, self._shapes, bucket, self.settings, self._mesh, self._probe,
+            "step", self.graphdefs, self.launcher.leaves, self._shapes, bucket, self.settings, self._mesh, self._probe,
             self._skip_dead, self._xla_options(bucket),
         )  # fmt: skip
 
@@ -455,14 +477,14 @@ class Runner:
         self.store.save(self._key(bucket), executable)
 
     def _install(self, bucket: Bucket, executable: Executable) -> None:
-        self._launcher.steps[bucket] = executable.compiled
-        self._ready = tuple(b for b in self.buckets if b in self._launcher.steps)
-        self.split_ready = tuple(b for b in self.split if all(part in self._launcher.steps for part in parts(b)))
+        self.launcher.steps[bucket] = executable.compiled
+        self._ready = tuple(b for b in self.buckets if b in self.launcher.steps)
+        self.split_ready = tuple(b for b in self.split if all(part in self.launcher.steps for part in parts(b)))
         for operation, implementations in executable.kernels.items():
             self.kernels.setdefault(operation, set()).update(implementations)
 
     def _score(self, bucket: Bucket, hidden: jax.Array, following: np.ndarray) -> jax.Array:
-        return self._launcher.launch(Order(Kind.SCORE, bucket.prefill_tokens, (following,)), hidden)
+        return self.launcher.launch(Order(Kind.SCORE, bucket.prefill_tokens, (following,)), hidden)
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> Any:
-        return self._launcher.launch(self._launcher.step_order(bucket, inputs))
+        return self.launcher.launch(self.launcher.step_order(bucket, inputs))

@@ -28,6 +28,8 @@ from jaxspec.config import (
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executables import ExecutableStore
+from jaxspec.engine.follower import Follower
+from jaxspec.engine.leader import Leader
 from jaxspec.engine.lookup import HISTORY
 from jaxspec.engine.memory import free_bytes, measure_free_bytes, smallest_pool
 from jaxspec.engine.runner import Runner
@@ -64,6 +66,7 @@ def build_engine(
     progress: Progress | None = None,
     probe: bool = False,
     observer: Any = None,
+    group: Leader | None = None,
 ) -> tuple[Engine, dict[str, str | int]]:
     """An engine with loaded weights, before warm-up, and a description for people: label -> value, in order.
 
@@ -71,10 +74,36 @@ def build_engine(
         folder: of the model, converted or as Hugging Face has it.
         progress: called while the weights load.
         probe, observer: see `Runner` and `Engine`.
+        group: of processes that share the devices; all have come.
 
     Raises:
         ModelFormatError, ConfigError: the folder or the options cannot work.
     """
+    plan, runner = _build(folder, config, progress=progress, probe=probe, group=group)
+    engine = Engine(
+        runner,
+        vocab_size=plan.model.vocab_size,
+        eos_token_ids=plan.model.eos_token_ids,
+        seed=config.seed,
+        observer=observer,
+        step_log=StepLog(config.log_steps) if config.log_steps else None,
+    )
+    return engine, _describe(plan, runner)
+
+
+def build_follower(folder: Path, config: EngineConfig, group: Follower, *, progress: Progress | None = None) -> Runner:
+    """What launches the orders of another process, of the same folder and options. See `build_engine`."""
+    return _build(folder, config, progress=progress, group=group)[1]
+
+
+def _build(
+    folder: Path,
+    config: EngineConfig,
+    *,
+    progress: Progress | None = None,
+    probe: bool = False,
+    group: Leader | Follower | None = None,
+) -> "tuple[_Plan, Runner]":
     plan = _plan(folder, config)
     settings = plan.settings(plan.free_bytes())
     if probe and settings.prefix_caching:
@@ -89,7 +118,9 @@ def build_engine(
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.weight_bytes / 2**30, seconds)
 
     def make_runner(settings: Settings, buckets: tuple[Bucket, ...] | None = None) -> Runner:
-        return Runner(model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe, files=plan.files)
+        return Runner(
+            model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe, files=plan.files, group=group
+        )
 
     if plan.on_gpu and config.num_gpu_blocks_override is None:
         devices = list(plan.mesh.devices.flat)
@@ -102,16 +133,7 @@ def build_engine(
         )
         settings = plan.settings(measured)
     _log_pool(plan, settings)
-    runner = make_runner(settings)
-    engine = Engine(
-        runner,
-        vocab_size=plan.model.vocab_size,
-        eos_token_ids=plan.model.eos_token_ids,
-        seed=config.seed,
-        observer=observer,
-        step_log=StepLog(config.log_steps) if config.log_steps else None,
-    )
-    return engine, _describe(plan, runner)
+    return plan, make_runner(settings)
 
 
 @dataclass(frozen=True)
@@ -152,7 +174,7 @@ class _Plan:
         """An estimate of what KV pages may take on one device; on a GPU, steps are measured later."""
         if not self.on_gpu:
             return _CPU_KV_BYTES
-        return self.mesh.devices.flat[0].memory_stats()["bytes_limit"] - self.weight_bytes
+        return self.mesh.local_devices[0].memory_stats()["bytes_limit"] - self.weight_bytes
 
     def settings(self, free_bytes: int) -> Settings:
         return resolve(
@@ -171,6 +193,12 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     tp = config.tensor_parallel_size
     mesh = make_mesh(tp)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
+    several = mesh.is_multi_process
+    if several and on_gpu and config.num_gpu_blocks_override is None:
+        raise ConfigError(
+            f"{flagged('num_gpu_blocks_override')} must be given where several processes share a model (--nnodes): what the "
+            "steps leave of the memory is measured by one process alone"
+        )
     dtype = resolve_dtype(config, on_gpu=on_gpu)
     model_config = read_model_config(folder)
     checkpoint = open_checkpoint(folder)
@@ -206,7 +234,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         caches=model.cache_specs()
         + ((draft.model.cache_spec,) if draft else ())
         + ((HISTORY,) if config.lookup else ()),
-        files=open_store(config.compilation_cache_dir),
+        files=None if several else open_store(config.compilation_cache_dir),
     )
 
 

@@ -21,18 +21,30 @@ _NVSHMEM_FLAG = "--xla_gpu_experimental_enable_nvshmem"
 def make_mesh(tensor_parallel_size: int) -> Mesh:
     """The first devices in jax's order, which is the one that Mosaic's remote references count in.
 
+    Where several processes share them, as many of each process, in the order of their ranks.
+
     Raises:
         ConfigError: there are fewer, or the environment asks for NVLink multicast.
     """
     devices = jax.devices()
-    if tensor_parallel_size > len(devices):
+    processes = jax.process_count()
+    if tensor_parallel_size % processes:
         raise ConfigError(
-            f"{flagged('tensor_parallel_size')} {tensor_parallel_size} needs {tensor_parallel_size} devices, "
-            f"but there are {len(devices)}"
+            f"{flagged('tensor_parallel_size')} {tensor_parallel_size} must be a multiple of {processes}, the number of "
+            "processes (--nnodes), because each brings as many devices"
         )
+    each = tensor_parallel_size // processes
+    chosen = [[d for d in devices if d.process_index == rank][:each] for rank in range(processes)]
+    for rank, own in enumerate(chosen):
+        if len(own) < each:
+            of_process = "" if processes == 1 else f" of process {rank}"
+            raise ConfigError(
+                f"{flagged('tensor_parallel_size')} {tensor_parallel_size} needs {each} devices{of_process}, "
+                f"but there are {len(own)}"
+            )
     if tensor_parallel_size > 1:
         switch_multicast_off(os.environ)
-    return Mesh(np.array(devices[:tensor_parallel_size]), (TENSOR_AXIS,))
+    return Mesh(np.array(chosen).reshape(-1), (TENSOR_AXIS,))
 
 
 def switch_multicast_off(environ: MutableMapping[str, str]) -> None:

@@ -23,6 +23,7 @@ WITH = {
     "--tokenizer": ["demo"],
     "--tokenizer-path": ["demo"],
     "--config": ["--config", "file.yaml"],
+    "--master-port": ["--master-addr", "10.0.0.1"],
     **{
         name: ["--speculative-method", "ngram"]
         for name in (

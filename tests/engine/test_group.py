@@ -1,0 +1,261 @@
+"""The group of processes: who is let in, and how it ends. Without a model; `tests/serve/test_nodes.py` has one."""
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from jaxspec.engine.follower import Follower
+from jaxspec.engine.leader import Leader
+from jaxspec.engine.orders import Kind, Order, decode, encode
+from jaxspec.errors import ConfigError, GroupError
+from jaxspec.nodes import Nodes, nodes_of
+from tests.cut_proxy import CutProxy, free_ports
+from tests.engine.group_process import TIMEOUT
+
+ROOT = Path(__file__).parents[2]
+# Seconds that a busy machine may take beside the timeout.
+SLACK = 20.0
+STEP_TIMEOUT = 2.0
+
+
+# --- orders ---
+
+ARRAYS = st.sampled_from([np.int32, np.float32, np.bool_]).flatmap(
+    lambda dtype: arrays(dtype, array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+)
+ORDERS = st.builds(
+    Order, st.sampled_from(list(Kind)), st.integers(0, 2**32 - 1), st.lists(ARRAYS, max_size=3).map(tuple)
+)
+
+
+@given(order=ORDERS, data=st.data())
+def test_an_order_is_its_bytes(order, data):
+    """And no beginning or continuation of them is one."""
+    written = encode(order)
+    again = decode(written)
+    assert (again.kind, again.which) == (order.kind, order.which)
+    assert [(a.dtype, a.shape, a.tobytes()) for a in again.arrays] == [
+        (a.dtype, a.shape, a.tobytes()) for a in order.arrays
+    ]
+    with pytest.raises(ValueError, match="order"):
+        decode(written[: data.draw(st.integers(0, len(written) - 1))])
+    with pytest.raises(ValueError, match="order"):
+        decode(written + b"\0")
+
+
+# --- who is let in ---
+
+
+def test_only_the_expected_ranks_with_the_same_facts_come_in(caplog):
+    """Everybody else is refused by name, and the group still comes together."""
+    caplog.set_level(logging.INFO, "jaxspec.nodes")
+    port = free_ports()
+    leader = Leader(Nodes(3, 0, "127.0.0.1", port, 5.0))
+    facts = {"jax": "0.11.2", "--max-num-seqs": "8"}
+    joining = threading.Thread(target=leader.join, args=(facts,), kwargs={"within": 30})
+    joining.start()
+
+    def come(rank: int, facts: dict[str, str], count: int = 3) -> Follower:
+        follower = Follower(Nodes(count, rank, "127.0.0.1", port, 5.0))
+        follower.join(facts, within=20)
+        return follower
+
+    for rank, changed, count, named in (
+        (1, {"jax": "0.10.2"}, 3, "jax is '0.10.2' there and '0.11.2' here"),
+        (1, {"--max-num-seqs": "4"}, 3, "--max-num-seqs is '4' there and '8' here"),
+        (2, {"--seed": "1"}, 3, "--seed is '1' there and 'none' here"),
+        (1, {}, 2, "it has --nnodes 2 where process 0 has 3"),
+        (3, {}, 3, "--node-rank 3 is not between 1 and 2"),
+        (0, {}, 3, "--node-rank 0 is not between 1 and 2"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(named)):
+            come(rank, facts | changed, count)
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(10) == b""
+    second = threading.Thread(target=come, args=(2, facts))
+    second.start()
+    while "process 2 of the group has come" not in caplog.text:
+        assert second.is_alive()
+        time.sleep(0.01)
+    with pytest.raises(ConfigError, match="there is a process with --node-rank 2 already"):
+        come(2, facts)
+    first = come(1, facts)
+    joining.join(20)
+    second.join(20)
+    assert not joining.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    assert leader.failure is None
+    leader.end()
+    assert first.over.wait(5)
+    assert first.failure is None
+
+
+def test_what_was_made_of_the_options_must_be_equal():
+    port = free_ports()
+    leader, follower = Leader(Nodes(2, 0, "127.0.0.1", port, 5.0)), Follower(Nodes(2, 1, "127.0.0.1", port, 5.0))
+    joining = threading.Thread(target=leader.join, args=({},))
+    joining.start()
+    follower.join({})
+    joining.join()
+    failed: list[GroupError] = []
+
+    def meet() -> None:
+        try:
+            follower.meet({"num_pages": "40"})
+        except GroupError as error:
+            failed.append(error)
+
+    meeting = threading.Thread(target=meet)
+    meeting.start()
+    with pytest.raises(GroupError, match="process 1 does not fit: num_pages is '40' there and '44' here"):
+        leader.meet({"num_pages": "44"})
+    meeting.join(5)
+    assert "num_pages is '40'" in str(failed[0])
+
+
+def test_a_process_that_does_not_come_is_named():
+    leader = Leader(Nodes(3, 0, "127.0.0.1", free_ports(), 5.0))
+    with pytest.raises(GroupError, match=r"processes \[1, 2\] have not come within 0.1 s"):
+        leader.join({}, within=0.1)
+    with pytest.raises(GroupError, match=r"process 0 at .* was not there within 0.1 s: Connection refused"):
+        Follower(Nodes(2, 1, "127.0.0.1", free_ports(), 5.0)).join({}, within=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ((0, None, None), "--nnodes must be between 1 and 1024, got 0"),
+        ((1, 1, None), "--node-rank 1 needs --nnodes"),
+        ((2, None, "a:1"), "--nnodes 2 needs --node-rank"),
+        ((2, 0, None), "--nnodes 2 needs --coordinator"),
+        ((2, 2, "a:1"), "--node-rank must be between 0 and 1"),
+        ((2, 1, "a"), "--coordinator must be HOST:PORT"),
+        ((2, 1, "a:65535"), "--coordinator must be HOST:PORT"),
+        ((2, 1, ":80"), "--coordinator must be HOST:PORT"),
+    ],
+)
+def test_options_of_a_group_make_sense(options, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        nodes_of(*options, timeout=30.0, step_timeout=None)
+    assert nodes_of(1, 0, None, timeout=30.0, step_timeout=None) is None
+    there = nodes_of(2, 1, "tcp://[::1]:80", timeout=30.0, step_timeout=None)
+    assert there == Nodes(2, 1, "::1", 80)
+    assert there.coordinator == "[::1]:81"
+
+
+# --- how it ends ---
+
+
+class Pair:
+    """Two processes of one group, the second behind a proxy."""
+
+    def __init__(self) -> None:
+        port = free_ports()
+        self.proxy = CutProxy(port)
+        self.processes = [self._start(0, port), self._start(1, self.proxy.port)]
+        assert self.processes[0].stdout
+        self.first = ""
+
+    def _start(self, rank: int, port: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.group_process", "2", str(rank), str(port), str(STEP_TIMEOUT)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    def wait_until_serving(self) -> None:
+        lines = self.processes[0].stdout
+        assert lines
+        while "serving" not in (line := lines.readline()):
+            assert line, self.first
+            self.first += line
+
+    def ends(self, seconds: float) -> tuple[list[int], list[str]]:
+        """Exit codes, and what each has written."""
+        written = [process.communicate(timeout=seconds)[0] for process in self.processes]
+        return [process.returncode for process in self.processes], written
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        self.proxy.close()
+
+
+@contextlib.contextmanager
+def pairs(count: int) -> Iterator[list[Pair]]:
+    """So many groups at once: they mostly wait."""
+    made = [Pair() for _ in range(count)]
+    try:
+        for pair in made:
+            pair.wait_until_serving()
+        yield made
+    finally:
+        for pair in made:
+            pair.close()
+
+
+def test_plan_hash_mismatch_stops_both_processes():
+    """One bit of an order is changed on its way."""
+    with pairs(1) as (pair,):
+        pair.proxy.flip = True
+        codes, written = pair.ends(SLACK)
+    assert codes == [1, 1], written
+    assert "has sent other bytes than it says as order" in written[1]
+    assert "their hash differs" in written[0]
+
+
+def test_stuck_or_terminated_rank_ends_the_group():
+    """Either process is killed or stopped, the connection is cut, or a step does not end; then both are gone in time.
+
+    A stopped process goes when it is continued.
+    """
+    with pairs(7) as groups:
+        killed, stopped, (cut, stuck, terminated) = groups[:2], groups[2:4], groups[4:]
+        for rank, pair in enumerate(killed):
+            pair.processes[rank].kill()
+        for rank, pair in enumerate(stopped):
+            pair.processes[rank].send_signal(signal.SIGSTOP)
+        cut.proxy.silent = True
+        stuck.processes[1].send_signal(signal.SIGUSR1)
+        terminated.processes[1].terminate()
+        began = time.monotonic()
+        for rank, pair in enumerate(stopped):
+            assert pair.processes[1 - rank].wait(TIMEOUT + SLACK) == 1
+            pair.processes[rank].send_signal(signal.SIGCONT)
+        ended = [pair.ends(STEP_TIMEOUT + SLACK) for pair in groups]
+        assert time.monotonic() - began < STEP_TIMEOUT + SLACK
+    for rank in (0, 1):
+        codes, written = ended[rank]
+        assert codes == ([-signal.SIGKILL, 1] if rank == 0 else [1, -signal.SIGKILL])
+        assert f"process {rank} has closed the connection" in written[1 - rank]
+        codes, written = ended[2 + rank]
+        assert codes == [1, 1]
+        assert f"process {rank} has been silent for too long" in written[1 - rank]
+    assert ended[4][0] == [1, 1]
+    assert "has been silent for too long" in ended[4][1][0]
+    assert "has been silent for too long" in ended[4][1][1]
+    assert ended[5][0] == [1, 1]
+    assert re.search(r"processes \[1\] have not finished order \d+ within 2 s", ended[5][1][0])
+    assert ended[6][0] == [0, 0], ended[6]
