@@ -212,7 +212,9 @@ def nest(flat: Mapping[tuple[str | int, ...], Any]) -> dict[str | int, Any]:
     return tree
 
 
-def random_params(model: nnx.Module, mesh: Mesh, seed: int = 0, *, randomize_norms: bool = False) -> dict:
+def random_params(
+    model: nnx.Module, mesh: Mesh, seed: int = 0, *, randomize_norms: bool = False, most_drawn: int = 1 << 28
+) -> dict:
     """Random parameters as a nested dict: weights N(0, fan_in^-1/2), norms 1, biases 0, embeddings N(0, 1).
 
     Each tensor is drawn on its own shards by one small jit per shape, with the `rbg` generator: threefry initialisers
@@ -220,54 +222,73 @@ def random_params(model: nnx.Module, mesh: Mesh, seed: int = 0, *, randomize_nor
 
     Args:
         randomize_norms: draw norms from U(0.5, 1.5) and router biases from N(0, 0.1), so that tests see them.
+        most_drawn: elements that a device draws at once. Their random bits may take four bytes each beside the tensor, which
+            for all experts of a big model's layer is as much as several layers take.
     """
     key = jax.random.key(seed, impl="rbg")
-    flat = {}
+    flat, declared = {}, declarations(model)
     for i, (path, target) in enumerate(with_shardings(model, mesh).items()):
-        metadata = declarations(model)[path].get_metadata()
+        metadata = declared[path].get_metadata()
         std = 1.0 if path[0] == "embed" else float(metadata.get("fan_in") or target.shape[-1]) ** -0.5
-        draw = _drawer(metadata["init"], randomize_norms, std, target, metadata.get("scheme"))
+        draw = _drawer(metadata["init"], randomize_norms, std, target, metadata.get("scheme"), most_drawn)
         flat[path] = draw(jax.random.fold_in(key, i))
     return nest(flat)
 
 
 @functools.lru_cache(maxsize=256)
 def _drawer(
-    init: Init, randomize_norms: bool, std: float, target: jax.ShapeDtypeStruct, scheme: Scheme | None
+    init: Init, randomize_norms: bool, std: float, target: jax.ShapeDtypeStruct, scheme: Scheme | None, most_drawn: int
 ) -> Callable[[jax.Array], jax.Array]:
     """One jitted function for all tensors of a shape: a model has hundreds of tensors and a few dozen shapes."""
 
-    def draw(key: jax.Array) -> jax.Array:
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if init == "normal":
-            value = jax.random.normal(key, target.shape, jnp.float32) * std
+            value = jax.random.normal(key, shape, jnp.float32) * std
         elif init == "ones":
-            value = jnp.ones(target.shape)
+            value = jnp.ones(shape)
             if randomize_norms:
-                value = jax.random.uniform(key, target.shape, minval=0.5, maxval=1.5)
+                value = jax.random.uniform(key, shape, minval=0.5, maxval=1.5)
         elif init == "codes":
-            return _random_codes(key, target)
+            return _random_codes(key, shape, target.dtype)
         elif init == "scale" and scheme:
-            value = jax.random.uniform(key, target.shape, minval=0.5, maxval=1.5)
+            value = jax.random.uniform(key, shape, minval=0.5, maxval=1.5)
             value = value if scheme.factor else value * std / _codes_std(scheme)
             if target.dtype == jnp.uint8:  # exponents
                 value = jnp.round(jnp.log2(value)) + 127
         elif init == "factor" and scheme:
-            value = jnp.full(target.shape, std / _codes_std(scheme))
+            value = jnp.full(shape, std / _codes_std(scheme))
         else:
-            value = jnp.zeros(target.shape)
+            value = jnp.zeros(shape)
             if randomize_norms:
-                value = 0.1 * jax.random.normal(key, target.shape)
+                value = 0.1 * jax.random.normal(key, shape)
         return value.astype(target.dtype)
 
-    return jax.jit(draw, out_shardings=target.sharding)
+    sharding: Any = target.sharding
+    part = sharding.shard_shape(target.shape)
+    if math.prod(part) <= most_drawn:
+        return jax.jit(lambda key: draw(key, target.shape), out_shardings=sharding)
+    pieces = next(
+        n for n in range(1, part[0] + 1) if (part[0] % n == 0 and math.prod(part) <= n * most_drawn) or n == part[0]
+    )
+
+    def draw_part(key: jax.Array) -> jax.Array:
+        if any(sharding.spec):
+            key = jax.random.fold_in(key, jax.lax.axis_index(TENSOR_AXIS))
+        piece = (part[0] // pieces, *part[1:])
+        return jax.lax.map(lambda each: draw(each, piece), jax.random.split(key, pieces)).reshape(part)
+
+    in_parts = jax.shard_map(
+        draw_part, mesh=sharding.mesh, in_specs=PartitionSpec(), out_specs=sharding.spec, check_vma=False
+    )
+    return jax.jit(in_parts, out_shardings=sharding)
 
 
-def _random_codes(key: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+def _random_codes(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """e4m3 in numbers of a normal distribution without its tails, other codes uniformly."""
-    if target.dtype == jnp.uint8:
-        return jax.random.bits(key, target.shape, jnp.uint8)
-    normal = jax.random.normal(key, target.shape) * _E4M3_STD
-    return jnp.clip(normal, -4 * _E4M3_STD, 4 * _E4M3_STD).astype(target.dtype)
+    if dtype == jnp.uint8:
+        return jax.random.bits(key, shape, jnp.uint8)
+    normal = jax.random.normal(key, shape) * _E4M3_STD
+    return jnp.clip(normal, -4 * _E4M3_STD, 4 * _E4M3_STD).astype(dtype)
 
 
 def _codes_std(scheme: Scheme) -> float:

@@ -18,7 +18,7 @@ from bench.step.engines import build_engine
 from bench.step.sizes import Sizes
 from bench.step.step import memory_figures
 from jaxspec.loading.mesh import make_mesh
-from jaxspec.models.params import schemes_of
+from jaxspec.models.params import random_params, schemes_of
 
 DEVICES = 4
 SIZES = Sizes(rows=(1, 4), context=70, steps=4, loops=(4, 4), budget=64, tokens=3)
@@ -72,6 +72,27 @@ def test_live_arrays_are_the_declared_bytes(model, scheme, cache):
     assert said.state + pages == pytest.approx(figures["state_held"], rel=WITHIN)
     for held in live.values():
         assert held == pytest.approx(figures["weights_declared"] + figures["state_declared"], rel=WITHIN)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), DEVICES])
+def test_big_tensors_are_drawn_in_pieces(devices):
+    """As many numbers of the same distribution as at once, no piece and no device's part like another, on the same shards."""
+    hf = random_config("kimi-k2-toy", 2) | {"hidden_size": 128, "moe_intermediate_size": 128, "vocab_size": 256}
+    model, _ = declare(hf, np.dtype(np.float32), quantization="int4")
+    mesh = make_mesh(devices)
+    whole, pieces = (random_params(model, mesh, most_drawn=n) for n in (1 << 28, 1 << 12))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), whole) == jax.tree.map(
+        lambda a: (a.shape, a.dtype, a.sharding), pieces
+    )
+    experts = pieces["layers"][1]["mlp"]["down"]
+    codes = np.asarray(experts["codes"]).reshape(16, -1)
+    assert len({row.tobytes() for row in codes}) == 16
+    assert np.bincount(codes.reshape(-1), minlength=256).min() > 0
+    halves = np.asarray(pieces["embed"]["weight"]).reshape(4, -1)
+    assert np.abs(np.corrcoef(halves) - np.eye(4)).max() < 0.05
+    for arrays in zip(jax.tree.leaves(whole), jax.tree.leaves(pieces), strict=True):
+        want, got = (np.std(np.asarray(array, np.float32)) for array in arrays)
+        assert got == pytest.approx(want, rel=0.1, abs=1e-6)
 
 
 def test_quantization_is_of_random_models(tmp_path, capsys):
