@@ -1,13 +1,14 @@
 """Loads models, NextN layers and drafts from a Hugging Face folder or a converted one, with equal bits."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.converted import ConvertedCheckpoint
@@ -18,14 +19,25 @@ from jaxspec.loading.parts import DRAFT, EMBED, HEAD, MTP, WEIGHTS, PartTargets,
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import Eagle3, check_d2t, is_eagle3, read_eagle3_config
+from jaxspec.models.gqa import spread_heads
 from jaxspec.models.keymap import ParamPath
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import ModuleT, Schemes, declarations, dotted, nest, quantised, with_shardings
+from jaxspec.models.params import (
+    TENSOR_AXIS,
+    ModuleT,
+    Schemes,
+    declarations,
+    dotted,
+    nest,
+    quantised,
+    with_shardings,
+)
 from jaxspec.models.registry import read_config
 from jaxspec.models.sparse_mla import for_contexts
 from jaxspec.progress import LOADING, Progress
 
 Params = dict[str | int, Any]
+_Values = dict[ParamPath, jax.Array]
 
 
 class Checkpoint(Protocol):
@@ -111,6 +123,26 @@ def _quantised(model: ModuleT, schemes: Schemes, checkpoint: Checkpoint) -> Modu
     return quantised(model, schemes)
 
 
+def _on_mesh(model: nnx.Module, mesh: Mesh) -> tuple[PartTargets, Callable[[_Values], _Values]]:
+    """What to read of a checkpoint for a model on a mesh, and what makes the model's parameters of parts of it.
+
+    These are the same, unless key heads are fewer than devices: `model` is then changed to have as many.
+    """
+    stored = {path: variable.get_value() for path, variable in declarations(model).items()}
+    changed = spread_heads(model, mesh.shape[TENSOR_AXIS])
+    targets = with_shardings(model, mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+    read = {path: jax.ShapeDtypeStruct(stored[path].shape, stored[path].dtype, sharding=whole) for path in changed}
+
+    def finish(values: _Values) -> _Values:
+        return {
+            path: jax.jit(changed[path], out_shardings=targets[path].sharding)(value) if path in changed else value
+            for path, value in values.items()
+        }
+
+    return targets | read, finish
+
+
 def load_params(
     checkpoint: Checkpoint,
     mesh: Mesh,
@@ -132,12 +164,12 @@ def load_params(
         ConfigError: the mesh does not divide the model.
     """
     model = declare_target(checkpoint, dtype or checkpoint.dtype, context=context)
-    targets = with_shardings(model, mesh)
+    targets, finish = _on_mesh(model, mesh)
     flat: dict[ParamPath, jax.Array] = {}
     parts = parts_of({path: path for path in targets})
     wanted = {part: {p: targets[path] for p, path in inner.items()} for part, inner in parts.items()}
     for done, (part, values) in enumerate(checkpoint.read_parts(wanted), 1):
-        flat |= {parts[part][p]: value for p, value in values.items()}
+        flat |= finish({parts[part][p]: value for p, value in values.items()})
         if progress:
             progress(done, len(parts), f"{LOADING}: {part}, {done} of {len(parts)} parts")
     return model, nest(flat)
@@ -155,8 +187,9 @@ def load_nextn(
     if MTP not in checkpoint.parts or not config.nextn_layers:
         raise ModelFormatError(f"{checkpoint.folder} has no NextN (MTP) layer")
     model = declare_nextn(checkpoint, dtype or checkpoint.dtype, context=context)
-    ((_, values),) = checkpoint.read_parts({MTP: with_shardings(model, mesh)})
-    return model, nest(values)
+    targets, finish = _on_mesh(model, mesh)
+    ((_, values),) = checkpoint.read_parts({MTP: targets})
+    return model, nest(finish(values))
 
 
 def declare_eagle3(checkpoint: Checkpoint, capture: tuple[int, ...], dtype: Any) -> Eagle3:
@@ -175,11 +208,11 @@ def load_eagle3(checkpoint: Checkpoint, mesh: Mesh, dtype: str, capture: tuple[i
         ModelFormatError: a damaged checkpoint.
     """
     model = declare_eagle3(checkpoint, capture, dtype)
-    targets = with_shardings(model, mesh)
+    targets, finish = _on_mesh(model, mesh)
     parts = {
         part: {p: target for p, target in targets.items() if draft_part_of(p) == part} for part in checkpoint.parts
     }
-    flat = {p: value for _, values in checkpoint.read_parts(parts) for p, value in values.items()}
+    flat = {p: value for _, values in checkpoint.read_parts(parts) for p, value in finish(values).items()}
     if model.config.reduced:
         check_d2t(np.asarray(flat["d2t",]), model.config.model.vocab_size)
     return model, nest(flat)

@@ -41,6 +41,7 @@ from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.delta_net import without_kernels
+from jaxspec.models.gqa import spread_heads
 from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.params import (
     count_parameters,
@@ -208,7 +209,9 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     draft = plan_draft(config, checkpoint, model_config, dtype, context=context)
     model = declare_target(checkpoint, dtype, context=context)
     modules: tuple[Any, ...] = (model, *([draft.model] if draft else []))
+    parameters = sum(map(count_parameters, modules))  # as the checkpoints have them
     for module in modules:
+        spread_heads(module, tp)
         with_shardings(module, mesh)  # refuses what the mesh cannot split
     if on_gpu:
         with use(Backends()):
@@ -229,7 +232,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         model=model_config,
         context=context,
         draft=draft,
-        parameters=sum(map(count_parameters, modules)),
+        parameters=parameters,
         stored_bytes=sum(map(parameter_bytes, modules)),
         caches=model.cache_specs()
         + ((draft.model.cache_spec,) if draft else ())

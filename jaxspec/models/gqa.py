@@ -1,5 +1,7 @@
 """Grouped-query attention (arXiv 2305.13245) over paged keys and values."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,10 +12,10 @@ from flax import nnx
 from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
-from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
+from jaxspec.models.keymap import KeyMap, ParamPath, Piece, nested, norm_weight
 from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope
 from jaxspec.models.metadata import LiveRows, StepMetadata
-from jaxspec.models.params import Declare
+from jaxspec.models.params import Declare, fits
 from pallas_kernels.gqa_decode.api import gqa_decode
 from pallas_kernels.gqa_prefill.api import gqa_prefill
 from pallas_kernels.kv_write.api import write_kv
@@ -106,18 +108,20 @@ class GQA(nnx.Module):
         self.cache_spec = CacheSpec(
             tuple(CacheArray(name, "token", (K, D), declare.dtype, ("kv_heads", None)) for name in ("keys", "values"))
         )
-        self.qkv = declare((K, G + 2, D, input_dim or hidden), ("kv_heads", None, None, None))
+        # A norm over all keys together needs each of them once.
+        spreads = 1 if spec.qk_norm == "whole" else spec.num_heads
+        self.qkv = declare((K, G + 2, D, input_dim or hidden), ("kv_heads", None, None, None), spreads=spreads)
         if spec.bias:
-            self.qkv_bias = declare((K, G + 2, D), ("kv_heads", None, None), "zeros")
+            self.qkv_bias = declare((K, G + 2, D), ("kv_heads", None, None), "zeros", spreads=spreads)
         for name, dim in spec.norm_dims.items():
             setattr(self, name, RMSNorm(dim, spec.norm_eps, declare))
-        self.o = declare((hidden, K, G, D), (None, "kv_heads", None, None))
+        self.o = declare((hidden, K, G, D), (None, "kv_heads", None, None), spreads=spreads)
         if spec.out_bias:
             self.o_bias = declare((hidden,), (None,), "zeros")
         if spec.gated:
-            self.gate = declare((K, G, D, input_dim or hidden), ("kv_heads", None, None, None))
+            self.gate = declare((K, G, D, input_dim or hidden), ("kv_heads", None, None, None), spreads=spreads)
         if spec.sinks:
-            self.sinks = declare((K, G), ("kv_heads", None), "zeros", dtype=jnp.float32)
+            self.sinks = declare((K, G), ("kv_heads", None), "zeros", dtype=jnp.float32, spreads=spreads)
 
     def __call__(
         self,
@@ -188,6 +192,15 @@ class GQA(nnx.Module):
         keys, values = cache
         return write_kv(keys, values, k_TKD, v_TKD, meta.pages, meta.offsets)
 
+    def spread(self, name: str, weight: jax.Array, kv_heads: int) -> jax.Array:
+        """A parameter of this layer for more key heads: each is there several times, for some of its queries each time."""
+        if name == "o":
+            return weight.reshape(weight.shape[0], kv_heads, -1, weight.shape[-1])
+        keys = [weight[:, -2:]] if name in ("qkv", "qkv_bias") else []
+        queries = weight[:, : weight.shape[1] - 2 * len(keys)]
+        queries = queries.reshape(kv_heads, -1, *weight.shape[2:])
+        return jnp.concatenate([queries, *(jnp.repeat(kv, kv_heads // len(kv), axis=0) for kv in keys)], axis=1)
+
     def _place(self, norm: str, x: jax.Array, rope: RopeTables) -> jax.Array:
         """Queries [T, K, G, D] or keys [T, K, D], normed and rotated."""
         dims = self.spec.norm_dims
@@ -210,3 +223,31 @@ class GQA(nnx.Module):
             attended_TKGD = attended_TKGD * jax.nn.sigmoid(gate_TKGD)
         out_TH = comm.total(jnp.einsum("tkgd,hkgd->th", attended_TKGD, self.o[...]))
         return out_TH + self.o_bias[...] if self.spec.out_bias else out_TH
+
+
+def spread_heads(model: nnx.Module, devices: int) -> dict[ParamPath, Callable[[jax.Array], jax.Array]]:
+    """Gives layers with fewer key heads than devices one for each device: devices then share keys, and split queries.
+
+    Layers that cannot be spread so stay as they are, and `with_shardings` refuses them.
+
+    Returns:
+        By path of the parameters whose shape has changed: what makes it of the one that checkpoints have.
+    """
+    changed: dict[ParamPath, Callable[[jax.Array], jax.Array]] = {}
+    modules: list[tuple[Any, nnx.Module]] = list(nnx.iter_modules(model))
+    for at, module in modules:
+        if not isinstance(module, GQA) or devices <= (K := module.spec.num_kv_heads):
+            continue
+        names = [name for name in ("qkv", "qkv_bias", "o", "gate", "sinks") if hasattr(module, name)]
+        if not fits(devices, K, spreads=module.qkv.get_metadata()["spreads"]):
+            continue
+        for name in names:
+            variable: nnx.Param = getattr(module, name)
+            function = functools.partial(module.spread, name, kv_heads=devices)
+            value = jax.eval_shape(function, variable.get_value())
+            setattr(module, name, nnx.Param(value, **variable.get_metadata()))
+            changed[*at, name] = function
+        module.spec = replace(module.spec, num_kv_heads=devices)
+        arrays = tuple(replace(array, shape=(devices, *array.shape[1:])) for array in module.cache_spec.arrays)
+        module.cache_spec = CacheSpec(arrays)
+    return changed

@@ -58,11 +58,17 @@ class Declare:
         dtype: Any = None,
         *,
         quantisable: bool = False,
+        spreads: int = 1,
     ) -> nnx.Param:
-        """`quantisable`: a weight [*stack, out, in] that the model also takes as a `Quantised`."""
+        """
+        Args:
+            quantisable: a weight [*stack, out, in] that the model also takes as a `Quantised`.
+            spreads: heads of which the split axis has groups: more devices than groups may share them (see `spread_heads`).
+        """
         assert len(shape) == len(axes)
         value = jax.ShapeDtypeStruct(shape, dtype or self.dtype)
-        return nnx.Param(value, axes=axes, init=init, quantisable=quantisable, block=(1,) * len(shape))
+        metadata: dict[str, Any] = {"axes": axes, "init": init, "quantisable": quantisable, "spreads": spreads}
+        return nnx.Param(value, **metadata, block=(1,) * len(shape))
 
 
 class QuantisedParam(nnx.Module):
@@ -78,7 +84,9 @@ class QuantisedParam(nnx.Module):
         }  # fmt: skip
         for name, array in scheme.arrays(shape).items():
             block = scheme.block(len(shape)) if name == "codes" else (1,) * len(array.shape)
-            options: dict[str, Any] = {"init": name, "scheme": scheme, "block": block, "fan_in": shape[-1]}
+            options: dict[str, Any] = {
+                "init": name, "scheme": scheme, "block": block, "fan_in": shape[-1], "spreads": 1,
+            }  # fmt: skip
             setattr(self, name, nnx.Param(array, axes=of_array[name], **options))
 
     def __getitem__(self, index: EllipsisType) -> Quantised:
@@ -161,13 +169,13 @@ def with_shardings(model: nnx.Module, mesh: Mesh) -> dict[tuple[str | int, ...],
     for path, variable in declarations(model).items():
         value = variable.get_value()
         metadata = variable.get_metadata()
-        for axis, size, block in _split_axes(variable):
+        for axis, size, block, _ in _split_axes(variable):
             if size % devices:
                 raise ConfigError(
                     f"tensor parallel size {devices} does not divide {size}, the {axis} axis of {dotted(path)}; "
                     f"use {_fitting_words(model)}"
                 )
-            if not _fits(devices, size, block):
+            if not fits(devices, size, block):
                 raise ConfigError(
                     f"tensor parallel size {devices} cuts {dotted(path[:-1])} inside a block of {block} that has one "
                     f"scale ({metadata['scheme']}: {size} over {devices}); use {_fitting_words(model)}, or convert the "
@@ -178,22 +186,24 @@ def with_shardings(model: nnx.Module, mesh: Mesh) -> dict[tuple[str | int, ...],
     return out
 
 
-def _split_axes(variable: nnx.Variable) -> list[tuple[str, int, int]]:
-    """Logical name, size and block of each axis of a parameter that a mesh splits."""
+def _split_axes(variable: nnx.Variable) -> list[tuple[str, int, int, int]]:
+    """Logical name, size and block of each axis of a parameter that a mesh splits, and how many heads it spreads over."""
     metadata = variable.get_metadata()
     axes = zip(metadata["axes"], variable.get_value().shape, metadata["block"], strict=True)
-    return [(axis, size, block) for axis, size, block in axes if axis in AXIS_RULES]
+    return [(axis, size, block, metadata["spreads"]) for axis, size, block in axes if axis in AXIS_RULES]
 
 
-def _fits(devices: int, size: int, block: int) -> bool:
-    return devices == 1 or (size % devices == 0 and size // devices % block == 0)
+def fits(devices: int, size: int, block: int = 1, spreads: int = 1) -> bool:
+    """Whether so many devices split an axis of this size evenly, or share its groups of heads evenly."""
+    whole = size % devices == 0 and size // devices % block == 0
+    return devices == 1 or whole or (devices % size == 0 and spreads % devices == 0)
 
 
 def _fitting_words(model: nnx.Module) -> str:
     """The tensor parallel sizes that split a model evenly, in words."""
     split = [axis for variable in declarations(model).values() for axis in _split_axes(variable)]
-    sizes = range(1, min(size for _, size, _ in split) + 1)
-    *others, last = (str(n) for n in sizes if all(_fits(n, size, block) for _, size, block in split))
+    sizes = range(1, min(max(size, spreads) for _, size, _, spreads in split) + 1)
+    *others, last = (str(n) for n in sizes if all(fits(n, *rest) for _, *rest in split))
     return f"{', '.join(others)} or {last}" if others else last
 
 

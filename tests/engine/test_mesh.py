@@ -31,6 +31,7 @@ from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.decoder import CausalLM, Embedding
 from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import Eagle3, read_eagle3_config
+from jaxspec.models.gqa import spread_heads
 from jaxspec.models.layers import DenseSpec, RMSNorm
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.mtp import NextN
@@ -321,12 +322,16 @@ def test_parts_lie_in_the_order_of_the_mesh():
         ("v3", {}, 3, "does not divide 256, the vocab axis of embed.weight; use 1, 2 or 4"),
         ("v3", {"vocab_size": 258}, 3, "does not divide 4, the heads axis of layers.0.attention.o; use 1 or 2"),
         ("v2", {"n_routed_experts": 6}, 4, "does not divide 6, the experts axis of layers.1.mlp.down; use 1 or 2"),
-        ("llama", {}, 4, "does not divide 2, the kv_heads axis of layers.0.attention.o; use 1 or 2"),
-        ("llama", {"num_key_value_heads": 1}, 2, "does not divide 1, the kv_heads axis of layers.0.attention.o; use 1"),
+        ("minimax-m2", {}, 4, "does not divide 2, the kv_heads axis of layers.0.attention.o; use 1 or 2"),
+        (
+            "llama", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}, 4,
+            "does not divide 1, the kv_heads axis of layers.0.attention.o; use 1 or 2",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_names_the_sizes_that_would_do(name, change, devices, message):
     model = CausalLM(read_config(CONFIGS[name] | change), jnp.float32)
+    assert not spread_heads(model, devices)
     with pytest.raises(ConfigError, match=re.escape(message) + "$"):
         with_shardings(model, jax.sharding.AbstractMesh((devices,), (TENSOR_AXIS,)))
 
