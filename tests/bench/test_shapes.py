@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bench.harness.models import mesh_of_one, random_config
+from bench.harness.models import declare, mesh_of_one, random_config
 from bench.harness.shapes import SHAPES
 from bench.step import step_vllm
 from bench.step.floor import kv_bytes, traffic
@@ -154,6 +154,23 @@ def test_no_bf16_copy_in_hlo(scheme, rows, prompt, request):
     sizes = {array: math.prod(map(int, array[0][:-1].split("x"))) for array in arrays}
     large = {array for array in arrays if sizes[array] >= E * inner * hidden // 2} - {(f"163840x{hidden}x", "bf16")}
     assert {kind for _, kind in large} == {"f8E4M3FN" if scheme.values == "e4m3" else "ui8"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prompt", [0, 256])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("name", "scheme", "mlp"), [("deepseek-v3", "fp8", {"mosaic"}), ("kimi-k2", "int4", None)])
+def test_steps_of_whole_models_run_our_kernels_on_hopper(name, scheme, mlp, rows, prompt, request):
+    """A dense layer and a mixture at real sizes over four H200s, MLPs as published, with FP8 latents and an MTP layer in bf16.
+
+    mlp: what runs dense and shared MLPs, None where they are not quantised.
+    """
+    hf = random_config(name, 2)
+    model, _ = declare(hf, BF16, quantization=scheme, kv_cache_dtype="fp8")
+    chosen, _ = lowered_step(request, model, rows, prompt, make_mesh(4))
+    assert {"moe", "moe_route", "mla_decode"} <= set(chosen)
+    assert chosen.get("mlp") == mlp
+    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
 
 
 @pytest.mark.slow
