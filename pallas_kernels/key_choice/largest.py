@@ -16,12 +16,13 @@ BLOCK = 64
 f32, i32 = jnp.float32, jnp.int32
 
 
-def largest(scores: jax.Array, bounds: jax.Array, count: int) -> jax.Array:
+def largest(scores: jax.Array, bounds: jax.Array, count: int, *, loop: bool = False) -> jax.Array:
     """Positions of the `count` largest scores of each row, or of all; of equal ones the lowest positions.
 
     Args:
         scores: float32 [R, S]. What is not a number counts as the largest.
         bounds: int32 [R]: a row has its scores at positions < bounds[r], up to S.
+        loop: with one after all, which compiles faster.
 
     Returns:
         int32 [R, count], ascending, and -1 after the last.
@@ -32,7 +33,7 @@ def largest(scores: jax.Array, bounds: jax.Array, count: int) -> jax.Array:
     owned_RS = jnp.arange(scores.shape[1]) < bounds[:, None]
     keys_RS = jnp.where(owned_RS, ordered(scores), LEAST_KEY)
     wanted_R = jnp.minimum(bounds, count)
-    least_R = _greatest_reached(keys_RS, wanted_R)
+    least_R = _greatest_reached(keys_RS, wanted_R, loop)
 
     # Of blocks: how many keys are above the least, how many equal it, and of these how many are left to be chosen.
     by_block = (scores.shape[0], -1, BLOCK)
@@ -54,20 +55,22 @@ def largest(scores: jax.Array, bounds: jax.Array, count: int) -> jax.Array:
     return jnp.where(ranks_K < wanted_R[:, None], block_RK * BLOCK + offset_RK, -1)
 
 
-def _greatest_reached(keys_RS: jax.Array, wanted_R: jax.Array) -> jax.Array:
+def _greatest_reached(keys_RS: jax.Array, wanted_R: jax.Array, loop: bool) -> jax.Array:
     """The greatest int32 that `wanted_R` keys of the row reach."""
 
     def key_of(bits: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), i32)
 
     digits_D = jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32)
-    bits_R = jnp.zeros(wanted_R.shape, jnp.uint32)
-    for shift in range(32 - DIGIT, -1, -DIGIT):
+
+    def decide(i: jax.Array, bits_R: jax.Array) -> jax.Array:
+        shift = (32 - DIGIT * (i + 1)).astype(jnp.uint32)
         candidates_RD = key_of(bits_R[:, None] | (digits_D << shift))
         reached_RD = (keys_RS[:, None] >= candidates_RD[..., None]).sum(axis=2, dtype=i32)
         # Larger digits are reached by fewer.
-        bits_R |= (reached_RD >= wanted_R[:, None]).sum(axis=1, dtype=jnp.uint32) << shift
-    return key_of(bits_R)
+        return bits_R | ((reached_RD >= wanted_R[:, None]).sum(axis=1, dtype=jnp.uint32) << shift)
+
+    return key_of(lax.fori_loop(0, 32 // DIGIT, decide, jnp.zeros(wanted_R.shape, jnp.uint32), unroll=not loop))
 
 
 def _find(counts_RB: jax.Array, ranks_K: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -34,7 +34,7 @@ def choose_keys(
     def choose(q_QND: jax.Array, weights_QN: jax.Array, rows_Q: jax.Array, bounds_Q: jax.Array) -> jax.Array:
         def by_score() -> jax.Array:
             scores_QS = _scores(q_QND, weights_QN, keys, tables[rows_Q], bounds_Q)
-            return largest(scores_QS, bounds_Q, count)
+            return largest(scores_QS, bounds_Q, count, loop=True)
 
         def everything() -> jax.Array:
             places = jnp.arange(count, dtype=jnp.int32)

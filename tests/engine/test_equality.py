@@ -21,7 +21,7 @@ from tests.engine.tiny import run, tiny_runner
 
 VARIANTS = (
     "v2-lite", "v2", "v2-grouped", "v3", "v3-yarn", "moonlight", "glm4-lite", "minicpm3", "llama", "llama3-rope", "qwen3",
-    "qwen3-tied", "qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss", "qwen3.5", "qwen3.5-moe", "v32", "glm-dsa",
+    "qwen3-tied", "qwen3-moe", "glm4-moe", "minimax-m2", "gpt-oss", "qwen3.5", "qwen3.5-moe", "glm-dsa",
     "qwen3-next", "kimi-linear",
 )  # fmt: skip
 KS = (1, 2, 3, 4, 7)

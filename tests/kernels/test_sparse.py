@@ -1,14 +1,10 @@
 """Choosing keys and attending to them, against float64 NumPy; everything that no request owns is NaN."""
 
-import functools
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.backend import Backends, use
 from pallas_kernels.key_choice.api import choose_keys
 from pallas_kernels.latents import dequantise, quantise
 from pallas_kernels.mla_sparse import gathered
@@ -139,25 +135,3 @@ def test_memory_of_a_long_prompt():
     call = jax.jit(mla_sparse, static_argnames="scale")
     compiled = call.lower(q, latent, tables, each, chosen, w_uv, scale=0.1).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < T * 2048 * 576 // 8  # 1/32 of all chosen latents
-
-
-@pytest.mark.parametrize(("tokens", "loops"), [(32, 0), (512, 1)])
-def test_chosen_latents_on_a_hopper(monkeypatch, tokens, loops):
-    """A decode step is one gather and the kernels of mla_decode; more tokens take them again and again."""
-    device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H200", core_count=132)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    struct, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
-    rows, chosen = struct((tokens,), jnp.int32), struct((tokens, 2048), jnp.int32)
-    args = (
-        struct((tokens, 128, 576), bf16),
-        struct((999, 64, 576), bf16),
-        struct((tokens, 512), jnp.int32),
-        rows,
-        chosen,
-    )
-    gathered.mla_sparse.clear_cache()
-    with use(Backends()) as ran:
-        traced = jax.jit(functools.partial(mla_sparse, scale=0.1)).trace(*args, struct((128, 128, 512), bf16))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ran == {"mla_sparse": {"mosaic"}, "mla_decode": {"mosaic"}}
-    assert (text.count("@mosaic_gpu_v2("), text.count("stablehlo.while")) == (2, loops)
