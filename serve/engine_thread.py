@@ -168,7 +168,7 @@ class EngineThread:
             seconds,
             stack_of(self._thread),
         )
-        self.fail(RuntimeError("an engine step is stuck"))
+        self.fail(self._cause(RuntimeError("an engine step is stuck")))
 
     def fail(self, error: BaseException) -> None:
         """The engine is of no more use, whatever its thread is doing."""
