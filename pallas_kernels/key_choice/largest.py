@@ -1,28 +1,30 @@
-"""The largest scores of each row, without a sort, a scan or a loop, none of which a CUDA graph has.
+"""The largest scores of each row, without a sort or a scan, which no CUDA graph has.
 
-The least of them is found digit by digit, by counting. Which of its equals are among them, and where they all are, follows
-from counts of blocks of positions, and within a block from products with a triangle of ones.
+The least of them is found by counting. Which of its equals are among them, and where they all are, follows from counts of
+blocks of positions, and within a block from products with a triangle of ones.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.sampling.keys import LEAST_KEY, ordered
+from pallas_kernels.sampling.keys import ordered
 
-# Bits of a digit: a row is read once for each, and compared with all but one of its values.
-DIGIT = 4
 BLOCK = 64
 f32, i32 = jnp.float32, jnp.int32
 
 
-def largest(scores: jax.Array, bounds: jax.Array, count: int, *, loop: bool = False) -> jax.Array:
+def largest(
+    scores: jax.Array, bounds: jax.Array, count: int, least_of: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
     """Positions of the `count` largest scores of each row, or of all; of equal ones the lowest positions.
 
     Args:
         scores: float32 [R, S]. What is not a number counts as the largest.
         bounds: int32 [R]: a row has its scores at positions < bounds[r], up to S.
-        loop: with one after all, which compiles faster.
+        least_of: finds the key of each row's least chosen score, as `bit_by_bit` does.
 
     Returns:
         int32 [R, count], ascending, and -1 after the last.
@@ -31,9 +33,9 @@ def largest(scores: jax.Array, bounds: jax.Array, count: int, *, loop: bool = Fa
     # -0.0 is no less than 0.0, which is the score of a key that no head looks for.
     scores = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), jnp.inf, scores))
     owned_RS = jnp.arange(scores.shape[1]) < bounds[:, None]
-    keys_RS = jnp.where(owned_RS, ordered(scores), LEAST_KEY)
+    scores = jnp.where(owned_RS, scores, -jnp.inf)
     wanted_R = jnp.minimum(bounds, count)
-    least_R = _greatest_reached(keys_RS, wanted_R, loop)
+    keys_RS, least_R = ordered(scores), least_of(scores, wanted_R)
 
     # Of blocks: how many keys are above the least, how many equal it, and of these how many are left to be chosen.
     by_block = (scores.shape[0], -1, BLOCK)
@@ -55,22 +57,19 @@ def largest(scores: jax.Array, bounds: jax.Array, count: int, *, loop: bool = Fa
     return jnp.where(ranks_K < wanted_R[:, None], block_RK * BLOCK + offset_RK, -1)
 
 
-def _greatest_reached(keys_RS: jax.Array, wanted_R: jax.Array, loop: bool) -> jax.Array:
-    """The greatest int32 that `wanted_R` keys of the row reach."""
+def bit_by_bit(scores: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The key of the score that `wanted` [R] of a row's scores reach, int32 [R]: the greatest such one."""
+    keys_RS = ordered(scores)
 
     def key_of(bits: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), i32)
 
-    digits_D = jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32)
-
     def decide(i: jax.Array, bits_R: jax.Array) -> jax.Array:
-        shift = (32 - DIGIT * (i + 1)).astype(jnp.uint32)
-        candidates_RD = key_of(bits_R[:, None] | (digits_D << shift))
-        reached_RD = (keys_RS[:, None] >= candidates_RD[..., None]).sum(axis=2, dtype=i32)
-        # Larger digits are reached by fewer.
-        return bits_R | ((reached_RD >= wanted_R[:, None]).sum(axis=1, dtype=jnp.uint32) << shift)
+        candidate_R = bits_R | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        reached_R = (keys_RS >= key_of(candidate_R)[:, None]).sum(axis=1, dtype=i32)
+        return jnp.where(reached_R >= wanted, candidate_R, bits_R)
 
-    return key_of(lax.fori_loop(0, 32 // DIGIT, decide, jnp.zeros(wanted_R.shape, jnp.uint32), unroll=not loop))
+    return key_of(lax.fori_loop(0, 32, decide, jnp.zeros(wanted.shape, jnp.uint32)))
 
 
 def _find(counts_RB: jax.Array, ranks_K: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Scores of index keys on Hopper, in Pallas Mosaic GPU; the largest of them are found in plain XLA.
+"""Scores of index keys on Hopper, in Pallas Mosaic GPU, and the least chosen ones by the kernel of `sampling.cutoffs`.
 
 A thread block of one warpgroup scores a run of pages for one query token. The 64 keys of a page are the rows of a product and
 the indexer's heads its columns, so the weighted sum over heads is one along a row, and a score is written once. Pages are
@@ -20,6 +20,8 @@ from pallas_kernels.key_choice.largest import largest
 from pallas_kernels.key_choice.shapes import HEAD_DIM, HEADS
 from pallas_kernels.mosaic_attention import params
 from pallas_kernels.reference_attention import by_queries
+from pallas_kernels.sampling.cutoffs import cutoffs
+from pallas_kernels.sampling.reference import Bounds
 from pallas_kernels.split_kv import PAGE, make_schedule
 
 # Thread blocks on a multiprocessor, and pages of 16 KiB that each has in flight.
@@ -51,14 +53,32 @@ def choose_keys(
     bounds: jax.Array,
     *,
     count: int,
+    sms: int | None = None,
+    interpret: Any = False,
 ) -> jax.Array:
-    """See api.py."""
+    """See api.py; `sms` and `interpret` as in `scores`."""
     count = min(count, page_tables.shape[1] * PAGE)
 
     def choose(q: jax.Array, weights: jax.Array, rows: jax.Array, bounds: jax.Array) -> jax.Array:
-        return largest(scores(q, weights, keys, page_tables[rows], bounds), bounds, count)
+        found = scores(q, weights, keys, page_tables[rows], bounds, sms=sms, interpret=interpret)
+        return largest(found, bounds, count, functools.partial(_least_of, interpret=interpret))
 
     return by_queries(choose, TOKENS, q, weights, rows, bounds)
+
+
+def _least_of(scores: jax.Array, wanted: jax.Array, *, interpret: Any) -> jax.Array:
+    """See `largest`: what top_k keeps of logits, of which no other rule drops any."""
+    one = jnp.ones(wanted.shape, f32)
+    rules = Bounds(
+        temperature=one,
+        log_min_p=jnp.full(wanted.shape, -jnp.inf),
+        top_k=wanted,
+        top_p=one,
+        highest=scores.max(axis=1),
+        scale=one,
+        total=one,
+    )
+    return cutoffs(scores, rules, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("sms", "interpret"))

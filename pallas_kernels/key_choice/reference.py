@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.key_choice.largest import largest
+from pallas_kernels.key_choice.largest import bit_by_bit, largest
 from pallas_kernels.reference_attention import (
     QUERIES,
     block_pages,
@@ -34,7 +34,7 @@ def choose_keys(
     def choose(q_QND: jax.Array, weights_QN: jax.Array, rows_Q: jax.Array, bounds_Q: jax.Array) -> jax.Array:
         def by_score() -> jax.Array:
             scores_QS = _scores(q_QND, weights_QN, keys, tables[rows_Q], bounds_Q)
-            return largest(scores_QS, bounds_Q, count, loop=True)
+            return largest(scores_QS, bounds_Q, count, bit_by_bit)
 
         def everything() -> jax.Array:
             places = jnp.arange(count, dtype=jnp.int32)

@@ -129,6 +129,7 @@ def test_kernel_seconds_of_a_trace():
         "gated_delta",
         "kv_write",
         "mla_query",
+        "sparse_mla",
         "norm_linear",
         "moe",
         "moe_int4",
