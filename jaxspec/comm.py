@@ -5,12 +5,15 @@ where the others' are needed. `split_over` says that it is traced so; without it
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+Tree = TypeVar("Tree")
 
 _axis: ContextVar[str | None] = ContextVar("axis", default=None)
 
@@ -30,6 +33,11 @@ def is_split() -> bool:
     return _axis.get() is not None
 
 
+def size() -> int:
+    """How many devices share the work."""
+    return 1 if (axis := _axis.get()) is None else lax.axis_size(axis)
+
+
 def total(part: jax.Array) -> jax.Array:
     """The sum of every device's part, the same bits on all of them."""
     return part if (axis := _axis.get()) is None else lax.psum(part, axis)
@@ -47,12 +55,53 @@ def own(whole: jax.Array, size: int, *, axis: int) -> jax.Array:
 
 def first(size: int) -> jax.Array:
     """Where this device's part of `size` heads, experts or rows begins, int32 []. Only where `is_split`."""
-    axis = _axis.get()
-    assert axis is not None
-    return lax.axis_index(axis) * size
+    return lax.axis_index(_split_axis()) * size
 
 
 def find(ids: jax.Array, size: int) -> jax.Array:
     """The place of ids in this device's part of `size`, `size` where another device has them. Only where `is_split`."""
     places = ids - first(size)
     return jnp.where((places >= 0) & (places < size), places, size)
+
+
+def everyones(tree: Tree) -> Tree:
+    """Each array of every device, stacked along a new first axis: equal shapes of 32-bit numbers or truth values, gathered
+    at once. All devices get the same bits. Only where `is_split`."""
+    packed, unpacked = _packed(tree)
+    return unpacked(lax.all_gather(packed, _split_axis(), axis=0))
+
+
+def owners(tree: Tree, mine: jax.Array) -> Tree:
+    """Of arrays of 32-bit numbers the elements of the one device where they are `mine`, a mask of their shape, to the bit.
+    Only where `is_split`."""
+    packed, unpacked = _packed(tree)
+    return unpacked(lax.psum(jnp.where(mine[..., None], packed, 0), _split_axis()))
+
+
+def swap(columns: jax.Array) -> jax.Array:
+    """From this device's columns [R, C] of all rows to all columns [R / n, n * C] of its share of the rows; n divides R.
+    Only where `is_split`."""
+    return lax.all_to_all(columns, _split_axis(), split_axis=0, concat_axis=1, tiled=True)
+
+
+def _split_axis() -> str:
+    axis = _axis.get()
+    assert axis is not None
+    return axis
+
+
+def _packed(tree: Tree) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
+    """The bits of arrays of one shape as int32 [*shape, number of arrays], and the way back."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def bits(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.int32) if x.dtype == bool else lax.bitcast_convert_type(x, jnp.int32)
+
+    def unpacked(packed: jax.Array) -> Tree:
+        values = [
+            packed[..., i] > 0 if leaf.dtype == bool else lax.bitcast_convert_type(packed[..., i], leaf.dtype)
+            for i, leaf in enumerate(leaves)
+        ]
+        return jax.tree.unflatten(structure, values)
+
+    return jnp.stack([bits(leaf) for leaf in leaves], axis=-1), unpacked

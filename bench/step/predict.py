@@ -33,6 +33,9 @@ READ_SHARE = {None: 0.9, "fp8_block": 0.85, "int4_g32": 0.57}
 MATMUL_SHARE, ATTENTION_SHARE = 0.6, 0.79
 # A sum over devices as XLA makes it now: 14 to 21 us up to 512 KB over two H200s; bytes a second of a link, one way.
 SUM_SECONDS, LINK = 18e-6, 392e9
+# What samplers exchange in a pass: statistics of logits, what each device would draw, the chosen tokens' logits, and of windows
+# the drafts' probabilities; a draft's statistics and draws at once. Bytes a token of the largest of these.
+EXCHANGES, DRAFT_EXCHANGES, EXCHANGED_BYTES = 3, 1, 28
 # What a step takes beyond its reads, by its rows: launches and small kernels of the 27 layers of the Moonlight shape
 # (bench/results/step_vllm_h200.json). The last is estimated.
 REST_MS, REST_LAYERS = {1: 0.88, 32: 0.94, 128: 1.78, 1024: 2.5}, 27
@@ -93,8 +96,8 @@ def memory(model: CausalLM, nextn: NextN | None, *, devices: int, max_num_seqs: 
         free_bytes=0,
         on_gpu=True,
     )
-    state = declared_bytes(jax.tree.leaves(state_shapes(model, settings, mesh, draft=nextn)))
     weights = sum(declared_bytes(with_shardings(module, mesh).values()) for module in modules)
+    state = declared_bytes(jax.tree.leaves(state_shapes(model, settings, mesh, draft=nextn)))
     return Memory(weights, state - settings.num_pages * page, page / PAGE_SIZE)
 
 
@@ -131,7 +134,7 @@ def steps(model: CausalLM, rows: Iterable[int], context: float, devices: int) ->
     """Of plain decode steps of so many requests, on the device that has most to do.
 
     A product takes as long as reading its weights, or as its arithmetic if that is longer; attention likewise. Two sums of
-    [rows, hidden] a layer, one for the embedding, and the logits are gathered: see `sum_seconds`.
+    [rows, hidden] a layer, one for the embedding, and what samplers exchange: see `sum_seconds`.
     """
     target, layers = _Pass(model, declarations(model), context, devices), model.config.num_layers
     return {n: Step(*target.seconds(n), 1e-3 * _between(REST_MS, n) * layers / REST_LAYERS) for n in rows}
@@ -164,7 +167,7 @@ class _Pass:
         config = self._config = module.config
         layers = config.nextn_layers[:1] if isinstance(module, NextN) else config.layers
         specs = [module.cache_spec] if isinstance(module, NextN) else module.cache_specs()
-        self._num_layers = len(layers)
+        self._num_layers, self._drafts = len(layers), isinstance(module, NextN)
         self._row_bytes = (
             kv_bytes(module, context, devices)
             if isinstance(module, CausalLM)
@@ -194,8 +197,8 @@ class _Pass:
             tokens * self._context * self._key_flops / (ATTENTION_SHARE * MATMUL),
         )
         sums = (2 * self._num_layers + 1) * sum_seconds(tokens * config.hidden_size * ITEMSIZE, devices)
-        gather = sum_seconds(tokens * config.vocab_size * ITEMSIZE / 2, devices)  # half a sum: nothing is scattered
-        return products, attention, sums + gather
+        exchanges = DRAFT_EXCHANGES if self._drafts else EXCHANGES + (window > 1)
+        return products, attention, sums + exchanges * sum_seconds(tokens * EXCHANGED_BYTES, devices)
 
 
 def sum_seconds(size: float, devices: int) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxspec.engine.batch import InputLayout
-from jaxspec.engine.launcher import replicate
+from jaxspec.engine.launcher import laid_out
 
 # At most so many inputs and outputs of steps exist at once.
 _GAPS = 16
@@ -32,5 +32,5 @@ def leave_gaps(layouts: Iterable[InputLayout], sharding: NamedSharding) -> tuple
     """
     largest = max(4 * layout.size for layout in layouts)
     size = max(_LEAST_BYTES, 1 << (largest - 1).bit_length())
-    blocks = [replicate(np.zeros(size, np.uint8), sharding).block_until_ready() for _ in range(2 * _GAPS)]
+    blocks = [laid_out(np.zeros(size, np.uint8), sharding).block_until_ready() for _ in range(2 * _GAPS)]
     return tuple(blocks[1::2])

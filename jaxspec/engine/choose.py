@@ -29,10 +29,11 @@ from jaxspec.engine.state import (
     TOP_P,
     StepState,
 )
+from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.rejection import verify
-from jaxspec.sampling.sampler import LogitsStats, SamplingRows, logits_stats, sample, temperatures
+from jaxspec.sampling.sampler import LogitsStats, SamplingRows, sample, temperatures
 from pallas_kernels.sampling.keys import LEAST_KEY
 
 
@@ -56,6 +57,7 @@ def choose(
     logits_RV: jax.Array,
     state: StepState,
     inputs: StepInputs,
+    columns: Columns,
     *,
     n: int,
     full: bool,
@@ -65,7 +67,7 @@ def choose(
     """Each row's new tokens: one sampled token (a forced one if the request resumes), or a verified window.
 
     Args:
-        logits_RV: [E + D * n, V].
+        logits_RV: [E + D * n, V], of these columns.
         n: tokens of a decode window.
         full: apply every sampling parameter, and find the likeliest alternatives of rows that asked for them.
         synthetic_length: see `verify`.
@@ -76,17 +78,17 @@ def choose(
     # The row R that each row of logits belongs to.
     row_R = jnp.concatenate([jnp.arange(E), E + jnp.repeat(jnp.arange(D), n)])
     temperature = temperatures(rows.sampling)[row_R]
-    stats = logits_stats(logits_RV, temperature)
+    stats = columns.stats(logits_RV, temperature)
     bad_rows = ~stats.finite
     nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
     adjusted_RV, adjusted_stats = logits_RV, stats
     if full:
         # Nothing else reads these, so that no float32 copy of the raw logits is written.
         sound_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV.astype(jnp.float32))
-        adjusted_RV, changed = adjusted_logits(sound_RV, state, inputs, rows.positions, n)
+        adjusted_RV, changed = adjusted_logits(sound_RV, state, inputs, rows.positions, n, columns)
         changed |= bad_rows
         # Other rows are not read again.
-        again = logits_stats(adjusted_RV, temperature, jnp.where(changed, LEAST_KEY + 1, LEAST_KEY))
+        again = columns.stats(adjusted_RV, temperature, jnp.where(changed, LEAST_KEY + 1, LEAST_KEY))
         adjusted_stats = jax.tree.map(functools.partial(jnp.where, changed), again, stats)
 
     # What lies past the drafts that a slot holds is stale: it may be right, but never counts.
@@ -94,7 +96,7 @@ def choose(
     if n > 1:
         verified_D = jnp.minimum(verified_D, state.held[rows.slots[E:]])
     ids_Rn, accepted_R = _sample_or_verify(
-        adjusted_RV, adjusted_stats, rows, verified_D, state, inputs,
+        adjusted_RV, adjusted_stats, rows, verified_D, state, inputs, columns,
         n=n, full=full, synthetic_length=synthetic_length, one_by_one=one_by_one,
     )  # fmt: skip
     forced_E = inputs.forced
@@ -108,7 +110,7 @@ def choose(
     done_R = (produces_R & ~is_forced_R & stopped_R) | nan_R
 
     wanted = (rows.params_i[row_R, ALTERNATIVES] > 0) & ~bad_rows if full else None
-    logprobs_Rn, top = _logprobs(logits_RV, ids_Rn, stats.log_z, E, wanted)
+    logprobs_Rn, top = _logprobs(logits_RV, ids_Rn, stats.log_z, E, wanted, columns)
     return Chosen(
         ids=ids_Rn,
         logprobs=logprobs_Rn,
@@ -123,14 +125,14 @@ def choose(
     )
 
 
-def advance(state: StepState, inputs: StepInputs, chosen: Chosen, *, full: bool) -> StepState:
+def advance(state: StepState, inputs: StepInputs, chosen: Chosen, columns: Columns, *, full: bool) -> StepState:
     """Lengths, newest tokens, counts and done flags after the step; rows of padding or done slots change nothing."""
     S = state.seq_len.shape[0]
     slots_R = jnp.concatenate([inputs.slots, inputs.decode_slots])
     moved_R = (slots_R > 0) & ~state.done[slots_R]
     target_R = jnp.where(moved_R, slots_R, S)
     if full:
-        state = state._replace(counts=count_chosen(state.counts, inputs, chosen, target_R))
+        state = state._replace(counts=count_chosen(state.counts, inputs, chosen, target_R, columns))
     return state._replace(
         seq_len=state.seq_len.at[target_R].set(chosen.lengths, mode="drop"),
         last_token=state.last_token.at[target_R].set(chosen.last, mode="drop"),
@@ -163,6 +165,7 @@ def _sample_or_verify(
     verified_D: jax.Array,
     state: StepState,
     inputs: StepInputs,
+    columns: Columns,
     *,
     n: int,
     full: bool,
@@ -188,7 +191,7 @@ def _sample_or_verify(
     if sampled:
         ids = sample(
             logits_RV[:sampled], part(rows.sampling, 0, sampled), rows.positions[:sampled],
-            full=full, stats=part(stats, 0, sampled),
+            full=full, stats=part(stats, 0, sampled), columns=columns,
         )  # fmt: skip
         ids_Rn = ids_Rn.at[:sampled, 0].set(ids)
     if D and n > 1:
@@ -208,6 +211,7 @@ def _sample_or_verify(
             accept_probability=state.params_f[slots_D, ACCEPT_PROBABILITY] if one_by_one else None,
             q_rows=slots_D,
             stats=part(stats, E, E + D * n),
+            columns=columns,
         )
         ids_Rn = ids_Rn.at[E:].set(verified.ids)
         accepted_R = accepted_R.at[E:].set(verified.accepted)
@@ -230,7 +234,12 @@ def _first_stop(
 
 
 def _logprobs(
-    logits_RV: jax.Array, ids_Rn: jax.Array, log_z: jax.Array, E: int, wanted: jax.Array | None
+    logits_RV: jax.Array,
+    ids_Rn: jax.Array,
+    log_z: jax.Array,
+    E: int,
+    wanted: jax.Array | None,
+    columns: Columns,
 ) -> tuple[jax.Array, TopLogprobs | None]:
     """Raw log-probabilities [R, n] of the chosen ids, and the likeliest ids at their positions.
 
@@ -244,7 +253,7 @@ def _logprobs(
     token_Rn = jnp.concatenate([jnp.repeat(jnp.arange(E)[:, None], n, axis=1), E + jnp.arange(D * n).reshape(D, n)])
     top = None
     if wanted is not None:
-        of_token = top_logprobs(logits_RV, log_z, min(MAX_LOGPROBS, logits_RV.shape[1]), wanted)
+        of_token = top_logprobs(logits_RV, log_z, min(MAX_LOGPROBS, columns.vocab), wanted, columns)
         top = TopLogprobs(*(values[token_Rn] for values in of_token))
     of_logits = jnp.concatenate([ids_Rn[:E, :1], ids_Rn[E:].reshape(D * n, 1)])
-    return logprobs_of(logits_RV, of_logits, log_z)[token_Rn, 0], top
+    return logprobs_of(logits_RV, of_logits, log_z, columns)[token_Rn, 0], top

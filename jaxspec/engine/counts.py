@@ -9,9 +9,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.engine.executables import ExecutableStore
+from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.plan import PrefillRow
+from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.penalties import PROMPT_BIT
 
 # An upload counts at most so many tokens of one slot; longer texts take several.
@@ -26,9 +29,11 @@ class CountUpload:
     Args:
         counts: the state's, int32 [S, V], for their shape and sharding.
         max_tokens: most tokens that a request can have.
+        mesh: that the counts lie on, with a part of each slot's on every device.
     """
 
-    def __init__(self, counts: jax.Array | jax.ShapeDtypeStruct, max_tokens: int):
+    def __init__(self, counts: jax.Array | jax.ShapeDtypeStruct, max_tokens: int, mesh: Mesh):
+        self._mesh = mesh
         self._shape = jax.ShapeDtypeStruct(counts.shape, counts.dtype, sharding=counts.sharding)
         self._sizes = sorted({min(size, max_tokens) for size in UPLOAD_TOKENS})
         self._compiled: dict[int, jax.stages.Compiled] = {}
@@ -58,15 +63,21 @@ class CountUpload:
         return self._compiled[len(packed) - HEADER](counts, packed)
 
     def _compile(self, size: int) -> jax.stages.Compiled:
-        sharding = self._shape.sharding
-        packed = jax.ShapeDtypeStruct((HEADER + size,), jnp.int32, sharding=sharding)
-        return jax.jit(_count, donate_argnums=0, out_shardings=sharding).lower(self._shape, packed).compile()
+        replicated = NamedSharding(self._mesh, PartitionSpec())
+        packed = jax.ShapeDtypeStruct((HEADER + size,), jnp.int32, sharding=replicated)
+        given = (self._shape, packed)
+        count = functools.partial(_count, columns=Columns(self._shape.shape[1]))
+        mapped = on_mesh(count, self._mesh, specs(given), specs(self._shape))
+        return jax.jit(mapped, donate_argnums=0, out_shardings=self._shape.sharding).lower(*given).compile()
 
 
-def _count(counts: jax.Array, packed: jax.Array) -> jax.Array:
-    """Counts [S, V] after an upload, int32 [HEADER + size]; the first one of a text begins by clearing its slot."""
+def _count(counts: jax.Array, packed: jax.Array, columns: Columns) -> jax.Array:
+    """Counts [S, V] of these columns after an upload, int32 [HEADER + size].
+
+    The first one of a text begins by clearing its slot.
+    """
     slot, start, length, prompt_len = packed[:HEADER]
-    ids = packed[HEADER:]
+    ids = columns.find(packed[HEADER:])
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     nowhere = counts.shape[1]  # the scatter drops it
     row = jnp.where(start == 0, 0, counts[slot])

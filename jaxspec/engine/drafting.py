@@ -19,6 +19,7 @@ from jaxspec.models.cache import LayerCache
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.metadata import LiveRows, StepMetadata
+from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.rejection import sample_draft
 
 
@@ -146,6 +147,7 @@ def _draw(
             h_RH = h_TH[live.tokens]
 
     tables_R = jnp.where(drafts_R[:, None], live.tables, 0)
+    columns = Columns(target.config.vocab_size)
     ids: list[jax.Array] = []
     log_q: list[jax.Array] = []
     hidden: list[jax.Array] = []
@@ -157,7 +159,7 @@ def _draw(
                 single = _single_tokens(positions_R, drafts_R, slots_R, tables_R, settings)
                 h_RH, cache = draft(draft.embed_ids(target, ids[-1]), h_RH, cache, single)
             logits_RV = draft.logits(target, h_RH)
-            id_R, log_q_RV = sample_draft(logits_RV, chosen.rows, chosen.lengths + 1 + i)
+            id_R, log_q_RV = sample_draft(logits_RV, chosen.rows, chosen.lengths + 1 + i, columns)
         for values, value in ((ids, id_R), (log_q, log_q_RV), (hidden, h_RH), (logits, logits_RV)):
             values.append(value)
     drafted = Drafted(features_TH, tuple(hidden), tuple(logits))

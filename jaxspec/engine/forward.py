@@ -12,6 +12,7 @@ from jaxspec.engine.rules import count_prefilled, reset_rules
 from jaxspec.engine.state import StepState
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.metadata import StepMetadata, window_bounds
+from jaxspec.sampling.columns import Columns
 
 
 def forward(
@@ -36,7 +37,7 @@ def forward(
     state = apply_updates(state, inputs, full=full)
     ids_T, meta = lay_out(state, inputs, settings, n)
     if full:
-        state = count_prefilled(state, inputs, meta)
+        state = count_prefilled(state, inputs, meta, Columns(target.config.vocab_size))
     if settings.lookup is not None:
         state = state._replace(history=write_history(state.history, ids_T, meta))
     output = target(ids_T, state.kv, meta, capture=capture, experts=experts)

@@ -1,11 +1,13 @@
 """The values that pass between the parts of a step: `forward` -> Forwarded -> `choose` -> Chosen -> `propose`, which tells
 in Drafted what the draft read and said."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.models.metadata import StepMetadata
+from jaxspec.models.params import partition_spec
 from jaxspec.sampling.logprobs import TopLogprobs
 from jaxspec.sampling.sampler import SamplingRows
 
@@ -21,7 +23,8 @@ class Forwarded(NamedTuple):
         hidden: [T, H] after the final norm.
         captured: the residual streams [T, H] that were asked for, by layer id.
         experts: where asked for, the experts that each mixture layer chose, int32 [T, top_k].
-        logits: [E + D * n, V] of the rows that choose: the last token of each chunk, then all window tokens.
+        logits: [E + D * n, V] of the rows that choose: the last token of each chunk, then all window tokens. The only one
+            of these of which several devices have their columns each; the others are the same on all.
     """
 
     meta: StepMetadata
@@ -29,6 +32,15 @@ class Forwarded(NamedTuple):
     captured: dict[int, jax.Array]
     experts: tuple[jax.Array, ...]
     logits: jax.Array
+
+
+def on_devices(shapes: Forwarded, mesh: Mesh) -> Forwarded:
+    """Shapes with how they lie on a mesh between the parts of a step."""
+
+    def placed(shape: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, partition_spec(axes)))
+
+    return jax.tree.map(placed, shapes)._replace(logits=placed(shapes.logits, None, "vocab"))
 
 
 class Chosen(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.counts import CountUpload
@@ -22,9 +22,9 @@ from jaxspec.engine.state_copies import StateCopies
 from jaxspec.engine.step import StepArrays
 
 
-def replicate(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """A copy of a host array, whole on every device, those of other processes too: each process brings the same."""
-    return jax.make_array_from_callback(value.shape, sharding, lambda _: value.copy())
+def laid_out(value: np.ndarray, sharding: Sharding) -> jax.Array:
+    """A copy of a host array on every device, those of other processes too: each process brings the same."""
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index].copy())
 
 
 class Launcher:
@@ -43,7 +43,6 @@ class Launcher:
         self,
         table: tuple[Bucket, ...],
         state: StepState,
-        replicated: NamedSharding,
         masks: MaskUpload,
         counts: CountUpload,
         copies: StateCopies,
@@ -51,7 +50,6 @@ class Launcher:
     ):
         self._table = table
         self._places = {bucket: place for place, bucket in enumerate(table)}
-        self._replicated = replicated
         self._masks, self._counts, self._copies = masks, counts, copies
         self._handed: dict[Bucket, Forwarded] = {}  # of each split bucket, by its last run
         self.leaves: tuple[Any, ...] = ()
@@ -100,13 +98,14 @@ class Launcher:
     def _forward(self, bucket: Bucket, inputs: np.ndarray) -> Forwarded:
         forward, whole = self.steps[bucket], replace(bucket, part="whole")
         # In the place of the last run's: a recorded graph is changed wherever an array lies elsewhere than before.
-        before = self._handed.pop(whole, None) or self._zeros(forward.args_info[0][3])
+        before = self._handed.pop(whole, None) or self._zeros(forward)
         self.state, self._handed[whole] = forward(self.leaves, self.state, inputs, before)
         return self._handed[whole]
 
-    def _zeros(self, shapes: Forwarded) -> Forwarded:
-        return jax.tree.map(lambda s: replicate(np.zeros(s.shape, s.dtype), self._replicated), shapes)
+    def _zeros(self, forward: jax.stages.Compiled) -> Forwarded:
+        shapes, shardings = forward.args_info[0][3], forward.input_shardings[0][3]
+        return jax.tree.map(lambda s, at: laid_out(np.zeros(s.shape, s.dtype), at), shapes, shardings)
 
     def _put(self, name: str, value: np.ndarray) -> None:
-        fields: dict[str, Any] = {name: replicate(value, getattr(self.state, name).sharding)}
+        fields: dict[str, Any] = {name: laid_out(value, getattr(self.state, name).sharding)}
         self.state = self.state._replace(**fields)

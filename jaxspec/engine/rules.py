@@ -21,6 +21,7 @@ from jaxspec.engine.state import (
     StepState,
 )
 from jaxspec.models.metadata import StepMetadata
+from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, changes
 
 
@@ -38,7 +39,7 @@ def reset_rules(state: StepState, inputs: StepInputs, slots_E: jax.Array) -> Ste
     )
 
 
-def count_prefilled(state: StepState, inputs: StepInputs, meta: StepMetadata) -> StepState:
+def count_prefilled(state: StepState, inputs: StepInputs, meta: StepMetadata, columns: Columns) -> StepState:
     """Counts of the chunks' tokens: the prompt's, then the output of a request that resumes."""
     S = state.counts.shape[0]
     P = inputs.chunk_ids.shape[0]
@@ -48,14 +49,16 @@ def count_prefilled(state: StepState, inputs: StepInputs, meta: StepMetadata) ->
     in_prompt_P = meta.positions[:P] < state.params_i[slots_P, PROMPT_LEN]
 
     def where(mask_P: jax.Array) -> tuple[jax.Array, jax.Array]:  # out of range: the scatter drops it
-        return jnp.where(mask_P & (slots_P > 0), slots_P, S), inputs.chunk_ids
+        return jnp.where(mask_P & (slots_P > 0), slots_P, S), columns.find(inputs.chunk_ids)
 
     # A prompt comes before all output, so its ids are at 0 or marked already.
     counts = state.counts.at[where(in_prompt_P)].max(PROMPT_BIT, mode="drop")
     return state._replace(counts=counts.at[where(~in_prompt_P)].add(1, mode="drop"))
 
 
-def count_chosen(counts: jax.Array, inputs: StepInputs, chosen: Chosen, slots_R: jax.Array) -> jax.Array:
+def count_chosen(
+    counts: jax.Array, inputs: StepInputs, chosen: Chosen, slots_R: jax.Array, columns: Columns
+) -> jax.Array:
     """Counts [S, V] with every token that the step chose, once. `slots_R` is out of range for rows that stay still."""
     n = chosen.ids.shape[1]
     D = inputs.decode_slots.shape[0]
@@ -63,11 +66,11 @@ def count_chosen(counts: jax.Array, inputs: StepInputs, chosen: Chosen, slots_R:
     # After a stop inside the window lie tokens that are never emitted; their slot's request is over.
     chosen_Rn = chooses_R[:, None] & (jnp.arange(n) <= chosen.accepted[:, None])
     slots_Rn = jnp.where(chosen_Rn, slots_R[:, None], counts.shape[0])
-    return counts.at[slots_Rn, chosen.ids].add(1, mode="drop")
+    return counts.at[slots_Rn, columns.find(chosen.ids)].add(1, mode="drop")
 
 
 def adjusted_logits(
-    logits_RV: jax.Array, state: StepState, inputs: StepInputs, positions_R: jax.Array, n: int
+    logits_RV: jax.Array, state: StepState, inputs: StepInputs, positions_R: jax.Array, n: int, columns: Columns
 ) -> tuple[jax.Array, jax.Array]:
     """Logits [E + D * n, V] after the rules of each row's request, and which rows these may change, bool [E + D * n].
 
@@ -80,8 +83,8 @@ def adjusted_logits(
     no_drafts = jnp.zeros((E, 0), jnp.int32)
     drafts_Dk = state.drafts[slots_D, : n - 1] if n > 1 else jnp.zeros((slots_D.shape[0], 0), jnp.int32)
     rules_E, rules_D = _rules(state, slots_E, 1), _rules(state, slots_D, n)
-    first = adjust(logits_RV[:E, None], no_drafts, rules_E, positions_R[:E])
-    windows = adjust(logits_RV[E:].reshape(-1, n, V), drafts_Dk, rules_D, positions_R[E:])
+    first = adjust(logits_RV[:E, None], no_drafts, rules_E, positions_R[:E], columns)
+    windows = adjust(logits_RV[E:].reshape(-1, n, V), drafts_Dk, rules_D, positions_R[E:], columns)
     changed = jnp.concatenate([changes(rules_E, positions_R[:E]), jnp.repeat(changes(rules_D, positions_R[E:]), n)])
     return jnp.concatenate([first[:, 0], windows.reshape(-1, V)]), changed
 

@@ -22,7 +22,7 @@ from jaxspec.engine.buckets import Bucket, bucket_table, parts, split_table
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
 from jaxspec.engine.follower import Follower
-from jaxspec.engine.handoff import Forwarded
+from jaxspec.engine.handoff import Forwarded, on_devices
 from jaxspec.engine.launcher import Launcher
 from jaxspec.engine.leader import Leader
 from jaxspec.engine.masks import MaskUpload
@@ -148,10 +148,10 @@ class Runner:
         self.split_ready: tuple[Bucket, ...] = ()
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._upload = MaskUpload(shapes.masks)
-        self._count = CountUpload(shapes.counts, settings.max_model_len)
+        self._count = CountUpload(shapes.counts, settings.max_model_len, mesh)
         most = max(bucket.prefill_rows for bucket in self.buckets)
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most)
-        self.launcher = Launcher(self.executables, zeros(), self._replicated, self._upload, self._count, self._copies)
+        self.launcher = Launcher(self.executables, zeros(), self._upload, self._count, self._copies)
         self.use_params((target, drafter))
         self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
         self._preparation = Preparation(self._load, self._make, self._save)
@@ -386,8 +386,6 @@ class Runner:
         else:
             both = make_parts(self.graphdefs, self.layouts[bucket], self.settings, skip_dead=self._skip_dead)
             step = both[bucket.part == "choose"]
-        shardings = jax.tree.map(lambda s: s.sharding, self._shapes)
-        out_shardings = (shardings, self._replicated)
         inputs = jax.ShapeDtypeStruct((self.layouts[bucket].size,), jnp.int32, sharding=self._replicated)
         structure = jax.tree.structure(self.params)
 
@@ -398,16 +396,17 @@ class Runner:
             return flat_step(leaves, state, inputs)
 
         forward_only = bucket.part == "forward"
-        whole, of_state = PartitionSpec(), specs(self._shapes)
-        in_specs = (specs(self.launcher.leaves), of_state, whole, *(() if bucket.part == "whole" else (whole,)))
-        function = on_mesh(flat_forward if forward_only else flat_step, self._mesh, in_specs, (of_state, whole))
-        donated = (1, 3) if forward_only else 1
-        jitted = jax.jit(function, donate_argnums=donated, out_shardings=out_shardings, keep_unused=forward_only)
         try:
             handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
+            given = (self.launcher.leaves, self._shapes, inputs, *handed)
+            # Of what the host reads all is replicated, like the inputs.
+            out = (self._shapes, *handed) if forward_only else (self._shapes, inputs)
+            function = on_mesh(flat_forward if forward_only else flat_step, self._mesh, specs(given), specs(out))
+            donated, shardings = (1, 3) if forward_only else 1, jax.tree.map(lambda s: s.sharding, out)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings, keep_unused=forward_only)
             with self._exact(), use(self._backends) as chosen:
                 with _tracing:
-                    lowered = jitted.lower(self.launcher.leaves, self._shapes, inputs, *handed)
+                    lowered = jitted.lower(*given)
                 compiled = lowered.compile(self._xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
@@ -416,7 +415,8 @@ class Runner:
 
     def handed_bytes(self, bucket: Bucket) -> int:
         """Bytes on each device of what the first part of a step hands to the second, and keeps for its next run."""
-        return sum(math.prod(s.shape) * s.dtype.itemsize for s in jax.tree.leaves(self._forwarded(bucket)))
+        arrays = jax.tree.leaves(self._forwarded(bucket))
+        return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in arrays)
 
     def _forwarded(self, bucket: Bucket) -> Forwarded:
         """Shapes of what the first part of a step hands to the second."""
@@ -425,8 +425,7 @@ class Runner:
         inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         with self._exact(), use(self._backends):
             _, shapes = jax.eval_shape(forward_part, self.params, self._shapes, inputs)
-        # Whole on every device.
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._replicated), shapes)
+        return on_devices(shapes, self._mesh)
 
     def _prepare_score(self, bucket: Bucket) -> None:
         """What scores a chunk of so many tokens, loaded or compiled."""

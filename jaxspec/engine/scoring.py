@@ -12,9 +12,12 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from jaxspec import comm
 from jaxspec.engine.output import PromptLogprob
 from jaxspec.engine.plan import PrefillRow
+from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.params import MAX_LOGPROBS
+from pallas_kernels.sampling.api import Likeliest
 
 # Rows whose logits exist at a time.
 BLOCK_ROWS = 64
@@ -39,15 +42,17 @@ def score(target_def: nnx.GraphDef, params: Any, hidden_PH: jax.Array, following
         following_P: int32, the token after each; any id where there is none.
     """
     target = nnx.merge(target_def, params)
+    columns = Columns(target.config.vocab_size)
 
     def of_block(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden_BH, following_B = block
         logits_BV = target.logits(hidden_BH).astype(jnp.float32)
-        log_z_B1 = jax.nn.logsumexp(logits_BV, axis=1, keepdims=True)
-        chosen_B1 = jnp.take_along_axis(logits_BV, following_B[:, None], axis=1)
-        rank_B1 = 1 + (logits_BV > chosen_B1).sum(axis=1, dtype=jnp.int32, keepdims=True)
+        log_z_B1 = columns.logsumexp(logits_BV)
+        chosen_B1 = columns.pick(lambda at_B1: jnp.take_along_axis(logits_BV, at_B1, axis=1), following_B[:, None])
+        rank_B1 = 1 + comm.total((logits_BV > chosen_B1).sum(axis=1, dtype=jnp.int32, keepdims=True))
         # Not part of a decode step: a sort may break its graph.
-        values_BN, ids_BN = lax.top_k(logits_BV, min(MAX_LOGPROBS, logits_BV.shape[1]))
+        values_BN, ids_BN = lax.top_k(logits_BV, min(MAX_LOGPROBS, columns.width))
+        ids_BN, values_BN = columns.best_of(Likeliest(ids_BN, values_BN), min(MAX_LOGPROBS, columns.vocab))
 
         def bits(x: jax.Array) -> jax.Array:
             return lax.bitcast_convert_type(x, jnp.int32)

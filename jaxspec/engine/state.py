@@ -11,6 +11,7 @@ from jaxspec.engine.lookup import HISTORY
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.decoder import Cache, CausalLM
 from jaxspec.models.draft import Draft
+from jaxspec.models.params import partition_spec
 from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxspec.sampling.penalties import mask_words
 
@@ -77,10 +78,15 @@ class StepState(NamedTuple):
 
 
 def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None) -> StepState:
-    """Shapes, dtypes and shardings; all but the caches is replicated."""
+    """Shapes, dtypes and shardings; all but the caches, and what has a number for each id, is replicated."""
 
     def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def by_id(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """[*dims, V], in the columns of the head."""
+        spec = partition_spec((*[None] * len(dims), "vocab"))
+        return jax.ShapeDtypeStruct((*dims, model.config.vocab_size), dtype, sharding=NamedSharding(mesh, spec))
 
     def cache(spec: CacheSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
         return spec.shapes(
@@ -102,7 +108,7 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
         "params_f": shape((S, PARAMS_F), jnp.float32),
         "params_i": shape((S, PARAMS_I), jnp.int32),
         "stop_ids": shape((S, STOP_IDS), jnp.int32),
-        "counts": shape((S, model.config.vocab_size), jnp.int32),
+        "counts": by_id((S,), jnp.int32),
         "bias_ids": shape((S, MAX_LOGIT_BIAS), jnp.int32),
         "bias_values": shape((S, MAX_LOGIT_BIAS), jnp.float32),
         "masks": shape((S, settings.window, mask_words(model.config.vocab_size)), jnp.int32),
@@ -113,7 +119,7 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
         shapes["drafts"] = shape((S, k), jnp.int32)
     if draft is not None:
         shapes["draft_kv"] = cache(draft.cache_spec)
-        shapes["draft_log_q"] = shape((S, k, model.config.vocab_size), jnp.float32)
+        shapes["draft_log_q"] = by_id((S, k), jnp.float32)
     if settings.lookup is not None:
         shapes["history"] = cache(HISTORY)
         if draft is not None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxspec import comm
 from jaxspec.config import Settings
 from jaxspec.engine.batch import InputLayout, StepInputs
 from jaxspec.engine.choose import advance, choose
@@ -19,6 +20,7 @@ from jaxspec.engine.drafting import propose
 from jaxspec.engine.forward import forward
 from jaxspec.engine.handoff import Chosen, Drafted, Forwarded
 from jaxspec.engine.state import StepState
+from jaxspec.sampling.columns import Columns
 
 # The counts of accepted and of verified drafts share the packed output's flags column, eight bits each.
 ACCEPTED_SHIFT, VERIFIED_SHIFT, FIELD = 8, 16, 255
@@ -116,15 +118,15 @@ def make_parts(
         params: tuple, state: StepState, flat_inputs: jax.Array, forwarded: Forwarded
     ) -> tuple[StepState, StepArrays]:
         target, draft = models(params)
-        inputs = layout.split(flat_inputs)
+        inputs, columns = layout.split(flat_inputs), Columns(target.config.vocab_size)
         with jax.named_scope("verify"):
             chosen = choose(
-                forwarded.logits, state, inputs,
+                forwarded.logits, state, inputs, columns,
                 n=window, full=full, synthetic_length=settings.synthetic_acceptance_length,
                 one_by_one=settings.synthetic_acceptance_pattern == "each",
             )  # fmt: skip
             was_done = state.done
-            state = advance(state, inputs, chosen, full=full)
+            state = advance(state, inputs, chosen, columns, full=full)
         drafted = None
         if settings.window > 1:
             state, drafted = propose(
@@ -134,8 +136,10 @@ def make_parts(
         seen = None
         if probe:
             residuals = jnp.stack([c.astype(jnp.float32) for c in forwarded.captured.values()])
+            if drafted is not None:
+                drafted = drafted._replace(logits=tuple(comm.gather(logits, axis=1) for logits in drafted.logits))
             drafted = jax.tree.map(lambda x: x.astype(jnp.float32), drafted)
-            logits_TV = target.logits(forwarded.hidden).astype(jnp.float32)
+            logits_TV = comm.gather(target.logits(forwarded.hidden), axis=1).astype(jnp.float32)
             seen = Probe(residuals, logits_TV, forwarded.experts, drafted)
         P = layout.bucket.prefill_tokens
         hidden = forwarded.hidden[:P] if P and full else None

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import flagged, np_dtype
-from jaxspec.engine.launcher import replicate
+from jaxspec.engine.launcher import laid_out
 from jaxspec.errors import ConfigError, shown
 from jaxspec.loading.checkpoint import Checkpoint, Params
 from jaxspec.loading.parts import EMBED, HEAD, parts_of
@@ -101,7 +101,7 @@ def reduce_loaded(
     own_params: Params = {
         "inner": params,
         "head": {"weight": taken(head)},
-        "ids": replicate(ids.astype(np.int32), kept.sharding),
+        "ids": laid_out(ids.astype(np.int32), kept.sharding),
     }
     return model, own_params
 

@@ -116,8 +116,8 @@ class Embedding(nnx.Module):
         return comm.total(jnp.take(weight_VH, comm.find(ids_T, weight_VH.shape[0]), axis=0, mode="fill", fill_value=0))
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
-        """[R, vocab] of hidden states, in their type."""
-        return comm.gather(linear(hidden_RH, self.weight[...]), axis=1)
+        """[R, vocab] of hidden states, in their type; on several devices each has the columns of its rows."""
+        return linear(hidden_RH, self.weight[...])
 
 
 class CausalLM(nnx.Module):
@@ -176,7 +176,7 @@ class CausalLM(nnx.Module):
         return x_TH if self.config.embed_scale == 1 else x_TH * self.config.embed_scale
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
-        """[R, vocab] of hidden states after the final norm, in their type."""
+        """[R, vocab] of hidden states after the final norm, in their type; of several devices each has its columns."""
         head = self.embed if self.config.tie_embeddings else self.head
         if self.config.logit_scale != 1:
             hidden_RH = hidden_RH * self.config.logit_scale
@@ -185,6 +185,20 @@ class CausalLM(nnx.Module):
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Of its layers, in order."""
         return tuple(layer.attention.cache_spec for layer in self.layers)
+
+
+def logits_at(ids_C: jax.Array, logits_RC: jax.Array, vocab: int) -> jax.Array:
+    """[R, vocab] with the logits of some ids int32 [C], -inf elsewhere, in the columns that `CausalLM.logits` has.
+
+    Args:
+        logits_RC: as `Embedding.logits` gives them: of several devices each has a part.
+    """
+    everything = jnp.full((logits_RC.shape[0], vocab // comm.size()), -jnp.inf, logits_RC.dtype)
+    if not comm.is_split():
+        return everything.at[:, ids_C].set(logits_RC)
+    # Which device's columns an id has follows from no order: all logits of these few ids go to all devices.
+    places_C = comm.find(ids_C, everything.shape[1])
+    return everything.at[:, places_C].set(comm.gather(logits_RC, axis=1), mode="drop")
 
 
 def decoder_key_map(config: ModelConfig) -> KeyMap:

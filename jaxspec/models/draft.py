@@ -56,5 +56,5 @@ class Draft(Protocol):
         ...
 
     def logits(self, target: CausalLM, hidden_RH: jax.Array) -> jax.Array:
-        """[R, V] over the target's vocabulary; -inf for tokens that the draft cannot propose."""
+        """[R, V] over the target's vocabulary, in its columns; -inf for tokens that the draft cannot propose."""
         ...

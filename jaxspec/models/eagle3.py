@@ -26,7 +26,7 @@ from jaxspec.models import deepseek, llama
 from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import AttentionSpec, LayerSpec, ModelConfig
-from jaxspec.models.decoder import CausalLM, Embedding
+from jaxspec.models.decoder import CausalLM, Embedding, logits_at
 from jaxspec.models.fields import flag, require, section, text_list, text_or, whole_list, whole_or, wrong
 from jaxspec.models.hf_fields import MAX_LAYERS, MAX_SIZE, MAX_VOCAB, common_fields, norm_eps, size
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
@@ -297,8 +297,7 @@ class Eagle3(nnx.Module):
         if not self.config.reduced:
             return logits
         ids = jnp.arange(self.config.draft_vocab_size) + self.d2t[...]
-        everything = jnp.full((logits.shape[0], self.config.model.vocab_size), -jnp.inf, logits.dtype)
-        return everything.at[:, ids].set(logits)
+        return logits_at(ids, logits, self.config.model.vocab_size)
 
     def _join(
         self, embedded_TH: jax.Array, hidden_TH: jax.Array, meta: StepMetadata

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.cache import CacheSpec, LayerCache
-from jaxspec.models.decoder import CausalLM, Embedding
+from jaxspec.models.decoder import CausalLM, Embedding, logits_at
 from jaxspec.models.draft import Draft
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
@@ -71,5 +71,4 @@ class _Head:
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
         logits = self._reduced.head.logits(hidden_RH)
-        everything = jnp.full((logits.shape[0], self._reduced.vocab_size), -jnp.inf, logits.dtype)
-        return everything.at[:, self._reduced.ids[...]].set(logits)
+        return logits_at(self._reduced.ids[...], logits, self._reduced.vocab_size)

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.sampler import SamplingRows, Stream, cuts_of, noise_keys, temperatures, uniform
-from pallas_kernels.sampling.api import LogitsStats, Residual, gumbel_argmax, logits_stats
+from pallas_kernels.sampling.api import LogitsStats, Residual
 from pallas_kernels.sampling.keys import LEAST_KEY, ordered
 
 
@@ -27,7 +28,9 @@ class Verified(NamedTuple):
     accepted: jax.Array
 
 
-def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sample_draft(
+    logits: jax.Array, rows: SamplingRows, positions: jax.Array, columns: Columns | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Draft ids int32 [R] and log q float32 [R, V] from a draft's logits [R, V], at the request's temperature.
 
     Greedy rows, and those with `greedy_drafts`, draft the argmax; their log q must not be used. Of the request's
@@ -36,13 +39,14 @@ def sample_draft(logits: jax.Array, rows: SamplingRows, positions: jax.Array) ->
 
     Args:
         positions: int32 [R] absolute position of the drafted token.
+        columns: which columns logits and log q have (default: all).
     """
+    columns = columns or Columns(logits.shape[1])
     temperature = temperatures(rows)
-    stats = logits_stats(logits, temperature)
     greedy = (rows.temperature == 0) | rows.greedy_drafts
     streams = jnp.where(rows.seeded, int(Stream.BONUS), int(Stream.DRAFT))
     keys = noise_keys(rows.seeds, positions, streams)
-    drawn = gumbel_argmax(logits, jnp.arange(logits.shape[0], dtype=jnp.int32), temperature, keys, ~greedy)
+    stats, drawn = columns.stats_and_draw(logits, temperature, keys, ~greedy)
     log_q = logits.astype(jnp.float32) / temperature[:, None] - stats.log_z_tempered[:, None]
     return jnp.where(greedy, stats.argmax, drawn), log_q
 
@@ -61,6 +65,7 @@ def verify(
     accept_probability: jax.Array | None = None,
     q_rows: jax.Array | None = None,
     stats: LogitsStats | None = None,
+    columns: Columns | None = None,
 ) -> Verified:
     """Verifies D windows of k drafts each.
 
@@ -79,32 +84,40 @@ def verify(
         accept_probability: float32 [D], with a synthetic length: see `accept_one_by_one`, which then decides.
         q_rows: int32 [D] each window's row of log_q (default: window i has row i).
         stats: of the logits, [D * (k + 1)], at the `temperatures` of their requests, if they are known already.
+        columns: which columns logits and log_q have (default: all).
     """
     D, n, V = logits.shape
     k = n - 1
+    columns = columns or Columns(V)
     if log_q is None:  # one row that nobody reads
         log_q, one_hot, q_rows = jnp.zeros((1, max(k, 1), V)), jnp.ones(D, bool), jnp.zeros(D, jnp.int32)
     q_rows = jnp.arange(D) if q_rows is None else q_rows
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
     logits_WV, temperature_W = logits.reshape(D * n, V), temperatures(window_rows)
-    stats = stats or logits_stats(logits_WV, temperature_W)
+    stats = stats or columns.stats(logits_WV, temperature_W)
     # Nothing is chosen past the drafts that a window has.
     live_Dn = jnp.arange(n) <= num_drafts[:, None]
     cuts_W, log_z_W = None, stats.log_z_tempered
     if full:
-        cuts_W = cuts_of(logits_WV, window_rows, stats, live_Dn.reshape(-1))
-        kept = logits_stats(logits_WV, temperature_W, cuts_W)
+        cuts_W = cuts_of(logits_WV, window_rows, stats, live_Dn.reshape(-1), columns)
+        kept = columns.stats(logits_WV, temperature_W, cuts_W)
         log_z_W = jnp.where(cuts_W > LEAST_KEY, kept.log_z_tempered, log_z_W)
     best_Dn, log_z_Dn = stats.argmax.reshape(D, n), log_z_W.reshape(D, n)
     temperature_D = temperature_W[::n]
 
     greedy_D = rows.temperature == 0
     index_k = jnp.arange(k, dtype=jnp.int32)
-    x_Dk = jnp.take_along_axis(logits[:, :k], drafts[..., None], axis=2)[..., 0].astype(jnp.float32)
+    x_Dk, log_q_Dk = columns.pick(
+        lambda at_Dk: (
+            jnp.take_along_axis(logits[:, :k], at_Dk[..., None], axis=2)[..., 0].astype(jnp.float32),
+            log_q[q_rows[:, None], index_k, at_Dk],
+        ),
+        drafts,
+    )
     if cuts_W is not None:
         x_Dk = jnp.where(ordered(x_Dk) >= cuts_W.reshape(D, n)[:, :k], x_Dk, -jnp.inf)
     log_p_x = x_Dk / temperature_D[:, None] - log_z_Dn[:, :k]
-    log_q_x = jnp.where(one_hot[:, None], 0.0, log_q[q_rows[:, None], index_k, drafts])
+    log_q_x = jnp.where(one_hot[:, None], 0.0, log_q_Dk)
     u = uniform(
         jnp.repeat(rows.seeds, k, axis=0), (positions[:, None] + index_k).reshape(D * k), Stream.ACCEPT
     ).reshape(D, k)
@@ -146,7 +159,7 @@ def verify(
     )
     wanted_Dn = (coupled_D[:, None] & live_Dn) | (single_D[:, None] & (jnp.arange(n) == 0))
     row_Dn = jnp.arange(D, dtype=jnp.int32)[:, None] * n + source_Dn
-    drawn_Dn = gumbel_argmax(
+    drawn_Dn = columns.draw(
         logits_WV, row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), residual, cuts_W
     ).reshape(D, n)
     if synthetic_D is None:

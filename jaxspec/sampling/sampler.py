@@ -10,8 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.truncation import Truncation, cuts
-from pallas_kernels.sampling.api import LogitsStats, gumbel_argmax, logits_stats
+from pallas_kernels.sampling.api import LogitsStats
 
 
 class Stream(enum.IntEnum):
@@ -60,7 +61,13 @@ def uniform(seeds: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array
     return draw(seeds, positions, jnp.full(positions.shape, int(stream), jnp.int32))
 
 
-def cuts_of(logits: jax.Array, rows: SamplingRows, stats: LogitsStats, wanted: jax.Array | None = None) -> jax.Array:
+def cuts_of(
+    logits: jax.Array,
+    rows: SamplingRows,
+    stats: LogitsStats,
+    wanted: jax.Array | None = None,
+    columns: Columns | None = None,
+) -> jax.Array:
     """What min_p, top_k and top_p keep of logits [R, V]: int32 [R], see `truncation.cuts`.
 
     Greedy rows keep everything: they take the largest, which nothing drops.
@@ -68,10 +75,12 @@ def cuts_of(logits: jax.Array, rows: SamplingRows, stats: LogitsStats, wanted: j
     Args:
         stats: of the logits, at `temperatures(rows)`.
         wanted: bool [R]; a row where it is False keeps everything.
+        columns: which columns logits have (default: all).
     """
+    columns = columns or Columns(logits.shape[1])
     draws = rows.temperature > 0
     kept = Truncation(temperatures(rows), rows.min_p, rows.top_k, rows.top_p)
-    return cuts(logits, kept, stats, draws if wanted is None else draws & wanted)
+    return columns.by_rows(cuts, logits, kept, stats, draws if wanted is None else draws & wanted)
 
 
 def temperatures(rows: SamplingRows) -> jax.Array:
@@ -80,7 +89,13 @@ def temperatures(rows: SamplingRows) -> jax.Array:
 
 
 def sample(
-    logits: jax.Array, rows: SamplingRows, positions: jax.Array, *, full: bool, stats: LogitsStats | None = None
+    logits: jax.Array,
+    rows: SamplingRows,
+    positions: jax.Array,
+    *,
+    full: bool,
+    stats: LogitsStats | None = None,
+    columns: Columns | None = None,
 ) -> jax.Array:
     """Next ids int32 [R] from logits [R, V]; greedy where the temperature is 0.
 
@@ -88,12 +103,14 @@ def sample(
         positions: int32 [R] absolute position of the token to choose.
         full: also apply min_p, top_k and top_p (static).
         stats: of the logits, at `temperatures(rows)`, if they are known already.
+        columns: which columns logits have (default: all).
     """
     R = logits.shape[0]
+    columns = columns or Columns(logits.shape[1])
     temperature = temperatures(rows)
-    stats = stats or logits_stats(logits, temperature)
+    stats = stats or columns.stats(logits, temperature)
     greedy = rows.temperature == 0
     keys = noise_keys(rows.seeds, positions, jnp.full(R, int(Stream.BONUS), jnp.int32))
-    kept = cuts_of(logits, rows, stats) if full else None
-    drawn = gumbel_argmax(logits, jnp.arange(R, dtype=jnp.int32), temperature, keys, ~greedy, cuts=kept)
+    kept = cuts_of(logits, rows, stats, columns=columns) if full else None
+    drawn = columns.draw(logits, jnp.arange(R, dtype=jnp.int32), temperature, keys, ~greedy, cuts=kept)
     return jnp.where(greedy, stats.argmax, drawn)

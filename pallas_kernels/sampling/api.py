@@ -8,7 +8,7 @@ from pallas_kernels.backend import choose, current
 from pallas_kernels.sampling import mosaic, reference
 from pallas_kernels.sampling.cutoffs import cutoffs as cutoffs_mosaic
 from pallas_kernels.sampling.likeliest import likeliest as likeliest_mosaic
-from pallas_kernels.sampling.reference import Bounds, Likeliest, LogitsStats, Residual
+from pallas_kernels.sampling.reference import Bounds, Drawn, Likeliest, LogitsStats, Residual
 
 
 def logits_stats(logits: jax.Array, temperature: jax.Array, cuts: jax.Array | None = None) -> LogitsStats:
@@ -55,6 +55,28 @@ def gumbel_argmax(
     """
     chosen = _implementation("gumbel_argmax", logits)
     return chosen.gumbel_argmax(logits, rows, temperature, keys, wanted, residual, cuts)
+
+
+def gumbel_best(
+    logits: jax.Array,
+    rows: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    wanted: jax.Array,
+    residual: Residual | None,
+    cuts: jax.Array | None,
+    first_column: jax.Array,
+) -> Drawn:
+    """`gumbel_argmax` over a part of the vocabulary's columns: what it puts forward, with its score.
+
+    Of the parts of a row the one with the largest score wins, of equal ones the first: that is the row's draw. The arguments
+    are those of `gumbel_argmax`, and ids are counted from the part's own beginning, in residuals and in the result.
+
+    Args:
+        first_column: int32 [] where the part begins; its noise is that of these columns.
+    """
+    chosen = _implementation("gumbel_argmax", logits)
+    return chosen.gumbel_best(logits, rows, temperature, keys, wanted, residual, cuts, first_column)
 
 
 def cutoffs(logits: jax.Array, bounds: Bounds) -> jax.Array:

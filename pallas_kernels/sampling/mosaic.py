@@ -12,13 +12,13 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, ordered
+from pallas_kernels.sampling.noise import noise_of, threefry
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
-from pallas_kernels.sampling.reference import LogitsStats, Residual
+from pallas_kernels.sampling.reference import Best, Drawn, LogitsStats, Residual
 
 # Vectors whose loads are in flight together.
 AT_ONCE = 4
@@ -26,7 +26,6 @@ AT_ONCE = 4
 LOWEST = -1e30
 # Ids are kept as float32 beside the logits.
 MOST_IDS = 2**24
-TINY = float(np.finfo(np.float32).tiny)
 
 i32, f32 = jnp.int32, jnp.float32
 
@@ -138,28 +137,6 @@ def logits_stats(
     return LogitsStats(ids, log_z, log_z_tempered, finite)
 
 
-def threefry(key: tuple[Any, Any], counter: jax.Array) -> jax.Array:
-    """jax's 32 random bits for the element number `counter`: the two words of threefry2x32 (Salmon et al., 2011, 20 rounds)
-    of (0, counter), xor-ed. All int32, whose sums wrap."""
-    keys = (*key, key[0] ^ key[1] ^ i32(0x1BD11BDA))
-    x, y = jnp.full(counter.shape, 0, i32) + keys[0], counter + keys[1]
-    for group in range(5):
-        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            x = x + y
-            y = (y << rotation) | lax.shift_right_logical(y, jnp.full(y.shape, 32 - rotation, i32))
-            y = y ^ x
-        x = x + keys[(group + 1) % 3]
-        y = y + (keys[(group + 2) % 3] + (group + 1))
-    return x ^ y
-
-
-def noise_of(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel noise from random bits, as `jax.random.gumbel` computes it."""
-    mantissa = lax.shift_right_logical(bits, jnp.full(bits.shape, 9, i32)) | i32(0x3F800000)
-    uniform = jnp.maximum(lax.bitcast_convert_type(mantissa, f32) - 1.0, TINY)
-    return -jnp.log(-jnp.log(uniform))
-
-
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def gumbel_argmax(
     logits: jax.Array,
@@ -173,6 +150,41 @@ def gumbel_argmax(
     interpret: Any = False,
 ) -> jax.Array:
     """See api.py. An excluded id is never drawn: it is masked, not subtracted in floating point."""
+    drawn = _best_of_row(logits, rows, temperature, keys, wanted, residual, cuts, None, interpret)
+    if residual is None or drawn.left is None:
+        return drawn.whole.ids
+    return jnp.where(residual.dense & (drawn.left.scores > -jnp.inf), drawn.left.ids, drawn.whole.ids)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def gumbel_best(
+    logits: jax.Array,
+    rows: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    wanted: jax.Array,
+    residual: Residual | None,
+    cuts: jax.Array | None,
+    first_column: jax.Array,
+    *,
+    interpret: Any = False,
+) -> Drawn:
+    """See api.py."""
+    return _best_of_row(logits, rows, temperature, keys, wanted, residual, cuts, first_column, interpret)
+
+
+def _best_of_row(
+    logits: jax.Array,
+    rows: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    wanted: jax.Array,
+    residual: Residual | None,
+    cuts: jax.Array | None,
+    first_column: jax.Array | None,
+    interpret: Any,
+) -> Drawn:
+    """`gumbel_best`; with `first_column` None the columns are counted from 0."""
     R, V = rows.shape[0], logits.shape[1]
     parts = Parts(R, V, 4, 1)
     adjusts = residual is not None
@@ -180,7 +192,9 @@ def gumbel_argmax(
 
     def gumbel_argmax(logits, rows, temperature, keys, wanted, *refs):
         given = Residual(*refs[:5]) if adjusts else None
-        cut_of, outs = refs[5 * adjusts : -outputs], refs[-outputs:]
+        others, outs = list(refs[5 * adjusts : -outputs]), refs[-outputs:]
+        cut_of = None if cuts is None else others.pop(0)
+        first = None if first_column is None else others.pop(0)
         row, part = lax.axis_index("row"), lax.axis_index("part")
 
         def work(dense):
@@ -192,9 +206,9 @@ def gumbel_argmax(
                 columns = parts.columns(j)
                 x = parts.load(logits, source, j)
                 tempered = x / divisor
-                if cut_of:
-                    tempered = jnp.where(ordered(x) >= cut_of[0][source], tempered, f32(-jnp.inf))
-                noise = noise_of(threefry(key, columns))
+                if cut_of is not None:
+                    tempered = jnp.where(ordered(x) >= cut_of[source], tempered, f32(-jnp.inf))
+                noise = noise_of(threefry(key, columns if first is None else columns + first[0]))
                 mine = columns >= j * parts.width
                 if given and not dense:
                     mine = mine & (columns != given.excluded[row])
@@ -242,16 +256,13 @@ def gumbel_argmax(
         wanted.astype(i32),
         *extra,
         *(() if cuts is None else (cuts,)),
+        *(() if first_column is None else (first_column[None],)),
     )
 
-    def joined(best, column):
+    def joined(best: jax.Array, column: jax.Array) -> Best:
         winner = jnp.argmax(best, axis=1)[:, None]
         # Rows that do not draw are uninitialised.
         ids = jnp.where(wanted, jnp.take_along_axis(column, winner, axis=1)[:, 0], 0.0)
-        return ids.astype(i32), best.max(axis=1)
+        return Best(ids.astype(i32), best.max(axis=1))
 
-    ids, _ = joined(*found[:2])
-    if residual is None:
-        return ids
-    left_ids, left_best = joined(*found[2:])
-    return jnp.where(residual.dense & (left_best > -jnp.inf), left_ids, ids)
+    return Drawn(joined(*found[:2]), joined(*found[2:]) if adjusts else None)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.sampling.keys import float_of, ordered, probability, weight
+from pallas_kernels.sampling.noise import noise_of, threefry
 
 # Ids in a block of `likeliest`. Only a block's maximum is read until the block is known to hold a winner.
 BLOCK = 512
@@ -45,6 +46,26 @@ class Residual(NamedTuple):
     dense: jax.Array
     log_q: jax.Array
     q_rows: jax.Array
+
+
+class Best(NamedTuple):
+    """The winner of each draw among some columns: ids int32 [R], the lowest of equal ones, and scores float32 [R]."""
+
+    ids: jax.Array
+    scores: jax.Array
+
+
+class Drawn(NamedTuple):
+    """What a part of each row puts forward in a draw, to be compared with what the other parts do.
+
+    Attributes:
+        whole: of p, without the id that a residual excludes.
+        left: of max(0, p - q), with a score of -inf where it is 0 in all of the part. It decides the draws of a residual that
+            are `dense`, but where all parts say -inf; in others it may be anything. None without a residual.
+    """
+
+    whole: Best
+    left: Best | None
 
 
 class Bounds(NamedTuple):
@@ -92,8 +113,12 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, cuts: jax.Array | No
     )
 
 
-def gumbel(keys: jax.Array, size: int) -> jax.Array:
-    """Standard Gumbel noise float32 [R, size] of threefry keys uint32 [R, 2]."""
+def gumbel(keys: jax.Array, size: int, first_column: jax.Array | None = None) -> jax.Array:
+    """Standard Gumbel noise float32 [R, size] of threefry keys uint32 [R, 2]; from `first_column` on, int32 [], if given."""
+    if first_column is not None:
+        words = lax.bitcast_convert_type(keys, jnp.int32)[..., None]
+        columns = jnp.broadcast_to(first_column + jnp.arange(size, dtype=jnp.int32), (keys.shape[0], size))
+        return noise_of(threefry((words[:, 0], words[:, 1]), columns))
 
     def draw(key: jax.Array) -> jax.Array:
         return jax.random.gumbel(jax.random.wrap_key_data(key, impl="threefry2x32"), (size,), jnp.float32)
@@ -127,6 +152,31 @@ def gumbel_argmax(
     # Where nothing is taken away, the scores are exactly those of a draw without a residual.
     untouched = ~residual.dense & (residual.excluded < 0)
     return jnp.argmax(jnp.where(untouched[:, None], tempered, adjusted) + noise, axis=1).astype(jnp.int32)
+
+
+def gumbel_best(
+    logits: jax.Array,
+    rows: jax.Array,
+    temperature: jax.Array,
+    keys: jax.Array,
+    wanted: jax.Array,
+    residual: Residual | None,
+    cuts: jax.Array | None,
+    first_column: jax.Array,
+) -> Drawn:
+    del wanted  # All rows cost the same here.
+
+    def best(scores: jax.Array) -> Best:
+        return Best(jnp.argmax(scores, axis=1).astype(jnp.int32), scores.max(axis=1))
+
+    V = logits.shape[1]
+    tempered = kept(logits[rows], None if cuts is None else cuts[rows]) / temperature[:, None]
+    noise = gumbel(keys, V, first_column)
+    if residual is None:
+        return Drawn(best(tempered + noise), None)
+    drawn = jnp.where(jnp.arange(V) == residual.excluded[:, None], -jnp.inf, tempered + noise)
+    left = jnp.maximum(jnp.exp(tempered - residual.log_z[:, None]) - jnp.exp(residual.log_q[residual.q_rows]), 0.0)
+    return Drawn(best(drawn), best(jnp.log(left) + noise))
 
 
 def border_of(bounds: Bounds, tempered_max: jax.Array) -> jax.Array:

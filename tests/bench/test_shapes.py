@@ -86,7 +86,7 @@ def cases():
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
 
 
-def lowered_step(request, model, rows, prompt, mesh=None):
+def lowered_step(request, model, rows, prompt, mesh=None, variant="lean"):
     """The step of a model, and of its MTP layer, for H200s: what runs each operation, and the lowered text."""
     mesh = mesh or mesh_of_one()
     draft = NextN(model.config, BF16) if model.config.nextn_layers else None
@@ -98,7 +98,7 @@ def lowered_step(request, model, rows, prompt, mesh=None):
         ),
         model_max_position=model.config.max_position, page_bytes=0, free_bytes=0, on_gpu=True,
     )  # fmt: skip
-    bucket = Bucket(prompt, min(prompt, 1), rows, "lean", k)
+    bucket = Bucket(prompt, min(prompt, 1), rows, variant, k)
     layout = InputLayout(bucket, settings.page_size, settings.max_pages)
     bound = (bind(m, nest(with_shardings(m, mesh))) if m else (None, None) for m in (model, draft))
     graphdefs, params = zip(*bound, strict=True)
@@ -128,13 +128,17 @@ def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
 
 @pytest.mark.parametrize(("name", "rows", "prompt"), cases())
 def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
-    """On two devices the same operations run on the same kernels, but those that would add before the devices have."""
+    """On two devices the same operations run on the same kernels, but those that would add before the devices have; and
+    all of a sampler's, on each device's columns: nothing that is gathered is as large as one row of logits."""
     config, two = target(name, 2).config, make_mesh(2)
     alone, _ = lowered_step(request, CausalLM(config, BF16), rows, prompt)
-    chosen, text = lowered_step(request, CausalLM(config, BF16), rows, prompt, two)
+    chosen, text = lowered_step(request, CausalLM(config, BF16), rows, prompt, two, variant="full")
     assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
     assert set(alone) - set(chosen) <= EXTRAS
+    assert {"logits_stats", "gumbel_argmax", "cutoffs", "likeliest"} <= set(chosen)
     assert "mosaic_gpu" in text
+    gathered = re.findall(r"stablehlo\.all_gather.*?-> tensor<([\dx]+)x\w+>", text, re.DOTALL)
+    assert max(math.prod(map(int, dims.split("x"))) for dims in gathered) < config.vocab_size
 
 
 @pytest.mark.full

@@ -114,8 +114,8 @@ def test_long_texts_take_several_uploads(monkeypatch):
     S, V, slot = 4, 30, 2
     rng = np.random.default_rng(0)
     counts = rng.integers(0, PROMPT_BIT, (S, V)).astype(np.int32)
-    upload = CountUpload(jnp.array(counts), max_tokens=100)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    upload = CountUpload(jnp.array(counts), 100, mesh)
     state = upload.warm_up(jnp.array(counts), ExecutableStore(None, mesh))
     for cached_tokens, prompt_len in ((1, 1), (4, 9), (5, 3), (16, 16), (40, 16), (40, 21), (35, 60)):
         tokens = rng.integers(0, V, 60).tolist()

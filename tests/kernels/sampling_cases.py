@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.sampling.keys import LEAST_KEY, ordered
-from pallas_kernels.sampling.reference import Residual
+from pallas_kernels.sampling.reference import Best, Drawn, Residual
 
 
 def logits_of(R: int, V: int, dtype) -> jax.Array:
@@ -26,6 +26,32 @@ def cuts_of(logits: jax.Array) -> jax.Array:
     keys = jnp.sort(ordered(logits.astype(jnp.float32)), axis=1)
     R, V = keys.shape
     return keys[:, V // 2].at[0].set(LEAST_KEY).at[R - 1].set(keys[R - 1, -1])
+
+
+def part_of(case: tuple, first: int, size: int) -> tuple:
+    """Arguments of `gumbel_best` for `size` columns from `first` on, of those that `draws` gives for whole rows."""
+    logits, *rest, residual = case
+    if residual is not None:
+        excluded = residual.excluded - first
+        excluded = jnp.where((excluded >= 0) & (excluded < size), excluded, size)
+        residual = residual._replace(excluded=excluded, log_q=residual.log_q[:, first : first + size])
+    return (logits[:, first : first + size], *rest, residual)
+
+
+def joined(parts: list[Drawn], size: int, dense: np.ndarray | None) -> np.ndarray:
+    """The draws of rows whose parts of `size` columns put these forward."""
+
+    def best(of: list[Best]) -> tuple[np.ndarray, np.ndarray]:
+        scores = np.stack([part.scores for part in of])
+        ids = np.stack([np.asarray(part.ids) + i * size for i, part in enumerate(of)])
+        winner = scores.argmax(axis=0)[None]
+        return np.take_along_axis(ids, winner, axis=0)[0], scores.max(axis=0)
+
+    ids, _ = best([part.whole for part in parts])
+    if dense is None:
+        return ids
+    left, scores = best([part.left for part in parts if part.left])
+    return np.where(dense & (scores > -np.inf), left, ids)
 
 
 def draws(V: int, dtype, *, residual: bool) -> tuple:

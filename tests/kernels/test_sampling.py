@@ -9,9 +9,10 @@ from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, parts, reference
 from pallas_kernels.sampling.cutoffs import cutoffs
 from pallas_kernels.sampling.likeliest import likeliest
+from pallas_kernels.sampling.noise import noise_of, threefry
 from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
-from tests.kernels.sampling_cases import cuts_of, draws, logits_of, temperatures_of
+from tests.kernels.sampling_cases import cuts_of, draws, joined, logits_of, part_of, temperatures_of
 
 # Two vectors, the second of which overlaps the first.
 V = 1400
@@ -57,6 +58,31 @@ def test_only_what_is_kept_is_drawn(residual):
     assert (np.asarray(got)[wanted] != np.asarray(reference.gumbel_argmax(*case))[wanted]).any()
     kept = np.asarray(reference.kept(logits, cuts))[np.asarray(case[1])]
     assert np.isfinite(kept[np.arange(len(kept)), np.asarray(got)])[wanted].all()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "residual", "kept"),
+    [
+        (False, False, False),
+        (False, True, True),
+        pytest.param(True, True, True, marks=interpreted),
+        pytest.param(True, False, False, marks=[interpreted, pytest.mark.full]),
+    ],
+)
+def test_parts_of_rows_draw_what_rows_draw(kernel, residual, kept):
+    """Each part with the noise of its own columns, its best against the best of the others."""
+    case = draws(2 * V, jnp.bfloat16, residual=residual)
+    cuts, wanted, parts = cuts_of(case[0]) if kept else None, np.asarray(case[4]), []
+    for i in range(2):
+        part, first = part_of(case, i * V, V), jnp.int32(i * V)
+        drawn = reference.gumbel_best(*part, cuts, first)
+        if kernel:
+            drawn = mosaic.gumbel_best(*part, cuts, first, interpret=detect_races())
+            assert_no_races(drawn)
+        parts.append(drawn)
+    got = joined(parts, V, np.asarray(case[5].dense) if residual else None)
+    np.testing.assert_array_equal(got[wanted], np.asarray(reference.gumbel_argmax(*case, cuts))[wanted])
+    assert len({*(got[wanted] // V)}) == 2
 
 
 @interpreted
@@ -111,7 +137,7 @@ def test_noise_is_that_of_jax():
     want = reference.gumbel(jnp.asarray(keys), 5000)
     for key, noise in zip(keys.view(np.int32), want, strict=True):
         words = (jnp.int32(key[0]), jnp.int32(key[1]))
-        got = mosaic.noise_of(mosaic.threefry(words, jnp.arange(5000, dtype=jnp.int32)))
+        got = noise_of(threefry(words, jnp.arange(5000, dtype=jnp.int32)))
         np.testing.assert_array_equal(got, noise)
 
 
@@ -141,6 +167,7 @@ def test_lowers_for_the_gpu(R, size, dtype):
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, None),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual, ints),
+        (mosaic.gumbel_best, logits, ints, floats, keys, bools, residual, ints, shape((), jnp.int32)),
         (cutoffs, logits, reference.Bounds(floats, floats, ints, *([floats] * 4))),
         (best, logits, bools),
     ):

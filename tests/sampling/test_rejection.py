@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec.engine.acceptance import probability_for
-from jaxspec.sampling import rejection
+from jaxspec.sampling import columns, rejection
 from jaxspec.sampling.rejection import Verified, sample_draft, verify
 from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, sample
 from pallas_kernels.sampling import reference
@@ -454,7 +454,7 @@ def test_positions_past_the_drafts_are_not_searched(monkeypatch):
         looked.update(wanted=wanted.reshape(4, 4), cuts=cuts.reshape(4, 4))
         return reference.gumbel_argmax(logits, rows, temperature, keys, wanted, residual, cuts)
 
-    monkeypatch.setattr(rejection, "gumbel_argmax", draw)
+    monkeypatch.setattr(columns, "gumbel_argmax", draw)
     logits = np.random.default_rng(0).normal(size=(4, 4, V)).astype(np.float32)
     rows, held = sampling_rows(4, top_k=2, seeded=True), np.arange(4, dtype=np.int32)
     verify(logits, np.zeros((4, 3), np.int32), None, np.ones(4, bool), held, rows, np.full(4, 9, np.int32), full=True)
