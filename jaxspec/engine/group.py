@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.engine.orders import DIGEST_BYTES
-from jaxspec.errors import GroupError, shown
+from jaxspec.errors import GroupError, JaxspecError, shown
 from jaxspec.nodes import Nodes
 
 logger = logging.getLogger("jaxspec.nodes")
@@ -85,7 +85,8 @@ class Group:
 
     def fail(self, error: BaseException) -> None:
         """This process cannot go on."""
-        self.break_up(f"process {self.nodes.rank} has failed: {type(error).__name__}: {error}")
+        kind = "" if isinstance(error, JaxspecError) else f"{type(error).__name__}: "
+        self.break_up(f"process {self.nodes.rank} has failed: {kind}{error}")
 
     def cause(self, error: BaseException) -> BaseException:
         """Why the device failed: the group's end, if it is that, else `error` itself."""

@@ -167,7 +167,7 @@ class Leader(Group):
                 elif kind is Say.STOP:
                     self.on_stop()
                 elif kind is Say.FAILED:
-                    raise GroupError(f"has failed: {body[:1000].decode(errors='replace')}")
+                    raise GroupError(f"says: {body[:1000].decode(errors='replace')}")
                 else:
                     raise GroupError("speaks another protocol")
         except (GroupError, struct.error) as error:

@@ -1,7 +1,8 @@
 """The devices of a model, and what must hold before they talk to each other."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,32 +20,42 @@ _NVSHMEM_FLAG = "--xla_gpu_experimental_enable_nvshmem"
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:
-    """The first devices in jax's order, which is the one that Mosaic's remote references count in.
-
-    Where several processes share them, as many of each process, in the order of their ranks.
+    """The devices of `choose_devices` that this process and those of its group see.
 
     Raises:
         ConfigError: there are fewer, or the environment asks for NVLink multicast.
     """
-    devices = jax.devices()
-    processes = jax.process_count()
+    devices = choose_devices(jax.devices(), jax.process_count(), tensor_parallel_size)
+    if tensor_parallel_size > 1:
+        switch_multicast_off(os.environ)
+    return Mesh(np.array(devices), (TENSOR_AXIS,))
+
+
+def choose_devices(devices: Sequence[Any], processes: int, tensor_parallel_size: int) -> list[Any]:
+    """The first devices in jax's order, which is the one that Mosaic's remote references count in.
+
+    Of several processes, as many of each, in the order of their ranks.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
     if tensor_parallel_size % processes:
         raise ConfigError(
             f"{flagged('tensor_parallel_size')} {tensor_parallel_size} must be a multiple of {processes}, the number of "
             "processes (--nnodes), because each brings as many devices"
         )
     each = tensor_parallel_size // processes
-    chosen = [[d for d in devices if d.process_index == rank][:each] for rank in range(processes)]
-    for rank, own in enumerate(chosen):
+    chosen = []
+    for rank in range(processes):
+        own = [device for device in devices if device.process_index == rank]
         if len(own) < each:
             of_process = "" if processes == 1 else f" of process {rank}"
             raise ConfigError(
                 f"{flagged('tensor_parallel_size')} {tensor_parallel_size} needs {each} devices{of_process}, "
                 f"but there are {len(own)}"
             )
-    if tensor_parallel_size > 1:
-        switch_multicast_off(os.environ)
-    return Mesh(np.array(chosen).reshape(-1), (TENSOR_AXIS,))
+        chosen += own[:each]
+    return chosen
 
 
 def switch_multicast_off(environ: MutableMapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner, bind
 from jaxspec.engine.step_output import StepOutput
 from jaxspec.errors import ConfigError
-from jaxspec.loading.mesh import make_mesh
+from jaxspec.loading.mesh import choose_devices, make_mesh
 from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.decoder import CausalLM, Embedding
 from jaxspec.models.draft import Draft
@@ -371,8 +372,14 @@ def test_what_cannot_be_split_names_the_sizes_that_would_do(name, change, device
 
 
 def test_mesh_follows_device_order():
-    """Kernels count the devices of others in jax's order."""
+    """Kernels count the devices of others in jax's order. Of several processes each brings as many, in their order."""
     assert list(make_mesh(4).devices.flat) == jax.devices()[:4]
+    devices = [SimpleNamespace(id=i, process_index=i // 8) for i in range(24)]
+    assert [d.id for d in choose_devices(devices, 3, 6)] == [0, 1, 8, 9, 16, 17]
+    with pytest.raises(ConfigError, match=r"\b16 must be a multiple of 3, the number of processes \(--nnodes\)"):
+        choose_devices(devices, 3, 16)
+    with pytest.raises(ConfigError, match="27 needs 9 devices of process 0, but there are 8"):
+        choose_devices(devices, 3, 27)
 
 
 @pytest.mark.parametrize(

@@ -45,22 +45,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.serve.mock_engine import SPECIAL, byte_backend
     from tests.tiny_models import tiny_checkpoint
 
-    size = 256 + len(SPECIAL)
-    folder = tiny_checkpoint("v3-mtp", tmp_path_factory.mktemp("model") / "hf", vocab_size=size + size % 2)
+    size = -(-(256 + len(SPECIAL)) // 4) * 4  # four devices may split it
+    folder = tiny_checkpoint("v3-mtp", tmp_path_factory.mktemp("model") / "hf", vocab_size=size)
     PreTrainedTokenizerFast(tokenizer_object=byte_backend()).save_pretrained(folder)
     return str(folder)
 
 
-def environment() -> dict[str, str]:
-    """Of a process with one CPU device."""
+def environment(devices: int) -> dict[str, str]:
+    """Of a process with so many CPU devices."""
     flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]
+    flags.append(f"--xla_force_host_platform_device_count={devices}")
     return {**os.environ, "XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
 
 class Node:
     """One process, and what it has written."""
 
-    def __init__(self, *arguments: str, variant: str = "lean"):
+    def __init__(self, *arguments: str, variant: str = "lean", devices: int = 1):
         self.output = ""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.serve.node_process", variant, *arguments],
@@ -68,7 +69,7 @@ class Node:
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env=environment(),
+            env=environment(devices),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -95,16 +96,23 @@ class Node:
 class TwoNodes:
     """A group of two, the second behind a proxy."""
 
-    def __init__(self, folder: str, *more: str, follower: tuple[str, ...] = (), variant: str = "lean", port: int = 0):
+    def __init__(
+        self,
+        folder: str,
+        *more: str,
+        follower: tuple[str, ...] = (),
+        variant: str = "lean",
+        port: int = 0,
+        devices: int = 1,
+    ):
         self.port = port = port or free_ports(2)
         between = free_ports(2)
         self.proxies = [CutProxy(port + i, between + i) for i in (0, 1)]
-        shared = [folder, *OPTIONS, "--tensor-parallel-size", "2", "--nnodes", "2", "--node-timeout", str(NODE_TIMEOUT)]
-        shared += more
-        self.nodes = [
-            Node(*shared, "--node-rank", "0", "--coordinator", f"127.0.0.1:{port}", "--port", "0", variant=variant),
-            Node(*shared, *follower, "--node-rank", "1", "--coordinator", f"127.0.0.1:{between}", variant=variant),
-        ]
+        shared = [folder, *OPTIONS, "--tensor-parallel-size", str(2 * devices), "--nnodes", "2"]
+        shared += ["--node-timeout", str(NODE_TIMEOUT), *more]
+        first = ["--node-rank", "0", "--coordinator", f"127.0.0.1:{port}", "--port", "0"]
+        second = ["--node-rank", "1", "--coordinator", f"127.0.0.1:{between}", *follower]
+        self.nodes = [Node(*shared, *own, variant=variant, devices=devices) for own in (first, second)]
 
     @property
     def url(self) -> str:
@@ -182,12 +190,12 @@ class Client:
         return self.events
 
 
-@pytest.mark.slow
 @pytest.mark.torch
-def test_two_processes_give_the_tokens_of_one(folder):
-    """Over HTTP; then the follower is asked to end: what runs is finished, and both end as they should."""
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.full)])
+def test_two_processes_give_the_tokens_of_one(folder, devices):
+    """Over HTTP, on so many devices each; then the follower is asked to end: what runs is finished, and both end."""
     one = Node(folder, *OPTIONS, "--port", "0")
-    with two_nodes(folder) as group:
+    with two_nodes(folder, devices=devices) as group:
         try:
             one.wait_for("/v1/completions -H", START)
             found = re.search(r" at (http://[\d.:]+)\. Try", one.output)
