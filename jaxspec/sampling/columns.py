@@ -35,8 +35,9 @@ PADDING = -3e38
 class Columns:
     """The columns of a vocabulary of `vocab` ids that this device holds: as many as any other, in the order of the mesh.
 
-    Where the vocabulary does not divide, the last columns of the last devices lie past its end: see `padded`. Logits here are
-    [R, width], ids are those of the vocabulary unless something else is said.
+    Where the vocabulary does not divide, the last columns of the last devices lie past its end: see `padded`. (`with_shardings`
+    refuses to lay out a head of such a vocabulary; samplers do not mind.) Logits here are [R, width], ids are those of the
+    vocabulary unless something else is said.
     """
 
     vocab: int
