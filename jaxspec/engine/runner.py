@@ -223,9 +223,8 @@ class Runner:
 
         def use(bucket: Bucket, executable: Executable) -> None:
             self._install(bucket, executable)
-            if bucket.part == "whole" and bucket.prefill_tokens and bucket.variant == "full":
-                self._prepare_score(bucket)
             if self._group is None:
+                self._prepare_score(bucket)
                 self._try_out(bucket)
 
         self._preparation.run(first, use, progress, announce)
@@ -239,6 +238,8 @@ class Runner:
 
     def _meet(self, group: Leader | Follower) -> None:
         """Once all processes have compiled; what rank 0 runs from here on, all run."""
+        for bucket in self.executables:  # in the same order in all: XLA may time kernels for other processes too
+            self._prepare_score(bucket)
         made = {f"the setting {field.name}": str(getattr(self.settings, field.name)) for field in fields(self.settings)}
         made["the table of steps"] = "; ".join(map(str, self.executables))
         made["the devices"] = ", ".join(device.device_kind for device in self._mesh.devices.flat)
@@ -428,9 +429,9 @@ class Runner:
         return on_devices(shapes, self._mesh)
 
     def _prepare_score(self, bucket: Bucket) -> None:
-        """What scores a chunk of so many tokens, loaded or compiled."""
+        """What scores a chunk of so many tokens, loaded or compiled; where a step has all parameters of sampling."""
         P = bucket.prefill_tokens
-        if P in self.launcher.scores:
+        if P in self.launcher.scores or not P or bucket.part != "whole" or bucket.variant != "full":
             return
         hidden = self.executable(bucket).out_info[1].hidden
         structure = jax.tree.structure(self.params)
