@@ -155,6 +155,7 @@ def test_the_router_asks_each_replica_whether_it_is_ready():
     assert len(backends) == 2
     for backend in backends:
         assert "option httpchk GET /ready\n" in backend
+        assert "on-error fastinter" in backend
         assert re.search(r"server-template replica \d+ jaxspec:8000\n", backend)  # the headless service
 
 
