@@ -81,11 +81,14 @@ def test_a_family_with_a_state_a_slot(toy):
     assert llm.generate([prompts[0]], GREEDY)[0].ids == want[0]
     assert [c.ids for c in llm.generate(prompts, GREEDY)] == want
     assert llm.engine.stats().num_preemptions > 0
+    # The second time from the state that was kept after the first page.
+    long = np.random.default_rng(9).integers(0, V, 70).tolist()
+    want = continued(tensors, long, GREEDY.max_tokens)
+    assert [llm.generate([long], GREEDY)[0].ids for _ in range(2)] == [want, want]
+    assert llm.engine.stats().prefix_cache_hits == 64
 
 
 def test_a_state_a_slot_refuses_what_only_pages_can_do(toy):
-    with pytest.raises(ConfigError, match=r"enable_prefix_caching .*: this model keeps a state"):
-        LLM(toy[0], enable_prefix_caching=True)
     with pytest.raises(ConfigError, match=r"num_speculative_tokens .*: this model keeps a state .* cannot go back"):
         LLM(toy[0], num_speculative_tokens=2, speculative_method="ngram")
 

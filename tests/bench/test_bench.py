@@ -84,7 +84,7 @@ def test_byte_floor_of_the_moonlight_shape():
     assert traffic(model, 4096, 1024).weights == pytest.approx(rest + router + experts + 4096 * 2048 * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_decode_step_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # it adds to them
     out = tmp_path / "step.json"

@@ -26,7 +26,7 @@ VARIANTS = (
 )  # fmt: skip
 KS = (1, 2, 3, 4, 7)
 # Each kind of attention and of mixture, and every k, with all layouts each; every pair of variant and k is in the full
-# matrix. test_recurrent_states.py has Qwen3.5.
+# matrix. test_recurrent_states.py has recurrent layers.
 COVERING = (
     ("v2-grouped", 7),
     ("glm-dsa", 2),
@@ -34,7 +34,6 @@ COVERING = (
     ("llama", 4),
     ("qwen3-moe", 3),
     ("gpt-oss", 2),
-    ("kimi-linear", 3),
 )
 # Sliding windows with sinks, a mixture beside grouped-query attention, states that no page holds, and pages of index keys.
 # test_speculation.py retracts MLA's requests.
