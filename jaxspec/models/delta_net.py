@@ -109,14 +109,13 @@ class DeltaNet(nnx.Module):
         """See `Attention`."""
         inputs = self.read(x_TH, norm)
         P, parts = meta.num_prefill_tokens, []
-        before = cache
         if P:
-            read, cache = self._prefill(Inputs(*(x[:P] for x in inputs)), before, cache, meta)
+            read, cache = self._prefill(Inputs(*(x[:P] for x in inputs)), cache, meta)
             parts.append(read)
         if meta.decode_bounds.shape[0]:
             shape = meta.decode_bounds.shape
             windows = Inputs(*(x[P:].reshape(*shape, *x.shape[1:]) for x in inputs))
-            read, cache = self._decode(windows, before, cache, meta)
+            read, cache = self._decode(windows, cache, meta)
             parts.append(read.reshape(-1, *read.shape[2:]))
         return self._output(jnp.concatenate(parts), inputs.z), cache
 
@@ -151,9 +150,7 @@ class DeltaNet(nnx.Module):
         v = v.reshape(*v.shape[:-1], spec.repeats, spec.value_dim)
         return Tokens(unit(q) * D**-0.5, unit(k), v, g=gates[..., 1:], beta=gates[..., 0])
 
-    def _prefill(
-        self, inputs: Inputs, before: LayerCache, cache: LayerCache, meta: StepMetadata
-    ) -> tuple[jax.Array, LayerCache]:
+    def _prefill(self, inputs: Inputs, cache: LayerCache, meta: StepMetadata) -> tuple[jax.Array, LayerCache]:
         """P prompt tokens: [P, K, R, dv], and the cache with their rows' states in it."""
         taps, E = self.spec.taps, meta.prefill_slots.shape[0]
         P = meta.num_prefill_tokens
@@ -162,7 +159,7 @@ class DeltaNet(nnx.Module):
         # A new request's slot holds whatever the last one left.
         old_E = meta.prefill_starts > 0
         state_E, tail_E = (
-            jnp.where(old_E.reshape(-1, *[1] * (a.ndim - 1)), a[meta.prefill_slots], 0) for a in before[:2]
+            jnp.where(old_E.reshape(-1, *[1] * (a.ndim - 1)), a[meta.prefill_slots], 0) for a in cache[:2]
         )
         # For each token the columns of the taps - 1 before it, some of them from before the chunk.
         row_P = jnp.minimum(meta.prefill_rows, E - 1)
@@ -190,13 +187,11 @@ class DeltaNet(nnx.Module):
             *window,
         )
 
-    def _decode(
-        self, inputs: Inputs, before: LayerCache, cache: LayerCache, meta: StepMetadata
-    ) -> tuple[jax.Array, LayerCache]:
+    def _decode(self, inputs: Inputs, cache: LayerCache, meta: StepMetadata) -> tuple[jax.Array, LayerCache]:
         """D windows of n tokens, [D, n, ...] -> [D, n, K, R, dv]: the accepted ones of the window before are committed."""
         taps, (D, n) = self.spec.taps, meta.decode_bounds.shape
         slots_D = meta.decode_slots
-        tail_D, start_D, columns_D, gates_D = (a[slots_D] for a in before[1:])
+        tail_D, start_D, columns_D, gates_D = (a[slots_D] for a in cache[1:])
         position_D = meta.positions[meta.num_prefill_tokens :].reshape(D, n)[:, 0]
         most = columns_D.shape[1]
         accepted_D = jnp.clip(position_D - start_D[:, 0], 0, most)
