@@ -3,7 +3,9 @@
 Arguments: count, rank, port, and how long a step may take. It runs until the group is over, and says how that came.
 """
 
+import faulthandler
 import logging
+import os
 import signal
 import sys
 import threading
@@ -22,6 +24,7 @@ TIMEOUT = 1.5
 
 
 def main(count: int, rank: int, port: int, step_timeout: float) -> int:
+    faulthandler.enable()  # a test that waited in vain asks for the stacks by SIGABRT
     logging.basicConfig(level=logging.INFO)
     nodes = Nodes(count, rank, "127.0.0.1", port, TIMEOUT, step_timeout)
     group = follow(Follower(nodes)) if rank else lead(Leader(nodes))
@@ -67,4 +70,7 @@ def follow(follower: Follower) -> Follower:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:4]), float(sys.argv[4])))
+    code = main(*map(int, sys.argv[1:4]), float(sys.argv[4]))
+    sys.stdout.flush()
+    # As `jaxspec serve` ends: the interpreter's own end may wait for the group's threads.
+    os._exit(code)

@@ -193,7 +193,13 @@ class Pair:
 
     def ends(self, seconds: float) -> tuple[list[int], list[str]]:
         """Exit codes, and what each has written."""
-        written = [process.communicate(timeout=seconds)[0] for process in self.processes]
+        written = []
+        for process in self.processes:
+            try:
+                written.append(process.communicate(timeout=seconds)[0])
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)
+                pytest.fail(f"still there after {seconds} s:\n{process.communicate()[0]}")
         return [process.returncode for process in self.processes], written
 
     def close(self) -> None:
