@@ -205,9 +205,7 @@ class GQA(nnx.Module):
         """Queries [T, K, G, D] or keys [T, K, D], normed and rotated."""
         dims = self.spec.norm_dims
         if self.spec.qk_norm == "whole":
-            every = comm.gather(x, axis=1)
-            normed = getattr(self, norm)(every.reshape(*x.shape[:1], -1, dims[norm])).reshape(every.shape)
-            x = comm.own(normed, x.shape[1], axis=1)
+            x = getattr(self, norm).of_part(x.reshape(x.shape[0], -1)).reshape(x.shape)
         elif norm in dims:
             x = getattr(self, norm)(x.reshape(*x.shape[:1], -1, dims[norm])).reshape(x.shape)
         return apply_rope(x, *rope)

@@ -50,6 +50,13 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., dim] -> [..., dim]
         return rms_norm(x, self.factor, self.eps)
 
+    def of_part(self, x: jax.Array) -> jax.Array:
+        """This device's columns of the norm over those of all devices, [..., part of dim] -> the same."""
+        if not comm.is_split():
+            return self(x)
+        squares = comm.total(jnp.square(x.astype(jnp.float32)).sum(axis=-1, keepdims=True))
+        return rms_norm(x, comm.own(self.factor, x.shape[-1], axis=0), self.eps, squares / self.weight[...].size)
+
     def into(self, x_TH: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """The linear maps of the norm: [T, dim] with weights [*out, dim] -> [T, *out] each."""
         return norm_linear(x_TH, self.factor, weights, eps=self.eps)[2]

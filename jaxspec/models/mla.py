@@ -21,6 +21,7 @@ from pallas_kernels.mla_decode.api import decoder, mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill, prefiller
 from pallas_kernels.mla_query.api import mla_query, write_and_query
 from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add
+from pallas_kernels.norm_linear.reference import whole
 from pallas_kernels.quant.reference import linear
 from pallas_kernels.split_kv import PAGE
 
@@ -207,7 +208,9 @@ class MLA(nnx.Module):
     def project_out(self, out_TNV: jax.Array) -> jax.Array:
         """Values of the heads -> what attention adds to the residual stream, [T, H], or parts of it."""
         if self.mla.output_scale == 1:
-            return comm.total(linear_to_add(out_TNV, self.o[...]))
+            added = linear_to_add(out_TNV, self.o[...])
+            # Devices tell each other one array, not each of its parts.
+            return comm.total(whole(added)) if comm.is_split() else added
         return comm.total(jnp.einsum("tnv,hnv->th", out_TNV, self.o[...])) * self.mla.output_scale
 
     def attend_prefill(

@@ -5,10 +5,15 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """[..., H]; rounded to the type of x before the weight (modeling_deepseek.py), after a float32 one (Qwen3.5)."""
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
+    """[..., H]; rounded to the type of x before the weight (modeling_deepseek.py), after a float32 one (Qwen3.5).
+
+    mean_square: float32 [..., 1], where x is a part of what the norm is over.
+    """
     x32 = x.astype(jnp.float32)
-    normed = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    if mean_square is None:
+        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    normed = x32 * lax.rsqrt(mean_square + eps)
     if weight.dtype == jnp.float32:
         return (weight * normed).astype(x.dtype)
     return weight * normed.astype(x.dtype)

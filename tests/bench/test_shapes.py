@@ -107,7 +107,7 @@ def lowered_step(request, model, rows, prompt, mesh=None, variant="lean"):
     whole = specs(abstract)
     step = on_mesh(make_step(graphdefs, layout, settings), mesh, whole, (whole[1], PartitionSpec()))
     request.getfixturevalue("hopper")
-    with use(Backends()) as chosen:
+    with use(Backends(needs_kernels=True)) as chosen:
         lowered = jax.jit(step).trace(*abstract).lower(lowering_platforms=("cuda",))
     return chosen, lowered.as_text()
 
@@ -126,10 +126,17 @@ def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
     assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
 
 
-@pytest.mark.parametrize(("name", "rows", "prompt"), cases())
+def told(text: str, collective: str) -> int:
+    """Elements of the largest array that a collective of a lowered step gives."""
+    results = re.findall(rf"stablehlo\.{collective}\b.*?-> tensor<([\dx]+)x\w+>", text, re.DOTALL)
+    return max(math.prod(map(int, dims.split("x"))) for dims in results)
+
+
+@pytest.mark.parametrize(("name", "rows", "prompt"), [("moonlight", 32, 0), *cases()])
 def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
     """On two devices the same operations run on the same kernels, but those that would add before the devices have; and
-    all of a sampler's, on each device's columns: nothing that is gathered is as large as one row of logits."""
+    all of a sampler's, on each device's columns: nothing that is gathered is as large as one row of logits, and nothing
+    that is summed is larger than the residual stream."""
     config, two = target(name, 2).config, make_mesh(2)
     alone, _ = lowered_step(request, CausalLM(config, BF16), rows, prompt)
     chosen, text = lowered_step(request, CausalLM(config, BF16), rows, prompt, two, variant="full")
@@ -137,8 +144,9 @@ def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
     assert set(alone) - set(chosen) <= EXTRAS
     assert {"logits_stats", "gumbel_argmax", "cutoffs", "likeliest"} <= set(chosen)
     assert "mosaic_gpu" in text
-    gathered = re.findall(r"stablehlo\.all_gather.*?-> tensor<([\dx]+)x\w+>", text, re.DOTALL)
-    assert max(math.prod(map(int, dims.split("x"))) for dims in gathered) < config.vocab_size
+    assert told(text, "all_gather") < config.vocab_size
+    windows = rows * (1 + DRAFTS) if config.nextn_layers else rows
+    assert told(text, "all_reduce") == (prompt + windows) * config.hidden_size
 
 
 @pytest.mark.full
@@ -171,7 +179,11 @@ def test_steps_of_whole_models_run_our_kernels_on_hopper(name, scheme, mlp, rows
     """
     hf = random_config(name, 2)
     model, _ = declare(hf, BF16, quantization=scheme, kv_cache_dtype="fp8")
-    chosen, _ = lowered_step(request, model, rows, prompt, make_mesh(4))
+    chosen, text = lowered_step(request, model, rows, prompt, make_mesh(4))
+    assert (
+        told(text, "all_reduce")
+        == (prompt + rows * (1 + DRAFTS if hf["num_nextn_predict_layers"] else 1)) * hf["hidden_size"]
+    )
     assert {"moe", "moe_route", "mla_decode"} <= set(chosen)
     assert chosen.get("mlp") == mlp
     assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
