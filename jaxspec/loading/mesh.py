@@ -25,9 +25,9 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
     Raises:
         ConfigError: there are fewer, or the environment asks for NVLink multicast.
     """
-    devices = choose_devices(jax.devices(), jax.process_count(), tensor_parallel_size)
     if tensor_parallel_size > 1:
-        switch_multicast_off(os.environ)
+        switch_multicast_off(os.environ)  # before jax starts, if it has not
+    devices = choose_devices(jax.devices(), jax.process_count(), tensor_parallel_size)
     return Mesh(np.array(devices), (TENSOR_AXIS,))
 
 
