@@ -24,10 +24,28 @@ class Backends:
 
     "auto" is the fastest kernel that supports the call, or the plain-XLA reference if none does. On several devices a call
     sees its own device's heads and experts.
+
+    Attributes:
+        needs_kernels: "auto" does not mean plain XLA for these operations. The small ones that have no option may use it.
     """
 
     attention: str = "auto"
     moe: str = "auto"
+    needs_kernels: bool = False
+
+
+# Which of the two says how an operation runs.
+_OPTIONS = {
+    operation: option
+    for option, operations in {
+        "attention": (
+            "gated_delta", "gqa_decode", "gqa_prefill", "key_choice", "kv_write", "mla_decode", "mla_prefill", "mla_query",
+            "mla_sparse",
+        ),
+        "moe": ("moe",),
+    }.items()
+    for operation in operations
+}  # fmt: skip
 
 
 _DEFAULT = Backends()
@@ -71,6 +89,11 @@ def choose(
     """
     if wanted == "auto" or wanted in same_as_auto:
         chosen, why = _fastest(wanted, unsupported_reasons)
+        if chosen == "reference" and current().needs_kernels and (option := _OPTIONS.get(operation)):
+            raise UnsupportedError(
+                f"{operation} would run on plain XLA ({why}), which has to be asked for: use the {option} backend "
+                "'reference', which is slow"
+            )
     else:
         _check_supported(operation, wanted, unsupported_reasons)
         chosen, why = wanted, "asked for"

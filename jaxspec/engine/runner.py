@@ -136,7 +136,8 @@ class Runner:
         self.graphdefs = (target_def, draft_def)
         self._mesh = mesh
         self._group = group
-        self._backends = Backends(settings.attention_backend, settings.moe_backend)
+        gpus = mesh.size if mesh.devices.flat[0].platform == "gpu" else 0
+        self._backends = Backends(settings.attention_backend, settings.moe_backend, needs_kernels=gpus > 1)
         self._probe = probe
         self._shapes = state_shapes(model, settings, mesh, draft=draft[0] if draft else None)
         self.store = ExecutableStore(files, mesh)

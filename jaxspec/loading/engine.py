@@ -43,6 +43,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.delta_net import without_kernels
 from jaxspec.models.gqa import spread_heads
 from jaxspec.models.mla import fp8_without_kernels
+from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import (
     count_parameters,
     dotted,
@@ -52,7 +53,7 @@ from jaxspec.models.params import (
     with_shardings,
 )
 from jaxspec.progress import Progress
-from pallas_kernels.backend import Backends, UnsupportedError, use
+from pallas_kernels.backend import Backends, UnsupportedError, hopper_unsupported_reason, use
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +218,8 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         with use(Backends()):
             check_kernels(folder, modules, dtype)
         check_recurrent_kernels(model, config)
+        if tp > 1:
+            check_split_kernels(model_config, config, dtype)
     for module in modules:
         cache_stored_as(module, config.kv_cache_dtype)
     if config.kv_cache_dtype == "fp8":
@@ -258,6 +261,24 @@ def check_kernels(folder: Path, modules: Collection[Any], dtype: Any) -> None:
                 f"weights of {folder} are quantised ({path}: {', '.join(names)}), for which there are no kernels here: "
                 f"{reason}; make a copy in bfloat16: jaxspec convert SRC OUT --quantization bf16"
             )
+
+
+def check_split_kernels(model: ModelConfig, config: EngineConfig, dtype: str) -> None:
+    """Refuses several GPUs that would run on plain XLA unasked, before the weights are read. What only sizes decide is refused
+    when the first step is traced (`Backends.needs_kernels`).
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    chosen = {"attention_backend": config.attention_backend}
+    if any(isinstance(layer.mlp, MoESpec) for layer in model.layers):
+        chosen["moe_backend"] = config.moe_backend
+    unasked = [option for option, backend in chosen.items() if backend != "reference"]
+    if unasked and (reason := hopper_unsupported_reason(np_dtype(dtype))):
+        raise ConfigError(
+            f"several GPUs would run this model on plain XLA: {reason}; ask for it, which is slow, with reference for "
+            f"{' and '.join(map(flagged, unasked))}, or use one GPU"
+        )
 
 
 def check_recurrent_kernels(model: nnx.Module, config: EngineConfig) -> None:

@@ -183,3 +183,15 @@ def test_auto_is_the_first_that_supports_the_call():
     assert choose("op", "auto", {"mosaic": "too small"}) == "reference"
     with pytest.raises(UnsupportedError, match="there is no triton kernel"):
         choose("op", "triton", {"mosaic": None})
+
+
+def test_plain_xla_has_to_be_asked_for_where_kernels_are_needed():
+    """Of the operations that have an option; the small ones that have none may use it."""
+    with use(Backends(needs_kernels=True)):
+        assert choose("moe", "auto", {"mosaic": None}) == "mosaic"
+        assert choose("moe", "reference", {"mosaic": "too small"}) == "reference"
+        assert choose("moe_router", "auto", {"mosaic": "too small"}) == "reference"
+        with pytest.raises(UnsupportedError, match=r"moe would run on .* too small.*the moe backend 'reference'"):
+            choose("moe", "auto", {"mosaic": "too small"})
+        with pytest.raises(UnsupportedError, match=r"mla_prefill would run on .* the attention backend 'reference'"):
+            choose("mla_prefill", "triton", {"mosaic": "too small"}, same_as_auto=("triton",))
