@@ -128,7 +128,8 @@ class EngineConfig:
         "reference (plain XLA), or auto, the fastest that the device and the model support",
     )
     moe_backend: Literal["auto", "mosaic", "reference"] = _option(
-        "auto", "kernels of routed experts: mosaic (Hopper, bfloat16), reference (plain XLA), or auto"
+        "auto",
+        "kernels of routed experts and quantised MLPs: mosaic (Hopper, bfloat16), reference (plain XLA), or auto",
     )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     compilation_cache_dir: str | None = _option(

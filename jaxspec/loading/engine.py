@@ -215,8 +215,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         spread_heads(module, tp)
         with_shardings(module, mesh)  # refuses what the mesh cannot split
     if on_gpu:
-        with use(Backends()):
-            check_kernels(folder, modules, dtype)
+        check_kernels(folder, modules, dtype, config)
         check_recurrent_kernels(model, config)
         if tp > 1:
             check_split_kernels(model_config, config, dtype)
@@ -244,22 +243,25 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     )
 
 
-def check_kernels(folder: Path, modules: Collection[Any], dtype: Any) -> None:
-    """Refuses quantised weights that no kernel reads: plain XLA would write them out in bfloat16 in every step.
+def check_kernels(folder: Path, modules: Collection[Any], dtype: Any, config: EngineConfig) -> None:
+    """Refuses quantised weights that no kernel reads, unless plain XLA is asked for: it writes them out in every step.
 
     Args:
         dtype: of activations.
 
     Raises:
-        ConfigError: naming the way out.
+        ConfigError: naming the ways out.
     """
+    if config.moe_backend == "reference":
+        return
     for module in modules:
         schemes = schemes_of(module)
-        for path, reason in kernel_obstacles(module, dtype).items():
+        for path, reason in kernel_obstacles(module, dtype, config.tensor_parallel_size).items():
             names = sorted({str(scheme) for at, scheme in schemes.items() if dotted(at[:-1]) == path})
             raise ConfigError(
                 f"weights of {folder} are quantised ({path}: {', '.join(names)}), for which there are no kernels here: "
-                f"{reason}; make a copy in bfloat16: jaxspec convert SRC OUT --quantization bf16"
+                f"{reason}; make a copy in bfloat16: jaxspec convert SRC OUT --quantization bf16, or use "
+                f"{flagged('moe_backend')} reference, which writes them out in every step and is slow"
             )
 
 

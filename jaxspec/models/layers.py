@@ -136,9 +136,9 @@ class MLP(nnx.Module):
         out_TH = comm.total(mlp(x_TH, self.gate_up[...], self.down[...]))
         return out_TH if self.scale == 1 else out_TH * self.scale
 
-    def kernel_obstacle(self, dtype: Any) -> str | None:  # noqa: ARG002
-        """Why no kernel here reads these weights, or None if one does. `dtype`: of activations."""
-        return mlp_obstacle(declared(self.gate_up), declared(self.down))
+    def kernel_obstacle(self, dtype: Any, devices: int) -> str | None:
+        """Why no kernel here reads these weights, or None if one does. Arguments are those of `kernel_obstacles`."""
+        return mlp_obstacle(dtype, declared(self.gate_up, devices), declared(self.down, devices))
 
     def add_to(
         self,

@@ -1,6 +1,7 @@
 """The mixture-of-experts block: float32 router, routed experts, shared experts."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 from jaxspec import comm
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
-from jaxspec.models.params import Declare, declared
+from jaxspec.models.params import Declare, QuantisedParam, declared
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import (
     add_routed_experts,
@@ -105,16 +106,9 @@ class MoE(nnx.Module):
         x_TH, normed_TH, logits = self._logits(x_TH, attended_TH, norm)
         spec = self.spec
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
-        down = self.down[...]
-        parameters = ExpertWeights(
-            self.gate_up[...],
-            down,
-            shared=(self.shared.gate_up[...], self.shared.down[...]) if spec.shared else None,
-            biases=(self.gate_up_bias[...], self.down_bias[...]) if spec.biases else None,
-            clamp=spec.clamp,
-            first=comm.first(down.shape[0]) if comm.is_split() else None,
-        )
+        parameters = self._parameters(lambda weight: weight[...])
         if comm.is_split():
+            parameters = replace(parameters, first=comm.first(parameters.down.shape[0]))
             out_TH = routed_experts(normed_TH, parameters, logits, bias_E, live_T, **self._routing())
             return Stream(x_TH + comm.total(out_TH))
         norm_after = (following.factor, following.eps) if following else None
@@ -122,11 +116,19 @@ class MoE(nnx.Module):
             *add_routed_experts(x_TH, normed_TH, parameters, logits, bias_E, live_T, norm_after, **self._routing())
         )
 
-    def kernel_obstacle(self, dtype: Any) -> str | None:
+    def kernel_obstacle(self, dtype: Any, devices: int) -> str | None:
         """See `MLP`."""
-        weights = declared(self.gate_up), declared(self.down)
-        shared = (declared(self.shared.gate_up), declared(self.shared.down)) if self.spec.shared else None
-        return experts_obstacle(weights[0].shape[-1], dtype, ExpertWeights(*weights, shared))
+        return experts_obstacle(dtype, self._parameters(lambda weight: declared(weight, devices)))
+
+    def _parameters(self, read: Callable[[nnx.Param | QuantisedParam], Any]) -> ExpertWeights:
+        """All that the kernels are given, as `read` gives it."""
+        return ExpertWeights(
+            read(self.gate_up),
+            read(self.down),
+            shared=(read(self.shared.gate_up), read(self.shared.down)) if self.spec.shared else None,
+            biases=(read(self.gate_up_bias), read(self.down_bias)) if self.spec.biases else None,
+            clamp=self.spec.clamp,
+        )
 
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""

@@ -94,12 +94,18 @@ class QuantisedParam(nnx.Module):
         return Quantised(**arrays, scheme=self.scheme)
 
 
-def declared(weight: nnx.Param | QuantisedParam) -> Any:
-    """Shapes and dtypes of a weight: a `jax.ShapeDtypeStruct`, or a `Quantised` of them."""
-    if not isinstance(weight, QuantisedParam):
-        return weight.get_value()
-    arrays = {name: getattr(weight, name).get_value() for name in ("codes", "scale", "factor") if hasattr(weight, name)}
-    return Quantised(**arrays, scheme=weight.scheme)
+def declared(weight: nnx.Param | QuantisedParam, devices: int) -> Any:
+    """What each of so many devices has of a weight: a `jax.ShapeDtypeStruct`, or a `Quantised` of them.
+
+    Args:
+        devices: of a mesh for which `with_shardings` refuses nothing.
+    """
+    if isinstance(weight, nnx.Variable):
+        whole, axes = weight.get_value(), weight.get_metadata()["axes"]
+        part = (size // (devices if axis in AXIS_RULES else 1) for size, axis in zip(whole.shape, axes, strict=True))
+        return jax.ShapeDtypeStruct(tuple(part), whole.dtype)
+    names = [name for name in ("codes", "scale", "factor") if hasattr(weight, name)]
+    return Quantised(**{name: declared(getattr(weight, name), devices) for name in names}, scheme=weight.scheme)
 
 
 Schemes = Mapping[tuple[str | int, ...], Scheme]
@@ -127,18 +133,19 @@ def schemes_of(model: nnx.Module) -> dict[tuple[str | int, ...], Scheme]:
     return found
 
 
-def kernel_obstacles(model: nnx.Module, dtype: Any) -> dict[str, str]:
+def kernel_obstacles(model: nnx.Module, dtype: Any, devices: int) -> dict[str, str]:
     """Modules with quantised weights that no kernel reads here, by their paths, and why: `kernel_obstacle` of each.
 
     Args:
         dtype: of activations.
+        devices: that share the weights. Kernels see what one of them has.
     """
     found = {}
     for path in schemes_of(model):
         owner: Any = model
         for key in path[:-1]:
             owner = owner[key] if isinstance(key, int) else getattr(owner, key)
-        if reason := owner.kernel_obstacle(dtype):
+        if reason := owner.kernel_obstacle(dtype, devices):
             found[dotted(path[:-1])] = reason
     return found
 

@@ -203,18 +203,18 @@ def add_routed_experts(
     return routed_experts(x, parameters, logits, bias, live, residual, **options), None
 
 
-def experts_obstacle(H: int, dtype: Any, parameters: ExpertWeights) -> str | None:
+def experts_obstacle(dtype: Any, parameters: ExpertWeights) -> str | None:
     """Why no kernel here supports these experts, or None if one does.
 
     Args:
-        H: hidden size. dtype: of activations.
-        parameters: their shapes and dtypes are enough.
+        dtype: of activations.
+        parameters: their shapes and dtypes are enough, but it takes all of them: what is left out may be what a kernel lacks.
     """
     # `experts` runs these, for tests and measurements: no GPU has proven their kernels yet.
     unproven = (parameters.gate_up, parameters.down) if is_fp8(parameters) else ()
     if reason := unquantised_reason(*unproven, *(parameters.shared or ())):
         return reason
-    return mosaic.unsupported_reason(jax.ShapeDtypeStruct((1, H), dtype), parameters)
+    return mosaic.unsupported_reason(jax.ShapeDtypeStruct((1, parameters.gate_up.shape[-1]), dtype), parameters)
 
 
 def mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
@@ -232,10 +232,11 @@ def mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     return reference.swiglu(x, gate_up, down)
 
 
-def mlp_obstacle(gate_up: Weight, down: Weight) -> str | None:
+def mlp_obstacle(dtype: Any, gate_up: Weight, down: Weight) -> str | None:  # noqa: ARG001
     """Why no kernel here supports the quantised MLP of a dense layer, or None if one does or it is not quantised.
 
     Args:
+        dtype: of activations.
         gate_up, down: their shapes and dtypes are enough.
     """
     # `mlp` runs those in FP8, as `experts` does.

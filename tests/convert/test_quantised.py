@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,20 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from convert.convert import convert_checkpoint
 from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import declare_target, load_nextn, load_params, open_checkpoint
-from jaxspec.loading.engine import check_kernels
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.manifest import read_manifest
 from jaxspec.loading.quantise import quantise as quantise_matrix
 from jaxspec.loading.stored import StoredWeight
 from jaxspec.loading.weight_reader import WeightReader
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import (
     TENSOR_AXIS,
-    Declare,
     count_parameters,
     declarations,
     parameter_bytes,
@@ -38,9 +33,8 @@ from jaxspec.models.params import (
     with_shardings,
 )
 from jaxspec.models.registry import read_config
-from pallas_kernels.moe import mosaic
 from pallas_kernels.quant.reference import dequantise
-from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, NVFP4, SCHEMES, VALUES, Scheme
+from pallas_kernels.quant.schemes import FP8_BLOCK, SCHEMES, VALUES
 from pallas_kernels.quant.values import Quantised
 from tests.convert.edits import edit_config, edit_tensors
 from tests.convert.quantised_checkpoints import FORMATS, ct_config, fp8_blocks, fp8_rows, quantise, raw_tensors
@@ -305,35 +299,6 @@ def test_weights_that_are_quantised_already_stay_so(source: Path, tmp_path: Path
     assert schemes["001"] == {
         "mlp.gate_up": "int4_g32", "mlp.down": "int4_g32", "mlp.shared.gate_up": "fp8_block", "mlp.shared.down": "fp8_block",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(("of_experts", "of_shared", "reason"), [
-    (None, None, None), (INT4_G32, None, None), (NVFP4, None, None),
-    (FP8_BLOCK, None, "mlp: fp8_block.*no weights in fp8_block"),
-    (INT4_G32, FP8_BLOCK, "mlp: int4_g32.*no weights in fp8_block"),
-])  # fmt: skip
-def test_weights_without_kernels_name_the_way_out(
-    of_experts: Scheme | None, of_shared: Scheme | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
-):
-    """On a Hopper GPU the routed experts may have codes of four bits; elsewhere nothing may be quantised."""
-
-    class Block(nnx.Module):
-        def __init__(self) -> None:
-            spec = MoESpec(num_experts=2, top_k=1, expert_dim=128, num_shared=1, scoring="softmax")
-            self.mlp = spec.build(128, Declare(jnp.bfloat16))
-
-    given = {("mlp",): of_experts, ("mlp", "shared"): of_shared}
-    block = quantised(
-        Block(), {(*at, name): scheme for at, scheme in given.items() if scheme for name in ("gate_up", "down")}
-    )
-    monkeypatch.setattr(mosaic, "hopper_unsupported_reason", lambda *_: None)
-    with (
-        pytest.raises(ConfigError, match=reason + ".*convert SRC OUT --quantization bf16") if reason else nullcontext()
-    ):
-        check_kernels(Path("model"), [block], jnp.bfloat16)
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"mlp: .*: it .*convert SRC OUT --") if of_experts else nullcontext():
-        check_kernels(Path("model"), [block], jnp.bfloat16)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

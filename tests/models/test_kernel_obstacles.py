@@ -1,0 +1,95 @@
+"""What the check of a model's kernels sees: whatever the kernels will be given, in the shapes of one device."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxspec.config import EngineConfig
+from jaxspec.errors import ConfigError
+from jaxspec.loading.engine import check_kernels
+from jaxspec.models.layers import MLP
+from jaxspec.models.moe import MoESpec
+from jaxspec.models.params import TENSOR_AXIS, Declare, declared, kernel_obstacles, quantised, with_shardings
+from pallas_kernels.moe import mosaic
+from pallas_kernels.moe.activation import Clamp
+from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, NVFP4, SCHEMES, Scheme
+
+NAMES = ("gate_up", "down")
+
+
+class Layers(nnx.Module):
+    """A dense MLP and a mixture."""
+
+    def __init__(self, inner: int = 512, **of_experts: Any) -> None:
+        spec = {"num_experts": 2, "top_k": 1, "expert_dim": 128, "num_shared": 1, "scoring": "softmax"} | of_experts
+        declare = Declare(jnp.bfloat16)
+        self.dense = MLP(128, inner, declare)
+        self.mlp = MoESpec(**spec).build(128, declare)
+
+
+def layers_in(schemes: dict[str, Scheme | None], **sizes: Any) -> Layers:
+    """`schemes`: by dotted path of an MLP; None for as it is."""
+    return quantised(
+        Layers(**sizes),
+        {(*path.split("."), name): scheme for path, scheme in schemes.items() if scheme for name in NAMES},
+    )
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic, "hopper_unsupported_reason", lambda *_: None)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES.values()], ids=str)
+def test_declared_shapes_are_what_a_device_gets(scheme: Scheme | None, devices: int):
+    """Of codes, scale and factor too, whichever axis is split."""
+    model = layers_in({"dense": scheme, "mlp": scheme, "mlp.shared": scheme}, num_shared=2)
+    mesh = jax.sharding.AbstractMesh((devices,), (TENSOR_AXIS,))
+    placed = with_shardings(model, mesh)
+    for owner, path in ((model.dense, ("dense",)), (model.mlp, ("mlp",)), (model.mlp.shared, ("mlp", "shared"))):
+        for name in NAMES:
+            got = declared(getattr(owner, name), devices)
+            arrays = {(): got} if scheme is None else {(each,): getattr(got, each) for each in scheme.arrays((1, 1))}
+            for array, value in arrays.items():
+                whole = placed[*path, name, *array]
+                assert (value.shape, value.dtype) == (whole.sharding.shard_shape(whole.shape), whole.dtype)
+
+
+@pytest.mark.parametrize(("of_experts", "of_shared", "reason"), [
+    (None, None, None), (INT4_G32, None, None), (NVFP4, None, None),
+    (FP8_BLOCK, None, "mlp: fp8_block.*no weights in fp8_block"),
+    (INT4_G32, FP8_BLOCK, "mlp: int4_g32.*no weights in fp8_block"),
+])  # fmt: skip
+def test_weights_without_kernels_name_the_ways_out(
+    of_experts: Scheme | None, of_shared: Scheme | None, reason: str | None, request: pytest.FixtureRequest
+):
+    """On a Hopper GPU the routed experts may have codes of four bits; elsewhere nothing may be quantised, unless plain XLA
+    is asked for.
+    """
+    layers = layers_in({"mlp": of_experts, "mlp.shared": of_shared})
+
+    def check(reason: str | None, **options: Any) -> None:
+        ways = rf"{reason}.*convert SRC OUT --quantization bf16, or use moe_backend \(--moe-backend\) reference"
+        with pytest.raises(ConfigError, match=ways) if reason else nullcontext():
+            check_kernels(Path("model"), [layers], jnp.bfloat16, EngineConfig(**options))
+
+    check("mlp: .*: it " if of_experts else None)
+    request.getfixturevalue("on_hopper")
+    for backend in ("auto", "mosaic"):
+        check(reason, moe_backend=backend)
+    check(None, moe_backend="reference")
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("changes", [{"biases": True}, {"clamp": Clamp()}], ids=["biases", "clamp"])
+def test_biases_and_clamps_are_seen(changes: dict[str, Any]):
+    """The kernels have neither beside shared experts."""
+    for num_shared, found in ((0, {}), (1, {"mlp": "it has no biases and no clamped SwiGLU beside shared experts"})):
+        layers = layers_in({"mlp": INT4_G32}, num_shared=num_shared, **changes)
+        assert kernel_obstacles(layers, jnp.bfloat16, 1) == found
