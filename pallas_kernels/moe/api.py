@@ -12,7 +12,8 @@ Which files run, by the tokens T of a call:
 | any, if no kernel supports the call | `reference.py`      | none                | `reference.py`     |
 
 Weights with codes of four bits have matmuls of their own in `mosaic.py`, also for one token: `packed_matmul.py`. So have
-those in FP8, whose activations are FP8 too: `fp8_matmul.py`, on which shared and dense MLPs in FP8 run too (`fp8_mlp.py`).
+those in FP8, whose activations are FP8 too: `fp8_matmul.py`. Quantised shared experts and dense MLPs run on these matmuls too:
+`quantised_mlp.py`.
 
 `mosaic.py` runs the steps in its rows one after another; its matmuls are in `grouped_matmul.py`, and from 9 tokens on
 `gather.py` collects their rows. Called by itself, `experts` uses `dispatch_small.py` for few tokens too.
@@ -28,12 +29,11 @@ import jax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import combine, fp8_mlp, mosaic, one_token, reference, router, routing
-from pallas_kernels.moe.fp8_config import is_fp8
+from pallas_kernels.moe import combine, fp8_config, mosaic, one_token, quantised_mlp, reference, router, routing
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norms_apart
-from pallas_kernels.quant.values import Quantised, Weight, unquantised_reason
+from pallas_kernels.quant.values import Weight, in_schemes, unquantised_reason
 
 
 def route_sigmoid(
@@ -210,9 +210,7 @@ def experts_obstacle(dtype: Any, parameters: ExpertWeights) -> str | None:
         dtype: of activations.
         parameters: their shapes and dtypes are enough, but it takes all of them: what is left out may be what a kernel lacks.
     """
-    # `experts` runs these, for tests and measurements: no GPU has proven their kernels yet.
-    unproven = (parameters.gate_up, parameters.down) if is_fp8(parameters) else ()
-    if reason := unquantised_reason(*unproven, *(parameters.shared or ())):
+    if reason := _unproven_reason(parameters.gate_up, parameters.down, *(parameters.shared or ())):
         return reason
     return mosaic.unsupported_reason(jax.ShapeDtypeStruct((1, parameters.gate_up.shape[-1]), dtype), parameters)
 
@@ -223,24 +221,31 @@ def mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     Args:
         x: [T, H]. gate_up: [2, I, H]. down: [H, I].
     """
-    if isinstance(gate_up, Quantised) and isinstance(down, Quantised):
-        reason = fp8_mlp.unsupported_reason(x, gate_up, down)
+    if unquantised_reason(gate_up, down):
+        reason = quantised_mlp.unsupported_reason(x, gate_up, down)
         # The option is about experts; where it asks for their kernels, plain XLA may still run this.
         wanted = "auto" if current().moe == "mosaic" else current().moe
         if choose("mlp", wanted, {"mosaic": reason}) == "mosaic":
-            return fp8_mlp.mlp(x, gate_up, down)
+            return quantised_mlp.mlp(x, gate_up, down)
     return reference.swiglu(x, gate_up, down)
 
 
-def mlp_obstacle(dtype: Any, gate_up: Weight, down: Weight) -> str | None:  # noqa: ARG001
+def mlp_obstacle(dtype: Any, gate_up: Weight, down: Weight) -> str | None:
     """Why no kernel here supports the quantised MLP of a dense layer, or None if one does or it is not quantised.
 
     Args:
         dtype: of activations.
         gate_up, down: their shapes and dtypes are enough.
     """
-    # `mlp` runs those in FP8, as `experts` does.
-    return unquantised_reason(gate_up, down)
+    if not unquantised_reason(gate_up, down):
+        return None
+    x = jax.ShapeDtypeStruct((1, gate_up.shape[-1]), dtype)
+    return _unproven_reason(gate_up, down) or quantised_mlp.unsupported_reason(x, gate_up, down)
+
+
+def _unproven_reason(*weights: Weight) -> str | None:
+    """Why weights in FP8 are not served: no GPU has proven their kernels yet, which run for tests and measurements."""
+    return unquantised_reason(*(weight for weight in weights if in_schemes(fp8_config.SCHEMES, weight)))
 
 
 def _experts_backend(x: jax.Array, parameters: ExpertWeights) -> str:

@@ -81,6 +81,11 @@ def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: in
     return Tiles(depth, stages, consumers, blocks)
 
 
+def rows_of_all(T: int) -> int:
+    """Token rows of a slot where an expert has all T tokens."""
+    return next((rows for rows in (ALL_TOKENS_ROWS, 16, 32, 64) if rows >= T), WIDEST_ROWS)
+
+
 def blocks_of_a_kernel() -> int:
     """One a multiprocessor."""
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).

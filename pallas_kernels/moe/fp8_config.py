@@ -1,19 +1,10 @@
 """How the work of a call is cut whose experts are in FP8 (`fp8_matmul.py`), and which calls these are."""
 
-from pallas_kernels.moe.config import (
-    ALL_TOKENS_ROWS,
-    WIDE_ROWS,
-    WIDEST_ROWS,
-    Config,
-    M,
-    Tiles,
-    blocks_of_a_kernel,
-    configure,
-)
+from pallas_kernels.moe.config import WIDE_ROWS, Config, M, Tiles, blocks_of_a_kernel, configure, rows_of_all
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.activations import GROUP
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL
-from pallas_kernels.quant.values import Quantised, Weight
+from pallas_kernels.quant.values import in_schemes
 
 SCHEMES = (FP8_BLOCK, FP8_CHANNEL)
 # Hidden and expert sizes are multiples of this: of a group of activations, and of a block of weights.
@@ -24,19 +15,7 @@ SHARED_BYTES, MOST_STAGES = 220 * 1024, 12
 
 def is_fp8(parameters: ExpertWeights) -> bool:
     """Whether the routed experts are in a scheme that `fp8_matmul.py` reads."""
-    pair = parameters.gate_up, parameters.down
-    return all(isinstance(weight, Quantised) and weight.scheme in SCHEMES for weight in pair)
-
-
-def mlp_obstacle(gate_up: Weight, down: Weight) -> str | None:
-    """Why `fp8_mlp.py` does not read an MLP, gate_up [2, I, H] and down [H, I], or None if it does."""
-    schemes = {weight.scheme if isinstance(weight, Quantised) else None for weight in (gate_up, down)}
-    if others := schemes - set(SCHEMES):
-        return f"it has no weights in {' or '.join(sorted(str(each or 'bfloat16') for each in others))} of dense or shared MLPs"
-    H, inner = down.shape
-    if H % MULTIPLE or inner % MULTIPLE:
-        return f"it needs MLPs of sizes that are multiples of {MULTIPLE}, not {H} and {inner}"
-    return None
+    return in_schemes(SCHEMES, parameters.gate_up, parameters.down)
 
 
 def padded_rows(rows: int) -> int:
@@ -73,8 +52,8 @@ MOST_PIECES = 4
 
 def configure_mlp(T: int, H: int, inner: int) -> Config:
     """Of an MLP of inner size `inner` as a few experts that every token visits, so that more blocks have work in `down`."""
-    rows = next((rows for rows in (ALL_TOKENS_ROWS, 16, 32, 64) if rows >= T), WIDEST_ROWS)
-    slots, grid = -(-T // rows), blocks_of_a_kernel()
+    rows, grid = rows_of_all(T), blocks_of_a_kernel()
+    slots = -(-T // rows)
     divisors = [n for n in range(1, MOST_PIECES + 1) if inner % (n * GROUP) == 0]
     pieces = next((n for n in divisors if n * slots * (H // GROUP) >= grid), divisors[-1])
     up = fp8_tiles(rows, H, inner // pieces, gated=True)

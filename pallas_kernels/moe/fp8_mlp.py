@@ -1,4 +1,4 @@
-"""MLPs in FP8 that every token visits, on the kernels of experts in FP8: shared experts, and the MLPs of dense layers.
+"""MLPs in FP8 that every token visits, on the kernels of experts in FP8 (see `quantised_mlp.py`).
 
 An MLP is one to a few pieces along its inner size, each of which is an expert that all tokens visit with weight 1.
 """
@@ -9,18 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.moe.config import Config
-from pallas_kernels.moe.fp8_config import configure_mlp, mlp_obstacle, padded_rows
+from pallas_kernels.moe.fp8_config import configure_mlp, padded_rows
 from pallas_kernels.moe.fp8_matmul import down_matmul, up_matmul
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.quant.activations import Codes, quantise
-from pallas_kernels.quant.values import Quantised, Weight
-
-
-def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, gate_up: Weight, down: Weight) -> str | None:
-    """Why the kernels do not support this call, or None if they do."""
-    return mlp_obstacle(gate_up, down) or hopper_unsupported_reason(x.dtype)
+from pallas_kernels.quant.values import Quantised
 
 
 @functools.partial(jax.jit, static_argnames=("config", "interpret"))
@@ -48,9 +42,3 @@ def mlp_parts(
     h = up_matmul(tokens, next(as_experts), tables, config, interpret=interpret)
     y = down_matmul(h, next(as_experts), tables, config, interpret=interpret)
     return y.reshape(config.pieces, slots * rows, H)
-
-
-def mlp(x: jax.Array, gate_up: Quantised, down: Quantised) -> jax.Array:
-    """down(silu(gate x) * up x): [T, H] in x's dtype. Arguments are those of `mlp_parts`."""
-    parts = mlp_parts(x, gate_up, down)[:, : x.shape[0]]
-    return parts.astype(jnp.float32).sum(axis=0).astype(x.dtype)

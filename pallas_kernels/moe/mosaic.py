@@ -14,14 +14,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.moe import gather
+from pallas_kernels.moe import gather, quantised_mlp
 from pallas_kernels.moe.combine import combine_and_norm
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
 from pallas_kernels.moe.dispatch import copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
-from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, mlp_obstacle, padded_rows
+from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, padded_rows
 from pallas_kernels.moe.fp8_matmul import fp8_experts
-from pallas_kernels.moe.fp8_mlp import mlp_parts
 from pallas_kernels.moe.grouped_matmul import down_matmul, up_matmul
 from pallas_kernels.moe.packed_codes import fragment_order
 from pallas_kernels.moe.packed_config import configure_packed, is_packed
@@ -32,7 +31,7 @@ from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.activations import Codes, quantise
-from pallas_kernels.quant.values import Quantised, unquantised_reason
+from pallas_kernels.quant.values import unquantised_reason
 
 
 def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, parameters: ExpertWeights) -> str | None:
@@ -40,7 +39,7 @@ def unsupported_reason(x: jax.Array | jax.ShapeDtypeStruct, parameters: ExpertWe
     inner, H = parameters.gate_up.shape[2:]
     fp8, shared = is_fp8(parameters), parameters.shared or ()
     if unquantised_reason(*shared):
-        if reason := mlp_obstacle(*shared):
+        if reason := quantised_mlp.obstacle(*shared):
             return reason
         shared = ()
     matrices = (*(() if fp8 or is_packed(parameters) else (parameters.gate_up, parameters.down)), *shared)
@@ -232,10 +231,9 @@ def _beside(x: jax.Array, parameters: ExpertWeights, interpret: Any) -> tuple[ja
     """The addends of shared experts that the routed ones' kernels leave out."""
     if parameters.shared is None:
         return ()
-    gate_up, down = parameters.shared
-    if isinstance(gate_up, Quantised) and isinstance(down, Quantised):
-        return (mlp_parts(x, gate_up, down, interpret=interpret),)
-    return (swiglu(x, gate_up, down)[None],)
+    if unquantised_reason(*parameters.shared):
+        return (quantised_mlp.mlp_parts(x, *parameters.shared, interpret=interpret),)
+    return (swiglu(x, *parameters.shared)[None],)
 
 
 def slot_rows(x: jax.Array, tables: SlotTables, config: Config, *, interpret: Any = False) -> jax.Array:

@@ -1,9 +1,9 @@
 """How the work of a call is cut whose experts have codes of four bits (`packed_matmul.py`), and which calls these are."""
 
-from pallas_kernels.moe.config import WIDE_ROWS, Config, M, Tiles, configure
+from pallas_kernels.moe.config import WIDE_ROWS, Config, M, Tiles, blocks_of_a_kernel, configure, rows_of_all
 from pallas_kernels.moe.packed_codes import SCHEMES
 from pallas_kernels.moe.weights import ExpertWeights
-from pallas_kernels.quant.values import Quantised
+from pallas_kernels.quant.values import in_schemes
 
 # Shared memory of a block, less what barriers and alignment take; stages of a ring at most.
 SHARED_BYTES, MOST_STAGES = 224 * 1024, 12
@@ -11,16 +11,19 @@ SHARED_BYTES, MOST_STAGES = 224 * 1024, 12
 
 def is_packed(parameters: ExpertWeights) -> bool:
     """Whether the routed experts have codes of four bits that `packed_matmul.py` reads."""
-    pair = parameters.gate_up, parameters.down
-    return all(isinstance(weight, Quantised) and weight.scheme in SCHEMES for weight in pair)
+    return in_schemes(SCHEMES, parameters.gate_up, parameters.down)
 
 
-def packed_tiles(rows: int, columns: int, out_rows: int, *, gated: bool) -> Tiles:
-    """Tiles of a matmul; the arguments are those of `config.tiles`."""
+def packed_tiles(rows: int, columns: int, out_rows: int, *, gated: bool, most_blocks: int = 2) -> Tiles:
+    """Tiles of a matmul; the other arguments are those of `config.tiles`.
+
+    Args:
+        most_blocks: accumulators of a consumer where it is not gated.
+    """
     wide = rows >= WIDE_ROWS
     pairs = out_rows % (2 * M) == 0
     consumers = 2 if wide and pairs else 1
-    blocks = 2 if gated or (pairs and out_rows % (2 * consumers * M) == 0) else 1
+    blocks = 2 if gated or (pairs and out_rows % (2 * consumers * M) == 0 and most_blocks > 1) else 1
     # Rows of 128 bytes of codes are read faster than shorter ones, where they divide a matrix and its stages are many.
     depth = next(depth for depth in ((128, 64) if wide else (256, 128, 64)) if columns % depth == 0)
     splits = 1 if wide else 3 if depth == 256 and rows <= 16 else 2
@@ -32,8 +35,19 @@ def packed_tiles(rows: int, columns: int, out_rows: int, *, gated: bool) -> Tile
 
 
 def configure_packed(T: int, E: int, k: int, H: int, inner: int) -> Config:
-    """As `config.configure`; shared experts are left to XLA."""
+    """As `config.configure`; shared experts have no part in these kernels."""
     cut = configure(T, E, k, H, inner)
     up = packed_tiles(cut.rows, H, inner, gated=True)
     down = packed_tiles(cut.rows, inner, H, gated=False)
     return Config(cut.rows, cut.slots, cut.all_tokens, up, down, cut.grid)
+
+
+def configure_packed_mlp(T: int, H: int, inner: int) -> Config:
+    """Of an MLP of inner size `inner` as one expert that every token visits."""
+    rows, grid = rows_of_all(T), blocks_of_a_kernel()
+    slots = -(-T // rows)
+    up = packed_tiles(rows, H, inner, gated=True)
+    down = packed_tiles(rows, inner, H, gated=False)
+    if slots * H // (down.consumers * down.blocks * M) < grid:  # halves them, so that more blocks have work
+        down = packed_tiles(rows, inner, H, gated=False, most_blocks=1)
+    return Config(rows, slots, False, up, down, grid)

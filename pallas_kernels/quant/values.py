@@ -1,6 +1,7 @@
 """A quantised weight as a value: it goes where an array of weights goes."""
 
 import functools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import jax
@@ -28,6 +29,11 @@ class Quantised:
 
 
 Weight = jax.Array | Quantised
+
+
+def in_schemes(schemes: Collection[Scheme], *weights: Weight) -> bool:
+    """Whether all of the weights are quantised in one of the schemes."""
+    return all(isinstance(weight, Quantised) and weight.scheme in schemes for weight in weights)
 
 
 def unquantised_reason(*weights: Weight) -> str | None:

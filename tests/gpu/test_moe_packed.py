@@ -17,7 +17,7 @@ from pallas_kernels.moe.packed_config import configure_packed
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.reference import dequantise
-from pallas_kernels.quant.schemes import INT4_G32, MXFP4, Scheme
+from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4, Scheme
 from pallas_kernels.quant.values import Quantised
 
 pytestmark = pytest.mark.gpu
@@ -98,6 +98,24 @@ def test_products(scheme: Scheme, shape: str, T: int):
             want = inside @ numbers(mine_down).T
         assert ratio(inside, jax.nn.silu(gate) * up) < 1e-3
         assert ratio(y[slot][mine], want) < 1e-3
+
+
+@pytest.mark.parametrize("T", [1, 9, 130, 600])
+@pytest.mark.parametrize(("scheme", "H", "inner"), [
+    (INT4_G32, 2048, 11264), (MXFP4, 2048, 2816), (NVFP4, 7168, 2048), (NVFP4, 7168, 2304), (INT4_G32, 320, 448),
+], ids=str)  # fmt: skip
+def test_mlps(scheme: Scheme, H: int, inner: int, T: int):
+    """Dense layers' and shared experts; a token that is NaN reaches no other."""
+    gate_up, down = weight(scheme, (2, inner, H), 1), weight(scheme, (H, inner), 2)
+    x = jax.random.normal(jax.random.key(T, impl="rbg"), (T, H), jnp.bfloat16)
+    broken = (np.arange(T) == 1) & (T > 1)
+    with use(Backends()) as chosen:
+        got = jax.jit(api.mlp)(jnp.where(broken[:, None], jnp.nan, x), gate_up, down)
+    assert chosen["mlp"] == {"mosaic"}
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(reference.swiglu)(x.astype(jnp.float32), numbers(gate_up), numbers(down))
+    assert np.isnan(np.asarray(got, np.float32)[broken]).all()
+    assert ratio(got[~broken], want[~broken]) < 5e-3
 
 
 @jax.jit

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import fp8_matmul, fp8_mlp, mosaic
+from pallas_kernels.moe import fp8_matmul, fp8_mlp, mosaic, quantised_mlp
 from pallas_kernels.moe.config import Config, Tiles
 from pallas_kernels.moe.dispatch import dispatch
 from pallas_kernels.moe.fp8_config import MULTIPLE, SCHEMES, configure_fp8, configure_mlp, padded_rows
@@ -272,7 +272,7 @@ def test_mlps_lower_for_the_gpu(scheme: Scheme, H: int, inner: int, T: int):
     """Shared experts and dense layers of Moonlight and DeepSeek-V3."""
     S = jax.ShapeDtypeStruct
     pair = [Quantised(**scheme.arrays(shape), scheme=scheme) for shape in ((2, inner, H), (H, inner))]
-    traced = jax.jit(fp8_mlp.mlp).trace(S((T, H), jnp.bfloat16), *pair)
+    traced = jax.jit(quantised_mlp.mlp).trace(S((T, H), jnp.bfloat16), *pair)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
     assert f"2x{inner}x{H}xbf16" not in text

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import mosaic, packed_codes, reference
+from pallas_kernels.moe import mosaic, packed_codes, packed_mlp, quantised_mlp, reference
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import Config, Tiles
 from pallas_kernels.moe.packed_codes import SCHEMES, UNIT, fragment_order
-from pallas_kernels.moe.packed_config import configure_packed
+from pallas_kernels.moe.packed_config import configure_packed, configure_packed_mlp
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
@@ -23,6 +23,10 @@ from tests.kernels.quant_cases import drawn
 
 # Hidden, experts, top-k, inner.
 SIZES = {"moonlight": LAYERS["moonlight"][:4], "kimi-k2": (7168, 384, 8, 2048), "gpt-oss-20b": (2880, 32, 4, 2880)}
+
+
+# Hidden and inner size of dense layers and shared experts: Moonlight's, R1's, and what eight devices have of R1's.
+MLPS = [(2048, 11264), (2048, 2816), (7168, 18432), (7168, 2048), (7168, 2304), (7168, 256)]
 
 
 def sized(scheme: Scheme, *shape: int, seed: int = 0) -> Quantised:
@@ -100,6 +104,60 @@ def test_interpreted_with_teams(tiles: Tiles):
     check(INT4_G32, 20, 256, 256, dataclasses.replace(config, up=tiles, down=tiles))
 
 
+def mlp_by_oracle(x: jax.Array, gate_up: Quantised, down: Quantised) -> np.ndarray:
+    weights = (dequantise(weight, jnp.bfloat16).astype(jnp.float32) for weight in (gate_up, down))
+    return np.asarray(reference.swiglu(x.astype(jnp.float32), *weights))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("scheme", "T"),
+    [
+        (INT4_G32, 3),
+        (NVFP4, 20),
+        pytest.param(MXFP4, 1, marks=pytest.mark.slow),
+        pytest.param(INT4_G32, 70, marks=pytest.mark.slow),
+        pytest.param(NVFP4, 130, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_interpreted_mlps(scheme: Scheme, T: int):
+    """Dense layers' and shared experts; a token that is NaN reaches no other."""
+    H, inner = 256, 192
+    gate_up, down = sized(scheme, 2, inner, H), sized(scheme, H, inner, seed=1)
+    x = jax.random.normal(jax.random.key(T), (T, H), jnp.bfloat16)
+    broken = (np.arange(T) == 1) & (T > 1)
+    config = dataclasses.replace(configure_packed_mlp(T, H, inner), grid=2)
+    dirty = jnp.where(broken[:, None], jnp.nan, x)
+    (got,) = packed_mlp.mlp_parts(dirty, gate_up, down, config=config, interpret=detect_races())
+    assert_no_races(got, kernels=2)
+    assert got.shape == (config.slots * config.rows, H)
+    sound, want = np.asarray(got, np.float32)[:T], mlp_by_oracle(x, gate_up, down)
+    assert np.isnan(sound[broken]).all()
+    assert np.abs(sound - want)[~broken].mean() <= 5e-3 * np.abs(want[~broken]).mean()
+
+
+@interpreted
+@pytest.mark.parametrize("of_routed", [INT4_G32, pytest.param(None, marks=pytest.mark.slow)], ids=str)
+def test_interpreted_beside_shared_experts(of_routed: Scheme | None):
+    """Whatever the routed ones are, and with another width."""
+    T, E, k, H, inner = 9, 4, 2, 128, 128
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
+    pair = [sized(of_routed or INT4_G32, E, 2, inner, H), sized(of_routed or INT4_G32, E, H, inner, seed=1)]
+    pair = [dequantise(weight, jnp.bfloat16) if of_routed is None else weight for weight in pair]
+    shared = sized(NVFP4, 2, 192, H, seed=2), sized(NVFP4, H, 192, seed=3)
+    live = jnp.asarray(np.arange(T) != 4)
+    got = mosaic.experts(x, ExpertWeights(*pair, shared), weights, ids, live, interpret=detect_races())
+    assert_no_races(got, kernels=4)
+    arrays = [dequantise(weight, jnp.bfloat16).astype(jnp.float32) for weight in pair]
+    want = np.asarray(reference.experts(x.astype(jnp.float32), ExpertWeights(*arrays), weights, ids, live))
+    want = np.where(live[:, None], want + mlp_by_oracle(x, *shared), 0)
+    assert np.abs(np.asarray(got, np.float32) - want).mean() <= 5e-3 * np.abs(want).mean()
+
+
 @pytest.mark.parametrize("pitch", [32, 64, 128])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_threads_read_what_their_wgmma_multiplies(pitch: int, ordered: bool):
@@ -152,6 +210,35 @@ def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
     assert text.count("custom_call @mosaic_gpu") >= 3
     assert f"{E}x2x{inner}x{H}xbf16" not in text
     assert "dot_general" not in text
+
+
+@pytest.mark.parametrize(("scheme", "H", "inner", "T"), [
+    (scheme, *sizes, T) for scheme, sizes, T in (
+        (NVFP4, MLPS[2], 1), (NVFP4, MLPS[2], 2048), (NVFP4, MLPS[3], 32), (NVFP4, MLPS[4], 128), (NVFP4, MLPS[5], 8),
+        (INT4_G32, MLPS[0], 32), (MXFP4, MLPS[1], 512),
+    )
+], ids=str)  # fmt: skip
+def test_mlps_lower_for_the_gpu(scheme: Scheme, H: int, inner: int, T: int):
+    S = jax.ShapeDtypeStruct
+    pair = [Quantised(**scheme.arrays(shape), scheme=scheme) for shape in ((2, inner, H), (H, inner))]
+    traced = jax.jit(quantised_mlp.mlp).trace(S((T, H), jnp.bfloat16), *pair)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert f"2x{inner}x{H}xbf16" not in text
+    assert "dot_general" not in text
+
+
+@pytest.mark.parametrize(("H", "inner"), MLPS)
+@pytest.mark.parametrize("T", [1, 32, 128, 2048])
+def test_tiles_divide_mlps(T: int, H: int, inner: int):
+    """And give every multiprocessor a tile of `down` where halving them can."""
+    config = configure_packed_mlp(T, H, inner)
+    assert config.slots * config.rows >= T
+    for t, rows, columns in ((config.up, inner, H), (config.down, H, inner)):
+        assert rows % (t.consumers * UNIT) == 0
+        assert columns % t.depth == 0
+        assert t.stages >= 3
+    assert config.slots * H >= config.grid * config.down.consumers * 2 * UNIT or config.down.blocks == 1
 
 
 @pytest.mark.parametrize(("H", "E", "k", "inner"), SIZES.values(), ids=SIZES)

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,9 +16,9 @@ from jaxspec.loading.engine import check_kernels
 from jaxspec.models.layers import MLP
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import TENSOR_AXIS, Declare, declared, kernel_obstacles, quantised, with_shardings
-from pallas_kernels.moe import mosaic
+from pallas_kernels import backend
 from pallas_kernels.moe.activation import Clamp
-from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, NVFP4, SCHEMES, Scheme
+from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, MXFP4, NVFP4, SCHEMES, Scheme
 
 NAMES = ("gate_up", "down")
 
@@ -42,7 +43,7 @@ def layers_in(schemes: dict[str, Scheme | None], **sizes: Any) -> Layers:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic, "hopper_unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(backend.jax, "devices", lambda: [SimpleNamespace(platform="gpu", compute_capability="9.0")])
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -62,16 +63,14 @@ def test_declared_shapes_are_what_a_device_gets(scheme: Scheme | None, devices: 
 
 
 @pytest.mark.parametrize(("of_experts", "of_shared", "reason"), [
-    (None, None, None), (INT4_G32, None, None), (NVFP4, None, None),
+    (None, None, None), (INT4_G32, None, None), (NVFP4, NVFP4, None), (INT4_G32, MXFP4, None),
     (FP8_BLOCK, None, "mlp: fp8_block.*no weights in fp8_block"),
     (INT4_G32, FP8_BLOCK, "mlp: int4_g32.*no weights in fp8_block"),
 ])  # fmt: skip
 def test_weights_without_kernels_name_the_ways_out(
     of_experts: Scheme | None, of_shared: Scheme | None, reason: str | None, request: pytest.FixtureRequest
 ):
-    """On a Hopper GPU the routed experts may have codes of four bits; elsewhere nothing may be quantised, unless plain XLA
-    is asked for.
-    """
+    """On a Hopper GPU MLPs may have codes of four bits; elsewhere nothing may be quantised, unless plain XLA is asked for."""
     layers = layers_in({"mlp": of_experts, "mlp.shared": of_shared})
 
     def check(reason: str | None, **options: Any) -> None:
@@ -81,8 +80,8 @@ def test_weights_without_kernels_name_the_ways_out(
 
     check("mlp: .*: it " if of_experts else None)
     request.getfixturevalue("on_hopper")
-    for backend in ("auto", "mosaic"):
-        check(reason, moe_backend=backend)
+    for name in ("auto", "mosaic"):
+        check(reason, moe_backend=name)
     check(None, moe_backend="reference")
 
 
@@ -93,3 +92,25 @@ def test_biases_and_clamps_are_seen(changes: dict[str, Any]):
     for num_shared, found in ((0, {}), (1, {"mlp": "it has no biases and no clamped SwiGLU beside shared experts"})):
         layers = layers_in({"mlp": INT4_G32}, num_shared=num_shared, **changes)
         assert kernel_obstacles(layers, jnp.bfloat16, 1) == found
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("inner", "devices", "reason"), [
+    (1408, 1, None), (1408, 2, None), (1408, 4, "multiples of 64, not 128 and 352"),
+    (18432, 8, None), (2048, 8, None), (96, 1, "multiples of 64, not 128 and 96"),
+])  # fmt: skip
+def test_an_mlp_is_checked_as_a_device_has_it(inner: int, devices: int, reason: str | None):
+    """Its part may be no whole tiles where the whole is."""
+    found = kernel_obstacles(layers_in({"dense": INT4_G32}, inner=inner), jnp.bfloat16, devices)
+    assert set(found) == ({"dense"} if reason else set())
+    assert (reason or "") in found.get("dense", "")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_an_mlp_that_is_half_quantised_has_no_kernel():
+    model = Layers()
+    quantised(model, {("dense", "down"): NVFP4})
+    assert kernel_obstacles(model, jnp.bfloat16, 1) == {"dense": "it has no MLPs with weights in bfloat16 and nvfp4"}
+    whole = layers_in({"dense": NVFP4})
+    assert not kernel_obstacles(whole, jnp.bfloat16, 1)
+    assert "not in float32" in kernel_obstacles(whole, jnp.dtype("float32"), 1)["dense"]
