@@ -7,6 +7,7 @@ Sources: DeepSeek-V3's README_WEIGHTS.md; compressed-tensors (quantization/quant
 (torch/quantization/qtensor/nvfp4_tensor.py); gpt-oss's model card.
 """
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,10 @@ _REFUSED = {
     "weight_zero_point": "zero points", "weight_g_idx": "an order of activations (g_idx)",
     "qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "g_idx": "an order of activations (g_idx)",
 }  # fmt: skip
+
+# Scales of a quantised KV cache, measured by a publisher. The cache here has the type of activations, or codes with scales of
+# their own; a key is what it is whatever it would have been divided by before it was rounded and multiplied by after.
+_OF_CACHE = re.compile(r"(.*\.)?([kv]_scale|[kv]_proj\.output_scale)")
 
 # Gives the tensor of a name, in its stored dtype; see `SafetensorsReader.read`.
 ReadTensor = Callable[[str, np.ndarray | None], np.ndarray]
@@ -80,6 +85,11 @@ class StoredWeight:
     def _matrices(self) -> tuple[int, ...]:
         """The shape as [*stack, out, in]."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.turned else self.shape
+
+
+def of_cache(name: str) -> bool:
+    """Whether a tensor is a scale of a quantised KV cache, which nothing here reads: compressed-tensors' and ModelOpt's."""
+    return _OF_CACHE.fullmatch(name) is not None
 
 
 def find_quantised(tensors: Tensors) -> dict[str, StoredWeight]:

@@ -12,12 +12,12 @@ from jaxspec.errors import ModelFormatError
 from jaxspec.loading.dequantise import dequantise
 from jaxspec.loading.quantise import Unquantised
 from jaxspec.loading.safetensors_reader import SafetensorsReader, TensorInfo
-from jaxspec.loading.stored import StoredWeight, find_quantised
+from jaxspec.loading.stored import StoredWeight, find_quantised, of_cache
 from pallas_kernels.quant.schemes import Scheme
 
 
 class WeightReader:
-    """All tensors of a folder's shards; those that make up a quantised weight are one.
+    """All tensors of a folder's shards but scales of KV caches; those that make up a quantised weight are one.
 
     Attributes:
         files: the shards, in name order.
@@ -31,7 +31,7 @@ class WeightReader:
     def __init__(self, folder: Path):
         self._reader = SafetensorsReader(folder)
         self.files = self._reader.files
-        stored = self._reader.tensors
+        stored = {name: info for name, info in self._reader.tensors.items() if not of_cache(name)}
         self.quantised: dict[str, StoredWeight] = find_quantised(stored)
         self.tensors: dict[str, TensorInfo] = dict(stored)
         for name, weight in self.quantised.items():

@@ -278,6 +278,23 @@ def test_unquantised_weights_are_quantised(
                 assert value == 0, path
 
 
+def test_scales_of_a_cache_are_left_out(source: Path, tmp_path: Path, mesh: Mesh):
+    """A cache here never takes them; a tensor with another name beside them is still an error."""
+    stored, plain = quantise(source, tmp_path, "ct-int4", of_mlps)
+    attention = "model.layers.0.self_attn"
+    names = ("k_scale", "v_scale", "kv_b_proj.k_scale", "k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale")
+    tensors = raw_tensors(stored) | {f"{attention}.{name}": np.full(1, 0.5, np.float32) for name in names}
+    save_file(tensors, stored / "model.safetensors")
+    want = load_params(open_checkpoint(plain), mesh)[1]
+    for folder in (stored, convert_checkpoint(stored, tmp_path / "converted")):
+        jax.tree.map(np.testing.assert_array_equal, loaded(load_params, folder, mesh), want)
+    save_file(tensors | {f"{attention}.o_proj.output_scale": np.ones(1, np.float32)}, stored / "model.safetensors")
+    with pytest.raises(
+        ModelFormatError, match=r"holds tensor .*o_proj\.output_scale, which the architecture does not have"
+    ):
+        open_checkpoint(stored)
+
+
 def test_clamps_before_the_cast():
     """A cast of more than 464 gives NaN; the largest of a block may be rounded up there, and is 448 times its scale."""
     weight = np.array([[460.0, -1e-6], [1e30, 447.0]], np.float32)
