@@ -7,6 +7,7 @@ from typing import Any
 
 from convert.digests import ShardDigests
 from convert.progress import Progress, Silent
+from convert.rounding import rounding_table
 from convert.staging import OnEvent, staged
 from convert.writer import jaxspec_version, write_manifest, write_part
 from jaxspec.errors import ConfigError, ModelFormatError
@@ -83,6 +84,8 @@ def _convert(folder: Path, work: Path, quantization: Quantization, progress: Pro
             progress.advance(part, sizes[part])
             on_event(f"part {part} written")
         shards = digests.result()
+        for line in rounding_table({part: checkpoint.rounding(part) for part in checkpoint.parts}):
+            progress.note(line)
 
     _write_configs(folder, checkpoint.hf, work)
     copy_tokenizer(folder, work)

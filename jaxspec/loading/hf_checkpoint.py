@@ -22,14 +22,14 @@ from jaxspec.loading.kept import codes_piece, factor_piece, kept_scheme, scale_p
 from jaxspec.loading.key_check import check
 from jaxspec.loading.parts import DRAFT, MTP, PartTargets, draft_part_of, parts_of
 from jaxspec.loading.quantisation_config import check_quantisation
-from jaxspec.loading.quantise import Quantization, scheme_for
+from jaxspec.loading.quantise import Quantization, relative_error, scheme_for
 from jaxspec.loading.weight_reader import WeightReader
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import EAGLE3_HARMLESS, Eagle3, check_d2t, eagle3_key_map, is_eagle3, read_eagle3_config
 from jaxspec.models.keymap import KeyMap, ParamPath, Pieces, Read, as_named, fill
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import Schemes, declarations
+from jaxspec.models.params import Schemes, declarations, dotted
 from jaxspec.models.registry import family_of, read_config
 from pallas_kernels.quant.schemes import Scheme
 
@@ -148,6 +148,15 @@ class HFCheckpoint:
             out, read = source.scheme.as_blocks(value), self.reader.read_scale
             pieces = tuple(scale_piece(piece, source.scheme) for piece in pieces)
         return value, [functools.partial(fill, piece, out, read) for piece in pieces]
+
+    def rounding(self, part: str) -> dict[str, float]:
+        """What quantising changed in each weight of a part that was read, by its place in a layer: see `relative_error`."""
+        found = {}
+        for path, source in self.sources[part].items():
+            made = [self.reader.rounding[p.name] for p in source.pieces if p.name in self.reader.rounding]
+            if made and source.array == "codes":
+                found[dotted(path[:-1]).removeprefix("layer.")] = relative_error(made)  # drafts have one, of that name
+        return found
 
     def num_parameters(self, part: str) -> int:
         return sum(source.parameters for source in self.sources[part].values())

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec.errors import ModelFormatError
 from jaxspec.loading.dequantise import dequantise
-from jaxspec.loading.quantise import Unquantised
+from jaxspec.loading.quantise import Rounding, Unquantised
 from jaxspec.loading.safetensors_reader import SafetensorsReader, TensorInfo
 from jaxspec.loading.stored import StoredWeight, find_quantised, of_cache
 from pallas_kernels.quant.schemes import Scheme
@@ -23,6 +23,7 @@ class WeightReader:
         files: the shards, in name order.
         tensors: name -> where it is; a quantised weight has the shape that it stands for, and the bytes of all its parts.
         quantised: the quantised weights among them.
+        rounding: of those that were quantised while they were read, by name.
 
     Raises:
         ModelFormatError: for all that `SafetensorsReader` and `find_quantised` refuse.
@@ -33,6 +34,8 @@ class WeightReader:
         self.files = self._reader.files
         stored = {name: info for name, info in self._reader.tensors.items() if not of_cache(name)}
         self.quantised: dict[str, StoredWeight] = find_quantised(stored)
+        self.rounding: dict[str, Rounding] = {}
+        self._scales: dict[str, np.ndarray] = {}
         self.tensors: dict[str, TensorInfo] = dict(stored)
         for name, weight in self.quantised.items():
             parts = [self.tensors.pop(part) for part in weight.tensors]
@@ -53,7 +56,7 @@ class WeightReader:
                     f"tensor {name} of shape {list(shape)} cannot be quantised as {scheme}: it needs outputs and inputs, in "
                     f"groups of {scheme.columns}"
                 )
-            self.quantised[name] = Unquantised(scheme, name, name, shape)
+            self.quantised[name] = Unquantised(scheme, name, name, shape, scales=self._scales, rounding=self.rounding)
 
     def read(self, name: str, into: np.ndarray | None = None, *, dtype: Any = ml_dtypes.bfloat16) -> np.ndarray:
         """One tensor, in its stored dtype; quantised ones in `dtype`. For any number of threads.

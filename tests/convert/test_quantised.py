@@ -15,10 +15,13 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from convert.convert import convert_checkpoint
+from convert.progress import Silent
+from convert.rounding import rounding_table
 from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import declare_target, load_nextn, load_params, open_checkpoint
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.manifest import read_manifest
+from jaxspec.loading.quantise import Unquantised
 from jaxspec.loading.quantise import quantise as quantise_matrix
 from jaxspec.loading.stored import StoredWeight
 from jaxspec.loading.weight_reader import WeightReader
@@ -53,6 +56,16 @@ def of_mlps(name: str) -> bool:
 
 def of_linear_maps(name: str) -> bool:
     return "_proj" in name and "eh_proj" not in name and name.endswith("weight")
+
+
+class Notes(Silent):
+    """What is printed beside the progress."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")
@@ -260,12 +273,16 @@ def test_unquantised_weights_are_quantised(
     quantization: Any, name: str, error: float, source: Path, tmp_path: Path, mesh: Mesh
 ):
     """With the error that the format has on normal weights, within a tenth; routers, attention and ends stay as they are."""
-    folder = convert_checkpoint(source, tmp_path / "out", quantization=quantization)
+    notes = Notes()
+    folder = convert_checkpoint(source, tmp_path / "out", quantization=quantization, progress=notes)
     schemes = read_manifest(folder).schemes
     experts = {"mlp.gate_up", "mlp.down"}
     both = experts | {"mlp.shared.gate_up", "mlp.shared.down"}
     assert schemes["001"] == dict.fromkeys(both if quantization == "fp8" else experts, name)
     assert set(schemes) == ({"000", "001", "mtp"} if quantization == "fp8" else {"001", "mtp"})
+    printed = {line.split()[0]: line.split()[1:] for line in notes.lines if not line.startswith("changed")}
+    columns = dict(zip(printed["layer"], printed["001"], strict=True))
+    assert set(columns) == set(schemes["001"])
     for load in (load_params, load_nextn):
         got, want = loaded(load, folder, mesh), load(open_checkpoint(source), mesh)[1]
         wrong = jax.tree.map(lambda a, b: float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-9)), got, want)
@@ -274,8 +291,47 @@ def test_unquantised_weights_are_quantised(
             is_quantised = keys[-1] in ("gate_up", "down") and (quantization == "fp8" or "shared" not in keys)
             if is_quantised and keys[:2] != ["layers", 0]:
                 assert value == pytest.approx(error, rel=0.1), path
+                if keys[:2] == ["layers", 1]:
+                    assert columns[".".join(keys[2:])] == f"{100 * value:.2f}"
             elif not (quantization == "fp8" and is_quantised):
                 assert value == 0, path
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "int4_g32"])
+def test_weights_are_quantised_once(name: str):
+    """Though codes and scales are two parameters, of which a reader may want either first."""
+    matrix, reads = np.random.default_rng(0).normal(size=(130, 160)).astype(np.float32), []
+
+    def read(tensor: str, _: np.ndarray | None) -> np.ndarray:
+        reads.append(tensor)
+        return matrix
+
+    weight, want = Unquantised(SCHEMES[name], "a", "a", matrix.shape), quantise_matrix(matrix, SCHEMES[name])
+    for got in (weight.read_codes(read), weight.read_scale(read)):
+        np.testing.assert_array_equal(got, want[0 if got.shape == want[0].shape else 1])
+    assert reads == ["a"]
+    np.testing.assert_array_equal(weight.read_scale(read), want[1])
+
+
+def test_layers_with_the_same_figures_share_a_row():
+    same = {"mlp.gate_up": 0.0265, "mlp.down": 0.02649}
+    errors = {
+        "embed": {},
+        "000": {"mlp.gate_up": 0.03},
+        "001": same,
+        "002": same,
+        "003": {},
+        "004": same,
+        "mtp": same,
+        "head": {},
+    }
+    title, *lines = rounding_table(errors)
+    assert "root mean square" in title
+    assert [line.split() for line in lines] == [
+        ["layer", "mlp.gate_up", "mlp.down"], ["000", "3.00", "-"], ["001-002", "2.65", "2.65"], ["004-mtp", "2.65", "2.65"],
+    ]  # fmt: skip
+    assert len({len(line) for line in lines}) == 1
+    assert rounding_table({"embed": {}, "000": {}}) == []
 
 
 def test_scales_of_a_cache_are_left_out(source: Path, tmp_path: Path, mesh: Mesh):
