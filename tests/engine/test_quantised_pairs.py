@@ -21,11 +21,13 @@ from jaxspec.engine.runner import Runner
 from jaxspec.loading.quantise import Quantization
 from jaxspec.models.cache import KVCacheDtype
 from jaxspec.models.params import random_params
-from tests.engine.scripted import one_bucket, one_device, warmed
+from tests.engine.scripted import greedy_requests, one_bucket, one_device, tiny_draft, warmed, with_pattern
+from tests.engine.test_draft_counts import Forced, K
+from tests.engine.test_draft_counts import make_engine as make_forced
 from tests.engine.test_grammars import EVERY, alone, check
 from tests.engine.test_schedules import make_engine, options
 from tests.engine.test_transforms import plant
-from tests.engine.tiny import HF_CONFIG, SETTINGS, cached, fill_cache
+from tests.engine.tiny import HF_CONFIG, SETTINGS, VOCAB, cached, fill_cache, run
 
 
 class Stored(NamedTuple):
@@ -91,3 +93,31 @@ def test_every_text_is_that_of_plain_decoding_with_the_same_codes(name, k, cases
     assert compiles.total == before
     assert preempted > 0
     assert accepted > 60 * len(cases)
+
+
+@pytest.mark.slow
+def test_a_changing_number_of_drafts_changes_no_text_of_fp8_blocks():
+    """Against steps that draft and verify none, of the same codes; with drafts that are right or wrong by turns."""
+    model, _ = declare(HF_CONFIG, np.dtype(np.float32), quantization="fp8", with_draft=False)
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=K, adaptive_drafts=True)
+    mesh, buckets = one_device(), tuple(bucket for bucket in bucket_table(settings) if bucket.prefill_tokens)
+    params = random_params(model, mesh, 3, randomize_norms=True)
+    runner = warmed(Runner(model, params, settings, mesh, draft=tiny_draft("pattern"), buckets=buckets))
+
+    def texts(*sequence, depth=1, mixed=True, usable=None):
+        with options(runner, readout_depth=depth, mixed=mixed):
+            engine = make_forced(runner, Forced(sequence), usable)
+            return run(engine, greedy_requests(VOCAB))[0], engine.stats()
+
+    want, stats = texts(0)
+    assert stats.acceptance.num_drafted == 0
+    with with_pattern(runner, [[*r.prompt_ids, *want[r.id]] for r in greedy_requests(VOCAB)], seed=1):
+        for sequence, how in (
+            ((0, K, 1, K), {}),
+            ((K, 0, 0, 1), {"depth": 2, "mixed": False}),
+            ((1, K, 0), {"depth": 3, "usable": 5}),
+        ):
+            got, stats = texts(*sequence, **how)
+            assert got == want
+            assert {k for k, steps in stats.steps_by_drafts.items() if steps} == set(sequence)
+            assert stats.acceptance.num_accepted > 20
