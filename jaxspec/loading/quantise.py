@@ -4,6 +4,7 @@ FP8: blocks of 128 x 128, scales that are powers of two, as DeepSeek-V3.1's (Dee
 groups of 32 inputs, scale bf16(largest / 7.5), as compressed-tensors' quantiser.
 """
 
+import functools
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -91,8 +92,27 @@ def _fp8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         largest = np.maximum.reduceat(np.abs(weight[band]).max(axis=0), np.arange(0, inputs, 128))
         scales[row] = np.exp2(np.ceil(np.log2(np.maximum(largest, 1e-4) / _LARGEST)))
         each = np.repeat(scales[row], 128)[:inputs]
-        codes[band] = np.clip(weight[band] / each, -_LARGEST, _LARGEST).astype(FP8_BLOCK.codes)
+        codes[band] = as_e4m3(np.clip(weight[band] / each, -_LARGEST, _LARGEST))
     return codes, scales
+
+
+def as_e4m3(x: np.ndarray) -> np.ndarray:
+    """A float32 array cast to e4m3, bit for bit as ml_dtypes does, whose cast holds Python's lock.
+
+    By a table of the upper 16 bits: these alone decide the nearest code, but for whether a value lies exactly between two,
+    and so the lowest of them says of the bits below whether any is set (rounding to odd).
+    """
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    upper = (bits >> 16).astype(np.uint16)
+    upper |= bits & 0xFFFF != 0
+    return _codes_of_upper_bits().take(upper).view(FP8_BLOCK.codes)
+
+
+@functools.cache
+def _codes_of_upper_bits() -> np.ndarray:
+    """uint8, by the upper 16 bits of a float32."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32).astype(FP8_BLOCK.codes).view(np.uint8)
 
 
 def _int4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
@@ -21,7 +23,7 @@ from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import declare_target, load_nextn, load_params, open_checkpoint
 from jaxspec.loading.hf_checkpoint import HFCheckpoint
 from jaxspec.loading.manifest import read_manifest
-from jaxspec.loading.quantise import Unquantised
+from jaxspec.loading.quantise import Unquantised, as_e4m3
 from jaxspec.loading.quantise import quantise as quantise_matrix
 from jaxspec.loading.stored import StoredWeight
 from jaxspec.loading.weight_reader import WeightReader
@@ -362,6 +364,19 @@ def test_clamps_before_the_cast():
     codes, scale = quantise_matrix(np.zeros((1, 32), np.float32), SCHEMES["int4_g32"])
     assert scale.tolist() == [[1.0]]
     assert not codes.astype(np.float32).any()
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(width=32), min_size=1, max_size=64), st.integers(-2, 2))
+def test_casts_to_e4m3_are_those_of_ml_dtypes(numbers: list[float], ulps: int):
+    """Of any numbers, of all values of e4m3 and all that lie between two of them, and of their neighbours in float32."""
+    values = np.sort(VALUES["e4m3"][np.isfinite(VALUES["e4m3"])])
+    ties = (values[1:] + values[:-1]) / 2
+    bits = np.concatenate([values, ties, np.array(numbers, np.float32)]).astype(np.float32).view(np.int32) + ulps
+    x = bits.view(np.float32)
+    with np.errstate(invalid="ignore"):
+        want = x.astype(FP8_BLOCK.codes)
+    np.testing.assert_array_equal(as_e4m3(x).view(np.uint8), want.view(np.uint8))
 
 
 def test_weights_that_are_quantised_already_stay_so(source: Path, tmp_path: Path):
