@@ -57,15 +57,15 @@ def make_checkpoint(folder: Path, at_least_bytes: int) -> int:
     (folder / "config.json").write_text(json.dumps(base | {"num_hidden_layers": layers}))
     rng = np.random.default_rng(0)
 
-    def make(name: str) -> np.ndarray:
+    def make(name: str) -> dict[str, np.ndarray]:
         if _is_float32(name):
-            return np.zeros(shapes[name], np.float32)
+            return {name: np.zeros(shapes[name], np.float32)}
         # Random sign and mantissa below one fixed exponent: finite numbers of about 0.01.
         bits = rng.integers(0, 2**16, shapes[name], np.uint16)
-        return (bits & 0x807F) | 0x3C00
+        return {name: (bits & 0x807F) | 0x3C00}
 
-    tensors = {name: Tensor("F32" if _is_float32(name) else "BF16", shape) for name, shape in shapes.items()}
-    return write_checkpoint(folder, tensors, make, shard_bytes=SHARD_BYTES)
+    weights = {name: {name: Tensor("F32" if _is_float32(name) else "BF16", shape)} for name, shape in shapes.items()}
+    return write_checkpoint(folder, weights, make, shard_bytes=SHARD_BYTES)
 
 
 def _tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,8 @@
 The stages may run in different environments. The checkpoint has Hugging Face layout and, where the shape has one, a NextN
 (MTP) layer with its copies of embedding and head; without one only vllm_plain.json is made. Projections and experts are
 N(0, 0.02), embeddings N(0, 1), norms 1, biases 0: so routing spreads over all experts, where constant weights would send
-every token to the same ones.
+every token to the same ones. With `--quantization fp8` or `int4` the same weights are quantised as DeepSeek and Kimi publish
+theirs (`bench.harness.published`), so that vLLM and jaxspec read one folder.
 
 The figures of a row count come from greedy requests with new random prompts each time: the time for one token each, and
 the time for N + 1 tokens each. Their difference over N is the time per output token; the prompts' tokens over the first
@@ -19,9 +20,7 @@ cycle: with random weights hardly any draft is accepted (`bench step` says how m
 """
 
 import argparse
-import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -43,14 +42,6 @@ CONTEXT = 1024
 DRAFTED = {"plain": 0, "mtp": 3}
 OUTPUT_TOKENS = {"plain": 128, "mtp": 64}
 WARM_UP_TOKENS = 8
-SHARD_BYTES = 4 * 2**30
-STD = 0.02
-
-# What vLLM and transformers need in a config.json besides the sizes.
-HF_CONFIG: dict[str, Any] = {
-    "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
-    "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
 
 # Generates exactly so many tokens for each prompt.
 Generate = Callable[[Sequence[Sequence[int]], int], None]
@@ -61,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="of the checkpoint")
     parser.add_argument("--model", choices=list(SHAPES), default="moonlight", help="for make: the shape")
     parser.add_argument("--layers", type=int, metavar="N", help="for make: shrink the model to N layers")
+    parser.add_argument(
+        "--quantization",
+        choices=["bf16", "fp8", "int4"],
+        default="bf16",
+        help="for make: FP8 as DeepSeek publishes it, or INT4 experts as Kimi does (default: bf16)",
+    )
+    parser.add_argument("--no-mtp", action="store_true", help="for make: without the MTP layer")
     parser.add_argument("--only", choices=list(DRAFTED), help="for vllm: one of the two (default: both)")
     parser.add_argument(
         "--rows", type=numbers, default=list(ROWS), metavar="N,N,...", help="for vllm: requests at once"
@@ -72,65 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--results", type=Path, metavar="FOLDER", help="for vllm: where to write JSON (default: beside the checkpoint)"
     )
     parser.add_argument("--commit", metavar="ID", help="commit of this code, where there is no git")
-
-
-def checkpoint_config(model: str, layers: int | None = None) -> dict[str, Any]:
-    """The config.json of one of `bench.harness.shapes.SHAPES`."""
-    from bench.harness.models import random_config
-
-    hf = HF_CONFIG | random_config(model, layers)
-    return {"num_key_value_heads": hf["num_attention_heads"]} | hf
-
-
-def make(folder: Path, hf: dict[str, Any], seed: int = 0) -> int:
-    """Writes the checkpoint and returns its bytes. Drawn on jax's default device; the same bits for one seed and device."""
-    import jax
-
-    from bench.harness.shards import Tensor, write_checkpoint
-    from jaxspec.models.mtp import nextn_prefix
-    from jaxspec.models.registry import family_of, read_config
-
-    config = read_config(hf)
-    family, nextn = family_of(config), nextn_prefix(config)
-    maps = [family.key_map(config), *([family.nextn_key_map(config)] if config.nextn_layers else [])]
-    shapes = {piece.name: piece.shape for m in maps for group in m.values() for piece in group}
-    copies = {
-        f"{nextn}embed_tokens.weight": "model.embed_tokens.weight",
-        f"{nextn}shared_head.head.weight": "lm_head.weight",
-    }
-    copies = copies if config.nextn_layers else {}
-    shapes |= {name: shapes[source] for name, source in copies.items()}
-    number = {name: i for i, name in enumerate(shapes)}
-    key = jax.random.key(seed, impl="rbg")
-
-    def in_float32(name: str) -> bool:
-        return "e_score_correction_bias" in name
-
-    def draw(name: str) -> np.ndarray:
-        if "norm" in name:
-            return np.ones(shapes[name], jax.numpy.bfloat16)
-        if "bias" in name:
-            return np.zeros(shapes[name], np.float32 if in_float32(name) else jax.numpy.bfloat16)
-        source = copies.get(name, name)
-        std = 1.0 if "embed" in source else STD
-        return np.asarray(_normal(shapes[name], std)(key, number[source]))
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf, indent=1))
-    tensors = {name: Tensor("F32" if in_float32(name) else "BF16", shape) for name, shape in shapes.items()}
-    return write_checkpoint(folder, tensors, draw, shard_bytes=SHARD_BYTES, threads=min(16, os.cpu_count() or 1))
-
-
-@functools.lru_cache
-def _normal(shape: tuple[int, ...], std: float) -> Callable[[Any, int], Any]:
-    """(key, number of the tensor) -> bfloat16 N(0, std), compiled once for all tensors of a shape."""
-    import jax
-
-    def draw(key: Any, number: int) -> Any:
-        value = std * jax.random.normal(jax.random.fold_in(key, number), shape, jax.numpy.float32)
-        return value.astype(jax.numpy.bfloat16)
-
-    return jax.jit(draw)
 
 
 def measure(
@@ -192,7 +131,7 @@ def run_vllm(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         enable_prefix_caching=False,
     )
     start_seconds = time.perf_counter() - started
-    vocab_size = json.loads((arguments.folder / "config.json").read_text())["vocab_size"]
+    hf = json.loads((arguments.folder / "config.json").read_text())
 
     def generate(prompts: Sequence[Sequence[int]], tokens: int) -> None:
         params = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -205,7 +144,12 @@ def run_vllm(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     for rows in arguments.rows:
         figures.append(
             measure(
-                generate, rows, context=arguments.context, steps=steps, repeats=arguments.repeats, vocab_size=vocab_size
+                generate,
+                rows,
+                context=arguments.context,
+                steps=steps,
+                repeats=arguments.repeats,
+                vocab_size=hf["vocab_size"],
             )
         )
         print(figures[-1], flush=True)
@@ -213,6 +157,7 @@ def run_vllm(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
         "benchmark": "step_vllm",
         "vllm": vllm.__version__,
         "device_name": torch.cuda.get_device_name(),
+        "quant_method": hf.get("quantization_config", {}).get("quant_method"),
         "method": method,
         "num_speculative_tokens": drafted,
         "context": arguments.context,
@@ -228,8 +173,13 @@ def run_vllm(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.stage == "make":
+        # These import jax, which need not be where vLLM runs.
+        from bench.harness.published import published
+        from bench.step.checkpoint import checkpoint_config, make
+
         started = time.perf_counter()
-        size = make(arguments.folder, checkpoint_config(arguments.model, arguments.layers))
+        hf = checkpoint_config(arguments.model, arguments.layers, mtp=not arguments.no_mtp)
+        size = make(arguments.folder, hf, published(arguments.quantization, hf))
         print(f"wrote {size / 1e9:.1f} GB in {time.perf_counter() - started:.1f} s")
         return 0
     if arguments.only:

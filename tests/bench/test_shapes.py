@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bench.harness.models import declare, mesh_of_one, random_config
 from bench.harness.shapes import SHAPES
-from bench.step import step_vllm
+from bench.step.checkpoint import checkpoint_config, make
 from bench.step.floor import kv_bytes, traffic
 from jaxspec.config import EngineConfig, resolve
 from jaxspec.engine.batch import InputLayout
@@ -200,8 +200,8 @@ def test_random_checkpoints_of_every_shape_load(name, tmp_path, monkeypatch):
     }  # fmt: skip
     hf = SHAPES[name]
     monkeypatch.setitem(SHAPES, name, hf | {key: value for key, value in small.items() if key in hf})
-    config = step_vllm.checkpoint_config(name)
-    assert step_vllm.make(tmp_path, config) > 0
+    config = checkpoint_config(name)
+    assert make(tmp_path, config) > 0
     mesh = mesh_of_one()
     model, params = load_params(open_checkpoint(tmp_path), mesh, "bfloat16")
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count_parameters(model)

@@ -14,6 +14,7 @@ import pytest
 from bench.__main__ import main
 from bench.harness.models import draw, load, mesh_of_one
 from bench.harness.shards import Tensor, split_shards
+from bench.step import checkpoint as random_checkpoint
 from bench.step import step_vllm
 from bench.step.engines import build_engine, measured_buckets
 from bench.step.gates import PeerError, add_peers, gates, read_peers
@@ -33,8 +34,8 @@ def checkpoint(tmp_path_factory):
     """The tiny shape, in several shards."""
     folder = tmp_path_factory.mktemp("step") / "tiny"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_vllm, "SHARD_BYTES", 2**17)
-        size = step_vllm.make(folder, step_vllm.checkpoint_config("tiny"))
+        patch.setattr(random_checkpoint, "SHARD_BYTES", 2**17)
+        size = random_checkpoint.make(folder, random_checkpoint.checkpoint_config("tiny"))
     reader = SafetensorsReader(folder)
     assert len(reader.files) > 2
     assert size == sum(info.nbytes for info in reader.tensors.values())
@@ -42,8 +43,8 @@ def checkpoint(tmp_path_factory):
 
 
 def test_shards_are_filled_in_order():
-    tensors = {name: Tensor("BF16", (size,)) for name, size in (("a", 2), ("b", 3), ("c", 9), ("d", 1))}
-    assert [list(shard) for shard in split_shards(tensors, 10)] == [["a", "b"], ["c"], ["d"]]
+    weights = {name: {name: Tensor("BF16", (size,))} for name, size in (("a", 2), ("b", 3), ("c", 9), ("d", 1))}
+    assert [list(shard) for shard in split_shards(weights, 10)] == [["a", "b"], ["c"], ["d"]]
     assert Tensor("F32", (2, 3)).nbytes == 24
 
 
@@ -326,7 +327,7 @@ def test_sizes_follow_the_device_and_the_draft():
 @pytest.mark.usefixtures("lean_buckets")
 def test_cycles_start_again_from_the_same_state():
     """Drafts and lengths are taken back: the same tokens, whichever measurement ran before."""
-    hf = step_vllm.checkpoint_config("tiny")
+    hf = random_checkpoint.checkpoint_config("tiny")
     mesh = mesh_of_one()
     sizes = Sizes(rows=(1, 2), context=40, steps=4, loops=(6, 6), budget=64, tokens=3)
     engine = build_engine(draw(hf, mesh, np.dtype(np.float32)), sizes, 3, mesh, dtype="float32", lean=True)
