@@ -1,13 +1,15 @@
 """The models that are measured: published and tiny shapes with random weights, or those of a folder."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from bench.harness.shapes import SHAPES
+from jaxspec.errors import ConfigError
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.parts import MTP
 from jaxspec.loading.quantise import Quantization, scheme_for
@@ -16,7 +18,7 @@ from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import TENSOR_AXIS, ModuleT, declarations, quantised, random_params
+from jaxspec.models.params import TENSOR_AXIS, ModuleT, declarations, quantised, random_params, schemes_of
 from jaxspec.models.registry import read_config
 
 
@@ -42,6 +44,24 @@ def random_config(name: str, layers: int | None = None) -> dict[str, Any]:
     if layers and layers < hf["num_hidden_layers"]:
         hf |= {"first_k_dense_replace": 1} if hf.get("first_k_dense_replace", 0) > 1 else {}
     return hf | {"num_hidden_layers": layers} if layers else hf
+
+
+def check_layers(name: str, layers: int | None) -> None:
+    """Raises:
+
+    ConfigError: another number of layers is asked of a model that has weights.
+    """
+    if layers and name not in SHAPES:
+        raise ConfigError(
+            f"--layers {layers} is for random models, and {name} has the layers that it has: "
+            "jaxspec bench step_vllm make --layers writes a folder with fewer"
+        )
+
+
+def quantization_of(weights: Weights) -> dict[str, list[str]]:
+    """The schemes that the weights of a target and of its draft are in: none where all are unquantised."""
+    modules = {"target": weights.model, **({"draft": weights.draft[0]} if weights.draft else {})}
+    return {name: sorted({str(s) for s in schemes_of(cast(nnx.Module, m)).values()}) for name, m in modules.items()}
 
 
 def as_recorded(name: str) -> str:

@@ -225,6 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
         sizes = dataclasses.replace(sizes, output=32)
     dtype = resolve_dtype(EngineConfig(), on_gpu=on_gpu)
     mesh = mesh_of_one()
+    models.check_layers(arguments.model, arguments.layers)
     if arguments.model in SHAPES:
         weights = models.draw(models.random_config(arguments.model, arguments.layers), mesh, np_dtype(dtype))
     else:

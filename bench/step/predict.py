@@ -27,8 +27,9 @@ from jaxspec.models.params import TENSOR_AXIS, declarations, with_shardings
 MEMORY = 143771 << 20
 READ, MATMUL = 4.41e12, 680e12
 # The part of READ that kernels reach, by the weights' scheme: bf16 experts measured (0.88 to 0.93), INT4 too (0.54 to 0.58,
-# bench/results/kernel_moe_int4_h200.json); FP8 is what docs/kernels/moe.md predicts.
-READ_SHARE = {None: 0.9, "fp8_block": 0.85, "int4_g32": 0.57}
+# bench/results/kernel_moe_int4_h200.json); FP8 blocks are what docs/kernels/moe.md predicts; the others are taken to be like
+# what has as many bits.
+READ_SHARE = {None: 0.9, "fp8_block": 0.85, "fp8_channel": 0.85, "int4_g32": 0.57, "nvfp4": 0.57, "mxfp4": 0.57}
 # The part of MATMUL that matmuls of many tokens and attention over many heads reach (docs/performance.md).
 MATMUL_SHARE, ATTENTION_SHARE = 0.6, 0.79
 # A sum over devices as XLA makes it now: 14 to 21 us up to 512 KB over two H200s; bytes a second of a link, one way.

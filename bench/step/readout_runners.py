@@ -38,6 +38,7 @@ class Runners:
         # Those that decode go on while the last ones prefill.
         decoding = arguments.context + most_steps + -(-seqs * arguments.context // budget) + seqs + 64
         longest = max(decoding, arguments.prompt + 64) + -(-arguments.prompt // budget)
+        models.check_layers(arguments.model, arguments.layers)
         if arguments.model in models.SHAPES:
             hf = models.random_config(arguments.model, arguments.layers)
             hf["max_position_embeddings"] = max(hf["max_position_embeddings"], longest)

@@ -123,6 +123,11 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_weights(arguments: argparse.Namespace, mesh: Mesh, dtype: np.dtype) -> Weights:
+    """Raises:
+
+    ConfigError: a folder, whose weights are what they are, is to have other layers or another quantisation.
+    """
+    models.check_layers(arguments.model, arguments.layers)
     if arguments.model in SHAPES:
         hf = models.random_config(arguments.model, arguments.layers)
         stored: dict[str, Any] = {"quantization": arguments.quantization, "kv_cache_dtype": arguments.kv_cache_dtype}
@@ -193,7 +198,7 @@ def run(arguments: argparse.Namespace) -> int:
         "layers": weights.model.config.num_layers,
         "parameters": count_parameters(weights.model),
         "dtype": dtype,
-        "quantization": arguments.quantization,
+        "quantization": models.quantization_of(weights),
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "tensor_parallel_size": mesh.size,
         "memory_of_a_device": memory,
@@ -253,7 +258,8 @@ def check_quantised_kernels(weights: Weights, kernels: dict[str, dict[str, list[
     plain = {op for ran in kernels.values() for op in ("moe", "mlp") if "reference" in ran.get(op, ())}
     if gpu and schemes_of(weights.model) and plain:
         raise ConfigError(
-            f"no kernel here reads the quantised weights of {' and '.join(sorted(plain))}: use --quantization bf16"
+            f"no kernel here reads the quantised weights of {' and '.join(sorted(plain))}: use --quantization bf16, for a "
+            "folder that of jaxspec convert"
         )
 
 

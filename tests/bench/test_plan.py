@@ -18,7 +18,9 @@ from bench.step.plan import CASES, CONTEXT, DEVICES, ROWS, Case, figures, memory
 from bench.step.sizes import Sizes
 from bench.step.step import add_expected
 from jaxspec.models.moe import MoESpec
+from jaxspec.models.params import quantised
 from jaxspec.models.registry import read_config
+from pallas_kernels.quant.schemes import SCHEMES
 
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 
@@ -70,6 +72,25 @@ def test_records_have_what_was_expected():
     without = [{"rows": 1, "cycle": {}}]
     add_expected(without, Weights(model, {}, (nextn, {})), dataclasses.replace(sizes, tokens=1), 1)
     assert "expected_ms" not in without[0]["cycle"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
+def test_records_of_every_scheme_have_what_was_expected(scheme):
+    """A mixture whose experts are stored so: a step is expected to be shorter, as its bytes are fewer."""
+    rows, found = (1, 128), {}
+    sizes = Sizes(rows=rows, context=CONTEXT, steps=4, loops=(4, 4), budget=8192, tokens=predict.DRAFTED)
+    for stored in (None, scheme):
+        modules = declare(random_config("moonlight", 2), np.dtype(jnp.bfloat16))
+        for module, layer in zip(modules, (("layers", 1), ("layer",)), strict=True):
+            assert module is not None
+            if stored:
+                quantised(module, {(*layer, "mlp", name): stored for name in ("gate_up", "down")})
+        model, nextn = modules
+        found[stored] = [{"rows": n, "cycle": {}} for n in rows]
+        add_expected(found[stored], Weights(model, {}, (nextn, {})), sizes, 1)
+    for ours, wide in zip(found[scheme], found[None], strict=True):
+        assert 0 < ours["expected_ms"] < wide["expected_ms"]
+        assert 0 < ours["cycle"]["expected_ms"] < wide["cycle"]["expected_ms"]
 
 
 def test_sums_and_parts_over_devices():
