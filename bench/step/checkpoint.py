@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.harness.models import random_config
 from bench.harness.published import Published
-from bench.harness.shards import Tensor, write_checkpoint
+from bench.harness.shards import Tensor, Weight, write_checkpoint
 from jaxspec.models.mtp import nextn_prefix
 from jaxspec.models.registry import family_of, read_config
 
@@ -39,6 +39,18 @@ def checkpoint_config(model: str, layers: int | None = None, *, mtp: bool = True
     return {"num_key_value_heads": hf["num_attention_heads"]} | hf | without
 
 
+def stored_weights(hf: dict[str, Any], published: Published | None = None) -> dict[str, Weight]:
+    """All weights of a model, by the names under which an unquantised checkpoint has them, and what they are stored as."""
+    out: dict[str, Weight] = {}
+    for name, shape in _shapes(hf).items():
+        if published and published.names.fullmatch(name):
+            rows, columns = shape
+            out[name] = published.tensors(name, (rows, columns))
+        else:
+            out[name] = {name: Tensor("F32" if _in_float32(name) else "BF16", shape)}
+    return out
+
+
 def make(folder: Path, hf: dict[str, Any], published: Published | None = None, *, seed: int = 0) -> int:
     """Writes the checkpoint and returns its bytes.
 
@@ -46,46 +58,47 @@ def make(folder: Path, hf: dict[str, Any], published: Published | None = None, *
     seed and device; those that `published` names are quantised at once. Neither the disk nor the host holds an unquantised
     copy of more than the weights that are being written.
     """
-    config = read_config(hf)
-    family, nextn = family_of(config), nextn_prefix(config)
-    maps = [family.key_map(config), *([family.nextn_key_map(config)] if config.nextn_layers else [])]
-    shapes = {piece.name: piece.shape for m in maps for group in m.values() for piece in group}
-    copies = {
-        f"{nextn}embed_tokens.weight": "model.embed_tokens.weight",
-        f"{nextn}shared_head.head.weight": "lm_head.weight",
-    }
-    copies = copies if config.nextn_layers else {}
-    shapes |= {name: shapes[source] for name, source in copies.items()}
+    shapes, copies, key = _shapes(hf), _copies(hf), jax.random.key(seed, impl="rbg")
     number = {name: i for i, name in enumerate(shapes)}
-    key = jax.random.key(seed, impl="rbg")
-
-    def in_float32(name: str) -> bool:
-        return "e_score_correction_bias" in name
-
-    def quantised(name: str) -> Published | None:
-        return published if published and published.names.fullmatch(name) else None
-
-    def stored(name: str) -> dict[str, Tensor]:
-        if form := quantised(name):
-            out, inputs = shapes[name]
-            return form.tensors(name, (out, inputs))
-        return {name: Tensor("F32" if in_float32(name) else "BF16", shapes[name])}
 
     def draw(name: str) -> dict[str, np.ndarray]:
         if "norm" in name:
             return {name: np.ones(shapes[name], jnp.bfloat16)}
         if "bias" in name:
-            return {name: np.zeros(shapes[name], np.float32 if in_float32(name) else jnp.bfloat16)}
-        source, form = copies.get(name, name), quantised(name)
-        std = 1.0 if "embed" in source else STD
-        value = np.asarray(_normal(shapes[name], std, jnp.float32 if form else jnp.bfloat16)(key, number[source]))
-        return form.quantise(name, value) if form else {name: value}
+            return {name: np.zeros(shapes[name], np.float32 if _in_float32(name) else jnp.bfloat16)}
+        source, std = copies.get(name, name), 1.0 if "embed" in name else STD
+        if published and published.names.fullmatch(name):
+            return published.quantise(name, np.asarray(_normal(shapes[name], std, jnp.float32)(key, number[source])))
+        return {name: np.asarray(_normal(shapes[name], std, jnp.bfloat16)(key, number[source]))}
 
     folder.mkdir(parents=True, exist_ok=True)
     of_weights = {"quantization_config": published.config} if published else {}
     (folder / "config.json").write_text(json.dumps(hf | of_weights, indent=1))
-    weights = {name: stored(name) for name in shapes}
-    return write_checkpoint(folder, weights, draw, shard_bytes=SHARD_BYTES, threads=min(THREADS, os.cpu_count() or 1))
+    threads = min(THREADS, os.cpu_count() or 1)
+    return write_checkpoint(folder, stored_weights(hf, published), draw, shard_bytes=SHARD_BYTES, threads=threads)
+
+
+def _copies(hf: dict[str, Any]) -> dict[str, str]:
+    """What the MTP layer has of the model's own weights, and which."""
+    config = read_config(hf)
+    nextn = nextn_prefix(config)
+    copies = {
+        f"{nextn}embed_tokens.weight": "model.embed_tokens.weight",
+        f"{nextn}shared_head.head.weight": "lm_head.weight",
+    }
+    return copies if config.nextn_layers else {}
+
+
+def _shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    config = read_config(hf)
+    family = family_of(config)
+    maps = [family.key_map(config), *([family.nextn_key_map(config)] if config.nextn_layers else [])]
+    shapes = {piece.name: piece.shape for m in maps for group in m.values() for piece in group}
+    return shapes | {name: shapes[source] for name, source in _copies(hf).items()}
+
+
+def _in_float32(name: str) -> bool:
+    return "e_score_correction_bias" in name
 
 
 @functools.lru_cache

@@ -23,6 +23,7 @@ from jaxspec.loading.weight_reader import WeightReader
 from jaxspec.models.params import schemes_of
 from tests.convert.quantised_checkpoints import fp8_blocks, int4_words, raw_tensors
 
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 # Several blocks of FP8, the last ones partial, and queries with a latent.
 SIZES = {"hidden_size": 160, "intermediate_size": 288, "moe_intermediate_size": 160, "q_lora_rank": 48}
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -129,6 +130,25 @@ def test_kimis_list_names_what_is_not_quantised(folders: dict[str, Path]):
 
     for module in linear:
         assert ignored(module) == (f"{module}.weight" not in reader.quantised), module
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "name", "mtp", "text"),
+    [
+        ("moonlight", None, "bf16", True, "(34.4 GB)"),
+        ("moonlight", None, "fp8", True, "DeepSeek-V3 (18.6 GB)"),
+        ("moonlight", None, "int4", True, "experts only (13.0 GB)"),
+        ("deepseek-v3", 2, "fp8", False, "folders of 15.8 GB"),
+        ("deepseek-v3", 4, "fp8", False, "38.8 GB (a dense layer and three mixtures"),
+        ("deepseek-v3", 4, "fp8", True, "54.3 with the MTP layer"),
+    ],
+)
+def test_sizes_of_the_documentation(model: str, layers: int | None, name: str, mtp: bool, text: str):
+    hf = random_checkpoint.checkpoint_config(model, layers, mtp=mtp)
+    weights = random_checkpoint.stored_weights(hf, published(name, hf))
+    size = sum(tensor.nbytes for weight in weights.values() for tensor in weight.values())
+    assert re.search(r"\d+\.\d", text)[0] == f"{size / 1e9:.1f}"
+    assert text in " ".join(PAGE.read_text(encoding="utf-8").split())
 
 
 def test_other_architectures_are_not_published_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
