@@ -158,6 +158,7 @@ class _Server(uvicorn.Server):
         self._service = service
         self._shutdown_timeout = shutdown_timeout
         self._drain_task: asyncio.Task[None] | None = None
+        self._signalled = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._last_resort: threading.Timer | None = None
         self._loop_watch: LoopWatch | None = None
@@ -187,7 +188,10 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        if self._drain_task is None:
+        # The first one forces nothing, even where something else has begun a drain: another process of the group that was
+        # asked to end at the same time, or the engine's death, which leaves a second at most.
+        if self._drain_task is None or not self._signalled:
+            self._signalled = True
             self.stop(f"{signal.Signals(sig).name}: finishing the requests in flight (again to stop at once)")
             return
         self.exit_code = 128 + sig

@@ -40,8 +40,15 @@ sys.exit(main())
 # --- the process that forks, and its children ---
 
 
-def load(model: str, _config: object, _revision: object, progress: Any, **_defaults: object) -> ServedModel:
-    """In place of the model's loading: an engine and a tokenizer that behave as the model is named."""
+def load(
+    model: str, _config: object, _revision: object, progress: Any, *, group: Any = None, **_defaults: object
+) -> ServedModel:
+    """In place of the model's loading: an engine and a tokenizer that behave as the model is named.
+
+    As rank 0 of a group it waits for the others, which are the tests' own.
+    """
+    if group is not None:
+        group.join({})
     if model == "broken":
         raise ModelFormatError("the folder\nhas no config.json")
     for i in range(3):
