@@ -52,15 +52,18 @@ def nodes_given(arguments: argparse.Namespace) -> Nodes | None:
 
 
 def lead(group: "Leader", run: Callable[[], int]) -> NoReturn:
-    """Serves as rank 0, and ends the group with it: jax's own end of a group would wait for all of it."""
+    """Serves as rank 0, and ends the group with it: jax's own end of a group would wait for all of it.
+
+    An exit code other than 1 says that the end was asked for, by one signal or by a second that cut requests (128 and its
+    number): in the others nothing has failed then, and they end with 0.
+    """
     from serve.server import end_process
 
     try:
-        code = run()
+        code = run()  # it tells the group of an engine that has died
     except JaxspecError as error:
         code = _say(error)
-        if not isinstance(error, GroupError):
-            group.fail(error)
+        group.fail(error)
     except BaseException as error:
         logger.exception("process 0 of the group has failed")
         group.fail(error)

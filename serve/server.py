@@ -118,6 +118,8 @@ def run_server(
     server.run(sockets=[sock])
     server.dismiss()
     failure = service.engine_thread.failure
+    if failure is not None and group is not None:
+        group.fail(failure)
     if isinstance(failure, JaxspecError):
         raise failure
     code = 1 if failure else server.exit_code

@@ -20,7 +20,7 @@ from typing import Any
 
 import serve.model
 import serve.server
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import GroupError, ModelFormatError
 from serve.cli import main
 from serve.model import ServedModel
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
@@ -51,6 +51,8 @@ def load(
         group.join({})
     if model == "broken":
         raise ModelFormatError("the folder\nhas no config.json")
+    if model == "alone":
+        raise GroupError("jax's coordinator is not there")
     for i in range(3):
         progress(i + 1, 3, "compiling")
         time.sleep(100 if model == "slow" else 0.01)

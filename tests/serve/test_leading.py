@@ -60,3 +60,17 @@ def test_a_signal_to_all_processes_drains_the_group(servers, signals):
     assert (replies[0].status_code, code) == ((200, 0) if signals == 1 else (503, 128 + signal.SIGTERM)), process.output
     # Forced or not, the end was asked for: nothing has failed in the others.
     assert follower.failure is None
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [("dies", "RuntimeError: out of luck"), ("alone", "jax's coordinator is not there")]
+)
+def test_the_end_of_rank_0_is_the_failure_of_all(servers, model, why):
+    """Of a step that fails, after which the server returns its exit code, and of an error of the group's own kind."""
+    with led(servers, model) as (process, follower):
+        if model == "dies":
+            assert httpx.post(f"{process.base_url}/v1/completions", json=SLOW, timeout=60).status_code == 500
+        assert process.exit_code() == 1, process.output
+        assert follower.over.wait(SLACK)
+    assert f"process 0 has failed: {why}" in str(follower.failure)
+    assert f"the group of 2 processes has ended: process 0 has failed: {why}" in process.output
