@@ -4,6 +4,7 @@ Every wait has a limit: a read that hears nothing for the channel's timeout, and
 are the end of the other side.
 """
 
+import contextlib
 import enum
 import json
 import select
@@ -108,7 +109,8 @@ class Channel:
         except OSError as error:
             raise GroupError(f"has closed the connection ({error.strerror or error})") from None
         finally:
-            self._sock.settimeout(self.timeout)
+            with contextlib.suppress(OSError):  # closed by another thread: the error above says so
+                self._sock.settimeout(self.timeout)
         return bytes(data)
 
     def has_ended(self) -> bool:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from jaxspec.engine.channel import Channel
 from jaxspec.engine.follower import Follower
 from jaxspec.engine.leader import Leader
 from jaxspec.engine.orders import Kind, Order, decode, encode
@@ -56,6 +57,18 @@ def test_an_order_is_its_bytes(order, data):
         decode(written[: data.draw(st.integers(0, len(written) - 1))])
     with pytest.raises(ValueError, match="order"):
         decode(written + b"\0")
+
+
+# --- channels ---
+
+
+def test_a_channel_that_this_side_has_closed_reads_no_more():
+    """As for a member whose connection another thread closes: an error of the group, whatever the socket says."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        channel = Channel(ours, 1.0)
+        channel.close()
+        with pytest.raises(GroupError, match="has closed the connection"):
+            channel.read()
 
 
 # --- who is let in ---
