@@ -102,14 +102,13 @@ def follow(nodes: Nodes, model: str, config: "EngineConfig", revision: str | Non
     while not group.over.wait(_LOOK_SECONDS):
         if len(asked) > 1:
             end_process(128 + asked[-1])
+        if asked and not group.has_come:
+            logger.info("%s: process 0 does not know of this process yet", signal.Signals(asked[0]).name)
+            end_process(0)
         if asked and not told:
             told = True
             logger.info("%s: process 0 ends the group (again to stop at once)", signal.Signals(asked[0]).name)
-            try:
-                group.ask_to_stop()
-            except GroupError as error:
-                logger.info("%s", error)
-                end_process(0)
+            group.ask_to_stop()
     end_process(1 if group.failure else 0)
 
 

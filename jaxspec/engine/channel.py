@@ -62,6 +62,10 @@ class Channel:
         except OSError as error:
             raise GroupError(f"has closed the connection ({error.strerror or error})") from None
 
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._sock.fileno()
+
     def send_last(self, what: Say, body: bytes, within: float) -> None:
         """As `send`, in a short time, and to a side that may have gone or take nothing."""
         if self._writing.acquire(timeout=within):

@@ -1,5 +1,6 @@
 """Any other rank of a group: comes to rank 0, receives its orders and tells how far they are."""
 
+import contextlib
 import queue
 import socket
 import struct
@@ -8,9 +9,9 @@ import time
 from collections.abc import Iterator
 
 from jaxspec.engine.channel import MOST_JSON_BYTES, Channel, Say, read_json
-from jaxspec.engine.group import JOIN_SECONDS, LAST_SECONDS, ORDER_HEAD, PROGRESS, PROTOCOL, Facts, Group
+from jaxspec.engine.group import JOIN_SECONDS, LAST_SECONDS, ORDER_HEAD, PROGRESS, PROTOCOL, Facts, Group, complaint
 from jaxspec.engine.orders import Chain, Order, decode
-from jaxspec.errors import ConfigError, GroupError
+from jaxspec.errors import ConfigError, GroupError, JaxspecError
 from jaxspec.nodes import Nodes
 from jaxspec.progress import Progress
 
@@ -37,7 +38,7 @@ class Follower(Group):
         """Comes to rank 0, which may start later, and waits until all have come.
 
         Raises:
-            GroupError: it has not answered in time. ConfigError: it refuses this process.
+            GroupError: it has not answered in time, or the group has ended. ConfigError: it refuses this process.
         """
         if progress:
             progress(0, 1, f"Waiting for process 0 of the group at {self.nodes.host}:{self.nodes.port}")
@@ -61,25 +62,32 @@ class Follower(Group):
             channel = Channel(sock, self.nodes.timeout)
             try:
                 channel.send_json(Say.HELLO, hello)
+                self._channel = channel  # from here on rank 0 counts on this process
                 kind, body = channel.read(most=MOST_JSON_BYTES, within=max(deadline - time.monotonic(), 1e-3))
             except GroupError as error:  # not there yet, or a proxy that is
                 why = f"it {error}"
+                self._channel = None
                 channel.close()
                 time.sleep(_RETRY_SECONDS)
                 continue
             if kind is not Say.WELCOME:
                 channel.close()
-            if kind is Say.REFUSED:
-                raise ConfigError(f"process 0 of the group refuses this one: {read_json(body).get('why')}")
-            if kind is not Say.WELCOME:
-                raise self.break_up("process 0 speaks another protocol")
-            self._channel = channel
+                raise self._turned_away(kind, body)
             self.start(self._hear, "node 0")
             self.start(self._beat, "beats of the group")
             return
         raise self.break_up(
             f"process 0 at {self.nodes.host}:{self.nodes.port} was not there within {within:g} s: {why}"
         )
+
+    def _turned_away(self, what: Say, body: bytes) -> JaxspecError:
+        """What rank 0 answers that lets nobody in."""
+        if what is Say.REFUSED:
+            return ConfigError(f"process 0 of the group refuses this one: {read_json(body).get('why')}")
+        if what is Say.END:
+            self._end()
+            return GroupError("the group has ended before all had come")
+        return self.break_up(f"process 0 {complaint(what, body)}")
 
     def meet(self, facts: Facts) -> None:
         """See `Leader.meet`."""
@@ -98,17 +106,19 @@ class Follower(Group):
         if self.failure:
             raise self.failure
 
-    def ask_to_stop(self) -> None:
-        """This process should end: rank 0 lets the group finish what it has.
+    @property
+    def has_come(self) -> bool:
+        """Whether rank 0 knows of this process, and would miss it."""
+        return self._channel is not None
 
-        Raises:
-            GroupError: it has not come to the group, or that has gone.
-        """
-        self._talk().send(Say.STOP)
+    def ask_to_stop(self) -> None:
+        """This process should end: rank 0 lets the group finish what it has. Where rank 0 has gone that shows otherwise."""
+        if (channel := self._channel) is not None:
+            with contextlib.suppress(GroupError):
+                channel.send(Say.STOP)
 
     def _talk(self) -> Channel:
-        if self._channel is None:
-            raise GroupError("this process has not come to its group yet")
+        assert self._channel is not None, "not before `join`"
         return self._channel
 
     def _hear(self) -> None:
@@ -121,19 +131,22 @@ class Follower(Group):
                 elif kind is Say.BEGIN:
                     self._begin.release()
                 elif kind is Say.END:
-                    self.ended.set()
-                    self.over.set()
+                    self._end()
                     break
-                elif kind is Say.FAILED:
-                    raise GroupError(f"says: {body[:1000].decode(errors='replace')}")
                 elif kind is not Say.BEAT:
-                    raise GroupError("speaks another protocol")
+                    raise complaint(kind, body)
         except (GroupError, ValueError, struct.error) as error:
             self.break_up(f"process 0 {error}")
         finally:
             channel.close()
         self._received.put(None)
         self._begin.release()
+
+    def _end(self) -> None:
+        """As it should."""
+        with self.telling:
+            self.ended.set()
+        self.over.set()
 
     def _take(self, body: bytes) -> None:
         number, digest = ORDER_HEAD.unpack_from(body)

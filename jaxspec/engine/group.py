@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxspec.engine.channel import Say
 from jaxspec.engine.orders import DIGEST_BYTES
 from jaxspec.errors import GroupError, JaxspecError, shown
 from jaxspec.nodes import Nodes
@@ -66,9 +67,11 @@ class Group:
             self.ended.set()
         logger.error("%s", error)
         self._failed.set()
-        self.tell_failure(why)
-        self.on_failure(error)
-        self.over.set()
+        try:
+            self.tell_failure(why)
+            self.on_failure(error)
+        finally:  # this process waits for it to end
+            self.over.set()
         return error
 
     def check(self) -> None:
@@ -100,6 +103,13 @@ class Group:
     def beat_seconds(self) -> float:
         """Between two signs of life."""
         return min(_BEAT_PART * self.nodes.timeout, 1.0)
+
+
+def complaint(what: Say, body: bytes) -> GroupError:
+    """Of the other side, which has failed, or whose message has no place here."""
+    if what is Say.FAILED:
+        return GroupError(f"says: {body[:1000].decode(errors='replace')}")
+    return GroupError("speaks another protocol")
 
 
 def difference(ours: Facts, theirs: Any) -> str | None:

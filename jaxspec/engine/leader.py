@@ -1,5 +1,7 @@
 """Rank 0 of a group: lets the others in, sends them its orders and watches them."""
 
+import contextlib
+import selectors
 import socket
 import struct
 import threading
@@ -16,6 +18,7 @@ from jaxspec.engine.group import (
     PROTOCOL,
     Facts,
     Group,
+    complaint,
     difference,
     logger,
 )
@@ -26,6 +29,8 @@ from jaxspec.progress import Progress
 
 # For one to say who it is.
 _HELLO_SECONDS = 5.0
+# While it waits for the others it looks so often whether the group has ended meanwhile.
+_LOOK_SECONDS = 0.5
 # For the others to take note of the end.
 _END_SECONDS = 2.0
 
@@ -57,32 +62,51 @@ class Leader(Group):
         self._counting = threading.Condition()
 
     def join(self, facts: Facts, progress: Progress | None = None, *, within: float = JOIN_SECONDS) -> None:
-        """Waits until every other process has come, and lets nobody else in.
+        """Waits until every other process has come, and lets nobody else in. One that ends meanwhile may come again.
 
         Args:
             facts: of this process, which all must share.
 
         Raises:
-            GroupError: some have not come in time.
+            GroupError: some have not come in time, or the group has ended: one of them may have been asked to.
         """
         deadline = time.monotonic() + within
+        said: list[int] = []
         try:
-            while len(self._members) < self.nodes.count - 1:
-                missing = [rank for rank in range(1, self.nodes.count) if rank not in self._members]
-                if progress:
+            while missing := [rank for rank in range(1, self.nodes.count) if rank not in self._members]:
+                if progress and missing != said:
                     progress(len(self._members), self.nodes.count - 1, f"Waiting for processes {missing} of the group")
-                self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
-                try:
-                    sock, peer = self._listener.accept()
-                except TimeoutError:
-                    raise self.break_up(f"processes {missing} have not come within {within:g} s") from None
-                self._admit(Channel(sock, self.nodes.timeout), peer[0], facts)
+                said = missing
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self.break_up(f"processes {missing} have not come within {within:g} s")
+                self._attend(facts, min(left, _LOOK_SECONDS))
+                self.check()
         finally:
             self._listener.close()
+            for member in self._members.values():  # if only until those that are told of the end have gone
+                self.start(lambda m=member: self._hear(m), f"node {member.rank}")  # type: ignore[misc]
         for member in self._members.values():
             self._send(member, Say.WELCOME)
-            self.start(lambda m=member: self._hear(m), f"node {member.rank}")  # type: ignore[misc]
         self.start(self._beat, "beats of the group")
+
+    def _attend(self, facts: Facts, seconds: float) -> None:
+        """Waits so long for somebody to come, or for one that has come to say something."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            for member in self._members.values():
+                selector.register(member.channel, selectors.EVENT_READ, member)
+            ready = [key.data for key, _ in selector.select(seconds)]
+        for member in filter(None, ready):
+            try:
+                self._take(member, *member.channel.read(most=MOST_JSON_BYTES, within=_HELLO_SECONDS))
+            except (GroupError, struct.error) as error:
+                logger.warning("process %d of the group %s before all have come", member.rank, error)
+                self._members.pop(member.rank).channel.close()
+        if None in ready:
+            with contextlib.suppress(TimeoutError):  # it has gone again
+                sock, peer = self._listener.accept()
+                self._admit(Channel(sock, self.nodes.timeout), peer[0], facts)
 
     def _admit(self, channel: Channel, peer: str, facts: Facts) -> None:
         try:
@@ -100,6 +124,8 @@ class Leader(Group):
             channel.close()
             return
         assert isinstance(rank, int)
+        if rank in self._members:
+            self._members[rank].channel.close()  # of a process that has ended, see `_obstacle`
         self._members[rank] = _Member(rank, channel)
         logger.info("process %d of the group has come from %s", rank, peer)
 
@@ -157,24 +183,24 @@ class Leader(Group):
     def _hear(self, member: _Member) -> None:
         try:
             while True:
-                kind, body = member.channel.read()
-                if kind is Say.BEAT:
-                    self._note(member, *PROGRESS.unpack(body))
-                elif kind is Say.READY:
-                    with self._counting:
-                        member.ready = read_json(body)
-                        self._counting.notify_all()
-                elif kind is Say.STOP:
-                    self.on_stop()
-                elif kind is Say.FAILED:
-                    raise GroupError(f"says: {body[:1000].decode(errors='replace')}")
-                else:
-                    raise GroupError("speaks another protocol")
+                self._take(member, *member.channel.read())
         except (GroupError, struct.error) as error:
             member.gone.set()
             self.break_up(f"process {member.rank} {error}")
         finally:
             member.channel.close()
+
+    def _take(self, member: _Member, what: Say, body: bytes) -> None:
+        if what is Say.BEAT:
+            self._note(member, *PROGRESS.unpack(body))
+        elif what is Say.READY:
+            with self._counting:
+                member.ready = read_json(body)
+                self._counting.notify_all()
+        elif what is Say.STOP:
+            self.on_stop()
+        else:
+            raise complaint(what, body)
 
     def _note(self, member: _Member, finished: int, received: int, digest: bytes) -> None:
         with self._counting:
@@ -204,7 +230,7 @@ class Leader(Group):
     def tell_failure(self, why: str) -> None:
         with self._counting:
             self._counting.notify_all()
-        for member in self._members.values():
+        for member in list(self._members.values()):  # others may be coming
             if not member.gone.is_set():
                 member.channel.send_last(Say.FAILED, why.encode(), LAST_SECONDS)
 
@@ -214,16 +240,13 @@ class Leader(Group):
             if self.ended.is_set():
                 return
             self.ended.set()
-        self._listener.close()
         with self._counting:
             self._counting.notify_all()
-        for member in self._members.values():
-            try:
-                member.channel.send(Say.END)
-            except GroupError:
-                member.gone.set()
+        members = list(self._members.values())  # others may be coming
+        for member in members:
+            member.channel.send_last(Say.END, b"", LAST_SECONDS)
         deadline = time.monotonic() + _END_SECONDS
-        for member in self._members.values():
+        for member in members:
             member.gone.wait(max(deadline - time.monotonic(), 0))
         self.over.set()
 
@@ -236,6 +259,7 @@ def _listen(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen()
+        sock.settimeout(_LOOK_SECONDS)
     except OSError as error:
         if sock is not None:
             sock.close()

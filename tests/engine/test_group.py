@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from jaxspec.engine.channel import Channel
+from jaxspec.engine.channel import Channel, Say
 from jaxspec.engine.follower import Follower
+from jaxspec.engine.group import PROTOCOL
 from jaxspec.engine.leader import Leader
 from jaxspec.engine.orders import Kind, Order, decode, encode
 from jaxspec.errors import ConfigError, GroupError
@@ -172,6 +173,127 @@ def test_options_of_a_group_make_sense(options, named):
     there = nodes_of(2, 1, "tcp://[::1]:80", timeout=30.0, step_timeout=None)
     assert there == Nodes(2, 1, "::1", 80)
     assert there.coordinator == "[::1]:81"
+
+
+# --- how it ends before all have come ---
+
+
+class Joining(threading.Thread):
+    """A process that waits for the others, and what came of it."""
+
+    def __init__(self, group: Leader | Follower):
+        super().__init__(daemon=True)
+        self._group = group
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._group.join({}, within=60)
+        except (ConfigError, GroupError) as error:
+            self.error = error
+
+    def ends(self) -> Exception | None:
+        self.join(SLACK)
+        assert not self.is_alive()
+        return self.error
+
+
+@contextlib.contextmanager
+def waiting_for_a_third(caplog: pytest.LogCaptureFixture) -> Iterator[tuple[Leader, Joining, Follower, Joining]]:
+    """Rank 0 and rank 1 of a group of three."""
+    caplog.set_level(logging.INFO, "jaxspec.nodes")
+    port = free_ports()
+    leader, follower = (Leader(Nodes(3, 0, "127.0.0.1", port)), Follower(Nodes(3, 1, "127.0.0.1", port)))
+    joining = [Joining(leader), Joining(follower)]
+    wait_for("process 1 of the group has come", caplog)
+    yield leader, joining[0], follower, joining[1]
+    leader.end()
+    joining[0].ends()
+
+
+def wait_for(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    deadline = time.monotonic() + SLACK
+    while text not in caplog.text:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.01)
+
+
+def test_a_process_that_is_asked_to_end_while_it_waits_tells_the_others(caplog):
+    """Rank 0 ends the group, which is an orderly end for those that wait."""
+    with waiting_for_a_third(caplog) as (leader, leading, follower, following):
+        leader.on_stop = threading.Thread(target=leader.end).start
+        follower.ask_to_stop()
+        assert isinstance(following.ends(), GroupError)
+        assert isinstance(leading.ends(), GroupError)
+        assert follower.over.is_set()
+        assert leader.failure is follower.failure is None
+
+
+def test_a_process_that_fails_tells_those_that_wait(caplog):
+    with waiting_for_a_third(caplog) as (leader, leading, follower, following):
+        leader.fail(ConfigError("no such device"))
+        named = "process 0 says: process 0 has failed: no such device"
+        assert named in str(following.ends())
+        assert named in str(follower.failure)
+        assert leading.ends() is leader.failure
+
+
+def test_a_process_that_ends_while_others_wait_is_missed_and_may_come_again(caplog):
+    """At once, before the third has come; the connection of the one that has ended is closed."""
+    caplog.set_level(logging.INFO, "jaxspec.nodes")
+    port = free_ports()
+    leader = Leader(Nodes(3, 0, "127.0.0.1", port))
+    said: list[str] = []
+    leading = threading.Thread(target=leader.join, args=({}, lambda _done, _all, what: said.append(what)), daemon=True)
+    leading.start()
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        Channel(sock, 5.0).send_json(Say.HELLO, {"rank": 1, "count": 3, "facts": {"protocol": str(PROTOCOL)}})
+        wait_for("process 1 of the group has come", caplog)
+        sock.shutdown(socket.SHUT_WR)
+        wait_for("process 1 of the group has closed the connection before all have come", caplog)
+        sock.settimeout(SLACK)
+        assert sock.recv(1) == b""
+    followers = [Follower(Nodes(3, rank, "127.0.0.1", port)) for rank in (1, 2)]
+    following = [Joining(follower) for follower in followers]
+    assert [joining.ends() for joining in following] == [None, None]
+    leading.join(SLACK)
+    assert [what.partition(" of ")[0] for what in said[:3]] == [
+        f"Waiting for processes {missing}" for missing in ([1, 2], [2], [1, 2])
+    ]
+    leader.end()
+    assert followers[0].over.wait(SLACK)
+    assert followers[0].failure is None
+
+
+def test_the_end_does_not_wait_for_a_process_that_takes_nothing():
+    """Not even where another thread waits for it already, for as long as --node-timeout says."""
+    port = free_ports()
+    leader = Leader(Nodes(2, 0, "127.0.0.1", port, 600.0))
+    joining = Joining(leader)
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        Channel(sock, 5.0).send_json(Say.HELLO, {"rank": 1, "count": 2, "facts": {"protocol": str(PROTOCOL)}})
+        assert joining.ends() is None
+        sent: list[int] = []
+
+        def flood() -> None:
+            with contextlib.suppress(GroupError):
+                while True:
+                    leader.send(Order(Kind.STEP, 0, (np.zeros(1 << 20, np.int32),)))
+                    sent.append(len(sent))
+
+        threading.Thread(target=flood, daemon=True).start()
+        deadline = time.monotonic() + SLACK
+        while True:  # until it waits for the other side
+            before = len(sent)
+            time.sleep(0.5)
+            if before == len(sent):
+                break
+            assert time.monotonic() < deadline
+        ending = threading.Thread(target=leader.end, daemon=True)
+        ending.start()
+        ending.join(SLACK)
+        assert not ending.is_alive()
 
 
 # --- how it ends ---
