@@ -159,6 +159,8 @@ def finish(given: argparse.Namespace) -> None:
         pages = pages_for(_whole("--max-total-tokens", taken["max_total_tokens"]), PAGE_SIZE) + 1
         given.num_gpu_blocks_override = pages
     if "master_addr" in taken:
+        if "coordinator" in given:
+            raise UsageError("--master-addr and --coordinator name the same place: give one of them")
         given.coordinator = f"{taken['master_addr']}:{taken.get('master_port', _MASTER_PORT)}"
     elif "master_port" in taken:
         raise UsageError("--master-port needs --master-addr; or give --coordinator HOST:PORT")

@@ -184,6 +184,10 @@ def test_what_is_meant_is_done(words, options):
         (["--max-model-len", "0.5"], "must be a whole number"),
         (["--chunked-prefill-size", "-1"], "must be a whole number"),
         (["a", "--model", "b"], "the model is given twice: a and --model b"),
+        (
+            ["--master-addr", "10.0.0.1", "--coordinator", "10.0.0.2:7000"],
+            "--master-addr and --coordinator name the same place: give one of them",
+        ),
         (["a", "--tokenizer", "b"], "--tokenizer b is not supported: the tokenizer is the one in the model's folder"),
         (["--speculative-algorithm", "DFLASH"], "--speculative-algorithm DFLASH is not supported: use EAGLE3 with"),
         (["--speculative-algorithm", "EAGLE3"], "needs a draft: give --speculative-draft-model-path"),
