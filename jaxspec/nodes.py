@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from jaxspec.config import flagged
 from jaxspec.errors import ConfigError, shown
 
 MAX_NODES = 1024
@@ -65,3 +66,17 @@ def nodes_of(
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65535:
         raise ConfigError(f"--coordinator must be HOST:PORT with a port from 1 to 65534, got {shown(coordinator)}")
     return Nodes(count, rank, host, int(port), timeout, step_timeout)
+
+
+def devices_of_each(tensor_parallel_size: int, processes: int) -> int:
+    """How many devices each of the processes brings.
+
+    Raises:
+        ConfigError: they cannot bring as many each.
+    """
+    if tensor_parallel_size % processes:
+        raise ConfigError(
+            f"{flagged('tensor_parallel_size')} {tensor_parallel_size} must be a multiple of {processes}, the number of "
+            "processes (--nnodes), because each brings as many devices"
+        )
+    return tensor_parallel_size // processes

@@ -208,7 +208,7 @@ def _serve_resolved(resolved: Resolved, fallbacks: Mapping[str, Any]) -> int:
 
         check_override(arguments.override_generation_config)
     keys = api_keys(arguments)
-    nodes = nodes_given(arguments)
+    nodes = nodes_given(arguments, config)
     # Before anything is imported that reads them.
     os.environ.update(resolved.variables)
     from jaxspec.engine.leader import Leader

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from jaxspec.errors import GroupError, JaxspecError
-from jaxspec.nodes import NODE_TIMEOUT, Nodes, nodes_of
+from jaxspec.nodes import NODE_TIMEOUT, Nodes, devices_of_each, nodes_of
 
 if TYPE_CHECKING:
     from jaxspec.config import EngineConfig
@@ -37,18 +37,21 @@ def add_node_flags(group: argparse._ActionsContainer, flag: Callable[..., None])
     flag(group, "--node-timeout", "SECONDS", f"{timeout} (default: {NODE_TIMEOUT:g})", type=float, default=NODE_TIMEOUT)
 
 
-def nodes_given(arguments: argparse.Namespace) -> Nodes | None:
+def nodes_given(arguments: argparse.Namespace, config: "EngineConfig") -> Nodes | None:
     """
     Raises:
-        ConfigError: the options of the group make no sense.
+        ConfigError: the options of the group make no sense, or its processes cannot bring as many devices each.
     """
-    return nodes_of(
+    nodes = nodes_of(
         arguments.nnodes,
         arguments.node_rank,
         arguments.coordinator,
         timeout=arguments.node_timeout,
         step_timeout=arguments.engine_timeout or None,
     )
+    if nodes is not None:
+        devices_of_each(config.tensor_parallel_size, nodes.count)
+    return nodes
 
 
 def lead(group: "Leader", run: Callable[[], int]) -> NoReturn:

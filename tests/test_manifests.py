@@ -87,7 +87,8 @@ def parsed(words: list[str]) -> tuple[EngineConfig, Nodes | None, dict[str, Any]
     resolved = resolve_serve(words[2:])
     assert not resolved.notes
     assert resolved.arguments.shutdown_timeout == SHUTDOWN_SECONDS
-    return engine_config(resolved.arguments)[0], nodes_given(resolved.arguments), vars(resolved.arguments)
+    config, _ = engine_config(resolved.arguments)
+    return config, nodes_given(resolved.arguments, config), vars(resolved.arguments)
 
 
 def test_replicas_are_servers_of_their_own():

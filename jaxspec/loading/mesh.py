@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxspec.config import flagged
 from jaxspec.errors import ConfigError
 from jaxspec.models.params import TENSOR_AXIS
+from jaxspec.nodes import devices_of_each
 
 # NCCL and NVSHMEM read these when devices first talk to each other.
 _MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -39,12 +40,7 @@ def choose_devices(devices: Sequence[Any], processes: int, tensor_parallel_size:
     Raises:
         ConfigError: there are fewer.
     """
-    if tensor_parallel_size % processes:
-        raise ConfigError(
-            f"{flagged('tensor_parallel_size')} {tensor_parallel_size} must be a multiple of {processes}, the number of "
-            "processes (--nnodes), because each brings as many devices"
-        )
-    each = tensor_parallel_size // processes
+    each = devices_of_each(tensor_parallel_size, processes)
     chosen = []
     for rank in range(processes):
         own = [device for device in devices if device.process_index == rank]

@@ -81,6 +81,12 @@ def test_an_unknown_command(capsys):
         (["serve", "--metrics-prefix", "a b"], "--metrics-prefix must be a plain name, got 'a b'"),
         (["serve", "--max-num-queued-requests", "0"], "--max-num-queued-requests must be at least 1, got 0"),
         (["serve", "--host", "256.1.1.1", "--port", "0"], None),
+        # Before the others are waited for, or the model is looked for.
+        (
+            ["serve", "/no/such/model", "--nnodes", "2", "--node-rank", "1", "--coordinator", "127.0.0.1:1"],
+            "tensor_parallel_size (--tensor-parallel-size) 1 must be a multiple of 2, the number of processes (--nnodes), "
+            "because each brings as many devices",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_line(capsys, argv, message):
