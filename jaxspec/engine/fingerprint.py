@@ -108,16 +108,24 @@ def _path(kind: type, *, known: bool = True) -> str:
 
 def environment(devices: tuple[jax.Device, ...]) -> Any:
     """What does not change while the process runs, as JSON."""
-    options = {name: str(getattr(jax.config, name, None)) for name in _JAX_OPTIONS}
-    return [*_of_process(), options, [_of_device(device) for device in devices], len(jax.devices())]
+    return [software(), [_of_device(device) for device in devices], len(jax.devices())]
+
+
+def software() -> dict[str, str]:
+    """Versions, sources, flags and jax's options by name, without a look at a device. What is only for people is no part."""
+    return _of_process() | {name: str(getattr(jax.config, name, None)) for name in _JAX_OPTIONS}
 
 
 @functools.cache
-def _of_process() -> tuple[Any, ...]:
+def _of_process() -> dict[str, str]:
     libraries = [f"nvidia-{name}{suffix}" for name in _LIBRARIES for suffix in ("", "-cu12", "-cu13")]
-    versions = {name: _version(name) for name in (*_VERSIONED, *_PLUGINS, *libraries)}
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith("--xla_dump"))
-    return (list(sys.version_info[:2]), versions, flags, source_digest())
+    return {
+        **{name: str(_version(name)) for name in (*_VERSIONED, *_PLUGINS, *libraries)},
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "XLA_FLAGS": " ".join(flags),
+        "jaxspec's sources": source_digest(),
+    }
 
 
 def forget_process() -> None:

@@ -3,15 +3,14 @@
 import hashlib
 import importlib.metadata
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import jax
 
-from jaxspec.config import EngineConfig
-from jaxspec.engine.fingerprint import source_digest
+from jaxspec.config import EngineConfig, flagged
+from jaxspec.engine.fingerprint import software
 from jaxspec.engine.follower import Follower
 from jaxspec.engine.group import JOIN_SECONDS
 from jaxspec.engine.leader import Leader
@@ -38,9 +37,7 @@ def join(group: Leader | Follower, folder: Path, config: EngineConfig, progress:
     nodes = group.nodes
     switch_multicast_off(os.environ)
     if config.compilation_cache_dir not in (None, "off"):
-        raise ConfigError(
-            "compilation_cache_dir (--compilation-cache-dir): several processes keep no steps; leave it out"
-        )
+        raise ConfigError(f"{flagged('compilation_cache_dir')}: several processes keep no steps; leave it out")
     group.join(facts_of(folder, config), progress)
     # It would take SIGTERM for itself, and this process would not end.
     jax.config.update("jax_enable_preemption_service", False)
@@ -60,12 +57,10 @@ def join(group: Leader | Follower, folder: Path, config: EngineConfig, progress:
 
 def facts_of(folder: Path, config: EngineConfig) -> dict[str, str]:
     """What processes that share steps must have in common: versions, sources, model, options."""
-    facts = {name: importlib.metadata.version(name) for name in ("jaxspec", "jax", "jaxlib")}
-    facts |= {"jaxspec's sources": source_digest()[:16]}
-    facts |= {"Python": ".".join(platform.python_version_tuple()[:2]), "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+    facts = {"jaxspec": importlib.metadata.version("jaxspec"), **software()}
     for option in fields(EngineConfig):
         if option.name not in _OF_HOST | _OF_CONTENT:
-            facts[f"--{option.name.replace('_', '-')}"] = str(getattr(config, option.name))
+            facts[flagged(option.name)] = str(getattr(config, option.name))
     facts["the model's content"] = digest_of(folder)
     if config.speculative_model is not None:
         facts["the draft's content"] = digest_of(resolve_model(config.speculative_model))

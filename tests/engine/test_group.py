@@ -13,18 +13,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from jaxspec.config import EngineConfig
+from jaxspec.engine import fingerprint
 from jaxspec.engine.channel import Channel, Say
 from jaxspec.engine.follower import Follower
-from jaxspec.engine.group import PROTOCOL
+from jaxspec.engine.group import PROTOCOL, difference
 from jaxspec.engine.leader import Leader
 from jaxspec.engine.orders import Kind, Order, decode, encode
 from jaxspec.errors import ConfigError, GroupError
+from jaxspec.loading.join import facts_of
 from jaxspec.nodes import Nodes, nodes_of
 from tests.cut_proxy import CutProxy, free_ports
 from tests.engine.group_process import TIMEOUT
@@ -120,6 +124,32 @@ def test_only_the_expected_ranks_with_the_same_facts_come_in(caplog):
     leader.end()
     assert first.over.wait(5)
     assert first.failure is None
+
+
+@pytest.fixture
+def process_again() -> Iterator[None]:
+    """What is read once in a process is read anew, and once more afterwards."""
+    fingerprint.forget_process()
+    yield
+    fingerprint.forget_process()
+
+
+@pytest.mark.usefixtures("process_again")
+def test_what_compiled_steps_follow_from_is_compared(tmp_path, monkeypatch):
+    """XLA's flags but those that write files for people, and jax's options, which variables of the environment set."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def facts(flags: str) -> dict[str, str]:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        fingerprint.forget_process()
+        return facts_of(tmp_path, EngineConfig())
+
+    ours = facts("--xla_gpu_enable_triton_gemm=false --xla_dump_to=/tmp/host0")
+    assert facts("--xla_dump_to=/tmp/host1 --xla_gpu_enable_triton_gemm=false") == ours
+    assert "XLA_FLAGS is" in (difference(ours, facts("--xla_gpu_enable_triton_gemm=true")) or "")
+    with jax.default_matmul_precision("highest"):
+        theirs = facts("--xla_gpu_enable_triton_gemm=false")
+    assert difference(ours, theirs) == ("jax_default_matmul_precision is 'highest' there and 'None' here (process 0)")
 
 
 def test_what_was_made_of_the_options_must_be_equal():

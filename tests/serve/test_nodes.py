@@ -298,6 +298,6 @@ def test_every_kind_of_order_is_followed(folder):
 def test_a_process_with_other_options_is_refused(folder):
     with two_nodes(folder, follower=("--seed", "5")) as group:
         assert group.nodes[1].ends(START) == 1
-        assert "refuses this one: --seed is '5' there and '0' here" in group.nodes[1].output
+        assert "refuses this one: seed (--seed) is '5' there and '0' here" in group.nodes[1].output
         group.nodes[0].process.terminate()
         assert group.nodes[0].ends(SLACK) == 0, group.outputs
