@@ -242,8 +242,9 @@ def spread_heads(model: nnx.Module, devices: int) -> dict[ParamPath, Callable[[j
         for name in names:
             variable: nnx.Param = getattr(module, name)
             function = functools.partial(module.spread, name, kv_heads=devices)
-            value = jax.eval_shape(function, variable.get_value())
-            setattr(module, name, nnx.Param(value, **variable.get_metadata()))
+            before = variable.get_value()
+            value = jax.eval_shape(function, before)
+            setattr(module, name, nnx.Param(value, **variable.get_metadata(), unspread=before.shape))
             changed[*at, name] = function
         module.spec = replace(module.spec, num_kv_heads=devices)
         arrays = tuple(replace(array, shape=(devices, *array.shape[1:])) for array in module.cache_spec.arrays)

@@ -176,7 +176,7 @@ def with_shardings(model: nnx.Module, mesh: Mesh) -> dict[tuple[str | int, ...],
     for path, variable in declarations(model).items():
         value = variable.get_value()
         metadata = variable.get_metadata()
-        for axis, size, block, _ in _split_axes(variable):
+        for axis, size, block, _ in _split_axes(variable, value.shape):
             if size % devices:
                 raise ConfigError(
                     f"tensor parallel size {devices} does not divide {size}, the {axis} axis of {dotted(path)}; "
@@ -193,10 +193,10 @@ def with_shardings(model: nnx.Module, mesh: Mesh) -> dict[tuple[str | int, ...],
     return out
 
 
-def _split_axes(variable: nnx.Variable) -> list[tuple[str, int, int, int]]:
+def _split_axes(variable: nnx.Variable, shape: tuple[int, ...]) -> list[tuple[str, int, int, int]]:
     """Logical name, size and block of each axis of a parameter that a mesh splits, and how many heads it spreads over."""
     metadata = variable.get_metadata()
-    axes = zip(metadata["axes"], variable.get_value().shape, metadata["block"], strict=True)
+    axes = zip(metadata["axes"], shape, metadata["block"], strict=True)
     return [(axis, size, block, metadata["spreads"]) for axis, size, block in axes if axis in AXIS_RULES]
 
 
@@ -207,8 +207,10 @@ def fits(devices: int, size: int, block: int = 1, spreads: int = 1) -> bool:
 
 
 def _fitting_words(model: nnx.Module) -> str:
-    """The tensor parallel sizes that split a model evenly, in words."""
-    split = [axis for variable in declarations(model).values() for axis in _split_axes(variable)]
+    """The tensor parallel sizes that split a model evenly, in words; of heads that are spread, those of the model itself."""
+    split = []
+    for variable in declarations(model).values():
+        split += _split_axes(variable, variable.get_metadata().get("unspread", variable.get_value().shape))
     sizes = range(1, min(max(size, spreads) for _, size, _, spreads in split) + 1)
     *others, last = (str(n) for n in sizes if all(fits(n, *rest) for _, *rest in split))
     return f"{', '.join(others)} or {last}" if others else last

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxspec import comm
@@ -368,10 +370,41 @@ def test_parts_lie_in_the_order_of_the_mesh():
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_names_the_sizes_that_would_do(name, change, devices, message):
-    model = CausalLM(read_config(CONFIGS[name] | change), jnp.float32)
-    assert not spread_heads(model, devices)
     with pytest.raises(ConfigError, match=re.escape(message) + "$"):
-        with_shardings(model, jax.sharding.AbstractMesh((devices,), (TENSOR_AXIS,)))
+        split(CausalLM(read_config(CONFIGS[name] | change), jnp.float32), devices)
+
+
+def split(model: CausalLM, devices: int) -> None:
+    """Over a mesh that need not be there."""
+    spread_heads(model, devices)
+    with_shardings(model, jax.sharding.AbstractMesh((devices,), (TENSOR_AXIS,)))
+
+
+@settings(max_examples=12, deadline=None)
+@example(kv_heads=2, groups=6, columns=189)
+@given(
+    kv_heads=st.sampled_from([1, 2, 3]), groups=st.sampled_from([1, 2, 6]), columns=st.sampled_from([12, 16, 21, 36])
+)
+def test_sizes_that_are_named_are_those_that_split(kv_heads, groups, columns):
+    """Whatever size is asked for, one that spreads key heads over devices too: the same sizes are named, and only they work."""
+    heads = kv_heads * groups
+    config = read_config(
+        CONFIGS["llama"]
+        | {
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16, "num_hidden_layers": 1,
+            "intermediate_size": columns, "vocab_size": 72,
+        }
+    )  # fmt: skip
+    named, working = set(), {1}
+    for devices in range(2, heads + 2):
+        try:
+            split(CausalLM(config, jnp.float32), devices)
+        except ConfigError as error:
+            named.add(str(error).partition("; use ")[2])
+        else:
+            working.add(devices)
+    *others, last = map(str, sorted(working))
+    assert named == {f"{', '.join(others)} or {last}" if others else last}
 
 
 def test_mesh_follows_device_order():
