@@ -1,6 +1,7 @@
 """Loads models, NextN layers and drafts from a Hugging Face folder or a converted one, with equal bits."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from jaxspec.loading.parts import DRAFT, EMBED, HEAD, MTP, WEIGHTS, PartTargets,
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.eagle3 import Eagle3, check_d2t, is_eagle3, read_eagle3_config
-from jaxspec.models.gqa import spread_heads
+from jaxspec.models.gqa import Spread, spread_heads
 from jaxspec.models.keymap import ParamPath
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import (
@@ -134,9 +135,14 @@ def _on_mesh(model: nnx.Module, mesh: Mesh) -> tuple[PartTargets, Callable[[_Val
     whole = NamedSharding(mesh, PartitionSpec())
     read = {path: jax.ShapeDtypeStruct(stored[path].shape, stored[path].dtype, sharding=whole) for path in changed}
 
+    @functools.cache
+    def jitted(spread: Spread, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        """One executable for all layers."""
+        return jax.jit(spread, out_shardings=sharding)
+
     def finish(values: _Values) -> _Values:
         return {
-            path: jax.jit(changed[path], out_shardings=targets[path].sharding)(value) if path in changed else value
+            path: jitted(changed[path], targets[path].sharding)(value) if path in changed else value
             for path, value in values.items()
         }
 

@@ -1,7 +1,5 @@
 """Grouped-query attention (arXiv 2305.13245) over paged keys and values."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -192,15 +190,6 @@ class GQA(nnx.Module):
         keys, values = cache
         return write_kv(keys, values, k_TKD, v_TKD, meta.pages, meta.offsets)
 
-    def spread(self, name: str, weight: jax.Array, kv_heads: int) -> jax.Array:
-        """A parameter of this layer for more key heads: each is there several times, for some of its queries each time."""
-        if name == "o":
-            return weight.reshape(weight.shape[0], kv_heads, -1, weight.shape[-1])
-        keys = [weight[:, -2:]] if name in ("qkv", "qkv_bias") else []
-        queries = weight[:, : weight.shape[1] - 2 * len(keys)]
-        queries = queries.reshape(kv_heads, -1, *weight.shape[2:])
-        return jnp.concatenate([queries, *(jnp.repeat(kv, kv_heads // len(kv), axis=0) for kv in keys)], axis=1)
-
     def _place(self, norm: str, x: jax.Array, rope: RopeTables) -> jax.Array:
         """Queries [T, K, G, D] or keys [T, K, D], normed and rotated."""
         dims = self.spec.norm_dims
@@ -223,7 +212,26 @@ class GQA(nnx.Module):
         return out_TH + self.o_bias[...] if self.spec.out_bias else out_TH
 
 
-def spread_heads(model: nnx.Module, devices: int) -> dict[ParamPath, Callable[[jax.Array], jax.Array]]:
+@dataclass(frozen=True)
+class Spread:
+    """Makes a parameter of `GQA` one for more key heads: each is there several times, for some of its queries each time.
+
+    Those of equal layers are equal: they need one executable.
+    """
+
+    name: str
+    kv_heads: int
+
+    def __call__(self, weight: jax.Array) -> jax.Array:
+        if self.name == "o":
+            return weight.reshape(weight.shape[0], self.kv_heads, -1, weight.shape[-1])
+        keys = [weight[:, -2:]] if self.name in ("qkv", "qkv_bias") else []
+        queries = weight[:, : weight.shape[1] - 2 * len(keys)]
+        queries = queries.reshape(self.kv_heads, -1, *weight.shape[2:])
+        return jnp.concatenate([queries, *(jnp.repeat(kv, self.kv_heads // len(kv), axis=0) for kv in keys)], axis=1)
+
+
+def spread_heads(model: nnx.Module, devices: int) -> dict[ParamPath, Spread]:
     """Gives layers with fewer key heads than devices one for each device: devices then share keys, and split queries.
 
     Layers that cannot be spread so stay as they are, and `with_shardings` refuses them.
@@ -231,7 +239,7 @@ def spread_heads(model: nnx.Module, devices: int) -> dict[ParamPath, Callable[[j
     Returns:
         By path of the parameters whose shape has changed: what makes it of the one that checkpoints have.
     """
-    changed: dict[ParamPath, Callable[[jax.Array], jax.Array]] = {}
+    changed: dict[ParamPath, Spread] = {}
     modules: list[tuple[Any, nnx.Module]] = list(nnx.iter_modules(model))
     for at, module in modules:
         if not isinstance(module, GQA) or devices <= (K := module.spec.num_kv_heads):
@@ -241,7 +249,7 @@ def spread_heads(model: nnx.Module, devices: int) -> dict[ParamPath, Callable[[j
             continue
         for name in names:
             variable: nnx.Param = getattr(module, name)
-            function = functools.partial(module.spread, name, kv_heads=devices)
+            function = Spread(name, devices)
             before = variable.get_value()
             value = jax.eval_shape(function, before)
             setattr(module, name, nnx.Param(value, **variable.get_metadata(), unspread=before.shape))

@@ -9,7 +9,7 @@ import pytest
 from convert.convert import convert_checkpoint
 from jaxspec import LLM, SamplingParams
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.gqa import GQA, spread_heads
+from jaxspec.models.gqa import GQA, Spread, spread_heads
 from jaxspec.models.registry import read_config
 from tests.conftest import few_buckets
 from tests.tiny_models import CONFIGS, tiny_checkpoint
@@ -26,10 +26,12 @@ def test_each_query_keeps_its_key(name: str):
     assert isinstance(layer, GQA)
     K, heads, D = layer.spec.num_kv_heads, layer.spec.num_heads, layer.spec.head_dim
     before = {n: v.shape for n in ("qkv", "o", "qkv_bias", "sinks") if (v := getattr(layer, n, None)) is not None}
-    assert len(spread_heads(model, heads)) == len(before) * len(model.layers)
+    changed = spread_heads(model, heads)
+    assert len(changed) == len(before) * len(model.layers)
+    assert set(changed.values()) == {Spread(name, heads) for name in before}  # one executable for all layers
     for weight, shape in before.items():
         stored = jnp.arange(np.prod(shape)).reshape(shape)
-        spread = layer.spread(weight, stored, heads)
+        spread = Spread(weight, heads)(stored)
         assert spread.shape == getattr(layer, weight).shape
         if weight == "o":
             np.testing.assert_array_equal(spread.reshape(-1, heads, D), stored.reshape(-1, heads, D))
