@@ -13,6 +13,7 @@ from jaxspec.config import DEFAULT_SPECULATIVE_TOKENS, EngineConfig, with_option
 from jaxspec.engine.output import Alternatives, FinishReason, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
+from jaxspec.grammar.thought import NO_PREFACE, Preface, answer_preface, prompt_end, reasoning_parser
 from jaxspec.progress import COMPILING, Progress, PromptsBar, StartBar, wants_bar
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.speculative_config import with_speculative_config
@@ -204,20 +205,7 @@ class LLM:
             InvalidRequestError: a prompt or parameter that cannot be served; then nothing is generated.
         """
         batch = _as_batch(prompts)
-        each = (
-            list(params)
-            if isinstance(params, Sequence)
-            else [params or self.get_default_sampling_params()] * len(batch)
-        )
-        if len(each) != len(batch):
-            raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters", param="params")
-        requests = [
-            self.make_request(prompt, one) for prompt, p in zip(batch, each, strict=True) for one in p.choices()
-        ]
-        if not wants_bar(use_tqdm):
-            return self.run(requests)
-        with contextlib.closing(PromptsBar(len(requests))) as bar:
-            return self.run(requests, bar)
+        return self._run_choices(batch, params, [NO_PREFACE] * len(batch), use_tqdm)
 
     def chat(
         self,
@@ -225,21 +213,37 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Answers to one conversation or to many, through the model's chat template; otherwise as `generate`.
 
+        Structured outputs are for the answer: where the model thinks, they begin after its thought, which the text has too.
+
         Args:
             messages: `{"role": ..., "content": ...}`, oldest first, both texts.
             add_generation_prompt: the template opens the assistant's answer.
+            chat_template_kwargs: other variables of the template, such as `enable_thinking`.
 
         Raises:
             InvalidRequestError: as `generate`; also messages that are none, and a model without a chat template.
         """
-        prompts = [self.chat_prompt(each, add_generation_prompt=add_generation_prompt) for each in _as_chats(messages)]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        prompts = [
+            self.chat_prompt(
+                each, add_generation_prompt=add_generation_prompt, chat_template_kwargs=chat_template_kwargs
+            )
+            for each in _as_chats(messages)
+        ]
+        prefaces = [self.chat_preface(ids, chat_template_kwargs) for ids in prompts]
+        return self._run_choices(prompts, params, prefaces, use_tqdm)
 
-    def chat_prompt(self, messages: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
+    def chat_prompt(
+        self,
+        messages: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The ids of a conversation, for `generate` and `stream`.
 
         Raises:
@@ -254,11 +258,32 @@ class LLM:
                 if not isinstance(message.get(name), str):
                     raise InvalidRequestError(f"messages[{index}].{name} must be a text", param="messages")
         return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, limit=self.engine.max_model_len
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            limit=self.engine.max_model_len,
+            variables=chat_template_kwargs,
         )
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def chat_preface(
+        self, prompt_ids: Sequence[int], chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> Preface:
+        """What may come before an answer's structured output, for `stream` and `make_request`: as `chat` has it.
+
+        Args:
+            prompt_ids: of `chat_prompt`, with the same `chat_template_kwargs`.
+        """
+        if self.tokenizer is None:
+            return NO_PREFACE
+        thoughts = reasoning_parser(None, self.tokenizer.chat_template)
+        return answer_preface(thoughts, prompt_end(self.tokenizer, prompt_ids), chat_template_kwargs or {})
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, preface: Preface = NO_PREFACE
+    ) -> Iterator[RequestOutput]:
         """The outputs for one prompt, one a step, as they come. Who stops reading aborts the request.
+
+        Args:
+            preface: as in `make_request`.
 
         Raises:
             InvalidRequestError: as `generate`, and for n > 1.
@@ -266,7 +291,7 @@ class LLM:
         params = params or self.get_default_sampling_params()
         if params.n != 1:
             raise InvalidRequestError("a stream has one output: use generate", param="n")
-        request = self.make_request(prompt, params)
+        request = self.make_request(prompt, params, preface)
         request_id = request.id
         self.engine.add(request)
         try:
@@ -279,8 +304,11 @@ class LLM:
         finally:
             self.engine.abort(request_id)
 
-    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def make_request(self, prompt: Prompt, params: SamplingParams, preface: Preface = NO_PREFACE) -> Request:
         """A request for `run`.
+
+        Args:
+            preface: what may come before what `params.structured_outputs` asks for.
 
         Raises:
             InvalidRequestError: it needs a tokenizer and the model has none, or the prompt is an empty text.
@@ -294,7 +322,7 @@ class LLM:
                 raise InvalidRequestError("the prompt is empty", param="prompt")
             prompt = self.tokenizer.encode(prompt)
         asked = params.structured_outputs
-        rule = output_rule(self.tokenizer, prompt, params, self.grammars.compile(asked) if asked else None)
+        rule = output_rule(self.tokenizer, prompt, params, self.grammars.compile(asked, preface) if asked else None)
         return Request(f"generate-{next(self._counter)}", prompt, params, rule)
 
     def run(self, requests: Sequence[Request], bar: PromptsBar | None = None) -> list[Completion]:
@@ -323,6 +351,31 @@ class LLM:
                 self.engine.abort(request_id)
         synthetic = self.engine.settings.synthetic_acceptance_length
         return [run.completion(synthetic) for run in runs.values()]
+
+    def _run_choices(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        prefaces: Sequence[Preface],
+        use_tqdm: bool | None,
+    ) -> list[Completion]:
+        """See `generate`. `prefaces`: of each prompt."""
+        each = (
+            list(params)
+            if isinstance(params, Sequence)
+            else [params or self.get_default_sampling_params()] * len(prompts)
+        )
+        if len(each) != len(prompts):
+            raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", param="params")
+        requests = [
+            self.make_request(prompt, one, preface)
+            for prompt, p, preface in zip(prompts, each, prefaces, strict=True)
+            for one in p.choices()
+        ]
+        if not wants_bar(use_tqdm):
+            return self.run(requests)
+        with contextlib.closing(PromptsBar(len(requests))) as bar:
+            return self.run(requests, bar)
 
     def describe(self) -> dict[str, str | int]:
         """What was loaded and how it runs, for people: label -> value, in order."""

@@ -8,19 +8,25 @@ from typing import Any
 
 from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError
+from jaxspec.grammar.thought import (
+    NO_PREFACE,
+    Preface,
+    ReasoningFormat,
+    ThinkTags,
+    answer_preface,
+    prompt_end,
+    reasoning_parser,
+)
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
 from serve.generation import Choice, Delta
 from serve.parsers.events import Event, Reasoning
 from serve.parsers.grammar import ANYTHING, held_calls, required_calls
-from serve.parsers.output import OutputFormat, OutputParser, ThinkTags
-from serve.parsers.registry import reasoning_parser, tool_parser
+from serve.parsers.output import Harmony, OutputFormat, OutputParser
+from serve.parsers.registry import tool_parser
 from serve.protocol import ChatBody
 from serve.service import Service
-
-# The prompt's last tokens: they say whether the template has opened a thought.
-_LAST_IDS = 16
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ async def prepare_chat(
     tokenizer = service.tokenizer()
     form, tags = output_format(service, body)
     prompt = await encode_chat(service, body)
-    prompt_end = tokenizer.decode(prompt[-_LAST_IDS:], skip_special_tokens=False)
+    end = prompt_end(tokenizer, prompt)
     asked, names, held = params[0].structured_outputs, body.required_tools, list[str]()
     if names is not None or (asked is not None and body.callable_tools):
         await service.compiled_grammar(asked)  # so that an error names the right schema
@@ -87,9 +93,12 @@ async def prepare_chat(
         calls = _calls_grammar(tokenizer, form, names, parallel=parallel, instead=instead)
         params = [replace(each, structured_outputs=calls) for each in params]
     elif held := body.strict_tools:
-        calls = _held_grammar(tokenizer, form, held, prompt_end)
+        calls = _held_grammar(tokenizer, form, held, end)
         params = [replace(each, structured_outputs=calls) for each in params]
-    grammar = await service.compiled_grammar(params[0].structured_outputs, param="tools" if names or held else None)
+    preface = NO_PREFACE if held else _preface(service, body, form, end, calls=names is not None)
+    grammar = await service.compiled_grammar(
+        params[0].structured_outputs, preface, param="tools" if names or held else None
+    )
     choices = service.make_choices(
         [prompt],
         params,
@@ -98,9 +107,8 @@ async def prepare_chat(
         arrival_time=arrival,
         grammar=grammar,
         shown=tokenizer.ids_of(tags),
-        free_until=None if grammar is None or held else _end_of_thought(tokenizer, form, prompt_end),
     )
-    parsers = [OutputParser(form, prompt_end) for _ in choices]
+    parsers = [OutputParser(form, end) for _ in choices]
     return ChatRun(tokenizer, choices, parsers, form.reasoning is not None, body.include_reasoning)
 
 
@@ -161,21 +169,23 @@ def _answer_schema(asked: StructuredOutputsParams) -> Mapping[str, Any]:
     )
 
 
-def _end_of_thought(tokenizer: Tokenizer, form: OutputFormat, prompt_end: str) -> int | None:
-    """The id that ends the thought with which an output begins, if it begins with one: a grammar is for the answer.
+def _preface(service: Service, body: ChatBody, form: OutputFormat, prompt_end: str, *, calls: bool) -> Preface:
+    """What may come before what a grammar holds: a thought, also where it stays in the text, and an answer's header.
 
-    Raises:
-        InvalidRequestError: the thought's end is not one token.
+    Args:
+        calls: the grammar has the headers of its calls.
     """
-    thoughts = form.reasoning
-    if not isinstance(thoughts, ThinkTags) or not thoughts.begins_inside(prompt_end):
-        return None
-    for token_id in tokenizer.ids_of([thoughts.close]):
-        return token_id
-    raise InvalidRequestError(
-        f"{thoughts.close} is no token of this model, so a grammar cannot begin after it: turn thinking off",
-        param="response_format",
-    )
+    preface = answer_preface(_thoughts(service), prompt_end, body.variables)
+    if not calls:
+        return preface
+    thought, tools = preface.thought, form.tools
+    if thought is not None and tools is not None and not isinstance(tools, Harmony) and tools.ends_reasoning:
+        thought = replace(thought, answers=frozenset(tools.opens))
+    return Preface(thought)
+
+
+def _thoughts(service: Service) -> ReasoningFormat | None:
+    return reasoning_parser(service.settings.reasoning_parser, service.tokenizer().chat_template)
 
 
 async def encode_chat(service: Service, body: ChatBody) -> list[int]:
@@ -198,7 +208,7 @@ def output_format(service: Service, body: ChatBody) -> tuple[OutputFormat, froze
         InvalidRequestError: tools, and nothing says how the model calls them.
     """
     template = service.tokenizer().chat_template
-    thoughts = reasoning_parser(service.settings.reasoning_parser, template)
+    thoughts = _thoughts(service)
     form = OutputFormat(thoughts if body.separate_reasoning else None, parallel=body.parallel_tool_calls)
     tags = frozenset(thoughts.tokens if thoughts else ())  # also where the thought stays in the answer
     if not body.callable_tools:

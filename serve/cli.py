@@ -14,10 +14,11 @@ from typing import Any
 
 import jaxspec
 from jaxspec.errors import ConfigError, JaxspecError, UsageError, shown
+from jaxspec.grammar.thought import REASONING_NAMES, REASONING_PARSERS
 from serve.flags import Parser, add_engine_flags, engine_config, json_object, names, parse
 from serve.limits import LIMIT_FLAGS, check_limits, limit_settings
 from serve.nodes import add_node_flags, nodes_given
-from serve.parsers.registry import REASONING_NAMES, REASONING_PARSERS, TOOL_NAMES, TOOL_PARSERS
+from serve.parsers.registry import TOOL_NAMES, TOOL_PARSERS
 from serve.peers import add_peer_flags
 from serve.sources import Resolved, resolve
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from serve.parsers.registry import reasoning_parser_name, tool_parser_name
+from jaxspec.grammar.thought import reasoning_parser_name
+from serve.parsers.registry import tool_parser_name
 
 if TYPE_CHECKING:
     from jaxspec.config import EngineConfig, Settings

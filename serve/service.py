@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from jaxspec.errors import InvalidRequestError
 from jaxspec.grammar.rule import CompiledGrammar, output_rule
+from jaxspec.grammar.thought import NO_PREFACE, Preface
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
@@ -55,7 +56,8 @@ class ServerSettings:
         deadlines: of each request.
         engine_timeout: seconds that a step may take; None: no limit.
         connections: how many, and how slow they may be.
-        tool_call_parser, reasoning_parser: names of `serve.parsers.registry`; None: as the model's template has it.
+        tool_call_parser, reasoning_parser: names of `serve.parsers.registry` and of `jaxspec.grammar.thought`; None: as the
+            model's template has it.
     """
 
     model: str
@@ -207,11 +209,12 @@ class Service:
         return await self.settings.deadlines.bound_waiting(work, request_info().arrival)
 
     async def compiled_grammar(
-        self, asked: StructuredOutputsParams | None, *, param: str | None = None
+        self, asked: StructuredOutputsParams | None, preface: Preface = NO_PREFACE, *, param: str | None = None
     ) -> CompiledGrammar | None:
         """What is asked, compiled off the event loop; None where nothing is.
 
         Args:
+            preface: what comes in front of it.
             param: the field that errors name, where the grammar is not what the client wrote.
 
         Raises:
@@ -223,7 +226,7 @@ class Service:
         if grammars is None:
             raise InvalidRequestError("this model serves no structured outputs", param="structured_outputs")
         try:
-            return await self.in_pool(lambda _source: grammars.compile(asked), asked.source)
+            return await self.in_pool(lambda _source: grammars.compile(asked, preface), asked.source)
         except InvalidRequestError as error:
             if param is None:
                 raise
@@ -242,14 +245,12 @@ class Service:
         arrival_time: float,
         grammar: CompiledGrammar | None = None,
         shown: frozenset[int] = frozenset(),
-        free_until: int | None = None,
     ) -> list[Choice]:
         """One choice for each prompt and each of `params`, prompts first, as OpenAI numbers them.
 
         Args:
             grammar: what `compiled_grammar` gave.
             shown: special tokens that the text has even where it leaves the others out.
-            free_until: the id that ends a thought: the grammar begins after it.
 
         Raises:
             InvalidRequestError: stop strings, where the model has no tokenizer.
@@ -265,7 +266,7 @@ class Service:
                     f"{prefix}-{index}",
                     prompt_ids,
                     each,
-                    output_rule(tokenizer, prompt_ids, each, grammar, shown=shown, free_until=free_until),
+                    output_rule(tokenizer, prompt_ids, each, grammar, shown=shown),
                     priority=priority,
                     cache_salt=cache_salt,
                     arrival_time=arrival_time,

@@ -9,7 +9,8 @@ from bench.harness.vocabulary import made_up_tokenizer
 from jaxspec.engine.output import FinishReason
 from jaxspec.errors import InvalidRequestError
 from jaxspec.grammar.compiler import MAX_KEPT, GrammarCompiler, grammar_text
-from jaxspec.grammar.rule import GrammarRule, output_rule
+from jaxspec.grammar.rule import CompiledGrammar, GrammarRule, output_rule
+from jaxspec.grammar.thought import NO_PREFACE, Preface, Thought
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import MAX_CHOICES, StructuredOutputsParams
 from tests.serve.mock_engine import EOS, byte_tokenizer
@@ -18,12 +19,13 @@ TOKENIZER = byte_tokenizer()
 V = TOKENIZER.vocab_size + 40  # a model's vocabulary is padded
 GRAMMARS = GrammarCompiler(TOKENIZER, V, [EOS])
 ABC = StructuredOutputsParams(regex="ab+c")
+# Nothing before, a thought that the prompt has opened, one that the model may open.
+PREFACES = (NO_PREFACE, Preface(Thought((), "b")), Preface(Thought((("a", "x"),), "b")))
 ONE_KEY = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
 
-def rule_for(asked, **options) -> GrammarRule:
-    matcher = GRAMMARS.compile(asked).matcher.deep_copy()
-    return GrammarRule(matcher, output_rule(TOKENIZER, [], SamplingParams()), **options)
+def rule_for(asked, preface=NO_PREFACE) -> GrammarRule:
+    return GrammarRule(GRAMMARS.compile(asked, preface), output_rule(TOKENIZER, [], SamplingParams()))
 
 
 def masks(rule, drafts, n=4):
@@ -95,7 +97,7 @@ def test_a_matcher_that_fails_in_a_mask_is_an_error():
     tree = from_tokenizer(TOKENIZER.hugging_face, n_vocab=V, eos_token=[EOS])
     limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=50)
     matcher = LLMatcher(tree, grammar_text(StructuredOutputsParams(json_object=True)), log_level=0, limits=limits)
-    rule = GrammarRule(matcher, output_rule(TOKENIZER, [], SamplingParams()))
+    rule = GrammarRule(CompiledGrammar(matcher, 0), output_rule(TOKENIZER, [], SamplingParams()))
     for token in ids('{"abc": [1, {"x": "y"}]'):
         if masks(rule, [], n=1) == [{EOS}]:
             break
@@ -113,9 +115,10 @@ def test_masks_of_many_are_those_of_each(monkeypatch):
     for _ in range(20):
         rows = []
         for i in range(len(words)):
-            rule = rule_for(ABC, free_until=ids("b")[0] if i % 3 == 2 else None) if i else rule_that_fails()
+            rule = rule_for(ABC, PREFACES[i % 3]) if i else rule_that_fails()
             if i > 1:
-                rule.feed(ids("ab" + "b" * rng.integers(0, 3)), None)
+                start = "" if i % 3 == 0 else "xb" if i % 3 == 1 else rng.choice(["", "axxb"])
+                rule.feed(ids(start + "ab" + "b" * rng.integers(0, 3)), None)
             rows.append((rule, ids("".join(rng.choice(list("abbc"), rng.integers(0, 4))))))
         GrammarRule.fill_many(rows, words)
         got = words.copy()
@@ -135,23 +138,8 @@ def rule_that_fails() -> GrammarRule:
     tree = from_tokenizer(TOKENIZER.hugging_face, n_vocab=V, eos_token=[EOS])
     limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=1)
     text = grammar_text(StructuredOutputsParams(json_object=True))
-    return GrammarRule(LLMatcher(tree, text, log_level=0, limits=limits), output_rule(TOKENIZER, [], SamplingParams()))
-
-
-def test_reasoning_boundary_in_window():
-    """Free until the thought's end, which may be fed, drafted or chosen; the grammar begins right after it."""
-    end = 259
-    a, b = set(ids("a")), set(ids("b"))
-    everything = set(range(32 * -(-V // 32)))
-    rule = rule_for(ABC, free_until=end)
-    assert masks(rule, ids("thi")) == [everything] * 4
-    assert masks(rule, [*ids("x"), end, *ids("a")]) == [everything, everything, a, b]
-    assert masks(rule, [end, *ids("ab")])[1:] == [a, b, set(ids("bc"))]
-    assert rule.feed([*ids("hm"), end, *ids("a")], None).error is None
-    assert masks(rule, ids("b"))[:2] == [b, set(ids("bc"))]
-    other = rule_for(ABC, free_until=end)
-    other.feed([*ids("hm"), end], None)
-    assert masks(other, [], n=1) == [a]
+    matcher = LLMatcher(tree, text, log_level=0, limits=limits)
+    return GrammarRule(CompiledGrammar(matcher, 0), output_rule(TOKENIZER, [], SamplingParams()))
 
 
 def test_one_grammar_serves_many_requests():

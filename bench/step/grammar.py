@@ -198,7 +198,7 @@ class Batches:
         if not constrained:
             return text
         grammar = self._compiler.compile(StructuredOutputsParams(json=SCHEMA))
-        return WatchedRule(grammar.matcher.deep_copy(), text, tree=grammar.tree)
+        return WatchedRule(grammar, text)
 
 
 def example_prompts(tokenizer: Tokenizer, rows: int, context: int) -> list[list[int]]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import InvalidRequestError, ModelFormatError, shown
-from jaxspec.grammar.rule import MASK_THREADS, CompiledGrammar
+from jaxspec.grammar.rule import MASK_THREADS, CompiledGrammar, CompiledThought
+from jaxspec.grammar.thought import NO_PREFACE, Pieces, Preface, Thought
 from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
 
@@ -49,7 +50,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._trees: list[Any] = []
         self._turns = itertools.count()
-        self._kept: collections.OrderedDict[tuple[str, str], collections.deque[CompiledGrammar]] = (
+        self._kept: collections.OrderedDict[tuple[str, str, Preface], collections.deque[CompiledGrammar]] = (
             collections.OrderedDict()
         )
 
@@ -63,13 +64,16 @@ class GrammarCompiler:
         except ModelFormatError as error:
             logger.warning("structured outputs will be refused: %s", error)
 
-    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+    def compile(self, params: StructuredOutputsParams, preface: Preface = NO_PREFACE) -> CompiledGrammar:
         """Others may be given the same one. A grammar that is asked for again and again is compiled once for each tree.
+
+        Args:
+            preface: what comes in front of what is asked.
 
         Raises:
             InvalidRequestError: the grammar is wrong, uses what llguidance does not support, or is too large.
         """
-        key = (params.kind, params.source)
+        key = (params.kind, params.source, preface)
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None and len(kept) >= MASK_THREADS:
@@ -79,7 +83,7 @@ class GrammarCompiler:
             number = (kept[-1].tree + 1 if kept else next(self._turns)) % MASK_THREADS
             tree = self._tree(number)
         # Outside the lock: llguidance drops the GIL, and other requests go on meanwhile.
-        made = CompiledGrammar(_compile(tree, params), number)
+        made = self._compile(tree, number, params, preface)
         with self._lock:
             kept = self._kept.setdefault(key, collections.deque())
             kept.append(made)  # perhaps one too many, where others have compiled it meanwhile
@@ -87,6 +91,22 @@ class GrammarCompiler:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def _compile(self, tree: Any, number: int, params: StructuredOutputsParams, preface: Preface) -> CompiledGrammar:
+        assert self._tokenizer is not None, "there is a tree"
+        thought = None if preface.thought is None else _compiled_thought(tree, self._tokenizer, preface.thought)
+        try:
+            text = grammar_text(params)
+            if preface.headers:
+                text = _with_headers(text, [_symbols(self._tokenizer, header) for header in preface.headers])
+            matcher = _matcher(tree, text)
+        except ValueError as error:
+            raise _refused(params, str(error)) from None
+        if matcher.is_error():
+            raise _refused(params, matcher.get_error())
+        if not any(matcher.compute_bitmask()):
+            raise _refused(params, "nothing satisfies it")
+        return CompiledGrammar(matcher, number, thought)
 
     def _tree(self, number: int) -> Any:
         if not self._trees:
@@ -114,19 +134,46 @@ class GrammarCompiler:
             raise ModelFormatError(f"llguidance cannot read this tokenizer: {shown(str(error))}") from error
 
 
-def _compile(tree: Any, params: StructuredOutputsParams) -> Any:
+def _matcher(tree: Any, text: str) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(verbose_errors=False)
-    try:
-        matcher = LLMatcher(tree, grammar_text(params), log_level=0, limits=limits)
-    except ValueError as error:
-        raise _refused(params, str(error)) from None
-    if matcher.is_error():
-        raise _refused(params, matcher.get_error())
-    if not any(matcher.compute_bitmask()):
-        raise _refused(params, "nothing satisfies it")
-    return matcher
+    return LLMatcher(tree, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def _compiled_thought(tree: Any, tokenizer: Tokenizer, thought: Thought) -> CompiledThought:
+    opening = closing = None
+    if thought.openings:
+        opening = _matcher(tree, "start: " + " | ".join(_symbols(tokenizer, each) for each in thought.openings))
+    close = next(iter(tokenizer.ids_of([thought.close])), None)
+    if close is None:
+        # Special tokens may come in a thought as anything else may; no text spells them.
+        special = ",".join(map(str, sorted(tokenizer.special_ids)))
+        others = f"(ANY_TEXT <[{special}]>)* " if special else ""
+        ends = f"end[lazy]: ANY_TEXT {json.dumps(thought.close)}"
+        closing = _matcher(tree, f"%llguidance {{}}\nstart: {others}end\n{ends}\nANY_TEXT: /(.|\\n)*/\n")
+    for matcher in (opening, closing):
+        assert matcher is None or not matcher.is_error(), matcher.get_error()
+    return CompiledThought(opening, close, closing, tokenizer.ids_of(thought.answers))
+
+
+def _symbols(tokenizer: Tokenizer, pieces: Pieces) -> str:
+    """A text for a grammar of llguidance's Lark: the ids of added tokens, and strings."""
+    ids = [next(iter(tokenizer.ids_of([piece])), None) for piece in pieces]
+    return " ".join(json.dumps(p) if i is None else f"<[{i}]>" for p, i in zip(pieces, ids, strict=True))
+
+
+def _with_headers(text: str, headers: Sequence[str]) -> str:
+    """A grammar, in llguidance's own form, behind one of the headers.
+
+    Raises:
+        ValueError: it is JSON, and no grammar.
+    """
+    loaded = json.loads(text) if text.startswith("{") else {"grammars": [{"lark_grammar": text}]}
+    match loaded:
+        case {"grammars": [Mapping() as answer, *others]}:
+            start = {"lark_grammar": f"start: ({' | '.join(headers)}) @answer"}
+            return json.dumps({"grammars": [start, {**answer, "name": "answer"}, *others]})
+    raise ValueError("it is JSON, but no grammar")
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:

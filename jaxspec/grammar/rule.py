@@ -18,16 +18,34 @@ from jaxspec.text import TextStream, Tokenizer, text_stream
 MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
+class CompiledThought(NamedTuple):
+    """A thought with which an output begins, or may begin (`jaxspec.grammar.thought.Thought`).
+
+    Attributes:
+        opening: an `llguidance.LLMatcher` of what opens it, at its start; None: the output begins inside.
+        close: the id that ends it; all ids may come before. None: its end is no token of the vocabulary.
+        closing: then a matcher of the thought up to its end.
+        answers: ids that end the thought too, where the grammar begins with them.
+    """
+
+    opening: Any = None
+    close: int | None = None
+    closing: Any = None
+    answers: frozenset[int] = frozenset()
+
+
 class CompiledGrammar(NamedTuple):
     """A grammar that requests follow.
 
     Attributes:
         matcher: an `llguidance.LLMatcher` at its start, to be copied.
-        tree: number of the vocabulary's tree that it uses. Masks of one tree are computed one after another.
+        tree: number of the vocabulary's tree that it and the thought use. Masks of one tree are computed one after another.
+        thought: what may come before it.
     """
 
     matcher: Any
     tree: int
+    thought: CompiledThought | None = None
 
 
 def output_rule(
@@ -37,14 +55,12 @@ def output_rule(
     grammar: CompiledGrammar | None = None,
     *,
     shown: frozenset[int] = frozenset(),
-    free_until: int | None = None,
 ) -> "GrammarRule | TextStream | None":
     """The host rule that a request needs: for its text, its stop strings and its grammar.
 
     Args:
         grammar: `params.structured_outputs`, where they are given (`GrammarCompiler.compile`). It is not changed.
         shown: special tokens that are part of the text also where it leaves the others out.
-        free_until: as in `GrammarRule`.
 
     Raises:
         InvalidRequestError: the model has no tokenizer for what is asked.
@@ -54,28 +70,45 @@ def output_rule(
     if grammar is None:
         return text
     assert text is not None, "the grammar was compiled for a tokenizer"
-    return GrammarRule(grammar.matcher.deep_copy(), text, tree=grammar.tree, free_until=free_until)
+    return GrammarRule(grammar, text)
+
+
+class _Before(NamedTuple):
+    """An output that has not begun its answer. Its matchers are copied when they read on.
+
+    Until it is clear whether a thought is opened, the output is read both ways: both may begin alike.
+
+    Attributes:
+        opening: has read the output as the opening of a thought; None: the thought has begun.
+        answer: has read it as the answer; None: it is none, or the thought has begun.
+        closing: has read the thought, where its end is no token.
+    """
+
+    opening: Any = None
+    answer: Any = None
+    closing: Any = None
 
 
 class GrammarRule(Constraint):
     """A `HostRule` and its `Constraint`: follows the output with a matcher. Fed by the engine alone.
 
     Args:
-        matcher: an `llguidance.LLMatcher` at its start; the rule's own.
+        grammar: it is not changed.
         text: gives the request its text.
-        tree: the number of the matcher's tree: see `CompiledGrammar`.
-        free_until: where given, the grammar begins after the first of this id (the end of a thought); all ids may come
-            before it.
     """
 
     needs_readback = True
 
-    def __init__(self, matcher: Any, text: TextStream, *, tree: int = 0, free_until: int | None = None):
-        self._matcher = matcher
-        self._tree = tree
+    def __init__(self, grammar: CompiledGrammar, text: TextStream):
+        matcher, self._tree, self._thought = grammar
+        self._matcher = matcher.deep_copy()
         self._text = text
-        self._free_until = free_until
-        self._free = free_until is not None
+        self._before: _Before | None = None
+        if self._thought is not None:
+            opening = self._thought.opening
+            begun = _Before(closing=self._thought.closing)
+            self._before = begun if opening is None else _Before(opening, self._matcher)
+        self._error = ""
 
     @property
     def constraint(self) -> "GrammarRule":
@@ -87,14 +120,14 @@ class GrammarRule(Constraint):
         result = self._text.feed(ids, ended)
         if result.keep is not None:  # the output is over
             return result
-        if self._free and self._free_until in told:
-            told = told[told.index(self._free_until) + 1 :]
-            self._free = False
-        if not self._free and told:
+        while told and self._before is not None:
+            self._before, self._matcher = self._read_on(self._before, told.pop(0))
+        if told:
             self._matcher.consume_tokens(told)
         # It may also have failed while masks were filled. These then allow the end alone, which nobody may take for one.
-        if self._matcher.is_error():
-            return result._replace(error=f"the grammar's matcher failed: {self._matcher.get_error()}")
+        self._note_error(self._matcher)
+        if self._error:
+            return result._replace(error=f"the grammar's matcher failed: {self._error}")
         return result
 
     def fill_masks(self, drafts: Sequence[int], words: np.ndarray) -> None:
@@ -108,12 +141,12 @@ class GrammarRule(Constraint):
         """
         n, nbytes = words.shape[1], words[0, 0].nbytes
         assert words.flags.c_contiguous
-        going = [(rule._matcher, x * n, rule._rows_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
+        going = [(x * n, rule._masks_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
         going = [going[x] for x in sorted(range(len(rows)), key=lambda x: rows[x][0]._tree)]
         while True:
-            steps = [(matcher, first, rows_of, next(rows_of, None)) for matcher, first, rows_of in going]
-            wanted = [(matcher, first + row) for matcher, first, _, row in steps if row is not None]
-            going = [(matcher, first, rows_of) for matcher, first, rows_of, row in steps if row is not None]
+            steps = [(first, masks, next(masks, None)) for first, masks in going]
+            wanted = [(mask[0], first + mask[1]) for first, _, mask in steps if mask is not None]
+            going = [(first, masks) for first, masks, mask in steps if mask is not None]
             if not wanted:
                 return
             if len(wanted) == 1 or MASK_THREADS == 1:  # threads have to be woken
@@ -122,25 +155,80 @@ class GrammarRule(Constraint):
             else:
                 _executor().unsafe_compute_mask_ptr(wanted, words.ctypes.data, nbytes, len(rows) * n)
 
-    def _rows_to_fill(self, drafts: Sequence[int], words: np.ndarray) -> Iterator[int]:
-        """Fills the rows that allow everything, and gives each other one when it is to get the matcher's mask."""
-        drafts, row = list(drafts), 0
-        if self._free:
-            row = drafts.index(self._free_until) + 1 if self._free_until in drafts else len(words)
-        words[:row] = -1
-        consumed = 0
-        while row < len(words):
-            yield row
-            row += 1
-            if row == len(words) or row > len(drafts) or self._matcher.is_stopped():
+    def _masks_to_fill(self, drafts: Sequence[int], words: np.ndarray) -> Iterator[tuple[Any, int]]:
+        """Fills the rows that need no mask of the answer's matcher; gives each other one, after the matcher that fills it."""
+        before, matcher, consumed = self._before, self._matcher, 0
+        for row, words_M in enumerate(words):
+            if before is None:
+                yield matcher, row
+                self._note_error(matcher)
+            else:
+                yield from self._mask_before_answer(before, words_M, row)
+            if row + 1 == len(words) or row >= len(drafts):
                 break
-            draft = drafts[row - 1]
-            if not words[row - 1, draft >> 5] >> (draft & 31) & 1 or self._matcher.try_consume_tokens([draft]) != 1:
+            draft = drafts[row]
+            if not words_M[draft >> 5] >> (draft & 31) & 1:
                 break
-            consumed += 1
-        words[row:] = -1
+            if before is not None:
+                before, matcher = self._read_on(before, draft)
+            elif matcher.is_stopped() or matcher.try_consume_tokens([draft]) != 1:
+                break
+            else:
+                consumed += 1
+        words[row + 1 :] = -1
         if consumed:
-            self._matcher.rollback(consumed)
+            matcher.rollback(consumed)
+
+    def _mask_before_answer(self, before: _Before, words_M: np.ndarray, row: int) -> Iterator[tuple[Any, int]]:
+        if before.opening is None and before.closing is None:
+            words_M[:] = -1
+            return
+        words_M[:] = 0
+        if before.answer is not None:
+            yield before.answer, row
+            self._note_error(before.answer)
+        more = np.empty_like(words_M)
+        (before.opening or before.closing).unsafe_compute_mask_ptr(more.ctypes.data, more.nbytes)
+        words_M |= more
+
+    def _read_on(self, before: _Before, token: int) -> tuple[_Before | None, Any]:
+        """What follows an id before the answer; None once the answer has begun. Second, the answer's matcher."""
+        assert self._thought is not None
+        if before.opening is not None:
+            opening, answer = (_after(matcher, token) for matcher in (before.opening, before.answer))
+            if opening is None:
+                return None, answer or _failed(before.opening, token)
+            if opening.is_accepting():
+                return _Before(closing=self._thought.closing), self._matcher
+            return _Before(opening, answer), self._matcher
+        if before.closing is None:
+            if token == self._thought.close:
+                return None, self._matcher
+            begun = _after(self._matcher, token) if token in self._thought.answers else None
+            return (before, self._matcher) if begun is None else (None, begun)
+        closing = _after(before.closing, token)
+        if closing is None:
+            return None, _failed(before.closing, token)
+        return None if closing.is_accepting() else _Before(closing=closing), self._matcher
+
+    def _note_error(self, matcher: Any) -> None:
+        if matcher.is_error():
+            self._error = self._error or matcher.get_error()
+
+
+def _after(matcher: Any, token: int) -> Any:
+    """A copy that has read one more id; None where it may not come, and where there is no matcher."""
+    if matcher is None:
+        return None
+    copy = matcher.deep_copy()
+    return copy if copy.try_consume_tokens([token]) == 1 else None
+
+
+def _failed(matcher: Any, token: int) -> Any:
+    """A matcher with the error that it has of an id that may not come."""
+    copy = matcher.deep_copy()
+    copy.consume_token(token)
+    return copy
 
 
 @functools.cache

@@ -20,11 +20,16 @@ _WHITESPACE = r" |\r?\n( {0,32}|\t{0,8})"
 
 
 class Frame(NamedTuple):
-    """What stands before the first call, between two, and after the last; texts of the grammar."""
+    """What stands before the first call, between two, and after the last; texts of the grammar.
+
+    Attributes:
+        instead: what stands before an answer that has no calls.
+    """
 
     before: str = ""
     between: str = ""
     after: str = ""
+    instead: str = ""
 
 
 def pattern(text: str) -> str:
@@ -163,7 +168,7 @@ class CallGrammar:
         more = f"({frame.between} {call})*" if parallel else ""
         start = " ".join(filter(None, (frame.before, call, more, frame.after)))
         if instead:
-            start = f"{self._rule(start)} | {instead}"
+            start = f"{self._rule(start)} | {frame.instead} {instead}"
         return self.start(start)
 
     def _rule(self, body: str, *, lazy: bool = False) -> str:

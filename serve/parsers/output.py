@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxspec.grammar.thought import HarmonyThoughts, ReasoningFormat, ThinkTags
 from serve.parsers.arguments import Schemas
 from serve.parsers.events import Event, Sink, new_call_id
 from serve.parsers.formats import ToolFormat
@@ -13,41 +14,17 @@ from serve.parsers.source import Parsing, Source, attempt
 
 
 @dataclass(frozen=True)
-class ThinkTags:
-    """A thought between tags.
-
-    Attributes:
-        starts_inside: an output without the first tag begins inside the thought, whatever the prompt ends with.
-    """
-
-    open: str = "<think>"
-    close: str = "</think>"
-    starts_inside: bool = False
-
-    @property
-    def tokens(self) -> tuple[str, str]:
-        return (self.open, self.close)
-
-    def begins_inside(self, prompt_end: str) -> bool:
-        """Whether an output begins inside the thought, after a prompt that ends so."""
-        end = prompt_end.rstrip()
-        if end.endswith(self.open) or end.endswith(self.close):
-            return end.endswith(self.open)
-        return self.starts_inside
-
-
-@dataclass(frozen=True)
 class Harmony:
-    """gpt-oss's messages, for thoughts as for calls."""
+    """gpt-oss's messages to functions."""
 
     tokens: tuple[str, ...] = TOKENS
 
     def frame(self, grammar: CallGrammar) -> Frame:
-        """A thought may come first; the last call's end also ends the output, and is left to the model."""
+        """A message begins after a thought's end; the last call's end also ends the output, and is left to the model."""
         tag, text = grammar.tag, grammar.text
-        header = f"{tag('<|channel|>')} {text('analysis')} {tag('<|message|>')}"
-        thought = f"({header} {grammar.free('<|end|>')} {tag('<|start|>')} {text('assistant')})?"
-        return Frame(thought, f"{tag('<|call|>')} {tag('<|start|>')} {text('assistant')}", "")
+        start = f"{tag('<|start|>')} {text('assistant')}"
+        final = f"{tag('<|channel|>')} {text('final')} {tag('<|message|>')}"
+        return Frame(f"({start})?", f"{tag('<|call|>')} {start}", instead=f"({start})? {final}")
 
     def write_call(self, grammar: CallGrammar, name: str, parameters: Mapping[str, Any]) -> str:
         tag, text = grammar.tag, grammar.text
@@ -82,7 +59,7 @@ class OutputFormat:
         parallel: more than one call counts.
     """
 
-    reasoning: ThinkTags | Harmony | None = None
+    reasoning: ReasoningFormat | None = None
     tools: ToolFormat | Harmony | None = None
     schemas: Schemas = field(default_factory=dict)
     parallel: bool = True
@@ -95,7 +72,7 @@ class OutputFormat:
     @property
     def calls(self) -> ToolFormat | Harmony | None:
         """The format in which calls are read: messages have their own."""
-        return self.reasoning if self.tools and isinstance(self.reasoning, Harmony) else self.tools
+        return Harmony() if self.tools and isinstance(self.reasoning, HarmonyThoughts) else self.tools
 
     @property
     def calls_end_thoughts(self) -> bool:
@@ -147,7 +124,7 @@ class OutputParser:
 
     def _read(self, prompt_end: str) -> Parsing[None]:
         form = self._form
-        if isinstance(form.reasoning, Harmony) or isinstance(form.tools, Harmony):
+        if isinstance(form.reasoning, HarmonyThoughts) or isinstance(form.tools, Harmony):
             self.reasoning_end = yield from parse_harmony(
                 self._source, self._sink, tools=form.tools is not None, reasoning=form.reasoning is not None
             )

@@ -14,12 +14,15 @@ from transformers import PreTrainedTokenizerFast
 from jaxspec.engine.request import Request
 from jaxspec.grammar.compiler import GrammarCompiler
 from jaxspec.grammar.rule import GrammarRule, output_rule
+from jaxspec.grammar.thought import Preface, Thought
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
 from tests.engine.tiny import EOS, VOCAB, cached
 
 THOUGHT_END = EOS + 1
+# A tag with which a model may open a thought, if two letters follow.
+OPENING = "<s1>"
 # Printable ASCII, and what some tokens say at once; the model's last ids belong to no token.
 PIECES = (
     *sorted(string.digits + string.ascii_letters + string.punctuation), " ", "\n",
@@ -82,13 +85,12 @@ KINDS: dict[str, tuple[StructuredOutputsParams, Callable[[str], bool]]] = {
 
 
 def constrained(
-    name: str, prompt: Sequence[int], asked: StructuredOutputsParams, *, thinks: bool = False, **options
+    name: str, prompt: Sequence[int], asked: StructuredOutputsParams, *, thought: Thought | None = None, **options
 ) -> Request:
-    """A request whose rule is the product's own; `thinks`: its grammar begins after the end of a thought."""
+    """A request whose rule is the product's own."""
     params = SamplingParams(structured_outputs=asked, **options)
-    rule = output_rule(
-        tokenizer(), prompt, params, compiler().compile(asked), free_until=THOUGHT_END if thinks else None
-    )
+    grammar = compiler().compile(asked, Preface(thought))
+    rule = output_rule(tokenizer(), prompt, params, grammar)
     assert isinstance(rule, GrammarRule)
     return Request(name, prompt, params, rule)
 
@@ -109,19 +111,29 @@ def grammar_requests() -> list[Request]:
 
     greedy = {"temperature": 0.0, "max_tokens": 90}
     (an_object, _), (a_regex, _), (a_choice, _) = KINDS.values()
+    opened, may_open = Thought((), "</think>"), Thought(((OPENING, "ab"),), "</think>")
     soon = {"logit_bias": {THOUGHT_END: 6.0}}
+    (opening,) = tokenizer().ids_of([OPENING])
+    opens, never_opens = {"logit_bias": {opening: 5.0, THOUGHT_END: 7.0}}, {"logit_bias": {opening: -100.0}}
     made = [
         constrained("object 0", prompt(3), an_object, **greedy),
         Request("free 0", prompt(70), SamplingParams(**greedy | {"max_tokens": 50, "ignore_eos": True})),
         constrained("regex 1", prompt(64), a_regex, **greedy),
         constrained("object 2", prompt(100), an_object, **sampled(2)),
         Request("free 1", prompt(33), SamplingParams(**sampled(4) | {"max_tokens": 40})),
-        constrained("thought, object 3", prompt(10), an_object, thinks=True, **sampled(5), **soon),
+        constrained("thought, object 3", prompt(10), an_object, thought=opened, **sampled(5), **soon),
         constrained("choice 4", prompt(129), a_choice, **greedy | {"min_tokens": 60}),
-        constrained("thought, regex 5", prompt(1), a_regex, thinks=True, **greedy, **soon),
+        constrained("thought, regex 5", prompt(1), a_regex, thought=opened, **greedy, **soon),
         constrained("object 6", prompt(20), an_object, **sampled(7) | {"max_tokens": 9}),
         constrained("object 7", prompt(8), an_object, **greedy | {"stop": ['"kind']}),
         constrained("regex 8", prompt(66), a_regex, **sampled(9), repetition_penalty=1.3),
+        constrained(
+            "thought, opened by the model, choice 9", prompt(12), a_choice, thought=may_open, **greedy, **opens
+        ),
+        constrained(
+            "thought, opened by the model, object 10", prompt(5), an_object, thought=may_open, **sampled(10), **opens
+        ),
+        constrained("choice 11", prompt(7), a_choice, thought=may_open, **greedy, **never_opens),
     ]
     for i, request in enumerate(made):
         request.arrival_time = float(i)
@@ -135,8 +147,10 @@ def fits(request: Request, ids: Sequence[int], end: str) -> bool:
     if name.startswith("thought"):
         if THOUGHT_END not in output:
             return end == "length"
+        opened = output[0] == next(iter(tokenizer().ids_of([OPENING])))
+        assert opened == ("opened by the model" in name)
         output = output[output.index(THOUGHT_END) + 1 :]
-        name = name.removeprefix("thought, ")
+        name = name.rpartition(", ")[2]
     if end == "stop" and not request.params.stop:
         assert output.pop() == EOS
         return KINDS[name.split()[0]][1](tokenizer().decode(output))

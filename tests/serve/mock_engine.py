@@ -81,6 +81,7 @@ class MockEngine:
         gate: steps wait for it.
         says: what every output is, instead of words by hash; or a function of the prompt's text.
         prompts: the texts of what it was asked.
+        eos: the end-of-text id.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class MockEngine:
         cached_tokens: int = 0,
         tokenizer: Tokenizer | None = None,
         says: str | Callable[[str], str] | None = None,
+        eos: int = EOS,
     ):
         self.max_model_len = max_model_len
         self.aborted: list[str] = []
@@ -106,6 +108,7 @@ class MockEngine:
         self._tokenizer = tokenizer or byte_tokenizer()
         self.vocab_size = self._tokenizer.vocab_size
         self.says = says
+        self.eos = eos
         self.prompts: list[str] = []
         self._requests: dict[str, Request] = {}
         self._sources: dict[str, Iterator[int]] = {}
@@ -149,7 +152,7 @@ class MockEngine:
         params = request.params
         room = self.max_model_len - request.prompt_len
         request.max_total = request.prompt_len + min(room if params.max_tokens is None else params.max_tokens, room)
-        request.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
+        request.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {self.eos})
         request.seed = 0 if params.greedy else (params.seed if params.seed is not None else next(self._seeds))
         request.windows = [0] * len(self.windows)
         request.num_drafts = max(len(self.windows) - 1, 0)
@@ -251,13 +254,13 @@ class MockEngine:
         if self.says is not None:
             text = self.says if isinstance(self.says, str) else self.says(self.prompts[-1])
             yield from self._tokenizer.encode(text)
-            yield from itertools.repeat(EOS)
+            yield from itertools.repeat(self.eos)
         prompt = bytes(str(request.tokens), "ascii")
         count = 0
         for position in itertools.count():
             digest = hashlib.sha256(prompt + f"/{request.seed}/{position}".encode()).digest()
             if digest[1] < 6 and count >= request.params.min_tokens:
-                yield EOS
+                yield self.eos
             word = self._tokenizer.encode(WORDS[digest[0] % len(WORDS)])
             count += len(word)
             yield from word
@@ -279,5 +282,5 @@ def _allowed(request: Request, wanted: int, vocab_size: int) -> int:
 def served(engine: MockEngine, tokenizer: Tokenizer | None) -> ServedModel:
     pages = {"block_size": "64", "num_gpu_blocks": "100", "cache_dtype": "float32", "enable_prefix_caching": "True"}
     description = {"Model": "mock", "KV cache": "no pages"}
-    grammars = GrammarCompiler(tokenizer, engine.vocab_size, [EOS])
+    grammars = GrammarCompiler(tokenizer, engine.vocab_size, [engine.eos])
     return ServedModel(engine, tokenizer, description, lambda: (7, 0), cache_config=pages, grammars=grammars)

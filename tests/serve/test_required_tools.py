@@ -33,9 +33,9 @@ def check(name: str, arguments: str) -> None:
 
 @pytest.fixture(params=["special", "plain"])
 def server(request, start_server):
-    """Its model says what it likes, which is no call."""
+    """Its model says what it likes, which is no call, and does not think."""
     _, model = chat_engine("I would rather talk about something else.", special=request.param == "special")
-    return start_server(model)
+    return start_server(model, reasoning_parser="none")
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

@@ -10,11 +10,12 @@ from tokenizers import AddedToken
 
 from jaxspec.grammar.compiler import GrammarCompiler
 from jaxspec.grammar.rule import output_rule
+from jaxspec.grammar.thought import HarmonyThoughts, ThinkTags
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
 from serve.parsers.events import CallArguments, CallStart, Content
 from serve.parsers.grammar import ANYTHING, held_calls, required_calls
-from serve.parsers.output import Harmony, OutputFormat, OutputParser, ThinkTags
+from serve.parsers.output import Harmony, OutputFormat, OutputParser
 from serve.parsers.registry import TOOL_PARSERS
 from tests.serve.mock_engine import byte_tokenizer
 from tests.serve.parsers.cases import TOOLS
@@ -88,7 +89,7 @@ def allowed(rule, tokenizer):
 
 def calls_of(name, text, schemas, reasoning=None):
     form = TOOL_PARSERS[name]
-    parser = OutputParser(OutputFormat(form if isinstance(form, Harmony) else reasoning, form, schemas))
+    parser = OutputParser(OutputFormat(HarmonyThoughts() if isinstance(form, Harmony) else reasoning, form, schemas))
     events = [*parser.feed(text), *parser.end()]
     content = "".join(e.text for e in events if isinstance(e, Content))
     calls = [[e.name, ""] for e in events if isinstance(e, CallStart)]
@@ -143,7 +144,7 @@ CANONICAL = {
     '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>a b</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
-    "gpt-oss": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+    "gpt-oss": "<|start|>assistant<|channel|>commentary to=functions.get_weather "
     f"<|constrain|>json<|message|>{_ARGUMENTS}",
     "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {_ARGUMENTS}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',

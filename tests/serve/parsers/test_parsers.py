@@ -9,17 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.grammar.thought import REASONING_NAMES, REASONING_PARSERS, ThinkTags, reasoning_parser
 from serve.parsers.arguments import as_json, types_of
 from serve.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
-from serve.parsers.output import OutputFormat, OutputParser, ThinkTags
-from serve.parsers.registry import (
-    REASONING_NAMES,
-    REASONING_PARSERS,
-    TOOL_NAMES,
-    TOOL_PARSERS,
-    reasoning_parser,
-    tool_parser,
-)
+from serve.parsers.output import OutputFormat, OutputParser
+from serve.parsers.registry import TOOL_NAMES, TOOL_PARSERS, tool_parser
 from tests.serve.parsers.cases import CASES, PLAIN, TOOLS, Case
 
 TAGS = sorted({tag for form in TOOL_PARSERS.values() for tag in form.tokens} | {"<think>", "</think>"})
