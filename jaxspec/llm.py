@@ -264,9 +264,7 @@ class LLM:
             variables=chat_template_kwargs,
         )
 
-    def chat_preface(
-        self, prompt_ids: Sequence[int], chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> Preface:
+    def chat_preface(self, prompt_ids: Sequence[int], chat_template_kwargs: Mapping[str, Any] | None = None) -> Preface:
         """What may come before an answer's structured output, for `stream` and `make_request`: as `chat` has it.
 
         Args:

@@ -9,7 +9,7 @@ from jaxspec.errors import InvalidRequestError, shown
 from jaxspec.sampling.structured import MAX_CHOICES, StructuredOutputsParams
 from serve.fields import invalid
 
-_FORMATS = ("text", "json_object", "json_schema")
+_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _FIELDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # vLLM's, where what they ask for is what is done anyway.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -38,6 +38,8 @@ def _response_format(value: Any) -> StructuredOutputsParams | None:
     kind = given.pop("type", None)
     if kind not in _FORMATS:
         raise invalid(f"must be one of {', '.join(_FORMATS)}", ".type")
+    if kind == "structural_tag":
+        return _made(structural_tag=value)
     wanted = given.pop("json_schema", None) if kind == "json_schema" else None
     if given:
         raise invalid("unknown parameter", f".{shown(next(iter(given)))}")
@@ -108,6 +110,12 @@ ResponseFormat = Annotated[
                     "required": ["type", "json_schema"],
                     "properties": {"type": {"const": "json_schema"}, "json_schema": _SCHEMA},
                     "additionalProperties": {"type": "null"},
+                },
+                {
+                    "type": "object",
+                    "required": ["type"],
+                    "properties": {"type": {"const": "structural_tag"}},
+                    "anyOf": [{"required": ["format"]}, {"required": ["structures", "triggers"]}],
                 },
             ]
         }

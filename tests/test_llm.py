@@ -13,6 +13,7 @@ from jaxspec.compat import compiles
 from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError, InvalidRequestError, ModelFormatError
 from jaxspec.llm import LLM
+from jaxspec.sampling.structured import StructuredOutputsParams
 from serve.demo import RECORD
 from tests.serve.mock_engine import taken
 
@@ -238,6 +239,28 @@ def test_chat_goes_through_the_template(demo_llm):
     for wrong, name in (([{"role": "user"}], "content"), ([{"content": "x", "role": 1}], "role")):
         with pytest.raises(InvalidRequestError, match=rf"messages\[0\]\.{name} must be a text"):
             demo_llm.chat(wrong, GREEDY)
+
+
+def test_a_chat_may_think_before_a_grammar(demo_llm, monkeypatch):
+    """A thought that the prompt opens, or the model; a raw prompt has none, and a chat may turn it off."""
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    switch = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    messages = [{"role": "user", "content": "Yes?"}]
+    (opening,) = demo_llm.tokenizer.encode("<")
+    asked = StructuredOutputsParams(choice=["yes", "no"])
+    params = replace(GREEDY, structured_outputs=asked, logit_bias={opening: 60.0}, max_tokens=12)
+    for before, start in (("", "<think>"), ("<think>", "<")):
+        shown = switch if not before else switch.replace("{% endif %}", f"{{% else %}}{before}{{% endif %}}")
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}" + shown
+        monkeypatch.setattr(demo_llm, "tokenizer", demo_llm.tokenizer.with_chat_template(template))
+        (free,), (held,) = demo_llm.chat(messages, params), demo_llm.chat(messages, params, **off)
+        assert free.text.startswith(start)
+        assert free.finish_reason == "length"
+        assert held.text in ("yes", "no")
+        prompt = demo_llm.chat_prompt(messages)
+        streamed = demo_llm.stream(prompt, params, demo_llm.chat_preface(prompt))
+        assert "".join(output.new_text for output in streamed) == free.text
+        assert demo_llm.generate([prompt], params)[0].text in ("yes", "no")
 
 
 def test_a_stream_is_the_text_in_parts(demo_llm):

@@ -99,7 +99,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
-def test_windows_say_what_single_steps_say(name, kind, seed, data):
+def test_reasoning_boundary_in_window(name, kind, seed, data):
     """Along an output with a thought or without, written in any tokens, fed in any pieces, with any window of drafts."""
     preface, opening, close, after, without = CASES[name]
     thought = data.draw(st.sampled_from(["", "hm", "<think> </think >k> <|", "\n日本"]))

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxspec.errors import InvalidRequestError, ModelFormatError, shown
 from jaxspec.grammar.rule import MASK_THREADS, CompiledGrammar, CompiledThought
+from jaxspec.grammar.structural_tag import structural_tag_grammar
 from jaxspec.grammar.thought import NO_PREFACE, Pieces, Preface, Thought
 from jaxspec.sampling.structured import StructuredOutputsParams
 from jaxspec.text import Tokenizer
@@ -197,7 +198,9 @@ def grammar_text(params: StructuredOutputsParams) -> str:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in params.choice))
         case "grammar":
             return LLMatcher.grammar_from_lark(params.source)
-    structures, triggers = _structures(params)
+    if "format" in (loaded := _loaded(params)):
+        return structural_tag_grammar(loaded, json_options)
+    structures, triggers = _structures(loaded)
     tags = [
         StructTag(trigger=_trigger_of(each, triggers), begin=each["begin"], grammar=each["schema"], end=each["end"])
         for each in structures
@@ -222,9 +225,10 @@ def _loaded(params: StructuredOutputsParams) -> Any:
     return dict(loaded)
 
 
-def _structures(params: StructuredOutputsParams) -> tuple[list[dict[str, Any]], list[str]]:
-    loaded = _loaded(params)
-    structures, triggers = loaded.get("structures"), loaded.get("triggers")
+def _structures(loaded: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Of the older form."""
+    structures: Any = loaded.get("structures")
+    triggers: Any = loaded.get("triggers")
     sound = (
         isinstance(structures, list)
         and structures
@@ -239,8 +243,8 @@ def _structures(params: StructuredOutputsParams) -> tuple[list[dict[str, Any]], 
         )
     )
     if not sound:
-        wanted = '{"structures": [{"begin": str, "schema": object, "end": str}, ...], "triggers": [str, ...]}'
-        raise ValueError(f"it must be {wanted}")
+        older = '{"structures": [{"begin": str, "schema": object, "end": str}, ...], "triggers": [str, ...]}'
+        raise ValueError(f'it must be {{"type": "structural_tag", "format": object}} or {older}')
     return structures, triggers
 
 

@@ -22,8 +22,9 @@ class StructuredOutputsParams:
         choice: the output is one of these texts.
         grammar: in llguidance's variant of Lark.
         json_object: the output is any JSON object.
-        structural_tag: {"structures": [{"begin": str, "schema": object, "end": str}], "triggers": [str]}: free text, in
-            which a structure follows its trigger; as text or as an object.
+        structural_tag: {"type": "structural_tag", "format": object}: a tree of pieces of the output (see
+            `jaxspec.grammar.structural_tag`), or the older {"structures": [{"begin": str, "schema": object, "end": str}],
+            "triggers": [str]}: free text, in which a structure follows its trigger; as text or as an object.
     """
 
     json: str | Mapping[str, Any] | None = None

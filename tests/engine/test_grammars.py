@@ -26,7 +26,7 @@ file are in this one; files are under tests/.
           test_structured.py::test_same_json_with_and_without_drafts
   - a thought ends inside a window
           test_every_text_is_that_of_plain_decoding
-          test_grammar.py::test_reasoning_boundary_in_window
+          test_thoughts.py::test_reasoning_boundary_in_window
   - a step chooses with the masks of the step before
           test_every_text_is_that_of_plain_decoding
           engine/test_masks.py::test_constrained_rows_get_a_token_in_every_step

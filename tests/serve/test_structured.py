@@ -20,6 +20,7 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
 MESSAGES = [{"role": "user", "content": "hi"}]
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]{3}"}, "end": "</a>"}
 
 
 def is_a_thing(text):
@@ -53,6 +54,8 @@ def test_json_schema(mock_server):
         ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/', "regex": None}}, "x[0-9]"),
         ({"structured_outputs": {"json": {"enum": [1, 22]}, "disable_fallback": True}}, "1|22"),
         ({"structured_outputs": {"json": '{"const": "a"}', "disable_any_whitespace": False}}, '"a"'),
+        ({"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": TAG}}}, "<a>[0-9]{3}</a>"),
+        ({"response_format": {"type": "structural_tag", "format": TAG}}, "<a>[0-9]{3}</a>"),
         ({"response_format": {"type": "text"}, "stop": "stop"}, r"(.|\n)*"),
     ],
 )
@@ -73,7 +76,16 @@ def test_a_cut_at_max_tokens_is_told(mock_server):
 
 BAD = {
     "two": ({"response_format": FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs", "give either"),
-    "no type": ({"response_format": {}}, "response_format.type", "one of text, json_object, json_schema"),
+    "no type": (
+        {"response_format": {}},
+        "response_format.type",
+        "one of text, json_object, json_schema, structural_tag",
+    ),
+    "tag": (
+        {"response_format": {"type": "structural_tag", "format": TAG | {"token": 3}}},
+        "structured_outputs",
+        "structured_outputs.structural_tag cannot be compiled: format.token is not supported",
+    ),
     "no object": ({"response_format": "json"}, "response_format", "must be an object"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "name and schema"),
     "no name": (
