@@ -95,7 +95,7 @@ class GrammarCompiler:
 
     def _compile(self, tree: Any, number: int, params: StructuredOutputsParams, preface: Preface) -> CompiledGrammar:
         assert self._tokenizer is not None, "there is a tree"
-        thought = None if preface.thought is None else _compiled_thought(tree, self._tokenizer, preface.thought)
+        thought = None if preface.thought is None else self._compile_thought(tree, preface.thought)
         try:
             text = grammar_text(params)
             if preface.headers:
@@ -108,6 +108,23 @@ class GrammarCompiler:
         if not any(matcher.compute_bitmask()):
             raise _refused(params, "nothing satisfies it")
         return CompiledGrammar(matcher, number, thought)
+
+    def _compile_thought(self, tree: Any, thought: Thought) -> CompiledThought:
+        tokenizer, opening, closing = self._tokenizer, None, None
+        assert tokenizer is not None, "there is a tree"
+        if thought.openings:
+            opening = _matcher(tree, "start: " + " | ".join(_symbols(tokenizer, each) for each in thought.openings))
+        close = next(iter(tokenizer.ids_of([thought.close])), None)
+        if close is None:
+            # Special tokens may come in a thought as anything else may; no text spells them.
+            special = ",".join(map(str, sorted(tokenizer.special_ids.difference(self._eos))))
+            others = f"(ANY_TEXT <[{special}]>)* " if special else ""
+            ends = f"end[lazy]: ANY_TEXT {json.dumps(thought.close)}"
+            closing = _matcher(tree, f"%llguidance {{}}\nstart: {others}end\n{ends}\nANY_TEXT: /(.|\\n)*/\n")
+        for matcher in (opening, closing):
+            assert matcher is None or not matcher.is_error(), matcher.get_error()
+        eos = tuple(token for token in self._eos if token != close)
+        return CompiledThought(opening, close, closing, tokenizer.ids_of(thought.answers), eos)
 
     def _tree(self, number: int) -> Any:
         if not self._trees:
@@ -139,22 +156,6 @@ def _matcher(tree: Any, text: str) -> Any:
     from llguidance import LLMatcher, LLParserLimits
 
     return LLMatcher(tree, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
-
-
-def _compiled_thought(tree: Any, tokenizer: Tokenizer, thought: Thought) -> CompiledThought:
-    opening = closing = None
-    if thought.openings:
-        opening = _matcher(tree, "start: " + " | ".join(_symbols(tokenizer, each) for each in thought.openings))
-    close = next(iter(tokenizer.ids_of([thought.close])), None)
-    if close is None:
-        # Special tokens may come in a thought as anything else may; no text spells them.
-        special = ",".join(map(str, sorted(tokenizer.special_ids)))
-        others = f"(ANY_TEXT <[{special}]>)* " if special else ""
-        ends = f"end[lazy]: ANY_TEXT {json.dumps(thought.close)}"
-        closing = _matcher(tree, f"%llguidance {{}}\nstart: {others}end\n{ends}\nANY_TEXT: /(.|\\n)*/\n")
-    for matcher in (opening, closing):
-        assert matcher is None or not matcher.is_error(), matcher.get_error()
-    return CompiledThought(opening, close, closing, tokenizer.ids_of(thought.answers))
 
 
 def _symbols(tokenizer: Tokenizer, pieces: Pieces) -> str:

@@ -23,15 +23,17 @@ class CompiledThought(NamedTuple):
 
     Attributes:
         opening: an `llguidance.LLMatcher` of what opens it, at its start; None: the output begins inside.
-        close: the id that ends it; all ids may come before. None: its end is no token of the vocabulary.
+        close: the id that ends it. None: its end is no token of the vocabulary.
         closing: then a matcher of the thought up to its end.
         answers: ids that end the thought too, where the grammar begins with them.
+        eos: the only ids that may not come in it: an output that ended there would not be what was asked for.
     """
 
     opening: Any = None
     close: int | None = None
     closing: Any = None
     answers: frozenset[int] = frozenset()
+    eos: tuple[int, ...] = ()
 
 
 class CompiledGrammar(NamedTuple):
@@ -181,7 +183,11 @@ class GrammarRule(Constraint):
 
     def _mask_before_answer(self, before: _Before, words_M: np.ndarray, row: int) -> Iterator[tuple[Any, int]]:
         if before.opening is None and before.closing is None:
+            assert self._thought is not None
             words_M[:] = -1
+            bits = words_M.view(np.uint32)
+            for token in self._thought.eos:
+                bits[token >> 5] &= ~np.uint32(1 << (token & 31))
             return
         words_M[:] = 0
         if before.answer is not None:

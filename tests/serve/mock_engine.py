@@ -191,7 +191,7 @@ class MockEngine:
             accepted = 0 if request.constraint else accepted
             ids = list(itertools.islice(self._sources[request.id], 1 + accepted))
             if request.constraint:
-                ids = [_allowed(request, ids[0], self.vocab_size)]
+                ids = [_allowed(request, ids[0], self.vocab_size, self._tokenizer.ids_of(["<think>"]))]
             if request.params.prompt_logprobs is not None and not request.num_output:
                 for i, token in list(enumerate(request.tokens))[1:]:
                     likeliest = self._alternatives(token, request.params.prompt_logprobs)
@@ -266,17 +266,17 @@ class MockEngine:
             yield from word
 
 
-def _allowed(request: Request, wanted: int, vocab_size: int) -> int:
-    """The wanted id if the request's constraint allows it, else one that it does, by hash."""
+def _allowed(request: Request, wanted: int, vocab_size: int, unwanted: frozenset[int]) -> int:
+    """The wanted id if the request's constraint allows it, else one that it does, by hash: it thinks only if it wants to."""
     assert request.constraint
     words = np.empty((1, mask_words(vocab_size)), np.int32)
     request.constraint.fill_masks((), words)
-    if (words == -1).all():  # no grammar yet
-        return wanted
-    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size])
     assert len(allowed), "nothing is allowed"
-    assert allowed[-1] < vocab_size
-    return wanted if wanted in allowed else int(allowed[hash((request.seed, *request.tokens)) % len(allowed)])
+    if wanted in allowed:
+        return wanted
+    others = [i for i in allowed.tolist() if i not in unwanted] or allowed.tolist()
+    return others[hash((request.seed, *request.tokens)) % len(others)]
 
 
 def served(engine: MockEngine, tokenizer: Tokenizer | None) -> ServedModel:
