@@ -1,36 +1,31 @@
 """`bench traces`: how many drafts are accepted on traces of agents, by what proposes them.
 
-A trace is a prompt and the answer that a perfect model would give: a file with a name changed, a function that is quoted, a
-call that is made again, and, as a control, the rest of a file that is not in its prompt. The engine runs the embedded demo
-model, but each request may only choose its answer's next token, at every position of a window (by masks, as grammars do).
-So all drafts are judged on the same text, models see true hidden states, and what is accepted is what a model that writes
-this text would accept. Greedy; it says nothing about speed.
-
-The files are this package's own: they are on every machine, and the demo model was not trained on them.
+The engine runs the embedded demo model, but each request may only choose its answer's next token, at every position of a
+window (by masks, as grammars do). So all drafts are judged on the same text, models see true hidden states, and what is
+accepted is what a model that writes this text would accept. Greedy; speed is what `bench lookup` measures.
 """
 
 import argparse
 import collections
+import dataclasses
 import json
-import re
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import jaxspec
 from bench.harness import record
+from bench.harness.agent_traces import KINDS, Encode, Trace, make_trace, sources
 from jaxspec.engine.host_rule import Constraint, RuleResult
 
 ROWS = 8
 # Of a trace, in tokens: the demo model's context is 4096, and a prompt of this length takes a CPU a second.
 MOST_PROMPT, MOST_ANSWER = 900, 128
-KINDS = ("edit", "quote", "call", "new")
 
 
 @dataclass(frozen=True)
@@ -58,15 +53,6 @@ def smaller(k: int, sizes: Sequence[int], tokens: str) -> tuple[Choice, ...]:
     return tuple(Choice(f"mtp of {size}", k, options) for size, options in cut.items())
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Token ids of a prompt and of the answer to it."""
-
-    kind: str
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-
-
 class Follow(Constraint):
     """A host rule that allows only the next id of an answer."""
 
@@ -92,52 +78,19 @@ class Follow(Constraint):
             mask.view(np.uint32)[token // 32] = 1 << token % 32
 
 
-def sources() -> list[tuple[str, str]]:
-    """(name, text) of this package's modules of a fitting size, the same on every machine with the same commit."""
-    root = Path(jaxspec.__file__).parent
-    files = sorted(path for path in root.rglob("*.py") if 1000 < path.stat().st_size < 2300)
-    return [(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in files]
-
-
-def edited(text: str) -> str:
-    """The file with its most frequent longer name changed, as a refactoring would."""
-    words = re.findall(r"\b[a-z]+_[a-z_]+\b", text)
-    name = max(sorted(set(words)), key=words.count)
-    return re.sub(rf"\b{name}\b", f"new_{name}", text)
-
-
-def quoted(text: str) -> str:
-    """The function or class in the middle of a file."""
-    starts = [match.start() for match in re.finditer(r"^(?:def|class) ", text, re.MULTILINE)]
-    return text[starts[len(starts) // 2] :] if starts else text
-
-
-def call(path: str, line: int) -> str:
-    return f'{{"name": "edit_file", "arguments": {{"path": "jaxspec/{path}", "line": {line}, "text": "pass"}}}}\n'
-
-
-def make_traces(encode: Callable[[str], Sequence[int]], count: int) -> list[Trace]:
+def make_traces(encode: Encode, count: int) -> list[Trace]:
     """`count` traces of each kind, whose answers are cut to the length above."""
     files = sources()
-    chosen = [files[i * len(files) // count] for i in range(count)]
     out = []
-    for path, text in chosen:
-        calls = [call(path, 10 * i) for i in range(1, 9)]
-        half = len(text) // 2
-        pairs = {
-            "edit": (f"# {path}\n{text}\n# The same file with another name:\n", edited(text)),
-            "quote": (f"# {path}\n{text}\n# The function again:\n", quoted(text)),
-            "call": ("".join(calls[:3]), "".join(calls[3:])),
-            "new": (f"# {path}\n{text[:half]}", text[half:]),
-        }
+    for path, text in (files[i * len(files) // count] for i in range(count)):
         for kind in KINDS:
-            prompt, answer = (tuple(encode(part)) for part in pairs[kind])
-            assert len(prompt) <= MOST_PROMPT, path
-            out.append(Trace(kind, prompt, answer[:MOST_ANSWER]))
+            trace = make_trace(encode, kind, path, text)
+            assert len(trace.prompt) <= MOST_PROMPT, path
+            out.append(dataclasses.replace(trace, answer=trace.answer[:MOST_ANSWER]))
     return out
 
 
-def frequent(encode: Callable[[str], Sequence[int]], folder: Path) -> Path:
+def frequent(encode: Encode, folder: Path) -> Path:
     """A file of token counts: of the standard library's modules, which are much of what the demo model was trained on."""
     counts: collections.Counter[int] = collections.Counter()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:80]:

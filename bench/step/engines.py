@@ -28,6 +28,8 @@ def build_engine(
     full: bool = False,
     split: bool = False,
     skip_dead: bool = True,
+    method: str | None = None,
+    adaptive: bool = False,
 ) -> Engine:
     """The engine as `LLM` makes it, with a pool for exactly this load; nothing is compiled yet.
 
@@ -37,6 +39,8 @@ def build_engine(
         full: of them also those that know every sampling parameter.
         split: the step of the most rows that know every sampling parameter also exists in two parts.
         skip_dead: see `Runner`.
+        method: what proposes tokens, as in `EngineConfig` (default: the draft of the weights).
+        adaptive: the number of drafts follows the load; lean buckets of all numbers are there.
     """
     most_rows = sizes.rows[-1]
     budget = max(sizes.budget, 2 * most_rows * (k + 1))
@@ -49,7 +53,8 @@ def build_engine(
             max_num_batched_tokens=budget,
             num_gpu_blocks_override=most_rows * pages_for(length) + 1,
             num_speculative_tokens=k,
-            adaptive_speculation=False,
+            speculative_method=method if k else None,
+            adaptive_speculation=adaptive,
             readout_depth=0,
             enable_prefix_caching=False,  # measurements start again from the same tokens
         ),
@@ -59,13 +64,17 @@ def build_engine(
         on_gpu=jax.devices()[0].platform == "gpu",
     )
     table = bucket_table(settings)
+    if lean and adaptive:
+        buckets = tuple(b for b in table if b.variant == "lean") or table
+    else:
+        buckets = measured_buckets(table, sizes.rows, full=full) if lean else table
     runner = Runner(
         weights.model,
         weights.params,
         settings,
         mesh,
-        draft=weights.draft if k else None,
-        buckets=measured_buckets(table, sizes.rows, full=full) if lean else table,
+        draft=weights.draft if settings.model_drafts else None,
+        buckets=buckets,
         split=(decode_bucket(table, most_rows, full=True),) if split else (),
         skip_dead=skip_dead,
     )

@@ -122,6 +122,7 @@ class Load:
         depth: readout depth of the engine's own loop.
         params: of the requests (default: greedy).
         prompts: of the requests (default: random tokens).
+        firsts: their first output tokens (default: those that the model chooses).
         rules: of the requests, if they have any. A rule does not follow a `rewind`: such requests only go on.
     """
 
@@ -134,6 +135,7 @@ class Load:
         depth: int = 1,
         params: SamplingParams = GREEDY,
         prompts: Sequence[Sequence[int]] | None = None,
+        firsts: Sequence[int] | None = None,
         rules: Sequence[HostRule | None] | None = None,
     ) -> None:
         self.engine, self.runner, self._depth = engine, engine.runner, depth
@@ -143,6 +145,8 @@ class Load:
             Request(f"r{i}", prompt, params, rule, arrival_time=float(i))
             for i, (prompt, rule) in enumerate(zip(prompts, rules or [None] * rows, strict=True))
         ]
+        for request, first in zip(self.requests, firsts or (), strict=firsts is not None):
+            request.tokens.append(first)  # as of a request that goes on after it was preempted
         engine.add(*self.requests)
         while any(r.state is not RequestState.DECODE for r in self.requests):
             self.step()

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from bench.accuracy.traces import KINDS, MOST_ANSWER, Follow, make_traces
+from bench.accuracy.traces import MOST_ANSWER, Follow, make_traces
+from bench.harness.agent_traces import KINDS, traces_of_size
 from jaxspec.loading.resolve import resolve_model
 from jaxspec.text import Tokenizer
 
@@ -19,6 +20,16 @@ def test_answers_repeat_their_prompts_but_for_the_control():
         repeated[trace.kind].append(np.mean([end in known for end in ends]))
     assert all(share > 0.6 for kind in ("edit", "quote", "call") for share in repeated[kind])
     assert max(repeated["new"]) < 0.4
+
+
+def test_traces_of_one_size_keep_what_their_answers_repeat():
+    encode = Tokenizer.from_folder(resolve_model("demo")).encode
+    for kind in KINDS:
+        for trace in traces_of_size(encode, kind, 2, prompt=1024, answer=200):
+            assert (len(trace.prompt), len(trace.answer)) == (1024, 200)
+            known = set(zip(*(trace.prompt[i:] for i in range(4)), strict=False))
+            ends = list(zip(*(trace.answer[i:] for i in range(4)), strict=False))
+            assert (np.mean([end in known for end in ends]) > 0.5) == (kind != "new")
 
 
 def test_only_the_answer_is_allowed():
