@@ -196,6 +196,12 @@ class HFCheckpoint:
         parts = parts_of(self._sources(model, as_named(family_of(config).key_map(config), names)))
         # A model that was saved with transformers keeps the NextN layer in its config and loses the layer's weights.
         if config.nextn_layers:
+            second = f"model.layers.{config.num_layers + 1}."
+            if any(second in name for name in names):
+                raise ModelFormatError(
+                    f"the checkpoint has the weights of several NextN (MTP) layers ({second}* is the second one's); models "
+                    "with one are supported"
+                )
             keys = as_named(family_of(config).nextn_key_map(config), names)
             if any(piece.name in names for pieces in keys.values() for piece in pieces):
                 parts[MTP] = self._sources(NextN(config, np.dtype(self.dtype)), keys)

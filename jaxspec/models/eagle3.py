@@ -27,7 +27,7 @@ from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import AttentionSpec, LayerSpec, ModelConfig
 from jaxspec.models.decoder import CausalLM, Embedding, logits_at
-from jaxspec.models.fields import flag, require, section, text_list, text_or, whole_list, whole_or, wrong
+from jaxspec.models.fields import flag, require, section, text_list, text_or, whole_list, whole_or
 from jaxspec.models.hf_fields import MAX_LAYERS, MAX_SIZE, MAX_VOCAB, common_fields, norm_eps, size
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
 from jaxspec.models.layers import DenseSpec, ResidualMLP, RMSNorm, RopeTables, rope_tables
@@ -46,9 +46,14 @@ def _read_mla(hf: Mapping[str, Any]) -> AttentionSpec:
 READERS: dict[str, Callable[[Mapping[str, Any]], AttentionSpec]] = {
     "LlamaForCausalLMEagle3": llama.read_attention,
     "Eagle3LlamaForCausalLM": llama.read_attention,
+    # Named after their targets, and Llama layers all the same.
+    "Eagle3MiniMaxM2ForCausalLM": llama.read_attention,
+    "Eagle3Qwen3ForCausalLM": llama.read_attention,
     "Eagle3DeepseekV2ForCausalLM": _read_mla,
     "Eagle3DeepseekV3ForCausalLM": _read_mla,
 }
+# The paper's own heads are named like a model; that they propose a part of the vocabulary tells them from one.
+_UNNAMED, _OF_DRAFTS = llama.LLAMA, "draft_vocab_size"
 # Options of other heads that would change the formulas above, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (1, 1.0), "use_aux_hidden_state": (True,), "num_aux_hidden_states": (3,),
@@ -98,7 +103,15 @@ def is_eagle3(hf: Mapping[str, Any]) -> bool:
     Raises:
         ModelFormatError: its `architectures` are not a list of names.
     """
-    return hf.get(_SPECULATORS) == "eagle3" or any(name in READERS for name in text_list(hf, "architectures"))
+    return hf.get(_SPECULATORS) == "eagle3" or _architecture(hf) is not None
+
+
+def _architecture(hf: Mapping[str, Any]) -> str | None:
+    """Which of the READERS reads a config.json; None where none does."""
+    names = text_list(hf, "architectures")
+    if _UNNAMED in names and hf.get(_OF_DRAFTS) is not None:
+        return "Eagle3LlamaForCausalLM"
+    return next((name for name in names if name in READERS), None)
 
 
 def _flattened(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,7 +138,8 @@ def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
         ModelFormatError: an option that is not supported, or a value that none of them can have.
     """
     hf = _flattened(hf)
-    architecture = next(name for name in hf["architectures"] if name in READERS)
+    architecture = _architecture(hf)
+    assert architecture is not None, "see `is_eagle3`"
     inner = section(hf, "eagle_config")
     for key, neutral in _NEUTRAL.items():
         value = inner.get(key, hf.get(key))
@@ -150,9 +164,8 @@ def read_eagle3_config(hf: Mapping[str, Any]) -> Eagle3Config:
         )
     key = "eagle_aux_hidden_state_layer_ids"
     ids = inner.get(key, hf.get(key))
-    layer_ids = None if ids is None else whole_list(ids, key, items=_MAX_CAPTURED, least=0, most=MAX_LAYERS)
-    if layer_ids == ():
-        raise wrong(key, "a list of at least one layer", ids)
+    # An empty list is how some heads ask for the default layers.
+    layer_ids = None if ids is None else whole_list(ids, key, items=_MAX_CAPTURED, least=0, most=MAX_LAYERS) or None
     given = {**hf, **{key: value for key, value in inner.items() if value is not None}}
     return Eagle3Config(
         model,

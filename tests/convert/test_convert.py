@@ -145,6 +145,17 @@ def test_nextn_copies_of_embedding_and_head_are_optional(source: Get, converted:
     )
 
 
+def test_several_nextn_layers_are_refused(source: Get, tmp_path: Path):
+    folder = shutil.copytree(source("v3-mtp"), tmp_path / "in")
+    first, second = "model.layers.3.", "model.layers.4."
+    edit_config(folder, num_nextn_predict_layers=2)
+    more = {name.replace(first, second): t for name, t in tensors(folder).items() if name.startswith(first)}
+    edit_tensors(folder, add=more)
+    message = r"the weights of several NextN \(MTP\) layers \(model\.layers\.4\.\* is the second one's\); models with one"
+    with pytest.raises(ModelFormatError, match=message):
+        convert_checkpoint(folder, tmp_path / "out")
+
+
 def test_nextn_that_the_config_promises_and_the_weights_lack(source: Get, tmp_path: Path, mesh: Mesh):
     """transformers keeps `num_nextn_predict_layers` and drops the layer when it saves a model."""
     folder = shutil.copytree(source("v3"), tmp_path / "in")

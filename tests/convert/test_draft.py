@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from jaxspec.llm import LLM
 from jaxspec.loading.checkpoint import load_eagle3, open_checkpoint
 from jaxspec.loading.manifest import Manifest, read_manifest
 from jaxspec.loading.parts import WEIGHTS
-from jaxspec.models.eagle3 import capture_layers
+from jaxspec.models.eagle3 import capture_layers, is_eagle3
 from tests.convert.edits import edit_config, edit_tensors, tensors
 from tests.eagle3_models import VOCAB, H, tiny_draft
 from tests.engine.scripted import one_device
@@ -51,6 +52,30 @@ def test_parts_are_those_of_the_checkpoint(prefix, options, parts, tmp_path):
     assert (model.own_embedding, model.own_head) == ("embed" in parts, "head" in parts)
     np.testing.assert_array_equal(params["fc"], stored["fc.weight"])
     assert ("d2t" in params) == bool(offsets)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["Eagle3MiniMaxM2ForCausalLM"]},
+        {"architectures": ["Eagle3Qwen3ForCausalLM"]},
+        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 100},
+        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": VOCAB},
+    ],
+)
+@pytest.mark.parametrize("ids", [[], None])
+def test_other_names_are_the_same_llama_head(config, ids, tmp_path):
+    """An empty list of layers means the default ones, as no list does."""
+    options = {"draft_vocab_size": config["draft_vocab_size"]} if config.get("draft_vocab_size", VOCAB) < VOCAB else {}
+    folders = [tiny_draft(tmp_path / "usual", **options), tiny_draft(tmp_path / "named", **config, **{KEY: ids})]
+    usual, named = (load_eagle3(open_checkpoint(f), one_device(), "float32", (0, 1, 2)) for f in folders)
+    assert named[0].config.layer_ids is None
+    assert named[0].config.layer == usual[0].config.layer
+    jax.tree.map(np.testing.assert_array_equal, named[1], usual[1])
+
+
+def test_a_llama_model_is_no_draft():
+    assert not is_eagle3({"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "draft_vocab_size": None})
 
 
 def no_d2t(folder: Path) -> None:
