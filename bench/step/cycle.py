@@ -36,7 +36,7 @@ from bench.harness.arguments import names_among, numbers
 from bench.harness.ceilings import read_bandwidth
 from bench.harness.models import SHAPES, Weights, mesh_of_one
 from bench.harness.timing import ms
-from bench.step.cycle_drafts import DRAFTS, declare_draft, draw_draft
+from bench.step.cycle_drafts import DRAFTS, declare_draft, drafts_for, draw_draft
 from bench.step.cycle_report import print_tables
 from bench.step.engines import build_engine, warm_up
 from bench.step.floor import Floor
@@ -46,6 +46,7 @@ from bench.step.stages import split, stage_shares
 from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, np_dtype, resolve_dtype
 from jaxspec.engine.engine import Engine
+from jaxspec.errors import ConfigError
 from jaxspec.models.params import count_parameters
 from jaxspec.sampling.params import SamplingParams
 
@@ -54,14 +55,14 @@ PLAIN = "plain"
 # The steps of sampling requests write log q, and greedy drafts are compared more sharply than drawn ones.
 SAMPLING = SamplingParams(temperature=1, greedy_drafts=True, max_tokens=None, ignore_eos=True)
 
-# One of the drafts has the target's latent attention.
-MODELS = [name for name, hf in SHAPES.items() if "kv_lora_rank" in hf]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="moonlight", help="target, with random weights")
+    parser.add_argument("--model", choices=SHAPES, default="moonlight", help="target, with random weights")
     parser.add_argument(
-        "--drafts", type=names_among(DRAFTS, "draft"), default=list(DRAFTS), metavar="NAME,...", help=", ".join(DRAFTS)
+        "--drafts",
+        type=names_among(DRAFTS, "draft"),
+        metavar="NAME,...",
+        help=f"{', '.join(DRAFTS)} (default: those that the target may have)",
     )
     parser.add_argument("--rows", type=numbers, metavar="N,N,...", help="decode rows (default: 1,8,32,128; CPU: 1,2)")
     parser.add_argument("--context", type=int, metavar="TOKENS", help="of every row (default: 1024; CPU: 128)")
@@ -230,6 +231,10 @@ def row_figures(
 def run(arguments: argparse.Namespace) -> int:
     gpu = jax.devices()[0].platform == "gpu"
     dtype = resolve_dtype(EngineConfig(), on_gpu=gpu)
+    able = drafts_for(SHAPES[arguments.model])
+    arguments.drafts = arguments.drafts or able
+    if unable := [kind for kind in arguments.drafts if kind not in able]:
+        raise ConfigError(f"--drafts {unable[0]}: {arguments.model} may have {', '.join(able)}")
     began = time.perf_counter()
 
     def told(what: str) -> None:

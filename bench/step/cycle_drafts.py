@@ -17,11 +17,18 @@ DRAFTS = ("mtp", "eagle3-llama", "eagle3-mla")
 REDUCED_VOCAB, HEAD_DIM = 32000, 128
 
 
+def drafts_for(hf: dict[str, Any]) -> list[str]:
+    """Those of DRAFTS that a target of this config.json may have: its own layer, or its attention in a head, if it has any."""
+    needs = {"mtp": "num_nextn_predict_layers", "eagle3-mla": "kv_lora_rank"}
+    return [kind for kind in DRAFTS if kind not in needs or hf.get(needs[kind])]
+
+
 def declare_draft(kind: str, hf: dict[str, Any], target: CausalLM, dtype: np.dtype) -> Draft:
     """A draft of the sizes that published drafts have for such a target: one decoder layer as wide as the target.
 
     The EAGLE3 drafts have a dense MLP like the target's dense layers, their own output head and the target's embedding;
-    the MLA draft has the target's attention, the Llama draft as many query heads as fill the width, four per key head.
+    the MLA draft has the target's attention, the Llama draft as many key heads with four query heads each as fit into the
+    width.
     """
     if kind == "mtp":
         return NextN(target.config, dtype)
@@ -30,10 +37,10 @@ def declare_draft(kind: str, hf: dict[str, Any], target: CausalLM, dtype: np.dty
     common |= {"num_hidden_layers": 1, "max_position_embeddings": hf["max_position_embeddings"]}
     if kind == "eagle3-llama":
         head_dim = min(HEAD_DIM, hidden // 4)
-        heads = hidden // head_dim
+        keys = hidden // (4 * head_dim)
         config = common | {
-            "architectures": ["LlamaForCausalLMEagle3"], "head_dim": head_dim, "num_attention_heads": heads,
-            "num_key_value_heads": heads // 4, "draft_vocab_size": min(REDUCED_VOCAB, vocab // 2),
+            "architectures": ["LlamaForCausalLMEagle3"], "head_dim": head_dim, "num_attention_heads": 4 * keys,
+            "num_key_value_heads": keys, "draft_vocab_size": min(REDUCED_VOCAB, vocab // 2),
         }  # fmt: skip
     else:
         mla = (

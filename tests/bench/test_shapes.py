@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bench.harness.models import declare, mesh_of_one, random_config
 from bench.harness.shapes import SHAPES
 from bench.step.checkpoint import checkpoint_config, make
+from bench.step.cycle_drafts import declare_draft, drafts_for
 from bench.step.floor import kv_bytes, traffic
 from jaxspec.config import EngineConfig, resolve
 from jaxspec.engine.batch import InputLayout
@@ -86,10 +87,12 @@ def cases():
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
 
 
-def lowered_step(request, model, rows, prompt, mesh=None, variant="lean"):
-    """The step of a model, and of its MTP layer, for H200s: what runs each operation, and the lowered text."""
+def lowered_step(request, model, rows, prompt, mesh=None, variant="lean", draft=None):
+    """The step of a model, and of a draft (default: its MTP layer), for H200s: what runs each operation, and the lowered
+    text."""
     mesh = mesh or mesh_of_one()
-    draft = NextN(model.config, BF16) if model.config.nextn_layers else None
+    if draft is None and model.config.nextn_layers:
+        draft = NextN(model.config, BF16)
     k = DRAFTS if draft else 0
     settings = resolve(
         EngineConfig(
@@ -124,6 +127,32 @@ def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
     assert {"moe", "moe_route"} <= set(chosen)
     assert any(operation.endswith("_decode") for operation in chosen)
     assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prompt", [0, 256])
+@pytest.mark.parametrize("name", ["minimax-m2", "gpt-oss-20b", "qwen3-30b-a3b"])
+def test_steps_with_an_eagle3_draft_run_our_kernels_on_hopper(name, prompt, request):
+    """A Llama head beside a mixture of experts, as MiniMax-M2 has: attention of both, experts and the head's own MLP."""
+    model = target(name, 4)
+    draft = declare_draft("eagle3-llama", random_config(name, 4), model, BF16)
+    chosen, _ = lowered_step(request, model, 32, prompt, draft=draft)
+    assert {"moe", "moe_route", "gqa_decode"} <= set(chosen)
+    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_declares_its_drafts(name):
+    """As wide as their targets; those that a target cannot have are not among them."""
+    hf = random_config(name, 4)
+    model = CausalLM(read_config(hf), BF16)
+    able = drafts_for(hf)
+    assert ("mtp" in able, "eagle3-mla" in able) == (bool(model.config.nextn_layers), "kv_lora_rank" in hf)
+    for kind in able:
+        draft = declare_draft(kind, hf, model, BF16)
+        assert draft.cache_spec.paged
+        if kind != "mtp":
+            assert draft.fc.get_value().shape == (hf["hidden_size"], 3 * hf["hidden_size"])
 
 
 def told(text: str, collective: str) -> int:
