@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -100,12 +101,20 @@ def compare(capsys, *arguments) -> tuple[int, str]:
 
 
 SIZES = ("--num-prompts", 3, "--new-tokens", 4)
+# Of the layer after the last one, or under the names of Qwen3.5.
+NEXTN_OUT = r"(model\.layers\.3|mtp\.layers\.0)\.self_attn\.o_proj\.weight"
 LAYER_IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("variant", ["v3-mtp", *(pytest.param(v, marks=pytest.mark.full) for v in ("v32", "glm-dsa"))])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "v3-mtp",
+        *(pytest.param(v, marks=pytest.mark.full) for v in ("v32", "glm-dsa", "glm4-lite", "glm4-moe", "qwen3.5")),
+    ],
+)
 def test_an_mtp_layer_is_compared_and_a_broken_weight_of_it_found(variant, tmp_path, capsys, monkeypatch):
     """Beside PyTorch's run of the sound checkpoint: the text is the same, the drafts are not."""
     few_buckets(monkeypatch, decode=False)
@@ -125,7 +134,7 @@ def test_an_mtp_layer_is_compared_and_a_broken_weight_of_it_found(variant, tmp_p
     assert all(0 < errors["max"] < 2e-4 for errors in report["stages"].values())
 
     broken = shutil.copytree(folder, tmp_path / "broken")
-    name = "model.layers.3.self_attn.o_proj.weight"
+    (name,) = (name for name in tensors(broken) if re.fullmatch(NEXTN_OUT, name))
     edit_tensors(broken, add={name: 1.02 * tensors(broken)[name]})
     code, out = compare(capsys, broken, "--reference", folder, *SIZES, *drafts)
     assert code == 1
@@ -137,10 +146,13 @@ def test_an_mtp_layer_is_compared_and_a_broken_weight_of_it_found(variant, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_an_eagle3_draft_is_compared_also_with_a_record(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "variant", ["llama", *(pytest.param(v, marks=pytest.mark.full) for v in ("qwen3-moe", "minimax-m2", "gpt-oss"))]
+)
+def test_an_eagle3_draft_is_compared_also_with_a_record(variant, tmp_path, capsys, monkeypatch):
     """With a head of fewer tokens, EAGLE3.1's norms, and each broken weight named by its stage."""
     few_buckets(monkeypatch, decode=False)
-    folder = tiny_checkpoint("llama", tmp_path / "hf")
+    folder = tiny_checkpoint(variant, tmp_path / "hf")
     draft = tiny_draft(tmp_path / "draft", draft_vocab_size=100, fc_norm=True, norm_output=True, **LAYER_IDS)
     record, speculation = tmp_path / "run.npz", ("--speculative-model", draft, "--num-speculative-tokens", 2)
     assert compare(capsys, "record", folder, record, *SIZES, *speculation)[0] == 0

@@ -54,7 +54,7 @@ class Cycling(FixedDrafts):
 
 @pytest.mark.slow
 @EACH
-def test_replayed_windows_are_plain_decoding(variant):
+def test_gdn_replay_equals_no_spec(variant):
     """Windows of several lengths after each other, read late, in mixed steps, in few pages, in slots that held NaN."""
     check_replayed("pattern", variant)
 
