@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, rounded, spread, take
 from bench.kernel.case import Case, once
+from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import add_routed_experts, experts, logit_parts, splits_router
 from pallas_kernels.moe.shapes import LAYERS, TOKENS
 from pallas_kernels.moe.weights import ExpertWeights
@@ -20,6 +21,8 @@ from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4
 from pallas_kernels.quant.values import Quantised
 
 MOONLIGHT = LAYERS["moonlight"]
+# Mixtures beside grouped-query attention; gpt-oss has rows of its own.
+GROUPED_QUERY = ("qwen3-30b-a3b", "glm-4.5-air", "minimax-m2")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Moe(Case):
     I: int = MOONLIGHT.inner  # noqa: E741
     layers: int = 4
     calls: int = 8
-    labels: ClassVar[tuple[str, ...]] = ("T",)
+    labels: ClassVar[tuple[str, ...]] = ("T", "H", "E", "K", "I")
 
     @property
     def flops(self) -> float:
@@ -92,13 +95,36 @@ class Moe(Case):
         x, weights, ids = (np.asarray(array) for array in tokens[-1])
         errors = []
         for token in spread(self.T, 2):
-            chosen = jnp.asarray(ids[token])
-            gate_up, down = (self.numbers(weight, chosen) for weight in (layer.gate_up, layer.down))
-            gate, up = np.einsum("kgih,h->gki", gate_up, self.activations(exact(x[token])), optimize=True)
-            inner = self.activations(gate / (1 + np.exp(-gate)) * up)
-            each = np.einsum("ki,khi->kh", inner, down, optimize=True)
+            each = self.chosen_mlps(layer, exact(x[token]), jnp.asarray(ids[token]))
             errors.append(largest_error(exact(results[-1])[token], weights[token] @ each))
         return float(np.max(errors))  # NaN, if one is
+
+    def chosen_mlps(self, layer: ExpertWeights, x: np.ndarray, chosen: jax.Array) -> np.ndarray:
+        """What each of a token's experts [K] makes of it, [K, H]."""
+        gate_up, down = (self.numbers(weight, chosen) for weight in (layer.gate_up, layer.down))
+        gate, up = np.einsum("kgih,h->gki", gate_up, self.activations(x), optimize=True)
+        inner = self.activations(gate / (1 + np.exp(-gate)) * up)
+        return np.einsum("ki,khi->kh", inner, down, optimize=True)
+
+
+@dataclass(frozen=True)
+class MoeClamped(Moe):
+    """The same with biases and a clamp, as gpt-oss has them."""
+
+    def weights(self, layer: int) -> ExpertWeights:
+        biases = normal(300 + layer, (self.E, 2, self.I)), normal(400 + layer, (self.E, self.H))
+        return dataclasses.replace(super().weights(layer), biases=biases, clamp=Clamp())
+
+    def chosen_mlps(self, layer: ExpertWeights, x: np.ndarray, chosen: jax.Array) -> np.ndarray:
+        assert layer.biases is not None
+        gate_up, down, of_inner, of_out = (
+            self.numbers(weight, chosen) for weight in (layer.gate_up, layer.down, *layer.biases)
+        )
+        gate, up = np.einsum("kgih,h->gki", gate_up, x, optimize=True) + np.swapaxes(of_inner, 0, 1)
+        clamp = Clamp()
+        gate, up = np.minimum(gate, clamp.limit), np.clip(up, -clamp.limit, clamp.limit)
+        inner = (up + 1) * gate / (1 + np.exp(-clamp.alpha * gate))
+        return np.einsum("ki,khi->kh", inner, down, optimize=True) + of_out
 
 
 @dataclass(frozen=True)
@@ -237,9 +263,13 @@ class MoeBlock(Moe):
 
 
 MOE: dict[str, list[Case]] = {
-    "all": [Moe(T) for T in TOKENS],
+    "all": [
+        *(Moe(T) for T in TOKENS),
+        *(Moe(T, *LAYERS[name][:4], layers=2) for name in GROUPED_QUERY for T in (1, 32, 128, 2048)),
+        *(MoeClamped(T, *LAYERS["gpt-oss-20b"][:4], layers=2) for T in (1, 32, 128, 2048)),
+    ],
     "quick": [Moe(T) for T in (1, 32, 512)],
-    "tiny": [Moe(T, 32, 8, 2, 16, 2, 4) for T in (1, 6)],
+    "tiny": [*(Moe(T, 32, 8, 2, 16, 2, 4) for T in (1, 6)), MoeClamped(6, 32, 8, 2, 16, 2, 4)],
 }
 # Quantised weights: with codes of four bits, and in FP8 (with activations in FP8).
 MOE_QUANTISED: dict[str, dict[str, list[Case]]] = {

@@ -25,6 +25,7 @@ from jaxspec.engine.runner import Runner
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import one_device
 from tests.engine.tiny import HF_CONFIG, SETTINGS
+from tests.tiny_models import CONFIGS
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +69,36 @@ def test_a_decode_step_is_one_launch(k, drafts, lookup, rows):
     events, launches = launches_of(step)
     assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
     assert events > 10 * STEPS
+
+
+# The same for grouped-query attention and a mixture of experts.
+GROUPED = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("k", "lookup"), [(0, None), (3, Lookup(2, 4))])
+@pytest.mark.parametrize("variant", ["qwen3-moe", "gpt-oss"])
+def test_a_decode_step_of_grouped_queries_is_one_launch(variant, k, lookup, rows):
+    """A dense layer and mixtures; or sinks, sliding windows, biases and a clamp."""
+    mesh = one_device()
+    weights = draw(CONFIGS[variant] | GROUPED, mesh, np.dtype(jax.numpy.bfloat16), with_draft=False)
+    settings = dataclasses.replace(SETTINGS, dtype="bfloat16", on_gpu=True, num_speculative_tokens=k, lookup=lookup)
+    bucket = Bucket(0, 0, rows, "lean", k)
+    runner = Runner(weights.model, weights.params, settings, mesh, buckets=(bucket,))
+    runner.warm_up()
+    chosen = {name for name, ran in runner.kernels.items() if ran == {"mosaic"}}
+    assert chosen >= {"gqa_decode", "moe", "moe_route"}
+    padding = StepPlan((), (), drafts=k)
+
+    def step():
+        runner.dispatch(padding)
+        runner.read()
+
+    events, launches = launches_of(step)
+    assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference, router
+from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import configure
 from pallas_kernels.moe.dispatch import dispatch
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
@@ -25,8 +26,11 @@ from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 
 pytestmark = pytest.mark.gpu
 
-# Hidden, experts, top-k, inner.
-SHAPES = {"moonlight": LAYERS["moonlight"][:4], "odd": (320, 8, 2, 448)}
+# Hidden, experts, top-k, inner: the large one with an eighth of its experts, so that workers share a GPU.
+SHAPES = {
+    "moonlight": LAYERS["moonlight"][:4], "qwen3-30b-a3b": LAYERS["qwen3-30b-a3b"][:4], "minimax-m2": (3072, 32, 8, 1536),
+    "odd": (320, 8, 2, 448),
+}  # fmt: skip
 
 
 @functools.cache
@@ -112,6 +116,35 @@ def test_with_shared_experts(shape, shared_inner, T):
     rng = np.random.default_rng(T)
     ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
     compare(shape, T, ids, np.arange(T) % 5 != 4, shared_inner)
+
+
+@pytest.mark.parametrize("T", [1, 3, 8, 9, 32, 128, 300, 2048])
+def test_biases_and_a_clamp(T):
+    """gpt-oss-20b, whose sizes are odd multiples of 64, with numbers so large that the clamp acts."""
+    H, E, k, inner, _ = LAYERS["gpt-oss-20b"]
+    rng = np.random.default_rng(T)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    check_clamped(T, H, E, inner, ids, rng.uniform(0.1, 1, (T, k)).astype(np.float32), "mosaic")
+
+
+def check_clamped(T, H, E, inner, ids, weights, backend):
+    keys = jax.random.split(jax.random.key(T), 5)
+    shapes = (E, 2, inner, H), (E, H, inner), (E, 2, inner), (E, H), (T, H)
+    scales = H**-0.5, inner**-0.5, 1.0, 1.0, 4.0
+    *arrays, x = (
+        scale * jax.random.normal(*of) for scale, of in zip(scales, zip(keys, shapes, strict=True), strict=True)
+    )
+    gate_up, down, gate_up_bias, down_bias, x = (array.astype(jnp.bfloat16) for array in (*arrays, x))
+    parameters = ExpertWeights(gate_up, down, biases=(gate_up_bias, down_bias), clamp=Clamp())
+    live = np.arange(T) % 5 != 4
+    with use(Backends(moe=backend)):
+        got = np.asarray(jax.jit(api.experts)(x, parameters, weights, ids, live), np.float32)
+    exact = jax.tree.map(lambda array: array.astype(jnp.float32), parameters)
+    with jax.default_matmul_precision("highest"):
+        want = np.asarray(jax.jit(reference.experts)(x.astype(jnp.float32), exact, weights, ids, live))
+    np.testing.assert_array_equal(got[~live], 0)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error <= 1e-2, f"relative error {error:.2e}"
 
 
 def test_with_shared_experts_of_another_size():

@@ -79,6 +79,8 @@ def test_interpreted_sliding_windows(n, G, D, window, sinks):
         ((65, 129, 1), 8, 2, 8, 64, 4),  # a full block of rows
         ((700,), 2, 2, 2, 128, 1),  # many times the stages in one item
         ((130, 400), 3, 1, 4, 256, 2),  # a single stage
+        ((65, 300), 4, 1, 12, 128, 2),  # rows of a group that fill no whole block
+        ((130,), 4, 2, 6, 128, 2),
     ],
 )
 def test_interpreted_ragged(lengths, n, K, G, D, sms):
@@ -111,7 +113,9 @@ def lowered(batch, n, K, G, D, window=None):
     [
         (1, 1, 8, 4, 128, None),  # Llama 3, one request
         (8, 4, 8, 8, 64, 128),  # gpt-oss
-        pytest.param(8, 4, 2, 8, 256, None, marks=slow),
+        pytest.param(8, 4, 2, 8, 256, None, marks=slow),  # Qwen3.5
+        pytest.param(8, 4, 8, 6, 128, None, marks=slow),  # MiniMax-M2
+        pytest.param(8, 4, 8, 12, 128, None, marks=slow),  # GLM-4.5
         pytest.param(32, 4, 8, 8, 64, None, marks=slow),
         pytest.param(8, 5, 4, 8, 128, None, marks=slow),
         pytest.param(200, 1, 1, 1, 64, None, marks=slow),

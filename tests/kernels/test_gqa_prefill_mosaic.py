@@ -82,6 +82,8 @@ def test_interpreted_sliding_windows(D, window, sinks):
         (2048, 8, 4, 128, None),
         (2048, 8, 8, 64, 128),
         pytest.param(2048, 2, 8, 256, None, marks=slow),
+        pytest.param(2048, 8, 12, 128, None, marks=slow),
+        pytest.param(2048, 8, 6, 128, None, marks=slow),
         pytest.param(40, 8, 8, 64, None, marks=slow),
         pytest.param(256, 1, 1, 128, None, marks=slow),
     ],

@@ -96,9 +96,13 @@ def test_routing_and_experts_give_what_the_reference_does(sigmoid, live):
 
 
 SHAPES = LAYERS | {"no shared experts": LAYERS["demo"]._replace(shared=0)}
+# The others are lowered in the whole suite.
+QUICK = ("demo", "deepseek-v3", "no shared experts")
 
 
-@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize(
+    "model", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+)
 def test_lowers_for_the_gpu(model):
     """Two launches and no kernel of XLA's, from the router's logits to the residual stream after the layer."""
     H, E, k, inner, S = SHAPES[model]
