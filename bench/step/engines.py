@@ -28,7 +28,7 @@ def build_engine(
     full: bool = False,
     split: bool = False,
     skip_dead: bool = True,
-    method: str | None = None,
+    method: Any = None,
     adaptive: bool = False,
 ) -> Engine:
     """The engine as `LLM` makes it, with a pool for exactly this load; nothing is compiled yet.
