@@ -151,7 +151,9 @@ def test_several_nextn_layers_are_refused(source: Get, tmp_path: Path):
     edit_config(folder, num_nextn_predict_layers=2)
     more = {name.replace(first, second): t for name, t in tensors(folder).items() if name.startswith(first)}
     edit_tensors(folder, add=more)
-    message = r"the weights of several NextN \(MTP\) layers \(model\.layers\.4\.\* is the second one's\); models with one"
+    message = (
+        r"the weights of several NextN \(MTP\) layers \(model\.layers\.4\.\* is the second one's\); models with one"
+    )
     with pytest.raises(ModelFormatError, match=message):
         convert_checkpoint(folder, tmp_path / "out")
 
