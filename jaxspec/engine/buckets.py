@@ -62,28 +62,44 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-# Decode rows of steps without prompts, besides the most there may be. Up to eight rows there is no lean sampler between
-# four and eight: the full one costs little there, and its executable is better spent on a single row with every rule.
-DECODE_ROWS: dict[Variant, tuple[int, ...]] = {"lean": (1, 4, 16, 32, 64, 128), "full": (1, 8, 32)}
-# Of steps with prompts: (prompt tokens, decode rows beside them), None for the most there may be. A prompt of any length,
-# with few decode rows or many, should find a step that is not much larger. What is over the limits is left out.
-PROMPTS: dict[Variant, tuple[tuple[int | None, int | None], ...]] = {
-    "lean": ((128, 16), (256, 16), (512, 16), (1024, 16), (None, 16), (256, None), (512, None), (1024, None)),
-    "full": ((256, 16), (256, None), (1024, None)),
+@dataclass(frozen=True)
+class Sizes:
+    """Of steps with one number of drafts and one sampler; None for the most there may be. What is over that is left out.
+
+    Attributes:
+        decode: rows of steps without prompts.
+        prompts: of steps with prompts: prompt tokens, and decode rows beside them.
+    """
+
+    decode: tuple[int | None, ...]
+    prompts: tuple[tuple[int | None, int | None], ...] = ()
+
+
+# A prompt of any length, with few decode rows or many, should find a step that is not much larger. Up to eight rows there is
+# no lean sampler between four and eight: the full one costs little there, and its executable is better spent on a single row
+# with every rule.
+SIZES: dict[Variant, Sizes] = {
+    "lean": Sizes(
+        (1, 4, 16, 32, 64, 128, None),
+        ((128, 16), (256, 16), (512, 16), (1024, 16), (None, 16), (256, None), (512, None), (1024, None), (None, None)),
+    ),
+    "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (None, None))),
 }
-# The same where the number of drafts changes, for steps with the most drafts and with none. Beside prompts one draft is not
-# worth an executable, nor is the full sampler in windows.
-ADAPTIVE_PROMPTS: dict[Variant, tuple[tuple[tuple[int | None, int | None], ...] | None, ...]] = {
-    "lean": (((256, None), (1024, 16)), ((256, None),)),
-    "full": (None, ((256, None),)),
-}
-# Decode rows by variant where the number of drafts changes from step to step, besides the most there may be: of a step
-# with the most drafts, with one (None: of no use), and with none. A wide window makes padding rows dear, so it gets more
-# sizes; the full sampler gets few. Without drafts 32 greedy rows share the full sampler's executable.
-ADAPTIVE_ROWS: dict[Variant, tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]] = {
-    "lean": ((1, 4, 16, 64), (1, 16, 64), (1,)),
-    "full": ((1, 8), None, (8, 32)),
-}
+# The same where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as
+# `SIZES` has would not fit three times. These lose little against it, with and without prompts, by what steps of an H200 were
+# measured to take (tests/engine/test_adaptive_table.py): the full sampler alone serves where it costs little, small steps have
+# no single draft, and beside prompts full windows do without drafts.
+ADAPTIVE_SIZES: tuple[dict[Variant, Sizes], dict[Variant, Sizes], dict[Variant, Sizes]] = (
+    {
+        "lean": Sizes((1, 4, 64)),
+        "full": Sizes((16, None), ((256, None), (512, None), (None, None))),
+    },
+    {"lean": Sizes((32, 64, None), ((512, None), (None, None)))},
+    {
+        "lean": Sizes((1, 4, 16, 64), ((512, 16), (512, None), (1024, None), (None, None))),
+        "full": Sizes((1, 32, None)),
+    },
+)
 
 
 def draft_counts(settings: Settings) -> tuple[int, ...]:
@@ -106,20 +122,16 @@ def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
         prompts = sorted({min(64, budget), budget} if len(counts) == 1 else {budget})
         table += [_beside_prompts(settings, size, 4, "full", k) for size in prompts for k in counts]
         return tuple(sorted(table))
-    variants: tuple[Variant, ...] = ("lean", "full")
-    if len(counts) == 1:
-        table = [Bucket(0, 0, rows, v, counts[0]) for v in variants for rows in _up_to(most_rows, DECODE_ROWS[v])]
-        for variant in variants:
-            table += _with_prompts(settings, PROMPTS[variant], variant, counts[0])
-        return tuple(sorted(table))
-    table = []
-    for variant in variants:
-        many, one, none = ADAPTIVE_ROWS[variant]
-        for k, sizes in {0: none, 1: one, counts[-1]: many}.items():
-            table += [Bucket(0, 0, rows, variant, k) for rows in ([] if sizes is None else _up_to(most_rows, sizes))]
-        for k, shapes in zip((counts[-1], 0), ADAPTIVE_PROMPTS[variant], strict=True):
-            table += [] if shapes is None else _with_prompts(settings, shapes, variant, k)
-    return tuple(sorted(table))
+    none, one, most = ADAPTIVE_SIZES if len(counts) > 1 else (SIZES, SIZES, SIZES)
+    by_drafts = {0: none, 1: one, counts[-1]: most}
+    return tuple(
+        sorted(
+            bucket
+            for k in counts
+            for variant, sizes in by_drafts[k].items()
+            for bucket in (*_decode(settings, sizes, variant, k), *_with_prompts(settings, sizes, variant, k))
+        )
+    )
 
 
 # Of each number of drafts, so many sizes of decode steps also exist in two parts.
@@ -146,18 +158,16 @@ def parts(bucket: Bucket) -> tuple[Bucket, Bucket]:
     return replace(bucket, part="forward"), replace(bucket, part="choose")
 
 
-def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
-    return sorted({size for size in sizes if size < most} | {most})
+def _decode(settings: Settings, sizes: Sizes, variant: Variant, drafts: int) -> list[Bucket]:
+    most = settings.max_num_seqs
+    rows = {most if size is None else size for size in sizes.decode if size is None or size < most}
+    return [Bucket(0, 0, each, variant, drafts) for each in rows]
 
 
-def _with_prompts(
-    settings: Settings, shapes: tuple[tuple[int | None, int | None], ...], variant: Variant, drafts: int
-) -> list[Bucket]:
-    """The buckets for prompts of some shapes, and the one for any prompts beside any decode rows."""
+def _with_prompts(settings: Settings, sizes: Sizes, variant: Variant, drafts: int) -> set[Bucket]:
     most = settings.max_num_batched_tokens
-    sizes = {(most if tokens is None else tokens, rows) for tokens, rows in (*shapes, (None, None))}
-    fitting = [(tokens, rows) for tokens, rows in sizes if tokens <= most]
-    return sorted({_beside_prompts(settings, tokens, 8, variant, drafts, rows) for tokens, rows in fitting})
+    shapes = [(most if tokens is None else tokens, rows) for tokens, rows in sizes.prompts]
+    return {_beside_prompts(settings, tokens, 8, variant, drafts, rows) for tokens, rows in shapes if tokens <= most}
 
 
 def _beside_prompts(

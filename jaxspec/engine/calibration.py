@@ -28,18 +28,28 @@ def measure_costs(runner: Runner, vocab_size: int) -> StepCosts:
     before = {name: np.array(getattr(runner.state, name)) for name in _busy(runner, vocab_size)}
     seconds = {}
     for bucket in runner.buckets:
-        runner.put(**_busy(runner, vocab_size))
-        seconds[bucket] = _seconds(runner, bucket, vocab_size)
+        for rows in numbers_of_rows(bucket):
+            runner.put(**_busy(runner, vocab_size))
+            seconds[bucket, rows] = _seconds(runner, bucket, rows, vocab_size)
     runner.put(**before)
-    runner.bucket_seconds = seconds
+    runner.bucket_seconds = {bucket: seconds[bucket, bucket.decode_rows] for bucket in runner.buckets}
     costs = StepCosts(seconds)
-    text = "; ".join(f"{bucket}: {1e3 * value:.2f} ms" for bucket, value in seconds.items())
+    text = "; ".join(f"{bucket}, {rows} rows: {1e3 * value:.2f} ms" for (bucket, rows), value in seconds.items())
     logger.info("measured what steps cost: %s", text)
     return costs
 
 
-def _seconds(runner: Runner, bucket: Bucket, vocab_size: int) -> float:
-    inputs = busy_inputs(runner, bucket, vocab_size)
+def numbers_of_rows(bucket: Bucket) -> list[int]:
+    """How many busy rows a bucket is measured with, fewest first.
+
+    Fewer rows reach fewer experts, and windows cost more beside that: of decode steps also a half and a quarter.
+    """
+    rows = bucket.decode_rows
+    return [rows] if bucket.prefill_tokens else sorted({-(-rows // part) for part in (1, 2, 4)})
+
+
+def _seconds(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> float:
+    inputs = busy_inputs(runner, bucket, rows, vocab_size)
     runner.run_packed(bucket, inputs).packed.block_until_ready()
     times = []
     for _ in range(ROUNDS):
@@ -51,8 +61,8 @@ def _seconds(runner: Runner, bucket: Bucket, vocab_size: int) -> float:
     return min(times)
 
 
-def busy_inputs(runner: Runner, bucket: Bucket, vocab_size: int) -> np.ndarray:
-    """The packed inputs of a full step: prompts of equal length that begin, in the first slots, and rows that decode."""
+def busy_inputs(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> np.ndarray:
+    """The packed inputs of a step whose prompts are full, of equal length and begin, in the first slots; `rows` decode."""
     layout = runner.layouts[bucket]
     flat = np.zeros(layout.size, np.int32)
     inputs = layout.split(flat)
@@ -63,7 +73,7 @@ def busy_inputs(runner: Runner, bucket: Bucket, vocab_size: int) -> np.ndarray:
         length = min(bucket.prefill_tokens // prompts, runner.settings.max_model_len - 1)
         for row in range(prompts):
             inputs.prefill[row] = (row + 1, 0, length, 1, -1, -1, 0)
-    decode = min(bucket.decode_rows, slots - prompts)
+    decode = min(rows, slots - prompts)
     inputs.decode_slots[:decode] = prompts + 1 + np.arange(decode)
     return flat
 

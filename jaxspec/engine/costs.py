@@ -1,7 +1,9 @@
 """What a step costs, by the shape that it runs in."""
 
-import bisect
+from collections import defaultdict
 from collections.abc import Mapping
+
+import numpy as np
 
 from jaxspec.engine.buckets import Bucket
 
@@ -10,26 +12,35 @@ class StepCosts:
     """Seconds of a step by decode rows and drafts.
 
     Args:
-        seconds: of a step in each bucket.
+        seconds: of a step in each bucket that so many of its decode rows are busy in. Between what was measured they are on
+            a straight line; with fewer rows than the fewest they are as with these.
     """
 
-    def __init__(self, seconds: Mapping[Bucket, float]):
+    def __init__(self, seconds: Mapping[tuple[Bucket, int], float]):
         assert all(value > 0 for value in seconds.values())
-        # (prompts, full, drafts) -> decode rows, ascending, and seconds.
-        self._steps: dict[tuple[bool, bool, int], tuple[list[int], list[float]]] = {}
+        # Of each bucket: numbers of rows, ascending, and seconds.
+        measured: dict[Bucket, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+        for (bucket, rows), value in sorted(seconds.items()):
+            measured[bucket][0].append(rows)
+            measured[bucket][1].append(value)
+        # (prompts, full, drafts) -> seconds by decode rows, from one on: in the cheapest step that holds them.
+        self._steps: dict[tuple[bool, bool, int], list[float]] = {}
         for prompts in (False, True):
             # Of buckets for prompts the largest: what windows add beside prompts hardly depends on the prompts.
-            tokens = max((b.prefill_tokens for b in seconds), default=0) if prompts else 0
+            tokens = max((b.prefill_tokens for b in measured), default=0) if prompts else 0
             for full in (False, True):
-                for drafts in {b.drafts for b in seconds}:
-                    fitting = sorted(
-                        (b.decode_rows, b.prefill_tokens, b.variant == "full", value)
-                        for b, value in seconds.items()
+                for drafts in {b.drafts for b in measured}:
+                    fitting = [
+                        b
+                        for b in measured
                         if b.drafts == drafts and b.prefill_tokens >= tokens and (b.variant == "full" or not full)
-                    )
-                    first = {rows: value for rows, _, _, value in reversed(fitting)}
-                    rows = sorted(first)
-                    self._steps[prompts, full, drafts] = rows, [first[n] for n in rows]
+                    ]
+                    # Without mixed steps the buckets for prompts have no decode rows at all.
+                    most = max((b.decode_rows for b in fitting), default=0)
+                    self._steps[prompts, full, drafts] = [
+                        min(float(np.interp(n, *measured[b])) for b in fitting if b.decode_rows >= n)
+                        for n in (range(1, most + 1) if most else [0] * bool(fitting))
+                    ]
 
     def seconds(self, rows: int, drafts: int, *, prompts: bool = False, full: bool = False) -> float | None:
         """Of a step with so many decode rows; None where no bucket that was measured has these drafts.
@@ -38,8 +49,5 @@ class StepCosts:
             prompts: prompt tokens run beside them.
             full: with the full sampler.
         """
-        sizes, values = self._steps.get((prompts, full, drafts), ([], []))
-        if not sizes:
-            return None
-        # Without mixed steps the buckets for prompts have no decode rows at all.
-        return values[min(bisect.bisect_left(sizes, rows), len(sizes) - 1)]
+        values = self._steps.get((prompts, full, drafts))
+        return values[min(rows, len(values)) - 1] if values else None

@@ -86,11 +86,13 @@ def test_prompts_find_steps_that_fit(drafts, params, at_once, lengths, most):
     assert padding(replace(GPU, num_speculative_tokens=drafts), at_once, lengths, params) <= most
 
 
-def test_adaptive_drafts_leave_room_for_prompts_of_one_request():
-    """Many entries of their table go to numbers of drafts: there is one more for prompts."""
+def test_prompts_find_steps_among_those_of_several_numbers_of_drafts():
+    """Beside few requests windows of the most rows are padding: many requests decide which sizes there are."""
     settings = replace(GPU, num_speculative_tokens=3, adaptive_drafts=True)
-    assert padding(settings, 1, (1024, 1024), GREEDY) <= 1.1
-    assert padding(settings, 8, (64, 2048), GREEDY) <= 1.3
+    assert padding(settings, 1, (1024, 1024), GREEDY) <= 1.5
+    assert padding(settings, 8, (64, 2048), GREEDY) <= 1.4
+    assert padding(settings, 1, (200, 200), GREEDY) <= 2.9
+    assert padding(settings, 32, (64, 2048), GREEDY) <= 1.4
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_the_engine_follows_acceptance(depth):
     ids, _, texts = plain_run()
     runner = changing_runner(K)
     factor = {0: 1.0, 1: 1.15, K: 1.4}
-    costs = StepCosts({b: 1e-3 * factor[b.drafts] for b in runner.buckets})
+    costs = StepCosts({(b, b.decode_rows): 1e-3 * factor[b.drafts] for b in runner.buckets})
     with options(runner, readout_depth=depth):
         control = AdaptiveDrafts(K, runner.settings.max_slots, costs)
         engine = make_engine(runner, control)
