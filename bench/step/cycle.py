@@ -38,7 +38,7 @@ from bench.harness.models import SHAPES, Weights, mesh_of_one
 from bench.harness.timing import ms
 from bench.step.cycle_drafts import DRAFTS, declare_draft, drafts_for, draw_draft
 from bench.step.cycle_report import print_tables
-from bench.step.engines import build_engine, warm_up
+from bench.step.engines import build_engine, executables, warm_up
 from bench.step.floor import Floor
 from bench.step.load import Load
 from bench.step.sizes import Sizes, default_budget
@@ -282,7 +282,7 @@ def run(arguments: argparse.Namespace) -> int:
         "repeats": arguments.repeats,
         "kv_bytes_per_token": floors[PLAIN].kv_token,
         "read_bandwidth_bytes_per_s": bandwidth,
-        "executables": sum(len(engine.runner.buckets) for engine in engines.values()),
+        **executables(engines.values()),
         "compile_seconds": round(compile_seconds, 1),
         "rows": rows,
     }

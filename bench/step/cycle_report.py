@@ -9,8 +9,8 @@ from bench.harness import record
 def print_tables(result: dict[str, Any]) -> None:
     print(
         f"{result['model']}, {result['layers']} layers, {result['dtype']}, {result['context']} tokens of context, "
-        f"{result['drafted_tokens']} drafts a cycle; {result['executables']} executables in "
-        f"{result['compile_seconds']} s; ms a step"
+        f"{result['drafted_tokens']} drafts a cycle; {result['executables']} executables "
+        f"({result['executables_of_earlier_runs']} kept by earlier runs) in {result['compile_seconds']} s; ms a step"
     )
     header = ["rows", "draft", "ahead", "skip off", "saved", "x plain", "read", "floor", "of ahead", "same drafts"]
     lines: list[list[str]] = []

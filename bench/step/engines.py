@@ -1,7 +1,7 @@
 """Engines with a pool for exactly one load, and their compilation."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from bench.harness.models import Weights
 from bench.step.sizes import Sizes
 from jaxspec.compat import compiles
+from jaxspec.compile_cache import open_store
 from jaxspec.config import EngineConfig, pages_for, resolve
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
 from jaxspec.engine.engine import Engine
@@ -31,7 +32,8 @@ def build_engine(
     method: Any = None,
     adaptive: bool = False,
 ) -> Engine:
-    """The engine as `LLM` makes it, with a pool for exactly this load; nothing is compiled yet.
+    """The engine as `LLM` makes it, with a pool for exactly this load; nothing is compiled yet. Its steps are kept as a
+    server's are.
 
     Args:
         k: drafted tokens a step; 0 for plain steps.
@@ -77,6 +79,7 @@ def build_engine(
         buckets=buckets,
         split=(decode_bucket(table, most_rows, full=True),) if split else (),
         skip_dead=skip_dead,
+        files=open_store(None),
     )
     return Engine(runner, vocab_size=weights.model.config.vocab_size)
 
@@ -103,7 +106,11 @@ def measured_buckets(table: tuple[Bucket, ...], rows: Sequence[int], *, full: bo
 
 
 def warm_up(engines: Mapping[str, Engine]) -> dict[str, float]:
-    """Compiles for all engines at once; seconds from the start until each bucket was ready."""
+    """Compiles for all engines at once, then measures what steps cost where engines choose by it.
+
+    Returns:
+        Seconds from the start until each bucket was ready, whether it was compiled or kept by an earlier run.
+    """
     started = time.perf_counter()
     seconds: dict[str, float] = {}
 
@@ -111,11 +118,24 @@ def warm_up(engines: Mapping[str, Engine]) -> dict[str, float]:
         def progress(done: int, total: int, what: str) -> None:
             bucket = f"{name}, {what.rsplit(':', 1)[0]}"
             seconds[bucket] = round(time.perf_counter() - started, 2)
-            print(f"compiled {done}/{total} {bucket}: {seconds[bucket]} s", flush=True)
+            print(f"ready {done}/{total} {bucket}: {seconds[bucket]} s", flush=True)
 
-        engines[name].warm_up(progress)
+        engines[name].runner.warm_up(progress)
 
-    with ThreadPoolExecutor(len(engines)) as pool:
+    # On a CPU executables may not be kept while others compile.
+    on_gpu = jax.devices()[0].platform == "gpu"
+    with ThreadPoolExecutor(len(engines) if on_gpu else 1) as pool:
         list(pool.map(warm, engines))
+    for engine in engines.values():
+        engine.measure_costs()
     compiles.mark_warm()
     return seconds
+
+
+def executables(engines: Iterable[Engine]) -> dict[str, int]:
+    """For records: how many steps there are, and how many of them an earlier run had compiled."""
+    runners = [engine.runner for engine in engines]
+    return {
+        "executables": sum(len(runner.executables) for runner in runners),
+        "executables_of_earlier_runs": sum(runner.num_kept for runner in runners),
+    }

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from bench.harness.models import Weights
 from bench.step.load import Load
+from jaxspec.compile_cache import open_store
 from jaxspec.engine.runner import Runner
 
 
@@ -18,7 +19,9 @@ def touched_experts(load: Load, weights: Weights, mesh: Mesh, rows: Sequence[int
     """
     load.rewind()
     bucket = load.bucket(max(rows))
-    runner = Runner(weights.model, weights.params, load.engine.settings, mesh, buckets=(bucket,), probe=True)
+    runner = Runner(
+        weights.model, weights.params, load.engine.settings, mesh, buckets=(bucket,), probe=True, files=open_store(None)
+    )
     runner.warm_up()
     runner.state = load.runner.state
     counts = {}

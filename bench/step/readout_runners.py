@@ -10,6 +10,7 @@ import numpy as np
 from bench.harness import models
 from bench.harness.models import mesh_of_one
 from jaxspec.compat import compiles
+from jaxspec.compile_cache import open_store
 from jaxspec.config import EngineConfig, Settings, np_dtype, pages_for, resolve, resolve_dtype
 from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.engine import Engine
@@ -66,7 +67,7 @@ class Runners:
             )
             used = {arguments.rows, arguments.decodes} if mixed else {arguments.decodes}
             buckets = needed_buckets(bucket_table(settings), used)
-            runner = Runner(model, params, settings, mesh, buckets=buckets)
+            runner = Runner(model, params, settings, mesh, buckets=buckets, files=open_store(None))
             runner.warm_up(lambda done, total, what: print(f"compiled {done}/{total} {what}", flush=True))
             self._runners[mixed] = runner
         compiles.mark_warm()

@@ -22,7 +22,7 @@ from bench.harness.arguments import names_among, numbers
 from bench.harness.models import SHAPES, mesh_of_one
 from bench.harness.timing import ms
 from bench.harness.trace import keep_graphs
-from bench.step.engines import build_engine, warm_up
+from bench.step.engines import build_engine, executables, warm_up
 from bench.step.load import GREEDY, Load
 from bench.step.sizes import DEFAULT_TOKENS, Sizes, default_budget
 from bench.step.step import kind
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         "context": sizes.context,
         "loop_steps": loop,
         "rules": {name: repr(RULES[name]) for name in arguments.rules},
-        "executables": sum(len(engine.runner.buckets) for engine in engines.values()),
+        **executables(engines.values()),
         "compiles_after_warm_up": compiles.after_warmup,
         "gate": gate(rows),
         "rows": rows,

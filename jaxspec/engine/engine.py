@@ -119,13 +119,20 @@ class Engine:
         self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
     ) -> None:
         """Compiles and runs buckets; later compilations are counted as faults. See `Runner.warm_up`."""
-        control = self.scheduler.control
-        adaptive = control if isinstance(control, AdaptiveDrafts) and control.costs is None else None
         # What each bucket costs can be measured once all are there.
-        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all or adaptive is not None)
-        if adaptive is not None:
-            adaptive.costs = measure_costs(self.runner, self.vocab_size)
+        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all or self._unmeasured is not None)
+        self.measure_costs()
         compiles.mark_warm()
+
+    def measure_costs(self) -> None:
+        """Of the warm runner's buckets, where drafts are chosen by what steps cost and that is not known."""
+        if (control := self._unmeasured) is not None:
+            control.costs = measure_costs(self.runner, self.vocab_size)
+
+    @property
+    def _unmeasured(self) -> AdaptiveDrafts | None:
+        control = self.scheduler.control
+        return control if isinstance(control, AdaptiveDrafts) and control.costs is None else None
 
     def add(self, *requests: Request) -> None:
         """Queues all requests, or none. From here on they are the engine's: read its outputs instead of them.

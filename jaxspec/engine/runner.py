@@ -193,6 +193,11 @@ class Runner:
         return None if self._begun is None else self._begun.plan
 
     @property
+    def num_kept(self) -> int:
+        """Executables that `warm_up` found compiled by an earlier start."""
+        return self._preparation.num_kept
+
+    @property
     def num_pending(self) -> int:
         """Buckets that threads still prepare; larger ones serve in their place."""
         return self._preparation.num_pending

@@ -75,6 +75,7 @@ class Preparation:
         save: keeps one.
 
     Attributes:
+        num_kept: buckets whose executables an earlier start had compiled, of those that `run` prepared.
         num_pending: buckets that the threads that `go_on` starts have still to prepare.
     """
 
@@ -90,7 +91,7 @@ class Preparation:
         self._prepared: queue.SimpleQueue[tuple[Bucket, Executable]] = queue.SimpleQueue()
         self._unsaved: list[tuple[Bucket, Executable]] = []
         self._threads: list[threading.Thread] = []
-        self.num_pending = 0
+        self.num_kept = self.num_pending = 0
 
     def run(
         self,
@@ -120,10 +121,10 @@ class Preparation:
                 missing.append(bucket)
             else:
                 used(bucket, kept)
-        num_kept = len(buckets) - len(missing)
-        if num_kept:
-            logger.info("%d of %d steps were compiled by an earlier start", num_kept, len(buckets))
-        numbers = itertools.count(num_kept + 1)
+        self.num_kept = len(buckets) - len(missing)
+        if self.num_kept:
+            logger.info("%d of %d steps were compiled by an earlier start", self.num_kept, len(buckets))
+        numbers = itertools.count(self.num_kept + 1)
 
         def make_told(bucket: Bucket) -> Executable:
             with told:
