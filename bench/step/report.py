@@ -9,7 +9,8 @@ from bench.harness import record
 def print_tables(result: dict[str, Any]) -> None:
     print(
         f"{result['model']}, {result['layers']} layers, {result['dtype']}, {result['context']} tokens of context; "
-        f"{result['executables']} executables, {result['compiles_after_warm_up']} compiles after warm-up; times in ms"
+        f"{result['executables']} executables ({result['executables_of_earlier_runs']} kept by earlier runs), "
+        f"{result['compiles_after_warm_up']} compiles after warm-up; times in ms"
     )
     header = ["rows", "read", "ahead", "turns", "apart", "dispatch", "turns", "GB", "floor", "of read", "of ahead"]
     lines = [
@@ -27,7 +28,7 @@ def print_tables(result: dict[str, Any]) -> None:
     print(f"the engine's loop, at a readout depth of {result['readout_depth']}:")
     print(record.table(*loop_table(result["rows"])))
     for gate in result["gates"]:
-        bound = f"{gate['worst']:g} at {gate['at_rows']} rows, bound {gate['bound']:g}"
+        bound = f"{gate['worst']:g} at {gate['at_rows']} rows, bound {gate['bound']:g}, goal {gate['goal']:g}"
         print(f"{'met' if gate['met'] else 'NOT met'}: {gate['gate']} ({bound}, {gate['row_counts']} row counts)")
 
 

@@ -40,7 +40,7 @@ from bench.harness.models import SHAPES, Weights
 from bench.harness.timing import ms
 from bench.harness.trace import keep_graphs
 from bench.step import predict
-from bench.step.engines import build_engine, warm_up
+from bench.step.engines import build_engine, executables, warm_up
 from bench.step.experts import touched_experts
 from bench.step.floor import Floor, routed_experts
 from bench.step.gates import add_peers, gates, read_peers
@@ -211,7 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
         "max_num_batched_tokens": {kind(k): engine.settings.max_num_batched_tokens for k, engine in engines.items()},
         "kv_bytes_per_token": floors.kv_token,
         "read_bandwidth_bytes_per_s": bandwidth,
-        "executables": sum(len(engine.runner.buckets) for engine in engines.values()),
+        **executables(engines.values()),
         "load_seconds": round(load_seconds, 1),
         "seconds_until_bucket_was_ready": bucket_seconds,
         "compiles_after_warm_up": after_warm_up,
@@ -230,12 +230,13 @@ def run(arguments: argparse.Namespace) -> int:
             for row in rows:
                 traced = _kernel_figures(load.kernels(row["rows"]), weights.model.config.num_layers + k)
                 (row["cycle"] if k else row).update(traced)
+        result["gates"] = gates(rows)
     if routed_experts(weights.model.config) and not arguments.no_expert_count:
         for n, count in touched_experts(loads[0], weights, mesh, sizes.rows).items():
             rows[sizes.rows.index(n)]["experts_touched_measured"] = round(count, 2)
     save()
     print_tables(result)
-    return 0
+    return 0 if all(gate["met"] for gate in result["gates"]) else 1
 
 
 def add_expected(rows: Sequence[dict[str, Any]], weights: Weights, sizes: Sizes, devices: int) -> None:
