@@ -6,17 +6,30 @@ random length, and the tokens that it generates in some seconds are counted, pro
 loads: "mixed", where every other request has length 1 and the others length 3; and "switched", where all have length 1 in
 the first half of the time and length 3 in the second, those that run included.
 
-Engines: plain (no draft model at all), a fixed engine for each of --fixed, and the adaptive one; each has the buckets that
-it would have in a server, less those of the full sampler. They take turns, and medians of the repeats are compared.
-The last column is the adaptive engine's throughput over the best of the others at that load.
+Engines: plain (no draft model at all), a fixed engine for each of --fixed, and the adaptive one. Each has the steps that a
+server has for requests without rules of sampling, at the server's most requests; what steps cost is measured once nothing
+compiles. Engines take turns, and medians of the repeats are compared. The last column is the adaptive engine's throughput
+over the best of the others at that load, which is judged at every load.
+
+One command need not do it all: --rows and --lengths choose a part, --prepare compiles some engines' steps, which the next
+commands on the machine find, and --merge makes one record and picture of the parts' records:
+
+    python -m bench adaptive --prepare plain,1
+    python -m bench adaptive --prepare 3,adaptive
+    python -m bench adaptive --rows 1,4,8,16 --out few.json
+    python -m bench adaptive --rows 32,64,128 --out many.json
+    python -m bench adaptive --merge few.json many.json
 """
 
 import argparse
 import dataclasses
+import itertools
+import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,20 +38,27 @@ import numpy as np
 from bench.harness import models, record
 from bench.harness.arguments import numbers
 from bench.harness.models import SHAPES, Weights, mesh_of_one
-from bench.step.engines import warm_up
+from bench.step.adaptive_svg import draw
+from bench.step.engines import executables, warm_up
+from jaxspec.compile_cache import open_store
 from jaxspec.config import EngineConfig, Settings, np_dtype, pages_for, resolve, resolve_dtype
 from jaxspec.engine.acceptance import probability_for
-from jaxspec.engine.buckets import bucket_table
+from jaxspec.engine.buckets import Bucket, bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.state import ACCEPT_PROBABILITY
+from jaxspec.errors import ConfigError, writing
 from jaxspec.sampling.params import SamplingParams
 
 PLAIN, ADAPTIVE = "plain", "adaptive"
 MIXED, SWITCHED = "mixed", "switched"
+LOADS: tuple[float | str, ...] = (1.0, 1.5, 2.2, 3.0, MIXED, SWITCHED)
 # Lengths of the loads that have two.
 LOW, HIGH = 1.0, 3.0
+ROWS, REPEATED_ROWS = (1, 4, 8, 16, 32, 64, 128), (1, 32, 128)
+# The adaptive engine's share of the best of the others, at every load.
+GATE, GOAL = 0.97, 0.985
 WARMUP_STEPS = 8
 
 
@@ -46,26 +66,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = f"random weights of a shape ({', '.join(SHAPES)}), or a folder or hub id, with an MTP layer"
     parser.add_argument("--model", default="moonlight", metavar="NAME", help=f"{model} (default: moonlight)")
     parser.add_argument("--layers", type=int, metavar="N", help="shrink a shape to N layers")
-    parser.add_argument("--rows", type=numbers, metavar="N,N,...", help="requests (default: 1,8,32,128; CPU: 1,4)")
+    parser.add_argument(
+        "--rows", type=numbers, metavar="N,N,...", help=f"requests (default: {_listed(ROWS)}; CPU: 1,4)"
+    )
     parser.add_argument("--tokens", type=int, default=3, metavar="K", help="most drafts of a step (default: 3)")
     fixed = "numbers of drafts of fixed engines (default: 1 and K)"
     parser.add_argument("--fixed", type=numbers, metavar="N,N,...", help=fixed)
-    lengths = "tokens that a window of K drafts yields on average (default: 1.0,1.5,2.2,3.0)"
-    parser.add_argument("--lengths", type=_lengths, default=[1.0, 1.5, 2.2, 3.0], metavar="L,L,...", help=lengths)
+    lengths = f"tokens that a window of K drafts yields on average, {MIXED}, {SWITCHED} (default: {_listed(LOADS)})"
+    parser.add_argument("--lengths", type=_loads, default=list(LOADS), metavar="L,L,...", help=lengths)
     parser.add_argument("--prompt", type=int, metavar="N", help="mean tokens of a prompt (default: 256; CPU: 24)")
     parser.add_argument("--output", type=int, metavar="N", help="mean tokens of an answer (default: 256; CPU: 32)")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of a measurement (default: 2)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of each measurement (default: 3)")
+    repeats = f"of each measurement (default: 3 of {_listed(REPEATED_ROWS)} requests, else 1)"
+    parser.add_argument("--repeats", type=int, metavar="N", help=repeats)
+    prepare = "only compile the steps of these engines: plain, numbers of drafts, adaptive"
+    parser.add_argument("--prepare", type=_engine_names, default=[], metavar="NAME,...", help=prepare)
+    merge = "measure nothing: make one record of these, of parts of one run"
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], metavar="FILE", help=merge)
     record.add_arguments(parser)
 
 
-def _lengths(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+def _listed(values: Sequence[Any]) -> str:
+    return ",".join(map(str, values))
+
+
+def _loads(text: str) -> list[float | str]:
+    return [part if part in (MIXED, SWITCHED) else float(part) for part in text.split(",")]
+
+
+def _engine_names(text: str) -> list[str]:
+    return [part if part in (PLAIN, ADAPTIVE) else fixed_name(int(part)) for part in text.split(",")]
+
+
+def fixed_name(drafts: int) -> str:
+    return f"k = {drafts}"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the requests; prompts and answers have between half and one and a half of these tokens."""
+    """Of the requests, at most `rows` at once; prompts and answers have between half and one and a half of these tokens."""
 
     rows: int
     prompt: int
@@ -157,18 +196,34 @@ def measure(engine: Engine, sizes: Sizes, drafts: int, load: float | str, second
     return out
 
 
-def build_engines(weights: Weights, sizes: Sizes, drafts: int, fixed: Sequence[int], dtype: Any) -> dict[str, Engine]:
-    """Plain, fixed and adaptive; nothing is compiled yet."""
-    plans = {PLAIN: (0, False), **{f"k = {k}": (k, False) for k in fixed}, ADAPTIVE: (drafts, True)}
+def build_engines(
+    weights: Weights, sizes: Sizes, drafts: int, fixed: Sequence[int], dtype: Any, only: Sequence[str] = ()
+) -> dict[str, Engine]:
+    """Plain, fixed and adaptive, or some of them; nothing is compiled yet.
+
+    Raises:
+        ConfigError: `only` names an engine that there is not.
+    """
+    plans = {PLAIN: (0, False), **{fixed_name(k): (k, False) for k in fixed}, ADAPTIVE: (drafts, True)}
+    if unknown := set(only) - set(plans):
+        raise ConfigError(f"--prepare {min(unknown)}: there are {', '.join(plans)}")
     out = {}
     for name, (k, adaptive) in plans.items():
+        if only and name not in only:
+            continue
         settings = _settings(weights, sizes, k, dtype, adaptive=adaptive)
-        table = bucket_table(settings)
-        lean = tuple(b for b in table if b.variant == "lean") or table
         draft = weights.draft if k else None
-        runner = Runner(weights.model, weights.params, settings, mesh_of_one(), draft=draft, buckets=lean)
+        buckets = without_rules(bucket_table(settings))
+        runner = Runner(
+            weights.model, weights.params, settings, mesh_of_one(), draft=draft, buckets=buckets, files=open_store(None)
+        )
         out[name] = Engine(runner, vocab_size=weights.model.config.vocab_size)
     return out
+
+
+def without_rules(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """The buckets that requests without rules of sampling may run in: of two of one size the lean one."""
+    return tuple(b for b in table if b.variant == "lean" or dataclasses.replace(b, variant="lean") not in table)
 
 
 def _settings(weights: Weights, sizes: Sizes, k: int, dtype: Any, *, adaptive: bool) -> Settings:
@@ -198,14 +253,13 @@ def _measurements(
     engines: dict[str, Engine], sizes: Sizes, arguments: argparse.Namespace
 ) -> Iterator[tuple[int, float | str, dict[str, Any]]]:
     """Of each number of requests and each load: every engine's."""
-    for rows in arguments.rows:
-        for load in (*arguments.lengths, MIXED, SWITCHED):
-            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-            for _ in range(arguments.repeats):
-                for name, engine in engines.items():
-                    one = dataclasses.replace(sizes, rows=rows)
-                    runs[name].append(measure(engine, one, arguments.tokens, load, arguments.seconds))
-            yield rows, load, {name: _summary(each) for name, each in runs.items()}
+    for rows, load in itertools.product(arguments.rows, arguments.lengths):
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+        for _ in range(arguments.repeats or (3 if rows in REPEATED_ROWS else 1)):
+            for name, engine in engines.items():
+                one = dataclasses.replace(sizes, rows=rows)
+                runs[name].append(measure(engine, one, arguments.tokens, load, arguments.seconds))
+        yield rows, load, {name: _summary(each) for name, each in runs.items()}
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -216,13 +270,84 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {**runs[rates.index(median)], "tokens_per_s": round(median, 1), "tokens_per_s_of_runs": of_runs}
 
 
+def judged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The lowest share of the best, where it is, and whether it reaches the gate."""
+    lowest = min(results, key=lambda each: each["adaptive_of_best"])
+    worst = lowest["adaptive_of_best"]
+    return {
+        "gate": "adaptive over the best of the others", "worst": worst, "requests": lowest["requests"],
+        "load": lowest["load"], "loads": len(results), "bound": GATE, "goal": GOAL, "met": worst >= GATE,
+    }  # fmt: skip
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    header = ["requests", "length", *results[0]["engines"], "of the best"]
+    rows = [
+        [
+            str(each["requests"]), str(each["load"]), *(f"{e['tokens_per_s']:.0f}" for e in each["engines"].values()),
+            f"{each['adaptive_of_best']:.3f}",
+        ]
+        for each in results
+    ]  # fmt: skip
+    return record.table(header, rows)
+
+
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """One result of the records of a run's parts.
+
+    Raises:
+        ConfigError: a file is no such record, is of another run (model, sizes, engines, device, commit), or has a load that
+            another has too.
+    """
+    parts: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            part = json.loads(file.read_text())
+            if part["benchmark"] != "adaptive" or not part["results"]:
+                raise ValueError("another benchmark, or nothing measured")
+            same = {name: part[name] for name in ("model", "sizes", "drafts", "seconds_of_a_measurement")}
+            same |= {name: part["environment"].get(name) for name in ("device", "commit", "versions")}
+            same["engines"] = list(part["results"][0]["engines"])
+        except (OSError, ValueError, LookupError, TypeError) as e:
+            raise ConfigError(f"--merge {file} is no record of bench adaptive: {e}") from e
+        if parts and (differing := [name for name in same if same[name] != parts[0]["same"][name]]):
+            raise ConfigError(f"--merge {file} is of another run than {files[0]}: {', '.join(differing)}")
+        parts.append(part | {"same": same})
+    results = sorted(
+        (each for part in parts for each in part["results"]), key=lambda r: (r["requests"], str(r["load"]))
+    )
+    loads = [(each["requests"], each["load"]) for each in results]
+    if doubled := {load for load in loads if loads.count(load) > 1}:
+        raise ConfigError(f"--merge: two parts have {min(map(str, doubled))}")
+    kept = {name: parts[0][name] for name in ("model", "sizes", "drafts", "seconds_of_a_measurement")}
+    return kept | {
+        "parts": [{name: part[name] for name in ("command", "environment")} for part in parts],
+        "results": results,
+    }
+
+
+def report(result: dict[str, Any], arguments: argparse.Namespace, *, with_device: bool) -> int:
+    """Prints and writes a result with its picture; 1 where the gate is not met."""
+    gate = judged(result["results"])
+    name = f"adaptive_{result['model']}"
+    path = record.write(name, {"benchmark": "adaptive", **result, "gate": gate}, arguments, with_device=with_device)
+    picture = path.with_suffix(".svg")
+    with writing(picture):
+        picture.write_text(draw(result["results"], GATE, ADAPTIVE), encoding="utf-8")
+    print(f"wrote {picture}\noutput tokens/s\n{table(result['results'])}")
+    where = f"{gate['worst']:g} of {gate['requests']} requests, length {gate['load']}"
+    print(f"{'met' if gate['met'] else 'NOT met'}: {gate['gate']} ({where}; bound {GATE:g}, goal {GOAL:g})")
+    return 0 if gate["met"] else 1
+
+
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.merge:
+        return report(merged(arguments.merge), arguments, with_device=False)
     on_gpu = jax.devices()[0].platform == "gpu"
-    arguments.rows = arguments.rows or ([1, 8, 32, 128] if on_gpu else [1, 4])
+    arguments.rows = arguments.rows or (list(ROWS) if on_gpu else [1, 4])
     fixed = arguments.fixed or sorted({1, arguments.tokens})
-    sizes = Sizes(max(arguments.rows), arguments.prompt or (256 if on_gpu else 24), arguments.output or 256)
-    if arguments.output is None and not on_gpu:
-        sizes = dataclasses.replace(sizes, output=32)
+    most = max(*arguments.rows, ROWS[-1] if on_gpu else 1)
+    sizes = Sizes(most, arguments.prompt or (256 if on_gpu else 24), arguments.output or (256 if on_gpu else 32))
     dtype = resolve_dtype(EngineConfig(), on_gpu=on_gpu)
     mesh = mesh_of_one()
     models.check_layers(arguments.model, arguments.layers)
@@ -230,24 +355,22 @@ def run(arguments: argparse.Namespace) -> int:
         weights = models.draw(models.random_config(arguments.model, arguments.layers), mesh, np_dtype(dtype))
     else:
         weights = models.load(arguments.model, mesh, np_dtype(dtype))
-    engines = build_engines(weights, sizes, arguments.tokens, fixed, dtype)
+    engines = build_engines(weights, sizes, arguments.tokens, fixed, dtype, arguments.prepare)
     warm_up(engines)
-    header = ["requests", "length", *engines, "of the best"]
-    rows, results = [], []
+    if arguments.prepare:
+        return 0
+    results = []
     for number, load, found in _measurements(engines, sizes, arguments):
         rates = {name: each["tokens_per_s"] for name, each in found.items()}
         ratio = rates[ADAPTIVE] / max(rate for name, rate in rates.items() if name != ADAPTIVE)
         results.append({"requests": number, "load": load, "adaptive_of_best": round(ratio, 4), "engines": found})
-        rows.append([str(number), str(load), *(f"{rate:.0f}" for rate in rates.values()), f"{ratio:.3f}"])
-        print(record.table(header, [rows[-1]]), flush=True)
-    print(f"output tokens/s\n{record.table(header, rows)}")
+        print(table(results[-1:]), flush=True)
     result = {
-        "benchmark": "adaptive",
         "model": models.as_recorded(arguments.model),
         "sizes": dataclasses.asdict(sizes),
         "drafts": arguments.tokens,
-        "lowest_ratio": min(each["adaptive_of_best"] for each in results),
+        "seconds_of_a_measurement": arguments.seconds,
+        **executables(engines.values()),
         "results": results,
     }
-    record.write(f"adaptive_{models.as_recorded(arguments.model)}", result, arguments)
-    return 0
+    return report(result, arguments, with_device=True)

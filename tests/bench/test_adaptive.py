@@ -1,31 +1,107 @@
-"""`bench adaptive` on a tiny model: every engine runs every load, and windows have the lengths that were asked for."""
+"""`bench adaptive`: parts, the gate and the picture of made-up records, and a whole run of a tiny model: every engine runs
+every load, and windows have the lengths that were asked for.
+"""
 
+import itertools
 import json
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
 from bench.__main__ import main
+from bench.step.adaptive import without_rules
+from jaxspec.engine.buckets import bucket_table, choose_bucket
+from tests.engine.test_buckets import GPU
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def record(rows, loads, share=0.98, **given):
+    """Of a run in which k = 3 is the best engine with a fixed number of drafts."""
+    rates = {"plain": 80.0, "k = 1": 90.0, "k = 3": 100.0, "adaptive": 100 * share}
+    engines = {name: {"tokens_per_s": rate} for name, rate in rates.items()}
+    results = [
+        {"requests": n, "load": load, "adaptive_of_best": share, "engines": engines}
+        for n, load in itertools.product(rows, loads)
+    ]
+    return {
+        "command": f"python -m bench adaptive --rows {rows}", "environment": {"device": "D", "commit": "c", "versions": {}},
+        "benchmark": "adaptive", "model": "moonlight", "sizes": {"rows": 128}, "drafts": 3,
+        "seconds_of_a_measurement": 2.0, "results": results,
+    } | given  # fmt: skip
+
+
+def merge(folder, *parts):
+    files = [folder / f"part{i}.json" for i in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        file.write_text(json.dumps(part))
+    return main(["adaptive", "--merge", *map(str, files), "--out", str(folder / "whole.json")])
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.97, 0), (0.9699, 1)])
+def test_parts_become_one_record_that_is_judged(tmp_path, capsys, share, code):
+    loads = [1.0, 3.0, "mixed"]
+    assert merge(tmp_path, record([32, 128], loads), record([1], loads, share)) == code
+    whole = json.loads((tmp_path / "whole.json").read_text())
+    assert [(r["requests"], r["load"]) for r in whole["results"]] == list(itertools.product([1, 32, 128], loads))
+    assert [part["environment"]["device"] for part in whole["parts"]] == ["D", "D"]
+    gate = whole["gate"]
+    assert (gate["worst"], gate["requests"], gate["loads"], gate["met"]) == (share, 1, 9, code == 0)
+    assert ("NOT met" in capsys.readouterr().out) == (code == 1)
+    picture = ElementTree.parse(tmp_path / "whole.svg").getroot()
+    panels = picture.findall(f"{SVG}g")
+    assert [panel.find(f"{SVG}text").text for panel in panels] == ["length 1.0", "length 3.0", "mixed"]
+    for panel in panels:
+        lines = {line.get("class"): line.get("points").split() for line in panel.findall(f"{SVG}polyline")}
+        assert {name: len(points) for name, points in lines.items()} == dict.fromkeys(lines, 3)
+        # Higher is faster; SVG counts downwards.
+        heights = {name: float(points[0].split(",")[1]) for name, points in lines.items()}
+        assert sorted(heights, key=heights.get) == ["k = 3", "adaptive", "k = 1", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (record([1], [1.0]), r"two parts have \(1, 1.0\)"),
+        (record([2], [1.0], seconds_of_a_measurement=1.0), "of another run than .*: seconds_of_a_measurement"),
+        (
+            record([2], [1.0], environment={"device": "E", "commit": "c", "versions": {}}),
+            "of another run than .*: device",
+        ),
+        (record([2], [1.0], benchmark="step"), "is no record of bench adaptive"),
+    ],
+)
+def test_parts_of_different_runs_are_refused(tmp_path, capsys, second, message):
+    assert merge(tmp_path, record([1], [1.0]), second) == 1
+    assert not (tmp_path / "whole.json").exists()
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "drafts", [{}, {"num_speculative_tokens": 3}, {"num_speculative_tokens": 3, "adaptive_drafts": True}]
+)
+def test_requests_without_rules_run_where_a_server_runs_them(drafts):
+    table = bucket_table(replace(GPU, **drafts))
+    some = without_rules(table)
+    assert len(some) < len(table)
+    for rows, tokens, k in itertools.product(
+        (0, 1, 5, 8, 9, 30, 100), (0, 100, 300, 900, 2000), {b.drafts for b in table}
+    ):
+        if (rows or tokens) and (not tokens or any(b.drafts == k and b.prefill_tokens >= tokens for b in table)):
+            plan = {"prefill_tokens": tokens, "prefill_rows": int(tokens > 0), "decode_rows": rows, "drafts": k}
+            assert choose_bucket(some, **plan, full=False) == choose_bucket(table, **plan, full=False)
 
 
 @pytest.mark.full
 def test_loads_have_their_lengths(tmp_path, capsys):
     out = tmp_path / "adaptive.json"
-    options = [
-        "--model",
-        "tiny",
-        "--layers",
-        "2",
-        "--rows",
-        "2",
-        "--lengths",
-        "2.2",
-        "--seconds",
-        "1",
-        "--repeats",
-        "1",
-    ]
-    assert main(["adaptive", *options, "--out", str(out)]) == 0
+    options = ["--model", "tiny", "--layers", "2", "--rows", "2", "--lengths", "2.2,mixed,switched", "--seconds", "1"]
+    code = main(["adaptive", *options, "--repeats", "1", "--out", str(out)])
+    assert out.with_suffix(".svg").exists()
     result = json.loads(out.read_text())
+    assert code == (0 if result["gate"]["met"] else 1)
     loads = {each["load"]: each["engines"] for each in result["results"]}
     assert list(loads) == [2.2, "mixed", "switched"]
     for engines in loads.values():
