@@ -1,5 +1,8 @@
 """A tokenizer for models that have none: words of random letters, as many as a model's vocabulary has ids."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
 from jaxspec.text import Tokenizer
@@ -15,6 +18,16 @@ def made_up_tokenizer(vocab_size: int) -> Tokenizer:
 
     Too small a vocabulary lacks the byte 255, which no text has.
     """
+    return Tokenizer(_words(vocab_size))
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Gives a checkpoint's folder the tokenizer of `made_up_tokenizer`, as Hugging Face stores one."""
+    _words(vocab_size).save_pretrained(folder)
+
+
+def _words(vocab_size: int) -> Any:
+    """It as a `PreTrainedTokenizerFast`."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as RustTokenizer
     from transformers import PreTrainedTokenizerFast
@@ -33,4 +46,4 @@ def made_up_tokenizer(vocab_size: int) -> Tokenizer:
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens([AddedToken(END, special=True, normalized=False)])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=END))
+    return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=END)

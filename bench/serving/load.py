@@ -6,12 +6,14 @@ steps are compiled. A closed loop: each number of --concurrency is kept running 
 repeat, so that no prefix cache helps. The first pass is not counted.
 
 Reported of each number are medians over the repeats. To compare, measure both servers on one machine, one after the
-other, and give the second run the first one's record as --peer: the gates of a comparison are ratios.
+other, and give the second run the first one's record as --peer. Then ratios are judged at every number of requests: output
+tokens a second, and the time to first token; the command fails where a gate is not met.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,12 @@ _COLUMNS = {
     "first token p99": ("latency_ms", "time_to_first_token", "p99"),
     "between p50": ("latency_ms", "inter_token", "p50"),
     "between p99": ("latency_ms", "inter_token", "p99"),
+}
+# Of our figures over the peer's: at least, or at most, the gate; and the goal.
+_GATES = {
+    "tokens/s": ("at least", 1.15, 1.3),
+    "first token p50": ("at most", 1.0, 1.0),
+    "first token p99": ("at most", 1.0, 1.0),
 }
 
 
@@ -79,9 +87,39 @@ def run(arguments: argparse.Namespace) -> int:
             result = measure(endpoint, arguments, endpoint.first_model())
         # Only to name the device in the record: this process needs hardly any of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if peer is not None:
+        result["gates"] = gates(result["medians"], peer["medians"])
     print_table(result, peer)
     record.write(f"load_{Path(result['model']).name}", result, arguments, with_device=not arguments.url)
-    return int(any(run["failed"] or run["refused"] for runs in result["runs"].values() for run in runs))
+    wrong = any(run["failed"] or run["refused"] for runs in result["runs"].values() for run in runs)
+    return int(wrong or not all(gate["met"] for gate in result.get("gates", [])))
+
+
+def gates(
+    ours: Mapping[str, Mapping[str, float | None]], theirs: Mapping[str, Mapping[str, float | None]]
+) -> list[dict[str, Any]]:
+    """Each gate: the worst ratio over the numbers of requests at once that both have, where it is, and whether it is met.
+
+    A figure that one of the two lacks, since no answer was complete, meets no gate.
+
+    Args:
+        ours, theirs: `medians` by the number of requests at once, as text.
+    """
+    both = [count for count in ours if count in theirs]
+    out = []
+    for name, (sense, bound, goal) in _GATES.items():
+        ratios: list[tuple[float, str]] = []
+        for count in both:
+            our, their = ours[count][name], theirs[count][name]
+            missing = 0.0 if sense == "at least" else math.inf
+            ratios.append((our / their if our is not None and their else missing, count))
+        if ratios:
+            worst, at = (min if sense == "at least" else max)(ratios)
+            met = worst >= bound if sense == "at least" else worst <= bound
+            figure = round(worst, 4) if math.isfinite(worst) else None
+            of_counts = {"worst": figure, "at_once": int(at), "numbers_at_once": len(ratios)}
+            out.append({"gate": f"{name} over the peer's", **of_counts, "bound": bound, "goal": goal, "met": met})
+    return out
 
 
 def load_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -169,6 +207,10 @@ def print_table(result: Mapping[str, Any], peer: Mapping[str, Any] | None) -> No
         [count, *(_ratio(result["medians"][count][n], peer["medians"][count][n]) for n in names)] for count in both
     ]
     print(f"over {peer['model']} of --peer\n{record.table(['at once', *names], ratios)}")
+    for gate in result["gates"]:
+        worst = "a figure is missing" if gate["worst"] is None else f"{gate['worst']:g}"
+        where = f"{worst} at {gate['at_once']} at once, bound {gate['bound']:g}, goal {gate['goal']:g}"
+        print(f"{'met' if gate['met'] else 'NOT met'}: {gate['gate']} ({where}, {gate['numbers_at_once']} numbers)")
 
 
 def _shown(figure: float | None) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from bench.harness.models import random_config
 from bench.harness.published import Published
 from bench.harness.shards import Tensor, Weight, write_checkpoint
+from bench.harness.vocabulary import write_tokenizer
 from jaxspec.models.mtp import nextn_prefix
 from jaxspec.models.registry import family_of, read_config
 
@@ -74,6 +75,7 @@ def make(folder: Path, hf: dict[str, Any], published: Published | None = None, *
     folder.mkdir(parents=True, exist_ok=True)
     of_weights = {"quantization_config": published.config} if published else {}
     (folder / "config.json").write_text(json.dumps(hf | of_weights, indent=1))
+    write_tokenizer(folder, hf["vocab_size"])
     threads = min(THREADS, os.cpu_count() or 1)
     return write_checkpoint(folder, stored_weights(hf, published), draw, shard_bytes=SHARD_BYTES, threads=threads)
 

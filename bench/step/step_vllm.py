@@ -8,7 +8,8 @@ The stages may run in different environments. The checkpoint has Hugging Face la
 (MTP) layer with its copies of embedding and head; without one only vllm_plain.json is made. Projections and experts are
 N(0, 0.02), embeddings N(0, 1), norms 1, biases 0: so routing spreads over all experts, where constant weights would send
 every token to the same ones. With `--quantization fp8` or `int4` the same weights are quantised as DeepSeek and Kimi publish
-theirs (`bench.harness.published`), so that vLLM and jaxspec read one folder.
+theirs (`bench.harness.published`), so that vLLM and jaxspec read one folder. A made-up tokenizer of as many ids lets servers
+take and give text.
 
 The figures of a row count come from greedy requests with new random prompts each time: the time for one token each, and
 the time for N + 1 tokens each. Their difference over N is the time per output token; the prompts' tokens over the first

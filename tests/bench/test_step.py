@@ -27,6 +27,7 @@ from jaxspec.engine.step_log import StepTimes
 from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.safetensors_reader import SafetensorsReader
+from jaxspec.loading.tokenizer_files import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,10 @@ def test_a_checkpoint_is_random(checkpoint):
     assert np.abs(np.corrcoef([e.ravel() for e in experts]) - np.eye(8)).max() < 0.1
     config = json.loads((checkpoint / "config.json").read_text())
     assert (config["num_nextn_predict_layers"], config["model_type"]) == (1, "deepseek_v3")
+    tokenizer = load_tokenizer(checkpoint)
+    ids = tokenizer.encode("as servers do")
+    assert tokenizer.decode(ids) == "as servers do"
+    assert 0 <= min(ids) <= max(ids) < config["vocab_size"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
