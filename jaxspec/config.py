@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxspec.errors import ConfigError, shown
+from jaxspec.errors import ConfigError, flagged, shown
+from jaxspec.lookup import LOOKUPS, MAX_LOOKUP, Lookup, lookup_of
+from jaxspec.pool import PAGE_SIZE, pages_for, pool_pages
 
-PAGE_SIZE = 64
+DEFAULT_STATE_INTERVAL = 1024
 # Kernels support query windows of at most 8 tokens: the newest one and its drafts.
 MAX_SPECULATIVE_TOKENS = 7
 # More never helps: one step ahead already hides the host.
@@ -22,22 +24,6 @@ DEFAULT_SPECULATIVE_TOKENS = 3
 
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Drafts that are looked up: what followed where the end of a request's text occurred before.
-
-    Attributes:
-        least, most: how many tokens of the end must be equal, and how many are looked at.
-        per_token: drafts for each equal token; None: always as many as a step may have.
-        beside_model: a model drafts where nothing is found.
-    """
-
-    least: int
-    most: int
-    per_token: float | None = None
-    beside_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +48,14 @@ class EngineConfig:
     enable_prefix_caching: bool | None = _option(
         None,
         "share the KV pages of prompts that begin alike, and of recurrent layers the states after them (default: on)",
+    )
+    state_snapshots: int | None = _option(
+        None, "recurrent layers: most states that are kept for requests that begin alike (default: max_num_seqs)"
+    )
+    state_interval: int | None = _option(
+        None,
+        "recurrent layers: states of a prompt are kept after so many tokens, a multiple of the 64 of a page, after twice as "
+        f"many, four times and so on, besides those before its end (default: {DEFAULT_STATE_INTERVAL})",
     )
     log_steps: str | None = _option(None, "file to which every step is written as a line of JSON, for `bench timeline`")
     num_gpu_blocks_override: int | None = _option(
@@ -157,6 +151,10 @@ class EngineConfig:
                 *others, last = choices
                 given = shown(getattr(self, option))
                 raise ConfigError(f"{flagged(option)} must be {', '.join(others)} or {last}, got {given}")
+        if self.state_interval is not None and self.state_interval % PAGE_SIZE:
+            raise ConfigError(
+                f"{flagged('state_interval')} must be a multiple of the {PAGE_SIZE} tokens of a page, got {self.state_interval}"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"{flagged('gpu_memory_utilization')} must be in (0, 1], got {self.gpu_memory_utilization}"
@@ -192,17 +190,9 @@ class EngineConfig:
     @property
     def lookup(self) -> Lookup | None:
         """How drafts are looked up, where the method says so."""
-        kind, _, model = (self.speculative_method or "").partition("+")
-        if kind not in _LOOKUPS or not self.num_speculative_tokens:
+        if not self.num_speculative_tokens or self.speculative_method is None:
             return None
-        default = _LOOKUPS[kind]
-        most, least = self.prompt_lookup_max, self.prompt_lookup_min
-        if least is None:
-            # A shorter match than this predicts worse than a model does.
-            least = min(_LEAST_BESIDE_MODEL if model else default.least, most or default.most)
-        if most is None:
-            most = max(least, default.most)
-        return replace(default, least=least, most=most, beside_model=bool(model))
+        return lookup_of(self.speculative_method, self.prompt_lookup_min, self.prompt_lookup_max)
 
     def _check_method(self) -> None:
         method = self.speculative_method
@@ -226,7 +216,7 @@ class EngineConfig:
                 f"{flagged('speculative_vocab_size')} needs the tokens to choose from: give {flagged('speculative_token_map')}"
             )
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        if kinds[0] not in _LOOKUPS and (least, most) != (None, None):
+        if kinds[0] not in LOOKUPS and (least, most) != (None, None):
             given = "prompt_lookup_max" if least is None else "prompt_lookup_min"
             raise ConfigError(
                 f"{flagged(given)} is for {flagged('speculative_method')} ngram or suffix: choose one of them"
@@ -236,11 +226,6 @@ class EngineConfig:
                 f"{flagged('prompt_lookup_min')} {least} is over {flagged('prompt_lookup_max')} {most}: lower the first or "
                 "raise the second"
             )
-
-
-def flagged(option: str) -> str:
-    """An option of `EngineConfig` in an error: its name, and the flag that sets it."""
-    return f"{option} (--{option.replace('_', '-')})"
 
 
 def with_options(config: EngineConfig, options: Mapping[str, Any]) -> EngineConfig:
@@ -261,18 +246,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-# By method: the endings that are compared. Those of ngram are as vLLM's and others' examples have them; those of suffix as
-# suffix decoding has them (arXiv 2411.04975), with as many drafts as tokens are equal.
-_LOOKUPS = {"ngram": Lookup(2, 4), "suffix": Lookup(1, 24, per_token=1.0)}
-_LEAST_BESIDE_MODEL = 3
 SPECULATIVE_METHODS = (
     "mtp",
     "eagle3",
-    *_LOOKUPS,
-    *(f"{kind}+{model}" for kind in _LOOKUPS for model in ("mtp", "eagle3")),
+    *LOOKUPS,
+    *(f"{kind}+{model}" for kind in LOOKUPS for model in ("mtp", "eagle3")),
 )
-# More tokens than this hardly ever are equal, and each one is compared in every step.
-MAX_LOOKUP = 64
 _DEFAULTS = {option.name: option.default for option in fields(EngineConfig)}
 _FAR = 2**16
 _WHOLE_NUMBERS = {
@@ -281,6 +260,8 @@ _WHOLE_NUMBERS = {
     "max_num_batched_tokens": (1, 2**24),
     "num_gpu_blocks_override": (2, 2**31 - 1),
     "readout_depth": (0, MAX_READOUT_DEPTH),
+    "state_snapshots": (1, 2**16),
+    "state_interval": (PAGE_SIZE, 2**24),
     "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
     "speculative_vocab_size": (1, 2**24),
     "prompt_lookup_max": (1, MAX_LOOKUP),
@@ -311,7 +292,7 @@ class Settings:
         mixed: prompt chunks and decode rows may share a step.
         readout_depth: most steps that may be unread when the next one is dispatched.
         state_snapshots: states that are kept for later requests, of a model whose layers do not keep all in pages.
-        state_interval: prompts are cut at multiples of so many tokens to keep the state there.
+        state_interval: the first number of tokens after which a prompt is cut to keep its state: see `snapshots.next_cut`.
     """
 
     max_model_len: int
@@ -329,7 +310,7 @@ class Settings:
     readout_depth: int = 0
     prefix_caching: bool = True
     state_snapshots: int = 0
-    state_interval: int = 1024
+    state_interval: int = DEFAULT_STATE_INTERVAL
     page_size: int = PAGE_SIZE
     attention_backend: str = "auto"
     moe_backend: str = "auto"
@@ -350,10 +331,6 @@ class Settings:
     @property
     def max_pages(self) -> int:
         return pages_for(self.max_model_len, self.page_size)
-
-
-def pages_for(tokens: int, page_size: int = PAGE_SIZE) -> int:
-    return -(-tokens // page_size)
 
 
 def resolve_dtype(config: EngineConfig, *, on_gpu: bool) -> str:
@@ -415,7 +392,14 @@ def resolve(
     max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
     _check_speculation(config, max_num_seqs, max_num_batched_tokens, rejects=rejects)
     prefix_caching = config.enable_prefix_caching is not False
-    num_pages = _num_pages(config, max_num_seqs, max_model_len, page_bytes, free_bytes)
+    _check_states(config, prefix_caching, paged)
+    num_pages = pool_pages(
+        config.num_gpu_blocks_override,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        page_bytes=page_bytes,
+        free_bytes=free_bytes,
+    )
     return Settings(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -430,7 +414,8 @@ def resolve(
         mixed=config.enable_mixed_batch,
         readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
         prefix_caching=prefix_caching,
-        state_snapshots=max_num_seqs if prefix_caching and not paged else 0,
+        state_snapshots=(config.state_snapshots or max_num_seqs) if prefix_caching and not paged else 0,
+        state_interval=config.state_interval or DEFAULT_STATE_INTERVAL,
         on_gpu=on_gpu,
         attention_backend=config.attention_backend,
         moe_backend=config.moe_backend,
@@ -469,26 +454,15 @@ def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_
         )
 
 
-def _num_pages(config: EngineConfig, max_num_seqs: int, max_model_len: int, page_bytes: int, free_bytes: int) -> int:
-    """Pages of the pool: those that were asked for, else as many as fit, but no more than all requests can use."""
-    longest = pages_for(max_model_len)
-    if config.num_gpu_blocks_override is not None:
-        num_pages = config.num_gpu_blocks_override
-    elif free_bytes < 0:
-        raise ConfigError(
-            f"the weights leave no memory for KV pages: raise {flagged('gpu_memory_utilization')}, or split the model over "
-            f"more devices with {flagged('tensor_parallel_size')}"
-        )
-    else:
-        num_pages = int(min(max_num_seqs * longest + 1, free_bytes // max(page_bytes, 1)))
-    if num_pages < longest + 1:
-        fits = max((num_pages - 1) * PAGE_SIZE, 0)
-        raise ConfigError(
-            f"{num_pages} KV pages of {PAGE_SIZE} tokens ({num_pages * page_bytes / 2**20:.0f} MiB) cannot hold one request of "
-            f"{flagged('max_model_len')} {max_model_len}; lower it to at most {fits}, or raise "
-            f"{flagged('num_gpu_blocks_override')} or {flagged('gpu_memory_utilization')}"
-        )
-    return num_pages
+def _check_states(config: EngineConfig, prefix_caching: bool, paged: bool) -> None:
+    for option in ("state_snapshots", "state_interval"):
+        if getattr(config, option) is not None and (paged or not prefix_caching):
+            why = (
+                "this model keeps no states: pages hold all of it" if paged else "no prefix is shared, so none are kept"
+            )
+            raise ConfigError(
+                f"{flagged(option)} is for states that later requests go on from, and {why}; leave it out"
+            )
 
 
 def np_dtype(name: str) -> np.dtype:

@@ -68,6 +68,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
+def flagged(option: str) -> str:
+    """An option of `EngineConfig` in an error: its name, and the flag that sets it."""
+    return f"{option} (--{option.replace('_', '-')})"
+
+
 def plain(value: object) -> str:
     """A name in an error: a text as it is, unless that would break the line or fill it."""
     if isinstance(value, str) and value.isprintable() and 0 < len(value) <= SHOWN_CHARACTERS:

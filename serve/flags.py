@@ -17,7 +17,9 @@ from serve.peers import AttentionBackend, translate_words
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 # Numbers that may be written as vLLM has them: 4k is 4000, 4K is 4096.
-_SIZES = frozenset(("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"))
+_SIZES = frozenset(
+    ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "state_interval")
+)
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kKmMgG]?)", re.ASCII)
 _SIMILAR = 0.75
 _HALF = ("half", "float16", "fp16")

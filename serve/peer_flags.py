@@ -212,6 +212,22 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag(
         "--prefix-caching-hash-algo", VLLM, Ignored("prefixes are compared by their tokens, not by a hash"), "sha256"
     ),
+    _flag("--mamba-block-size", VLLM, Alias("--state-interval"), "1024"),
+    _flag("--mamba-cache-mode", VLLM, Ignored("see --enable-prefix-caching and --state-interval"), "align"),
+    _flag(
+        "--mamba-cache-dtype",
+        VLLM,
+        Refused("leave it out: convolutions keep what they read in the type of activations", ("auto",)),
+        "float32",
+    ),
+    _flag("--mamba-ssm-cache-dtype --mamba-ssm-dtype", BOTH, Refused("states are float32", ("float32",)), "bfloat16"),
+    _flag(
+        "--max-mamba-cache-size --mamba-full-memory-ratio",
+        SGLANG,
+        Ignored("there is a state for each of --max-num-seqs requests, and --state-snapshots are kept"),
+        "100",
+    ),
+    _flag("--mamba-scheduler-strategy", SGLANG, Ignored("states are kept in one way"), "extra_buffer"),
     _flag("--enable-hierarchical-cache", SGLANG, Refused("KV pages stay on the device")),
     _flag("--disable-chunked-prefix-cache", SGLANG, Ignored("it names a kernel of SGLang")),
     _flag("--enable-priority-scheduling", SGLANG, Ignored("requests run by their priority, lower values first")),

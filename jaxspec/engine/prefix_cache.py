@@ -6,7 +6,7 @@ A page is known by its own ids and, through its parent, by all ids before them: 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 # The parent of a page: the page before it, or for a first page the salt of the requests that may share it.
 Node = int | str
@@ -16,6 +16,18 @@ Node = int | str
 class _Entry:
     page: int
     node: int  # never reused, so that no page is mistaken for the child of a page that has been overwritten
+
+
+class Match(NamedTuple):
+    """
+    Attributes:
+        pages: that a request can go on after; node: the parent of the page that comes then.
+        known: pages whose text is known. Where states are needed, of the last of these none may have been kept.
+    """
+
+    pages: list[int]
+    node: Node
+    known: int
 
 
 class KeptStates(Protocol):
@@ -48,8 +60,8 @@ class PrefixCache:
     def __contains__(self, page: int) -> bool:
         return page in self._keys
 
-    def match(self, tokens: Sequence[int], most: int, salt: str) -> tuple[list[int], Node]:
-        """The pages that hold the beginning of `tokens`, at most `most`, and the parent of the next page."""
+    def match(self, tokens: Sequence[int], most: int, salt: str) -> "Match":
+        """What the cache knows of the beginning of `tokens`, at most `most` pages."""
         pages: list[int] = []
         node: Node = salt
         found, last = 0, node  # how many pages are of use, and the last one's node
@@ -61,7 +73,7 @@ class PrefixCache:
             node = entry.node
             if self._states is None or node in self._states:
                 found, last = len(pages), node
-        return pages[:found], last
+        return Match(pages[:found], last, len(pages))
 
     def publish(self, node: Node, tokens: Sequence[int], column: int, page: int) -> Node:
         """Page number `column` of a request now holds its final KV. Returns the parent of the request's next page.

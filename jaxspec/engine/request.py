@@ -36,6 +36,7 @@ class Request:
         slot: row of the device state, 0 while there is none; `pages` its KV pages in order.
         sent_pages: how many of `pages` the device's page table knows.
         published: how many of `pages` the prefix cache knows, and `node` the parent of the next one.
+        parting: tokens after which its text leaves that of earlier requests, as it was when it got its slot.
         taken_states: slots with states that no page's node has yet, by the number of tokens they follow.
         num_cached_tokens: prompt tokens found in the prefix cache when the request first started.
         needs_reset: the device does not yet know that the slot serves this request.
@@ -69,6 +70,7 @@ class Request:
     sent_pages: int = field(default=0, init=False)
     published: int = field(default=0, init=False)
     node: Node = field(default="", init=False)
+    parting: int = field(default=0, init=False)
     taken_states: dict[int, int] = field(default_factory=dict, init=False)
     num_cached_tokens: int = field(default=0, init=False)
     needs_reset: bool = field(default=True, init=False)

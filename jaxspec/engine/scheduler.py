@@ -19,7 +19,7 @@ from jaxspec.engine.buckets import Bucket, draft_choices
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts, Load
 from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, pages_needed
-from jaxspec.engine.prefix_cache import PrefixCache
+from jaxspec.engine.prefix_cache import Match, PrefixCache
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.snapshots import Snapshots, next_cut
 
@@ -274,7 +274,13 @@ class Scheduler:
         if self.snapshots is None:
             return length, 0
         settings, start = self.settings, request.computed
-        cut = next_cut(start, request.prefill_target, page_size=settings.page_size, interval=settings.state_interval)
+        cut = next_cut(
+            start,
+            request.prefill_target,
+            page_size=settings.page_size,
+            interval=settings.state_interval,
+            parting=request.parting,
+        )
         if cut is None or start + length < cut:
             return length, 0
         slot = self.snapshots.take()
@@ -290,7 +296,7 @@ class Scheduler:
         """
         if not self._free_slots or (self.running and not self.admits):
             return False
-        found, node = self._find(request)
+        found, node, known = self._find(request)
         if len(found) > found_pages:
             return False
         slots = max(self._reserved_at_first(request), len(request.tokens) + 1)
@@ -300,7 +306,7 @@ class Scheduler:
             self.pages.free(found)
             return False
         request.pages, request.published, request.node = [*found, *fresh], len(found), node
-        request.computed = len(found) * self.settings.page_size
+        request.computed, request.parting = len(found) * self.settings.page_size, known * self.settings.page_size
         if not request.num_preemptions:
             request.num_cached_tokens = request.computed
         request.slot, request.state = self._free_slots.pop(), RequestState.PREFILL
@@ -309,17 +315,17 @@ class Scheduler:
         self.running.append(request)
         return True
 
-    def _find(self, request: Request) -> tuple[list[int], int | str]:
+    def _find(self, request: Request) -> Match:
         """Pages of the prefix cache that hold the request's beginning. At least one token is computed again."""
         # Nothing passes through a step again just to be scored: what is to be scored is not looked up.
         scored = request.params.prompt_logprobs is not None and not request.resuming
         if self.cache is None or scored:
-            return [], request.cache_salt
+            return Match([], request.cache_salt, 0)
         most = (request.prefill_target - 1) // self.settings.page_size
-        found, node = self.cache.match(request.tokens, most, request.cache_salt)
+        match = self.cache.match(request.tokens, most, request.cache_salt)
         self.prefix_queries += request.prefill_target
-        self.prefix_hits += len(found) * self.settings.page_size
-        return found, node
+        self.prefix_hits += len(match.pages) * self.settings.page_size
+        return match
 
     def _reserved_at_first(self, request: Request) -> int:
         """KV slots that the request's first decode step may need, however many drafts it is going to have."""

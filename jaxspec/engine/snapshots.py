@@ -5,24 +5,28 @@ Where a model has such layers, pages of the prefix cache are found only up to a 
 are kept where a prompt's chunk ends at a page's border, when no token of the chunk can be rejected any more, and no step
 has begun a window: never from within one.
 
-Kept states lie in the same arrays as the requests', after their slots. The least recently used one makes room.
+Kept states lie in the same arrays as the requests', after their slots. The least recently used one makes room. A prompt
+keeps few, whatever its length: one at its end, one where a text known before parted from it, and otherwise at distances
+that double, so that no prompt drives out those of many others.
 """
 
 from jaxspec.engine.prefix_cache import Node
 
 
-def next_cut(start: int, target: int, *, page_size: int, interval: int) -> int | None:
+def next_cut(start: int, target: int, *, page_size: int, interval: int, parting: int = 0) -> int | None:
     """Where the chunk of a prompt that begins at `start` has to end for its state to be kept, if anywhere.
 
-    At every `interval` tokens, where other prompts may part from this one, and at the last page's border before the last
-    token, from which the same prompt or its continuation goes on.
+    At `interval` tokens, twice, four times and so on as many, for whoever shares an unknown part of this prompt; at `parting`,
+    where this one leaves a text that others had, so that the next to leave it there goes on from there; and at the last
+    page's border before the last token, from which the same prompt or its continuation goes on.
 
     Args:
         target: tokens of the prompt. At least one is always computed again.
-        interval: a multiple of `page_size`.
+        interval, parting: multiples of `page_size`.
     """
     last = (target - 1) // page_size * page_size
-    return min((start // interval + 1) * interval, last) if start < last else None
+    doubled = interval << (start // interval).bit_length()
+    return min((cut for cut in (doubled, parting, last) if start < cut <= last), default=None)
 
 
 class Snapshots:

@@ -364,6 +364,9 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
         out["KV cache dtype"] = plan.config.kv_cache_dtype
     if state := slot_bytes(plan.caches, settings.window, plan.mesh.shape):
         out["State bytes per request"] = state
+    if kept := settings.state_snapshots:
+        size = kept * slot_bytes(plan.caches, 0, plan.mesh.shape)  # without windows
+        out["Kept states"] = f"{kept}, {size / 2**20:.0f} MiB"
     return out | {
         "Context length": settings.max_model_len,
         "KV cache bytes per token": plan.page_bytes // PAGE_SIZE,

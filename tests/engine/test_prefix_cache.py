@@ -29,7 +29,8 @@ def test_a_page_is_found_by_exactly_the_text_it_holds(lookahead, seed):
             cache.forget(page)
             del held[page]
         most = draw.randint(0, MAX_PAGES)
-        pages, node = cache.match(tokens, most, salt)
+        pages, node, known = cache.match(tokens, most, salt)
+        assert known == len(pages)
         assert [held[page] for page in pages] == [(salt, text_to(tokens, column)) for column in range(len(pages))]
         hits += len(pages)
         for column in range(len(pages), most):
@@ -37,11 +38,11 @@ def test_a_page_is_found_by_exactly_the_text_it_holds(lookahead, seed):
             node = cache.publish(node, tokens, column, page)
             if page in cache:  # else another page holds the same text
                 held[page] = (salt, text_to(tokens, column))
-        assert len(cache.match(tokens, most, salt)[0]) == most
+        assert len(cache.match(tokens, most, salt).pages) == most
         assert all(page in cache for page in held)
     assert hits > 100
     cache.clear()
-    assert not cache.match([1] * 99, MAX_PAGES, "")[0]
+    assert not cache.match([1] * 99, MAX_PAGES, "").pages
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,36 @@ def test_prefix_hit_after_rejected_drafts(variant):
     assert engine.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
+@EACH
+def test_a_text_that_others_had_is_found_at_the_interval_and_where_they_parted(variant):
+    """Prompts of three pages that share two tokens more than one, with an interval of a page, and with a longer one."""
+    vocab = tiny_config(variant).vocab_size
+    runner = changing_runner(K, "pattern", variant)
+    rng = np.random.default_rng(3)
+    text = rng.integers(6, vocab, 66).tolist()
+    users = [[*text, *rng.integers(6, vocab, 80).tolist()] for _ in range(3)]
+
+    def asked(interval, **changes):
+        """What each of them is answered, and how many of its tokens were found."""
+        with options(runner, state_interval=interval, **changes):
+            fill_cache(runner, np.nan)
+            engine = Engine(runner, vocab_size=vocab, control=Cycling((K, 0)))
+            found, answers = [], []
+            for i, prompt in enumerate(users):
+                request = Request(f"user {i}", prompt, GREEDY)
+                answers.append(run(engine, [request]))
+                found.append(request.num_cached_tokens)
+            return found, answers
+
+    _, alone = asked(64)
+    for interval, found in ((64, [0, 64, 64]), (1024, [0, 0, 64])):
+        got, answers = asked(interval, prefix_caching=True)
+        assert got == found
+        for answer, want in zip(answers, alone, strict=True):
+            assert_equal_runs(answer, want)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny variant in a Hugging Face folder."""
@@ -170,6 +200,8 @@ def test_drafts_from_a_folder(folder, plain_llm, variant, method, monkeypatch):
     for llm, window in ((plain, 1), (drafting, K + 1)):
         state = slot_bytes(model.cache_specs(), window, {"tensor": 1})
         assert llm.describe()["State bytes per request"] == state
+    kept = 4 * slot_bytes(model.cache_specs(), 0, {"tensor": 1})
+    assert plain.describe()["Kept states"] == f"4, {kept / 2**20:.0f} MiB"
     # Again, from kept states.
     hits = drafting.engine.stats().prefix_cache_hits
     long = [PROMPTS[0] * 4]
