@@ -43,7 +43,14 @@ def random_config(name: str, layers: int | None = None) -> dict[str, Any]:
     hf = dict(SHAPES[name])
     if layers and layers < hf["num_hidden_layers"]:
         hf |= {"first_k_dense_replace": 1} if hf.get("first_k_dense_replace", 0) > 1 else {}
-    return hf | {"num_hidden_layers": layers} if layers else hf
+    hf |= {"num_hidden_layers": layers} if layers else {}
+    if linear := hf.get("linear_attn_config"):
+        # Lists of layers, counted from 1.
+        cut = {
+            key: [i for i in linear[key] if i <= hf["num_hidden_layers"]] for key in ("kda_layers", "full_attn_layers")
+        }
+        hf["linear_attn_config"] = linear | cut
+    return hf
 
 
 def check_layers(name: str, layers: int | None) -> None:

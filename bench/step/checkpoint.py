@@ -61,10 +61,13 @@ def make(folder: Path, hf: dict[str, Any], published: Published | None = None, *
     """
     shapes, copies, key = _shapes(hf), _copies(hf), jax.random.key(seed, impl="rbg")
     number = {name: i for i, name in enumerate(shapes)}
+    centred = read_config(hf).centred_norms
 
     def draw(name: str) -> dict[str, np.ndarray]:
         if "norm" in name:
-            return {name: np.ones(shapes[name], jnp.bfloat16)}
+            # Centred ones add 1; that of what linear attention reads is never centred.
+            weight = 0 if centred and ".linear_attn." not in name else 1
+            return {name: np.full(shapes[name], weight, jnp.bfloat16)}
         if "bias" in name:
             return {name: np.zeros(shapes[name], np.float32 if _in_float32(name) else jnp.bfloat16)}
         source, std = copies.get(name, name), 1.0 if "embed" in name else STD
@@ -82,21 +85,25 @@ def make(folder: Path, hf: dict[str, Any], published: Published | None = None, *
 
 def _copies(hf: dict[str, Any]) -> dict[str, str]:
     """What the MTP layer has of the model's own weights, and which."""
-    config = read_config(hf)
-    nextn = nextn_prefix(config)
-    copies = {
+    nextn = nextn_prefix(read_config(hf))
+    if not any(name.startswith(nextn) for name in _own_shapes(hf)):
+        return {}  # none, or layers under other names, which share the model's own
+    return {
         f"{nextn}embed_tokens.weight": "model.embed_tokens.weight",
         f"{nextn}shared_head.head.weight": "lm_head.weight",
     }
-    return copies if config.nextn_layers else {}
 
 
 def _shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes = _own_shapes(hf)
+    return shapes | {name: shapes[source] for name, source in _copies(hf).items()}
+
+
+def _own_shapes(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     config = read_config(hf)
     family = family_of(config)
     maps = [family.key_map(config), *([family.nextn_key_map(config)] if config.nextn_layers else [])]
-    shapes = {piece.name: piece.shape for m in maps for group in m.values() for piece in group}
-    return shapes | {name: shapes[source] for name, source in _copies(hf).items()}
+    return {piece.name: piece.shape for m in maps for group in m.values() for piece in group}
 
 
 def _in_float32(name: str) -> bool:

@@ -1,4 +1,8 @@
-"""The least bytes that each device has to read in a decode step or a speculative cycle: the floor of its time."""
+"""The least bytes that each device has to move in a decode step or a speculative cycle: the floor of its time.
+
+Weights and KV are read. States of recurrent layers, and what these keep of a window to bring them up to date, are read and
+written.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,12 +14,15 @@ from flax import nnx
 
 from bench.harness.models import Weights
 from jaxspec.config import PAGE_SIZE
-from jaxspec.models.cache import CacheSpec, page_bytes
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.cache import CacheArray, CacheSpec, page_bytes, slot_bytes
+from jaxspec.models.config import AttentionSpec, ModelConfig
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
+from jaxspec.models.gated_shared import GatedSharedSpec
 from jaxspec.models.moe import MoESpec
+from jaxspec.models.mtp import NextN
 from jaxspec.models.params import AXIS_RULES, TENSOR_AXIS, declarations
+from jaxspec.models.sparse_mla import INDEX_KEYS
 
 # What `declarations` gives.
 Declarations = Mapping[tuple[str | int, ...], nnx.Variable]
@@ -25,15 +32,22 @@ _DRAWS = 4096
 
 @dataclass(frozen=True)
 class Traffic:
-    """The least bytes that one decode step has to read on each device."""
+    """The least bytes that one decode step has to move on each device.
+
+    Attributes:
+        weights, kv: read. kv: with the index keys of layers that choose what they read.
+        state: of recurrent layers, read and written.
+        experts: expected number of routed experts touched in a layer, on the device with the most of them.
+    """
 
     weights: float
     kv: float
-    experts: float  # expected number of routed experts touched in a layer, on the device with the most of them
+    state: float
+    experts: float
 
     @property
     def total(self) -> float:
-        return self.weights + self.kv
+        return self.weights + self.kv + self.state
 
 
 def traffic(model: CausalLM, rows: int, context: float, *, tokens: int | None = None, devices: int = 1) -> Traffic:
@@ -42,19 +56,41 @@ def traffic(model: CausalLM, rows: int, context: float, *, tokens: int | None = 
     weights = weight_bytes(model, model.config, tokens, devices)
     moe = routed_experts(model.config)
     experts = touched_share(moe, tokens, devices) * moe.num_experts / devices if moe else 0.0
-    return Traffic(weights, rows * kv_bytes(model, context, devices), experts)
+    state = rows * state_bytes(model, tokens // rows, devices)
+    return Traffic(weights, rows * kv_bytes(model, context, devices), state, experts)
 
 
 def kv_bytes(model: CausalLM, context: float, devices: int = 1) -> float:
-    """Bytes of KV that a row of so many tokens reads; of a layer with a sliding window those of the window."""
-    windows = (getattr(layer.attention, "window", None) for layer in model.config.layers)
-    tokens = (min(context, window or context) for window in windows)
-    return sum(n * token_bytes([spec], devices) for n, spec in zip(tokens, model.cache_specs(), strict=True))
+    """Bytes of KV that a row of so many tokens reads: see `row_bytes`."""
+    layers = zip(model.config.layers, model.cache_specs(), strict=True)
+    return sum(row_bytes(layer.attention, spec, context, devices) for layer, spec in layers)
+
+
+def row_bytes(attention: AttentionSpec | None, spec: CacheSpec, context: float, devices: int = 1) -> float:
+    """Bytes of one layer's KV that a row of so many tokens reads.
+
+    Of a layer with a sliding window those of the window; of one that chooses its keys all index keys, and the latents of as
+    many as it chooses.
+    """
+    longest = getattr(attention, "window", None) or getattr(attention, "count", None) or context
+    mesh = {TENSOR_AXIS: devices}
+
+    def tokens(array: CacheArray) -> float:
+        return context if array.name == INDEX_KEYS else min(context, longest)
+
+    return sum(tokens(array) * array.device_bytes(mesh) for array in spec.arrays if array.per == "token")
+
+
+def state_bytes(model: CausalLM, window: int, devices: int = 1) -> float:
+    """Bytes of the states of one row, with windows of so many tokens, that a step reads and writes."""
+    return 2.0 * slot_bytes(model.cache_specs(), window, {TENSOR_AXIS: devices})
 
 
 def routed_experts(config: ModelConfig) -> MoESpec | None:
     """The routed experts of a model's layers; None in a dense model."""
-    return next((layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)), None)
+    mlps = (layer.mlp for layer in config.layers)
+    routed = (mlp.routed if isinstance(mlp, GatedSharedSpec) else mlp for mlp in mlps)
+    return next((mlp for mlp in routed if isinstance(mlp, MoESpec)), None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -105,16 +141,16 @@ def read_bytes(
 
 
 def cycle_bytes(
-    target: CausalLM, draft: Draft, rows: int, k: int, context: float, draft_token_bytes: float, devices: int = 1
+    target: CausalLM, draft: Draft, rows: int, k: int, context: float, draft_row_bytes: float, devices: int = 1
 ) -> dict[str, float]:
-    """The least bytes that one cycle has to read: the target's pass, and the draft's k passes (skip on).
+    """The least bytes that one cycle has to move: the target's pass, and the draft's k passes (skip on).
 
     Each pass needs the result of the last one, so weights that no cache holds are read k times; `fc` once.
     """
     verify = traffic(target, rows, context, tokens=rows * (k + 1), devices=devices).total
     declared = declarations(cast(nnx.Module, draft))
     once = float(sum(_nbytes(variable, devices) for path, variable in declared.items() if path[0] == "fc"))
-    each = weight_bytes(draft, target.config, rows, devices) - once + rows * context * draft_token_bytes
+    each = weight_bytes(draft, target.config, rows, devices) - once + rows * draft_row_bytes
     if not any(path[0] == "head" for path in declared):
         each += _nbytes(target.head.weight, devices)
     return {"target": verify, "draft": once + k * each}
@@ -136,16 +172,15 @@ def token_bytes(specs: Sequence[CacheSpec], devices: int = 1) -> float:
 
 
 class Floor:
-    """The least bytes of a step and of a cycle of one target and draft on each device, and the time of reading them.
+    """The least bytes of a step and of a cycle of one target and draft on each device, and the time of moving them.
 
     Attributes:
-        kv_token, draft_token: bytes of a token's KV, of all the target's layers and of the draft's.
+        kv_token: bytes of a token's KV, of all the target's layers.
     """
 
     def __init__(self, weights: Weights, bandwidth: float, devices: int = 1):
         self._weights, self._bandwidth, self._devices = weights, bandwidth, devices
         self.kv_token = token_bytes(weights.model.cache_specs(), devices)
-        self.draft_token = token_bytes([weights.draft[0].cache_spec] if weights.draft else [], devices)
 
     def of_step(self, rows: int, context: float) -> Traffic:
         return traffic(self._weights.model, rows, context, devices=self._devices)
@@ -153,7 +188,10 @@ class Floor:
     def of_cycle(self, rows: int, k: int, context: float) -> dict[str, float]:
         assert self._weights.draft is not None
         target, draft = self._weights.model, self._weights.draft[0]
-        return cycle_bytes(target, draft, rows, k, context, self.draft_token, self._devices)
+        # A NextN layer attends as the config says; other drafts read all their keys.
+        attention = target.config.nextn_layers[0].attention if isinstance(draft, NextN) else None
+        row = row_bytes(attention, draft.cache_spec, context, self._devices)
+        return cycle_bytes(target, draft, rows, k, context, row, self._devices)
 
     def seconds(self, size: float) -> float:
         return size / self._bandwidth

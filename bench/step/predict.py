@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from bench.harness.device_bytes import declared_bytes
-from bench.step.floor import Declarations, elements, kv_bytes, read_bytes, routed_experts, token_bytes
+from bench.step.floor import Declarations, elements, kv_bytes, read_bytes, routed_experts, state_bytes, token_bytes
 from jaxspec.config import PAGE_SIZE, EngineConfig, resolve
 from jaxspec.engine.memory import MARGIN_BYTES
 from jaxspec.engine.state import state_shapes
@@ -170,7 +170,7 @@ class _Pass:
         specs = [module.cache_spec] if isinstance(module, NextN) else module.cache_specs()
         self._num_layers, self._drafts = len(layers), isinstance(module, NextN)
         self._row_bytes = (
-            kv_bytes(module, context, devices)
+            kv_bytes(module, context, devices) + state_bytes(module, 1, devices)
             if isinstance(module, CausalLM)
             else context * token_bytes(specs, devices)
         )

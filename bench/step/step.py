@@ -328,6 +328,7 @@ def _measure(load: Load, sizes: Sizes, n: int, floors: Floor) -> dict[str, Any]:
         "plan_ms": ms(pair.plan),
         "weight_bytes": moved.weights,
         "kv_bytes": moved.kv,
+        "state_bytes": moved.state,
         "experts_touched_expected": round(moved.experts, 2),
         "floor_ms": ms(floor),
         "floor_share_read": round(floor / reading, 4),

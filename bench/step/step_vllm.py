@@ -5,11 +5,11 @@
     python -m bench step --model FOLDER --peer FOLDER/vllm_plain.json FOLDER/vllm_mtp.json
 
 The stages may run in different environments. The checkpoint has Hugging Face layout and, where the shape has one, a NextN
-(MTP) layer with its copies of embedding and head; without one only vllm_plain.json is made. Projections and experts are
-N(0, 0.02), embeddings N(0, 1), norms 1, biases 0: so routing spreads over all experts, where constant weights would send
-every token to the same ones. With `--quantization fp8` or `int4` the same weights are quantised as DeepSeek and Kimi publish
-theirs (`bench.harness.published`), so that vLLM and jaxspec read one folder. A made-up tokenizer of as many ids lets servers
-take and give text.
+(MTP) layer, with its copies of embedding and head if checkpoints of the family have such; without one only vllm_plain.json
+is made. Projections and experts are N(0, 0.02), embeddings N(0, 1), norms 1 (written as 0 where centred), biases 0: so
+routing spreads over all experts, where constant weights would send every token to the same ones. With `--quantization fp8`
+or `int4` the same weights are quantised as DeepSeek and Kimi publish theirs (`bench.harness.published`), so that vLLM and
+jaxspec read one folder. A made-up tokenizer of as many ids lets servers take and give text.
 
 The figures of a row count come from greedy requests with new random prompts each time: the time for one token each, and
 the time for N + 1 tokens each. Their difference over N is the time per output token; the prompts' tokens over the first
@@ -187,7 +187,8 @@ def run(arguments: argparse.Namespace) -> int:
         _time_vllm(arguments, arguments.only)
         return 0
     words = sys.argv[2:] if sys.argv[1:2] == ["bench"] else sys.argv[1:]  # through the script `jaxspec`, or not
-    has_draft = json.loads((arguments.folder / "config.json").read_text()).get("num_nextn_predict_layers")
+    hf = json.loads((arguments.folder / "config.json").read_text())
+    has_draft = hf.get("num_nextn_predict_layers") or hf.get("mtp_num_hidden_layers")
     for method in DRAFTED if has_draft else ["plain"]:
         # A process each: only its end frees the device's memory for certain.
         code = subprocess.run([sys.executable, "-m", "bench", *words, "--only", method], check=False).returncode

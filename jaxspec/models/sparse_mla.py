@@ -28,6 +28,7 @@ from pallas_kernels.mla_sparse.api import mla_sparse
 from pallas_kernels.quant.reference import linear
 
 INDEXER = "indexer"
+INDEX_KEYS = "index keys"
 # Of the norm of index keys, in every published model.
 _NORM_EPS = 1e-6
 
@@ -152,7 +153,7 @@ class SparseMLA(MLA):
         if spec.indexer is None:
             return
         self.indexer = Indexer(input_dim or hidden, spec.indexer, self.q_lora_rank, declare)
-        keys = CacheArray("index keys", "token", (spec.indexer.head_dim,), declare.dtype, (None,))
+        keys = CacheArray(INDEX_KEYS, "token", (spec.indexer.head_dim,), declare.dtype, (None,))
         latents = self.cache_spec
         self.cache_spec = CacheSpec((*latents.arrays, keys), fp8=(*latents.fp8, keys))
 

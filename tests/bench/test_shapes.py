@@ -35,14 +35,17 @@ from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4
 
 BF16 = np.dtype(jnp.bfloat16)
 # All layers, and parameters in billions without the MTP layer: 30.5 and 20.9 on the cards of Qwen3-30B-A3B and
-# gpt-oss-20b, about 30, 106 and 230 in the names and descriptions of the others.
+# gpt-oss-20b, about 30, 106, 230, 35 and 48 in the names and descriptions of the others.
 PUBLISHED = {
     "moonlight": (27, 15.96), "glm-4.7-flash": (47, 29.9), "qwen3-30b-a3b": (48, 30.53), "glm-4.5-air": (46, 106.9),
-    "minimax-m2": (62, 228.7), "gpt-oss-20b": (24, 20.91),
+    "minimax-m2": (62, 228.7), "gpt-oss-20b": (24, 20.91), "qwen3.5-35b-a3b": (40, 34.66), "kimi-linear": (27, 49.12),
 }  # fmt: skip
+RECURRENT = ("qwen3.5-35b-a3b", "kimi-linear")
 NEW = [name for name in PUBLISHED if name != "moonlight"]
-# Whole in SHAPES, too big for one GPU: 671 B in the paper of DeepSeek-V3 (arXiv 2412.19437), "1 T" on the card of Kimi-K2.
-WHOLE = {"deepseek-v3": 671.03, "kimi-k2": 1026.4}
+ATTENTION = [name for name in NEW if name not in RECURRENT]
+# Whole in SHAPES, too big for one GPU: 671 B in the paper of DeepSeek-V3 (arXiv 2412.19437), in V3.2 with 61 indexers of
+# 14 M, "744B" on the card of GLM-5, "1 T" on that of Kimi-K2.
+WHOLE = {"deepseek-v3": 671.03, "deepseek-v3.2": 671.88, "glm-5": 743.91, "kimi-k2": 1026.4}
 ROWS, DRAFTS = (1, 32, 128), 3
 
 
@@ -72,6 +75,38 @@ def test_floor_of_sliding_windows():
     assert traffic(model, 32, 1024).kv == 32 * kv_bytes(model, 1024)
 
 
+def test_floor_of_recurrent_layers():
+    """Of 12 layers of Qwen3.5 nine read and write states, and what they keep of a window, and three read keys and values.
+
+    Its mixtures have a shared expert with a gate, and of the routed ones a token touches 8 of 256.
+    """
+    model = target("qwen3.5-35b-a3b")
+    state = 32 * 128 * 128 * 4
+    columns, gates = 2 * (2 * 16 + 32) * 128, 4 * 32 * 2
+    one, window = (state + (3 + n) * columns + n * gates + 4 for n in (1, 4))
+    assert traffic(model, 32, 1024).state == 32 * 2 * 9 * one
+    assert traffic(model, 32, 1024, tokens=32 * 4).state == 32 * 2 * 9 * window
+    assert kv_bytes(model, 1024) == 3 * 1024 * 2 * 2 * 256 * 2
+    step = traffic(model, 1, 1024)
+    assert step.experts == 8
+    routed = 12 * 3 * 512 * 2048 * 2
+    rest = 2 * (count_parameters(model) - 248320 * 2048) - 256 * routed
+    # Routers, and what fades states, are float32: two bytes more each.
+    in_float32 = 2 * (12 * 256 * 2048 + 9 * 2 * 32)
+    assert step.weights == pytest.approx(rest + in_float32 + 8 * routed + 2 * 2048)
+    assert step.total == step.weights + step.kv + step.state
+    two = traffic(target("kimi-linear"), 1, 1024)
+    assert two.state == 2 * 6 * (2 * 2**20 + 4 * 3 * 4096 * 2 + 4 * 32 * 129 + 4)
+    assert traffic(target("moonlight"), 1, 1024).state == 0
+
+
+def test_floor_of_layers_that_choose_their_keys():
+    """All index keys, and latents of as many tokens as are chosen."""
+    model = target("deepseek-v3.2", 2)
+    assert kv_bytes(model, 100) == 2 * 100 * 2 * (576 + 128)
+    assert kv_bytes(model, 32768) == 2 * 2 * (2048 * 576 + 32768 * 128)
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """The device is an H200, for the choice of kernels."""
@@ -83,7 +118,7 @@ def hopper(monkeypatch):
 
 def cases():
     first = ("glm-4.7-flash", 32, 256)
-    rest = [case for case in itertools.product(NEW, ROWS, (0, 256)) if case != first]
+    rest = [case for case in itertools.product(ATTENTION, ROWS, (0, 256)) if case != first]
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
 
 
@@ -225,7 +260,11 @@ def test_random_checkpoints_of_every_shape_load(name, tmp_path, monkeypatch):
     small = {
         "vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "moe_intermediate_size": 32, "kv_lora_rank": 32, "q_lora_rank": 16, "num_key_value_heads": 2, "n_routed_experts": 8,
-        "num_experts": 8, "num_local_experts": 8,
+        "num_experts": 8, "num_local_experts": 8, "full_attention_interval": 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 32, "linear_attn_config": {
+            "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2],
+        },
     }  # fmt: skip
     hf = SHAPES[name]
     monkeypatch.setitem(SHAPES, name, hf | {key: value for key, value in small.items() if key in hf})
@@ -234,5 +273,5 @@ def test_random_checkpoints_of_every_shape_load(name, tmp_path, monkeypatch):
     mesh = mesh_of_one()
     model, params = load_params(open_checkpoint(tmp_path), mesh, "bfloat16")
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count_parameters(model)
-    if config.get("num_nextn_predict_layers"):
+    if config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers"):
         load_nextn(open_checkpoint(tmp_path), mesh, "bfloat16")

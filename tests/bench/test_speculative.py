@@ -38,7 +38,7 @@ def test_drafts_have_published_sizes(moonlight):
 def test_byte_floor_of_a_cycle(moonlight):
     """A window of four tokens touches as many experts as four rows; each draft pass reads layer, head and KV again."""
     draft = declare_draft("eagle3-mla", SHAPES["moonlight"], moonlight, BF16)
-    need = cycle_bytes(moonlight, draft, 1, 3, 1000, 1152)
+    need = cycle_bytes(moonlight, draft, 1, 3, 1000, 1000 * 1152)
     assert need["target"] == pytest.approx(traffic(moonlight, 4, 250).total)
     once = 2 * 3 * H * H
     assert need["draft"] == pytest.approx(once + 3 * (2 * count_parameters(draft) - once + 1000 * 1152))
