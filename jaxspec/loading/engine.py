@@ -40,7 +40,7 @@ from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.delta_net import without_kernels
+from jaxspec.models.delta_net import decode_obstacle
 from jaxspec.models.gqa import spread_heads
 from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.moe import MoESpec
@@ -284,14 +284,17 @@ def check_split_kernels(model: ModelConfig, config: EngineConfig, dtype: str) ->
 
 
 def check_recurrent_kernels(model: nnx.Module, config: EngineConfig) -> None:
-    """Refuses a model with recurrent layers on a GPU, for which there are no kernels, unless plain XLA is asked for.
+    """Refuses a model whose linear layers have no decode kernel on this GPU, unless plain XLA is asked for.
+
+    Their prompts have no kernel anywhere. They run on XLA as those of other layers do where only decoding has a kernel, and
+    the log says so.
 
     Raises:
         ConfigError: naming the way out.
     """
-    if config.attention_backend != "reference" and without_kernels(model):
+    if config.attention_backend != "reference" and (reason := decode_obstacle(model)):
         raise ConfigError(
-            "this model's linear attention (gated delta rule) has no kernels for GPUs: use "
+            f"this model's linear attention (gated delta rule) has no decode kernel here: {reason}; use "
             f"{flagged('attention_backend')} reference, which is slow, or run it on a CPU"
         )
 

@@ -23,7 +23,8 @@ from jaxspec.models.gated_delta import chunked, convolve, cut, unit
 from jaxspec.models.layers import RMSNorm
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
-from pallas_kernels.gated_delta.api import replay_and_read
+from pallas_kernels.backend import choose, current
+from pallas_kernels.gated_delta.api import replay_and_read, unsupported_reason
 from pallas_kernels.gated_delta.reference import Tokens
 
 
@@ -174,6 +175,7 @@ class DeltaNet(nnx.Module):
         seen = [column(offset_P - back, row_P) for back in range(taps - 1, 0, -1)]
         convolved = convolve(jnp.stack([*seen, inputs.columns], axis=1), self.conv[...])[:, 0]
         tokens = self._tokens(convolved, inputs.gates)
+        choose("gated_delta_prompts", current().attention, {}, same_as_auto=("mosaic", "triton"))  # says so in the log
         read, state_E = chunked(state_E[:, 0], tokens, cut(meta.prefill_rows, lengths_E))
 
         last = lengths_E[:, None] + jnp.arange(-(taps - 1), 0)
@@ -224,9 +226,12 @@ class DeltaNet(nnx.Module):
         return comm.total(jnp.einsum("tkrv,hkrv->th", self.gated(read, z), self.out[...]))
 
 
-def without_kernels(model: nnx.Module) -> bool:
-    """Whether a model has layers that only plain XLA runs."""
-    return any(isinstance(module, DeltaNet) for _, module in nnx.iter_modules(model))
+def decode_obstacle(model: nnx.Module) -> str | None:
+    """Why no kernel runs the decode windows of a model's linear layers on this device; None if one does, or it has none."""
+    nets = (module for _, module in nnx.iter_modules(model) if isinstance(module, DeltaNet))
+    states = (net.cache_spec.arrays[0] for net in nets)
+    reasons = (unsupported_reason(jax.ShapeDtypeStruct((1, 1, *state.shape), state.dtype)) for state in states)
+    return next((reason for reason in reasons if reason), None)
 
 
 def _or_drop(slots: jax.Array, states: jax.Array) -> jax.Array:

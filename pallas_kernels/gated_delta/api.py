@@ -7,6 +7,11 @@ from pallas_kernels.gated_delta import mosaic, reference
 from pallas_kernels.gated_delta.reference import Tokens
 
 
+def unsupported_reason(states: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why no kernel supports calls with such states, or None if one does."""
+    return mosaic.unsupported_reason(states)
+
+
 def replay_and_read(
     states: jax.Array, slots: jax.Array, counts: jax.Array, tokens: Tokens, *, replayed: int
 ) -> tuple[jax.Array, jax.Array]:
@@ -29,7 +34,7 @@ def replay_and_read(
     Raises:
         UnsupportedError: the requested attention backend does not support this call.
     """
-    reason = mosaic.unsupported_reason(states)
+    reason = unsupported_reason(states)
     # "triton" selects a decode kernel of attention; this operation then runs on the fastest implementation it has.
     chosen = choose("gated_delta", current().attention, {"mosaic": reason}, same_as_auto=("triton",))
     run = mosaic if chosen == "mosaic" else reference

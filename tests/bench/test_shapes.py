@@ -164,6 +164,46 @@ def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
     assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
 
 
+def recurrent_cases():
+    whole = [(name, 32, 0) for name in RECURRENT]
+    rest = [case for case in itertools.product(RECURRENT, ROWS, (0, 256)) if case not in whole]
+    return [*whole, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
+
+
+def of_each_kind(name: str) -> CausalLM:
+    """A layer of linear attention and one of the other kind, at real widths, with a mixture each or in the second."""
+    changes = {
+        "qwen3.5-35b-a3b": {"full_attention_interval": 2},
+        "kimi-linear": {
+            "linear_attn_config": SHAPES["kimi-linear"]["linear_attn_config"]
+            | {"kda_layers": [1], "full_attn_layers": [2]}
+        },
+    }
+    return CausalLM(read_config(random_config(name, 2) | changes[name]), BF16)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("name", "rows", "prompt"), recurrent_cases())
+def test_recurrent_steps_run_our_kernels_on_hopper(name, rows, prompt, devices, request):
+    """Windows of linear attention and of the layers between: nothing in a decode step breaks its CUDA graph, in Qwen3.5 with
+    an MTP layer. The linear part of prompts is plain XLA, and no other."""
+    chosen, text = lowered_step(request, of_each_kind(name), rows, prompt, make_mesh(devices))
+    decode = "gqa_decode" if name.startswith("qwen") else "mla_decode"
+    for operation in ("gated_delta", decode, "moe", "moe_route"):
+        assert chosen[operation] == {"mosaic"}
+    prompts = {"gated_delta_prompts"} if prompt else set()
+    references = {operation for operation, ran in chosen.items() if "reference" in ran}
+    assert prompts <= references <= EXTRAS | prompts
+    if not prompt:
+        assert "stablehlo.while" not in text
+        assert "stablehlo.sort" not in text
+    assert set(re.findall(r"custom_call @(\w+)", text)) - {
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+    } == {"mosaic_gpu_v2"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("prompt", [0, 256])
 @pytest.mark.parametrize("name", ["minimax-m2", "gpt-oss-20b", "qwen3-30b-a3b"])

@@ -4,7 +4,10 @@ import functools
 import itertools
 import json
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -160,15 +163,16 @@ def folder(tmp_path_factory):
     return functools.cache(lambda variant: write_folder(tmp_path_factory.mktemp("hybrid"), variant))
 
 
-def write_folder(path, variant=VARIANT):
-    """With the NextN layer, if it has one."""
+def write_folder(path, variant=VARIANT, **changes: Any):
+    """With the NextN layer, if it has one; `changes` are of the configuration."""
     rng = np.random.default_rng(0)
-    config = read_config(CONFIGS[variant])
+    hf = CONFIGS[variant] | changes
+    config = read_config(hf)
     family = family_of(config)
     maps = [family.key_map(config), *([family.nextn_key_map(config)] if config.nextn_layers else [])]
     pieces = [p for keys in maps for ps in keys.values() for p in ps]
     tensors = {p.name: rng.standard_normal(p.shape).astype(np.float32) * p.shape[-1] ** -0.5 for p in pieces}
-    (path / "config.json").write_text(json.dumps(CONFIGS[variant] | {"torch_dtype": "float32"}))
+    (path / "config.json").write_text(json.dumps(hf | {"torch_dtype": "float32"}))
     save_file(tensors, path / "model.safetensors")
     return str(path)
 
@@ -212,14 +216,37 @@ def test_drafts_from_a_folder(folder, plain_llm, variant, method, monkeypatch):
     assert plain.describe()["KV cache bytes per token"] == page_bytes(model.cache_specs(), 1, {"tensor": 1})
 
 
+# Widths that the kernels' blocks divide.
+REAL_WIDTHS = {
+    "qwen3.5": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "kimi-linear": {"linear_attn_config": CONFIGS["kimi-linear"]["linear_attn_config"] | {"head_dim": 128}},
+}
+
+
+def on_gpu(monkeypatch, capability):
+    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gpus_have_no_kernels_for_them(variant):
-    """Plain XLA runs there where it is asked for, and nowhere by itself."""
-    config = EngineConfig()
-    model = CausalLM(read_config(CONFIGS[variant]), np.dtype("float32"))
-    with pytest.raises(
-        ConfigError, match=r"no kernels for GPUs: use attention_backend \(--attention-backend\) reference"
+def test_gpus_decode_in_a_kernel_or_not_at_all(variant, monkeypatch):
+    """Plain XLA decodes there where it is asked for, and nowhere by itself."""
+    tiny, real = (
+        CausalLM(read_config(CONFIGS[variant] | changes), np.dtype("float32")) for changes in ({}, REAL_WIDTHS[variant])
+    )
+    for capability, model, refused in (
+        ("9.0", real, None),
+        ("9.0", tiny, "values of a multiple of 64 columns"),
+        ("8.0", real, "compute capability 9.0"),
     ):
-        check_recurrent_kernels(model, config)
-    check_recurrent_kernels(model, EngineConfig(attention_backend="reference"))
-    check_recurrent_kernels(CausalLM(read_config(CONFIGS["qwen3"]), np.dtype("float32")), config)
+        on_gpu(monkeypatch, capability)
+        for backend in ("auto", "mosaic", "triton"):
+            config = EngineConfig(attention_backend=backend)
+            if refused is None:
+                check_recurrent_kernels(model, config)
+                continue
+            message = rf"no decode kernel here: .*{refused}.*; use attention_backend \(--attention-backend\) reference"
+            with pytest.raises(ConfigError, match=message):
+                check_recurrent_kernels(model, config)
+        check_recurrent_kernels(model, EngineConfig(attention_backend="reference"))
+    check_recurrent_kernels(CausalLM(read_config(CONFIGS["qwen3"]), np.dtype("float32")), EngineConfig())

@@ -1,4 +1,4 @@
-"""Recurrent layers on a GPU, where plain XLA has to be asked for."""
+"""Recurrent layers on a GPU: their decode kernel in the engine, and plain XLA, which has to be asked for."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from jaxspec import LLM
 from jaxspec.errors import ConfigError
 from jaxspec.models.gated_delta import CHUNK, chunked, cut
-from tests.engine.test_recurrent_states import GREEDY, VARIANTS, check_replayed, write_folder
+from tests.engine.test_recurrent_states import GREEDY, REAL_WIDTHS, VARIANTS, check_replayed, write_folder
 from tests.models.test_gated_delta import both_decays, plain, random_states, random_tokens
 
 pytestmark = pytest.mark.gpu
@@ -33,12 +33,26 @@ def test_replayed_windows_are_plain_decoding(variant):
     check_replayed("pattern", variant)
 
 
+OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "num_gpu_blocks_override": 8}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_plain_xla_has_to_be_asked_for(tmp_path, variant):
     folder = write_folder(tmp_path, variant)
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "num_gpu_blocks_override": 8}
-    with pytest.raises(ConfigError, match="no kernels for GPUs: use attention_backend"):
-        LLM(folder, **options)
-    llm = LLM(folder, attention_backend="reference", **options)
+    with pytest.raises(ConfigError, match=r"no decode kernel here: .* use attention_backend"):
+        LLM(folder, **OPTIONS)
+    llm = LLM(folder, attention_backend="reference", **OPTIONS)
     (completion,) = llm.generate([[7, 8, 9]], GREEDY)
     assert len(completion.ids) == GREEDY.max_tokens
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_decode_kernel_gives_the_text_of_plain_xla(tmp_path, variant):
+    """In float32, with n-grams, so that windows are replayed. The rest of the layers is plain XLA in both."""
+    folder, prompts = write_folder(tmp_path, variant, **REAL_WIDTHS[variant]), [[7, 8, 9] * 5, [11, 12]]
+    drafts = {"num_speculative_tokens": 3, "speculative_method": "ngram", "dtype": "float32"}
+    want, got = (
+        [c.ids for c in LLM(folder, attention_backend=backend, **drafts, **OPTIONS).generate(prompts, GREEDY)]
+        for backend in ("reference", "auto")
+    )
+    assert got == want
