@@ -169,23 +169,26 @@ def _four_bits(
 
 
 def _fp8(name: str, info: TensorInfo, tensors: Tensors) -> StoredWeight:
+    if len(info.shape) != 2:
+        raise ModelFormatError(
+            f"tensor {name} is {FP8} {list(info.shape)}: only matrices are read in FP8, each expert in tensors of its own; "
+            "use a copy of the model that has them so, or one in bfloat16"
+        )
     stem = name.removesuffix("weight")
     names = [f"{name}_scale_inv", f"{name}_scale", *([f"{stem}scale"] if stem != name else [])]
     scale_name = next((scale for scale in names if scale in tensors), None)
     if scale_name is None:
         raise ModelFormatError(f"tensor {name} is {FP8} and its scales {names[0]} are missing")
     scale = tensors[scale_name]
-    per_block, per_row = (
-        scheme.scale_shape(info.shape) if len(info.shape) == 2 else None for scheme in (FP8_BLOCK, FP8_CHANNEL)
-    )
+    per_block, per_row = (scheme.scale_shape(info.shape) for scheme in (FP8_BLOCK, FP8_CHANNEL))
     if scale.dtype in _NUMBERS and scale.shape == per_block:
         scheme = FP8_BLOCK
-    elif scale.dtype in _NUMBERS and per_row and scale.shape in (per_row, (*per_row, 1), (1,), ()):
+    elif scale.dtype in _NUMBERS and scale.shape in (per_row, (*per_row, 1), (1,), ()):
         scheme = FP8_CHANNEL
     else:
         raise ModelFormatError(
             f"tensor {scale_name} is {scale.dtype} {list(scale.shape)}; scales of {list(info.shape)} are "
-            f"{', '.join(_NUMBERS)} {list(per_block or ())} for blocks of 128 x 128, one for each row, or one"
+            f"{', '.join(_NUMBERS)} {list(per_block)} for blocks of 128 x 128, one for each row, or one"
         )
     unread = tuple(other for last in _UNREAD if (other := stem + last) in tensors and stem != name)
     return StoredWeight(scheme, name, scale_name, info.shape, unread)

@@ -217,6 +217,9 @@ CASES = {
     "mla, reduced nextn": Case(draft=reduced),
     "mla, nextn, latents in FP8": Case(draft=nextn, cache="fp8"),
     "sparse mla, nextn": Case("glm-dsa", functools.partial(nextn, "glm-dsa")),
+    "delta nets, nextn": Case("qwen3.5", functools.partial(nextn, "qwen3.5")),
+    "delta nets and mixtures, nextn": Case("qwen3.5-moe", functools.partial(nextn, "qwen3.5-moe")),
+    "kimi delta attention, looked up": Case("kimi-linear", lookup=Lookup(1, 4)),
     "mla, looked up": Case(lookup=Lookup(1, 4)),
     "llama, looked up beside eagle3": Case(
         "tiny-llama", functools.partial(eagle3, own=False), Lookup(1, 4, beside_model=True)
