@@ -345,7 +345,7 @@ def test_executables_are_kept_for_the_next_run(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
     mesh = mesh_of_one()
     sizes = Sizes(rows=(1,), context=40, steps=4, loops=(6, 6), budget=64, tokens=0)
-    weights = draw(step_vllm.checkpoint_config("tiny"), mesh, np.dtype(np.float32))
+    weights = draw(random_checkpoint.checkpoint_config("tiny"), mesh, np.dtype(np.float32))
     for earlier in (0, 2):
         engine = build_engine(weights, sizes, 0, mesh, dtype="float32", lean=True)
         assert len(warm_up({"plain": engine})) == 2
