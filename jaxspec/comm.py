@@ -2,6 +2,9 @@
 
 A step on several devices is one `jax.shard_map`: a model sees its own heads, experts and columns, and names each place
 where the others' are needed. `split_over` says that it is traced so; without it there is one device and no collective.
+
+Where requests are split too, the devices that share a part of them are a rank. All functions here are about the devices of
+one rank, but for those whose names say otherwise: ranks meet in mixtures of experts and nowhere else.
 """
 
 import contextlib
@@ -16,16 +19,23 @@ from jax import lax
 Tree = TypeVar("Tree")
 
 _axis: ContextVar[str | None] = ContextVar("axis", default=None)
+_rank_axis: ContextVar[str | None] = ContextVar("rank_axis", default=None)
 
 
 @contextlib.contextmanager
-def split_over(axis: str) -> Iterator[None]:
-    """What is traced inside runs on each device of this mesh axis, on its part of what is split."""
-    token = _axis.set(axis)
+def split_over(axis: str | None, rank_axis: str | None = None) -> Iterator[None]:
+    """What is traced inside runs on each device of these mesh axes, on its part of what is split.
+
+    Args:
+        axis: of the devices of a rank; None where one device is all of it.
+        rank_axis: of the ranks; None where there is one.
+    """
+    token, rank_token = _axis.set(axis), _rank_axis.set(rank_axis)
     try:
         yield
     finally:
         _axis.reset(token)
+        _rank_axis.reset(rank_token)
 
 
 def is_split() -> bool:
@@ -62,6 +72,34 @@ def find(ids: jax.Array, size: int) -> jax.Array:
     """The place of ids in this device's part of `size`, `size` where another device has them. Only where `is_split`."""
     places = ids - first(size)
     return jnp.where((places >= 0) & (places < size), places, size)
+
+
+def has_ranks() -> bool:
+    """Whether other ranks serve other requests, and have other experts."""
+    return _rank_axis.get() is not None
+
+
+def first_expert(size: int) -> jax.Array | None:
+    """Of all devices', those of other ranks too, where this one's `size` experts begin, int32 []. None on one device."""
+    axes = tuple(axis for axis in (_rank_axis.get(), _axis.get()) if axis is not None)
+    return lax.axis_index(axes) * size if axes else None
+
+
+def rows_of_all_ranks(rows: jax.Array) -> jax.Array:
+    """All ranks' arrays, one after the other along the first axis."""
+    return rows if (axis := _rank_axis.get()) is None else lax.all_gather(rows, axis, axis=0, tiled=True)
+
+
+def numbers_of_all_ranks(tree: Tree) -> Tree:
+    """`rows_of_all_ranks` of arrays of one shape and of 32-bit numbers, to the bit and gathered at once."""
+    packed, unpacked = _packed(tree)
+    return unpacked(rows_of_all_ranks(packed))
+
+
+def total_of_own_rows(part: jax.Array) -> jax.Array:
+    """Of rows as `rows_of_all_ranks` gives them, those of this rank, summed over the ranks."""
+    axis = _rank_axis.get()
+    return part if axis is None else lax.psum_scatter(part, axis, scatter_dimension=0, tiled=True)
 
 
 def everyones(tree: Tree) -> Tree:

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.models.metadata import StepMetadata
-from jaxspec.models.params import partition_spec
+from jaxspec.models.params import num_ranks, of_ranks, partition_spec
 from jaxspec.sampling.logprobs import TopLogprobs
 from jaxspec.sampling.sampler import SamplingRows
 
@@ -35,12 +35,15 @@ class Forwarded(NamedTuple):
 
 
 def on_devices(shapes: Forwarded, mesh: Mesh) -> Forwarded:
-    """Shapes with how they lie on a mesh between the parts of a step."""
+    """Shapes of one rank with how those of all lie on a mesh between the parts of a step."""
 
-    def placed(shape: Any, *axes: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, partition_spec(axes)))
+    def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        first, *others = shape.shape
+        return jax.ShapeDtypeStruct((num_ranks(mesh) * first, *others), shape.dtype, sharding=sharding)
 
-    return jax.tree.map(placed, shapes)._replace(logits=placed(shapes.logits, None, "vocab"))
+    by_id = NamedSharding(mesh, partition_spec(("ranks", "vocab"), mesh))
+    placed_shapes = jax.tree.map(lambda shape: placed(shape, of_ranks(mesh)), shapes)
+    return placed_shapes._replace(logits=placed(shapes.logits, by_id))
 
 
 class Chosen(NamedTuple):

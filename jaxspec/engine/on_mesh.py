@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxspec import comm
-from jaxspec.models.params import TENSOR_AXIS
+from jaxspec.models.params import DATA_AXIS, TENSOR_AXIS, num_ranks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,8 +22,11 @@ def on_mesh(function: Function, mesh: Mesh, in_specs: tuple[Any, ...], out_specs
     if mesh.size == 1:
         return function
 
+    axis = TENSOR_AXIS if mesh.shape[TENSOR_AXIS] > 1 else None
+    rank_axis = DATA_AXIS if num_ranks(mesh) > 1 else None
+
     def of_parts(*args: Any) -> Any:
-        with comm.split_over(TENSOR_AXIS):
+        with comm.split_over(axis, rank_axis):
             return function(*args)
 
     # The check of replication refuses kernels that read replicated and split arrays at once.

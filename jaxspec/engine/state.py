@@ -4,14 +4,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.config import Settings
 from jaxspec.engine.lookup import HISTORY
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.decoder import Cache, CausalLM
 from jaxspec.models.draft import Draft
-from jaxspec.models.params import partition_spec
+from jaxspec.models.params import num_ranks, of_ranks, partition_spec
 from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxspec.sampling.penalties import mask_words
 
@@ -29,6 +29,8 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, ACCEPT_PROBABILITY =
 
 class StepState(NamedTuple):
     """S = max_num_seqs + 1 slots; slot 0 is the padding row and page 0 the padding page.
+
+    Of several ranks each has such a state: their arrays lie one after the other along the first axis, each on its rank.
 
     Attributes:
         kv: each layer's cache, as its `CacheSpec` says.
@@ -78,14 +80,14 @@ class StepState(NamedTuple):
 
 
 def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None) -> StepState:
-    """Shapes, dtypes and shardings; all but the caches, and what has a number for each id, is replicated."""
+    """Shapes, dtypes and shardings; all but the caches, and what has a number for each id, is on every device of its rank."""
 
     def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=of_ranks(mesh))
 
     def by_id(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """[*dims, V], in the columns of the head."""
-        spec = partition_spec((*[None] * len(dims), "vocab"))
+        spec = partition_spec(("ranks", *[None] * (len(dims) - 1), "vocab"), mesh)
         return jax.ShapeDtypeStruct((*dims, model.config.vocab_size), dtype, sharding=NamedSharding(mesh, spec))
 
     def cache(spec: CacheSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -98,7 +100,7 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
             snapshots=settings.state_snapshots,
         )
 
-    S = settings.max_slots
+    S = settings.max_slots * num_ranks(mesh)
     shapes: dict[str, Any] = {
         "kv": tuple(map(cache, model.cache_specs())),
         "page_table": shape((S, settings.max_pages), jnp.int32),

@@ -45,6 +45,7 @@ from jaxspec.models.gqa import spread_heads
 from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import (
+    TENSOR_AXIS,
     count_parameters,
     dotted,
     kernel_obstacles,
@@ -256,7 +257,7 @@ def check_kernels(folder: Path, modules: Collection[Any], dtype: Any, config: En
         return
     for module in modules:
         schemes = schemes_of(module)
-        for path, reason in kernel_obstacles(module, dtype, config.tensor_parallel_size).items():
+        for path, reason in kernel_obstacles(module, dtype, {TENSOR_AXIS: config.tensor_parallel_size}).items():
             names = sorted({str(scheme) for at, scheme in schemes.items() if dotted(at[:-1]) == path})
             raise ConfigError(
                 f"weights of {folder} are quantised ({path}: {', '.join(names)}), for which there are no kernels here: "

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config import flagged
 from jaxspec.errors import ConfigError
-from jaxspec.models.params import TENSOR_AXIS
+from jaxspec.models.params import DATA_AXIS, TENSOR_AXIS
 from jaxspec.nodes import devices_of_each
 
 # NCCL and NVSHMEM read these when devices first talk to each other.
@@ -20,26 +20,43 @@ _WHY_OFF = "a program that uses NVLink multicast can put all GPUs of its host ou
 _NVSHMEM_FLAG = "--xla_gpu_experimental_enable_nvshmem"
 
 
-def make_mesh(tensor_parallel_size: int) -> Mesh:
-    """The devices of `choose_devices` that this process and those of its group see.
+def make_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mesh:
+    """The devices of `choose_devices` that this process and those of its group see: a row for each rank, if there are several.
 
     Raises:
         ConfigError: there are fewer, or the environment asks for NVLink multicast.
     """
-    if tensor_parallel_size > 1:
+    if tensor_parallel_size * data_parallel_size > 1:
         switch_multicast_off(os.environ)  # before jax starts, if it has not
-    devices = choose_devices(jax.devices(), jax.process_count(), tensor_parallel_size)
-    return Mesh(np.array(devices), (TENSOR_AXIS,))
+    devices = choose_devices(jax.devices(), jax.process_count(), tensor_parallel_size, data_parallel_size)
+    if data_parallel_size == 1:
+        return Mesh(np.array(devices), (TENSOR_AXIS,))
+    return Mesh(np.array(devices).reshape(data_parallel_size, tensor_parallel_size), (DATA_AXIS, TENSOR_AXIS))
 
 
-def choose_devices(devices: Sequence[Any], processes: int, tensor_parallel_size: int) -> list[Any]:
+def choose_devices(
+    devices: Sequence[Any], processes: int, tensor_parallel_size: int, data_parallel_size: int = 1
+) -> list[Any]:
     """The first devices in jax's order, which is the one that Mosaic's remote references count in.
 
     Of several processes, as many of each, in the order of their ranks.
 
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there are fewer, or several processes would share ranks of requests.
     """
+    if data_parallel_size > 1:
+        number, there = tensor_parallel_size * data_parallel_size, len(devices)
+        if processes > 1:
+            raise ConfigError(
+                f"{flagged('data_parallel_size')} {data_parallel_size} is for one process: with several (--nnodes) use "
+                f"{flagged('tensor_parallel_size')}, or run replicas (docs/hosts.md)"
+            )
+        if there < number:
+            raise ConfigError(
+                f"{flagged('data_parallel_size')} {data_parallel_size} times {flagged('tensor_parallel_size')} "
+                f"{tensor_parallel_size} needs {number} devices, but there are {there}"
+            )
+        return list(devices[:number])
     each = devices_of_each(tensor_parallel_size, processes)
     chosen = []
     for rank in range(processes):

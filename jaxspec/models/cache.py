@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxspec.models.params import AXIS_RULES, partition_spec
+from jaxspec.models.params import devices_of, num_ranks, partition_spec
 
 # A layer's cache: its spec's arrays, in their order.
 LayerCache = tuple[jax.Array, ...]
@@ -48,7 +48,7 @@ class CacheArray:
 
     def device_bytes(self, mesh_sizes: Mapping[str, int], window: int = 1) -> int:
         """Bytes of one token or of one slot on each device of a mesh with such axis sizes."""
-        split = math.prod(mesh_sizes[AXIS_RULES[axis]] for axis in self.axes if axis in AXIS_RULES)
+        split = math.prod(devices_of(axis, mesh_sizes) for axis in self.axes if axis)
         number = window if self.per == "window" else self.versions
         return self.dtype.itemsize * number * math.prod(self.shape) // split
 
@@ -89,13 +89,18 @@ class CacheSpec:
     def shapes(
         self, *, num_pages: int, page_size: int, num_slots: int, window: int, mesh: Mesh, snapshots: int = 0
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes, dtypes and shardings of its arrays, with decode windows of at most `window` tokens."""
+        """Shapes, dtypes and shardings of its arrays, with decode windows of at most `window` tokens.
+
+        Each rank of the mesh has so many pages and slots.
+        """
         leading_dims = {"token": (num_pages, page_size), "window": (num_slots, window)}
 
         def shape(array: CacheArray) -> jax.ShapeDtypeStruct:
             leading = leading_dims.get(array.per, (num_slots + snapshots, array.versions))
-            sharding = NamedSharding(mesh, partition_spec((None, None, *array.axes)))
-            return jax.ShapeDtypeStruct((*leading, *array.shape), array.dtype, sharding=sharding)
+            sharding = NamedSharding(mesh, partition_spec(("ranks", None, *array.axes), mesh))
+            first, second = leading
+            shape = (num_ranks(mesh) * first, second, *array.shape)
+            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
 
         return tuple(map(shape, self.arrays))
 

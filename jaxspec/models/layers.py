@@ -1,6 +1,7 @@
 """Layers that every architecture shares: norms, linear maps, rotary embedding, the dense MLP."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -136,9 +137,9 @@ class MLP(nnx.Module):
         out_TH = comm.total(mlp(x_TH, self.gate_up[...], self.down[...]))
         return out_TH if self.scale == 1 else out_TH * self.scale
 
-    def kernel_obstacle(self, dtype: Any, devices: int) -> str | None:
+    def kernel_obstacle(self, dtype: Any, mesh_sizes: Mapping[str, int]) -> str | None:
         """Why no kernel here reads these weights, or None if one does. Arguments are those of `kernel_obstacles`."""
-        return mlp_obstacle(dtype, declared(self.gate_up, devices), declared(self.down, devices))
+        return mlp_obstacle(dtype, declared(self.gate_up, mesh_sizes), declared(self.down, mesh_sizes))
 
     def add_to(
         self,

@@ -1,6 +1,6 @@
 """The mixture-of-experts block: float32 router, routed experts, shared experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,8 +15,10 @@ from jaxspec.models.params import Declare, QuantisedParam, declared
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import (
     add_routed_experts,
+    experts,
     experts_obstacle,
     logit_parts,
+    mlp,
     route_sigmoid,
     route_softmax,
     routed_experts,
@@ -107,6 +109,11 @@ class MoE(nnx.Module):
         spec = self.spec
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
         parameters = self._parameters(lambda weight: weight[...])
+        if comm.has_ranks():
+            shared = parameters.shared
+            routed = replace(parameters, shared=None, first=comm.first_expert(parameters.down.shape[0]))
+            out_TH = self._of_all_ranks(normed_TH, routed, logits, live_T)
+            return Stream(x_TH + comm.total(out_TH if shared is None else out_TH + mlp(normed_TH, *shared)))
         if comm.is_split():
             parameters = replace(parameters, first=comm.first(parameters.down.shape[0]))
             out_TH = routed_experts(normed_TH, parameters, logits, bias_E, live_T, **self._routing())
@@ -116,9 +123,31 @@ class MoE(nnx.Module):
             *add_routed_experts(x_TH, normed_TH, parameters, logits, bias_E, live_T, norm_after, **self._routing())
         )
 
-    def kernel_obstacle(self, dtype: Any, devices: int) -> str | None:
+    def _of_all_ranks(
+        self, x_TH: jax.Array, parameters: ExpertWeights, logits: jax.Array, live_T: jax.Array
+    ) -> jax.Array:
+        """What experts give each of this rank's tokens, of one device of the rank: [T, H], a part of the sum over them.
+
+        Each device runs its experts on the tokens of all ranks. A token's experts are chosen on its own rank.
+        """
+        E = self.spec.num_experts
+        weights_TK, ids_TK = self._route(logits, x_TH.shape[0])
+        # No expert has the id E. So the others know which tokens are padding.
+        weights_AK, ids_AK = comm.numbers_of_all_ranks((weights_TK, jnp.where(live_T[:, None], ids_TK, E)))
+        x_AH = comm.rows_of_all_ranks(x_TH)
+        return comm.total_of_own_rows(experts(x_AH, parameters, weights_AK, ids_AK, ids_AK[:, 0] < E))
+
+    def _route(self, logits: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
+        """Weights float32 and ids int32 [T, top_k] of what `_logits` gives."""
+        if self.spec.scoring == "sigmoid":
+            weights, ids = route_sigmoid(logits, self.router_bias[...], **self._routing())
+        else:
+            weights, ids = route_softmax(logits, **self._routing())
+        return weights[:T], ids[:T]
+
+    def kernel_obstacle(self, dtype: Any, mesh_sizes: Mapping[str, int]) -> str | None:
         """See `MLP`."""
-        return experts_obstacle(dtype, self._parameters(lambda weight: declared(weight, devices)))
+        return experts_obstacle(dtype, self._parameters(lambda weight: declared(weight, mesh_sizes)))
 
     def _parameters(self, read: Callable[[nnx.Param | QuantisedParam], Any]) -> ExpertWeights:
         """All that the kernels are given, as `read` gives it."""
@@ -133,9 +162,7 @@ class MoE(nnx.Module):
     def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""
         _, _, logits = self._logits(x_TH, attended_TH, norm)
-        if self.spec.scoring == "sigmoid":
-            return route_sigmoid(logits, self.router_bias[...], **self._routing())[1][: x_TH.shape[0]]
-        return route_softmax(logits, **self._routing())[1][: x_TH.shape[0]]
+        return self._route(logits, x_TH.shape[0])[1]
 
     def _logits(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x + attended, its norm, and the router's logits float32 [T, E], or their `logit_parts`."""

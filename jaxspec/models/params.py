@@ -21,15 +21,18 @@ from jaxspec.errors import ConfigError
 from pallas_kernels.quant.schemes import VALUES, Scheme
 from pallas_kernels.quant.values import Quantised
 
-TENSOR_AXIS = "tensor"
+# The axes of a mesh: ranks, which serve requests of their own, and the devices of a rank. A mesh of one rank has the second
+# alone.
+DATA_AXIS, TENSOR_AXIS = "data", "tensor"
 
-# Which mesh axis each logical axis is split over. Axes that are absent are replicated.
-AXIS_RULES: dict[str, str] = {
-    "vocab": TENSOR_AXIS,
-    "heads": TENSOR_AXIS,
-    "kv_heads": TENSOR_AXIS,
-    "mlp": TENSOR_AXIS,
-    "experts": TENSOR_AXIS,
+# Which mesh axes each logical axis is split over, the first of them first. Axes that are absent are replicated.
+AXIS_RULES: dict[str, tuple[str, ...]] = {
+    "ranks": (DATA_AXIS,),  # of arrays that belong to requests: each rank's part after the other's
+    "vocab": (TENSOR_AXIS,),
+    "heads": (TENSOR_AXIS,),
+    "kv_heads": (TENSOR_AXIS,),
+    "mlp": (TENSOR_AXIS,),
+    "experts": (DATA_AXIS, TENSOR_AXIS),
 }
 
 # Of random codes, whose largest is 448.
@@ -94,18 +97,18 @@ class QuantisedParam(nnx.Module):
         return Quantised(**arrays, scheme=self.scheme)
 
 
-def declared(weight: nnx.Param | QuantisedParam, devices: int) -> Any:
-    """What each of so many devices has of a weight: a `jax.ShapeDtypeStruct`, or a `Quantised` of them.
+def declared(weight: nnx.Param | QuantisedParam, mesh_sizes: Mapping[str, int]) -> Any:
+    """What each device of a mesh has of a weight: a `jax.ShapeDtypeStruct`, or a `Quantised` of them.
 
     Args:
-        devices: of a mesh for which `with_shardings` refuses nothing.
+        mesh_sizes: the mesh's axes, for which `with_shardings` refuses nothing.
     """
     if isinstance(weight, nnx.Variable):
         whole, axes = weight.get_value(), weight.get_metadata()["axes"]
-        part = (size // (devices if axis in AXIS_RULES else 1) for size, axis in zip(whole.shape, axes, strict=True))
+        part = (size // devices_of(axis, mesh_sizes) for size, axis in zip(whole.shape, axes, strict=True))
         return jax.ShapeDtypeStruct(tuple(part), whole.dtype)
     names = [name for name in ("codes", "scale", "factor") if hasattr(weight, name)]
-    return Quantised(**{name: declared(getattr(weight, name), devices) for name in names}, scheme=weight.scheme)
+    return Quantised(**{name: declared(getattr(weight, name), mesh_sizes) for name in names}, scheme=weight.scheme)
 
 
 Schemes = Mapping[tuple[str | int, ...], Scheme]
@@ -133,29 +136,39 @@ def schemes_of(model: nnx.Module) -> dict[tuple[str | int, ...], Scheme]:
     return found
 
 
-def kernel_obstacles(model: nnx.Module, dtype: Any, devices: int) -> dict[str, str]:
+def kernel_obstacles(model: nnx.Module, dtype: Any, mesh_sizes: Mapping[str, int]) -> dict[str, str]:
     """Modules with quantised weights that no kernel reads here, by their paths, and why: `kernel_obstacle` of each.
 
     Args:
         dtype: of activations.
-        devices: that share the weights. Kernels see what one of them has.
+        mesh_sizes: axes of the mesh that shares the weights. Kernels see what one of its devices has.
     """
     found = {}
     for path in schemes_of(model):
         owner: Any = model
         for key in path[:-1]:
             owner = owner[key] if isinstance(key, int) else getattr(owner, key)
-        if reason := owner.kernel_obstacle(dtype, devices):
+        if reason := owner.kernel_obstacle(dtype, mesh_sizes):
             found[dotted(path[:-1])] = reason
     return found
 
 
-def partition_spec(axes: tuple[str | None, ...]) -> PartitionSpec:
-    """The mesh axes of a parameter's logical axes; two that land on one mesh axis are a bug in the declaration."""
-    spec = [AXIS_RULES.get(a) if a else None for a in axes]
-    used = [s for s in spec if s]
+def partition_spec(axes: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:
+    """The mesh axes of an array's logical axes; two that land on one mesh axis are a bug in the declaration."""
+    split = [tuple(name for name in AXIS_RULES.get(axis or "", ()) if name in mesh.axis_names) for axis in axes]
+    used = [name for names in split for name in names]
     assert len(used) == len(set(used)), f"logical axes {axes} share a mesh axis"
-    return PartitionSpec(*spec)
+    return PartitionSpec(*(names if len(names) > 1 else next(iter(names), None) for names in split))
+
+
+def of_ranks(mesh: Mesh) -> NamedSharding:
+    """How arrays lie that belong to requests: each rank has its part of the first axis, and all of its devices the same."""
+    return NamedSharding(mesh, PartitionSpec(DATA_AXIS) if DATA_AXIS in mesh.axis_names else PartitionSpec())
+
+
+def num_ranks(mesh: Mesh) -> int:
+    """How many ranks, with requests of their own, a mesh has."""
+    return mesh.shape.get(DATA_AXIS, 1)
 
 
 def declarations(model: nnx.Module) -> dict[tuple[str | int, ...], nnx.Variable]:
@@ -171,24 +184,26 @@ def with_shardings(model: nnx.Module, mesh: Mesh) -> dict[tuple[str | int, ...],
         ConfigError: a split axis is not divisible by the mesh axis, or the mesh cuts a block that has one scale; it names
             the sizes that would do.
     """
-    devices = mesh.shape[TENSOR_AXIS]
-    out = {}
+    ranks, out = num_ranks(mesh), {}
     for path, variable in declarations(model).items():
         value = variable.get_value()
         metadata = variable.get_metadata()
         for axis, size, block, _ in _split_axes(variable, value.shape):
+            devices = devices_of(axis, mesh.shape)
+            by = f"tensor parallel size {mesh.shape[TENSOR_AXIS]}"
+            if devices > mesh.shape[TENSOR_AXIS]:
+                by = f"data parallel size {ranks} times {by}"
             if size % devices:
                 raise ConfigError(
-                    f"tensor parallel size {devices} does not divide {size}, the {axis} axis of {dotted(path)}; "
-                    f"use {_fitting_words(model)}"
+                    f"{by} does not divide {size}, the {axis} axis of {dotted(path)}; use {_fitting_words(model, ranks)}"
                 )
             if not fits(devices, size, block):
                 raise ConfigError(
-                    f"tensor parallel size {devices} cuts {dotted(path[:-1])} inside a block of {block} that has one "
-                    f"scale ({metadata['scheme']}: {size} over {devices}); use {_fitting_words(model)}, or convert the "
-                    "model with --quantization bf16"
+                    f"{by} cuts {dotted(path[:-1])} inside a block of {block} that has one scale ({metadata['scheme']}: "
+                    f"{size} over {devices}); use {_fitting_words(model, ranks)}, or convert the model with "
+                    "--quantization bf16"
                 )
-        sharding = NamedSharding(mesh, partition_spec(metadata["axes"]))
+        sharding = NamedSharding(mesh, partition_spec(metadata["axes"], mesh))
         out[path] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     return out
 
@@ -206,13 +221,27 @@ def fits(devices: int, size: int, block: int = 1, spreads: int = 1) -> bool:
     return devices == 1 or whole or (devices % size == 0 and spreads % devices == 0)
 
 
-def _fitting_words(model: nnx.Module) -> str:
-    """The tensor parallel sizes that split a model evenly, in words; of heads that are spread, those of the model itself."""
+def devices_of(axis: str | None, mesh_sizes: Mapping[str, int]) -> int:
+    """How many parts a mesh with such axis sizes makes of a logical axis."""
+    return math.prod(mesh_sizes.get(name, 1) for name in AXIS_RULES.get(axis or "", ()))
+
+
+def _fitting_words(model: nnx.Module, ranks: int) -> str:
+    """The tensor parallel sizes that split a model evenly beside so many ranks, in words; or what else to change. Of heads that
+    are spread, sizes of the model itself."""
     split = []
     for variable in declarations(model).values():
         split += _split_axes(variable, variable.get_metadata().get("unspread", variable.get_value().shape))
-    sizes = range(1, min(max(size, spreads) for _, size, _, spreads in split) + 1)
-    *others, last = (str(n) for n in sizes if all(fits(n, *rest) for _, *rest in split))
+
+    def fit(n: int) -> bool:
+        sizes = {TENSOR_AXIS: n, DATA_AXIS: ranks}
+        return all(fits(devices_of(axis, sizes), *rest) for axis, *rest in split)
+
+    fitting = [str(n) for n in range(1, min(max(size, spreads) for _, size, _, spreads in split) + 1) if fit(n)]
+    if not fitting:
+        experts = next(size for axis, size, *_ in split if devices_of(axis, {DATA_AXIS: ranks}) > 1)
+        return f"a data parallel size that divides {experts}"
+    *others, last = fitting
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -290,9 +319,11 @@ def _drawer(
         n for n in range(1, part[0] + 1) if (part[0] % n == 0 and math.prod(part) <= n * most_drawn) or n == part[0]
     )
 
+    split = tuple(name for names in sharding.spec if names for name in ((names,) if isinstance(names, str) else names))
+
     def draw_part(key: jax.Array) -> jax.Array:
-        if any(sharding.spec):
-            key = jax.random.fold_in(key, jax.lax.axis_index(TENSOR_AXIS))
+        if split:
+            key = jax.random.fold_in(key, jax.lax.axis_index(split))
         piece = (part[0] // pieces, *part[1:])
         return jax.lax.map(lambda each: draw(each, piece), jax.random.split(key, pieces)).reshape(part)
 
@@ -324,6 +355,12 @@ def count_parameters(model: Any) -> int:
             scheme = metadata.get("scheme")
             total += math.prod(variable.get_value().shape) * (scheme.packed if scheme else 1)
     return total
+
+
+def device_bytes(model: nnx.Module, mesh: Mesh) -> int:
+    """Of the parameters on each device of `mesh`. Raises as `with_shardings` does."""
+    shapes: Any = with_shardings(model, mesh).values()
+    return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in shapes)
 
 
 def parameter_bytes(model: Any) -> int:

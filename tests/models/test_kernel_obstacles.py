@@ -91,7 +91,7 @@ def test_biases_and_clamps_are_seen(changes: dict[str, Any]):
     """The kernels have neither beside shared experts."""
     for num_shared, found in ((0, {}), (1, {"mlp": "it has no biases and no clamped SwiGLU beside shared experts"})):
         layers = layers_in({"mlp": INT4_G32}, num_shared=num_shared, **changes)
-        assert kernel_obstacles(layers, jnp.bfloat16, 1) == found
+        assert kernel_obstacles(layers, jnp.bfloat16, {}) == found
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -101,7 +101,7 @@ def test_biases_and_clamps_are_seen(changes: dict[str, Any]):
 ])  # fmt: skip
 def test_an_mlp_is_checked_as_a_device_has_it(inner: int, devices: int, reason: str | None):
     """Its part may be no whole tiles where the whole is."""
-    found = kernel_obstacles(layers_in({"dense": INT4_G32}, inner=inner), jnp.bfloat16, devices)
+    found = kernel_obstacles(layers_in({"dense": INT4_G32}, inner=inner), jnp.bfloat16, {TENSOR_AXIS: devices})
     assert set(found) == ({"dense"} if reason else set())
     assert (reason or "") in found.get("dense", "")
 
@@ -110,7 +110,7 @@ def test_an_mlp_is_checked_as_a_device_has_it(inner: int, devices: int, reason: 
 def test_an_mlp_that_is_half_quantised_has_no_kernel():
     model = Layers()
     quantised(model, {("dense", "down"): NVFP4})
-    assert kernel_obstacles(model, jnp.bfloat16, 1) == {"dense": "it has no MLPs with weights in bfloat16 and nvfp4"}
+    assert kernel_obstacles(model, jnp.bfloat16, {}) == {"dense": "it has no MLPs with weights in bfloat16 and nvfp4"}
     whole = layers_in({"dense": NVFP4})
-    assert not kernel_obstacles(whole, jnp.bfloat16, 1)
-    assert "not in float32" in kernel_obstacles(whole, jnp.dtype("float32"), 1)["dense"]
+    assert not kernel_obstacles(whole, jnp.bfloat16, {})
+    assert "not in float32" in kernel_obstacles(whole, jnp.dtype("float32"), {})["dense"]
