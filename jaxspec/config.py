@@ -293,6 +293,7 @@ class Settings:
         readout_depth: most steps that may be unread when the next one is dispatched.
         state_snapshots: states that are kept for later requests, of a model whose layers do not keep all in pages.
         state_interval: the first number of tokens after which a prompt is cut to keep its state: see `snapshots.next_cut`.
+        data_parallel_size: ranks, each with requests, slots, pages and a token budget: all numbers here are a rank's.
     """
 
     max_model_len: int
@@ -311,6 +312,7 @@ class Settings:
     prefix_caching: bool = True
     state_snapshots: int = 0
     state_interval: int = DEFAULT_STATE_INTERVAL
+    data_parallel_size: int = 1
     page_size: int = PAGE_SIZE
     attention_backend: str = "auto"
     moe_backend: str = "auto"

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.launcher import laid_out
+from jaxspec.models.params import num_ranks
 
 # At most so many inputs and outputs of steps exist at once.
 _GAPS = 16
@@ -25,12 +26,12 @@ def leave_gaps(layouts: Iterable[InputLayout], sharding: NamedSharding) -> tuple
     any from the free rest, where the temporaries are.
 
     Args:
-        layouts: of the inputs.
+        layouts: of the inputs of a rank. sharding: how those of all ranks lie.
 
     Returns:
         What keeps the gaps apart from each other and from the rest, for as long as it lives.
     """
     largest = max(4 * layout.size for layout in layouts)
-    size = max(_LEAST_BYTES, 1 << (largest - 1).bit_length())
+    size = num_ranks(sharding.mesh) * max(_LEAST_BYTES, 1 << (largest - 1).bit_length())
     blocks = [laid_out(np.zeros(size, np.uint8), sharding).block_until_ready() for _ in range(2 * _GAPS)]
     return tuple(blocks[1::2])

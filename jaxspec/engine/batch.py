@@ -22,12 +22,12 @@ from jaxspec.sampling.params import MAX_LOGIT_BIAS
 
 
 def bucket_for(table: tuple[Bucket, ...], plan: StepPlan, seconds: Mapping[Bucket, float] | None = None) -> Bucket:
-    """The cheapest bucket that holds a plan. See `choose_bucket`."""
+    """The cheapest bucket that holds a plan, of several ranks that of each. See `choose_bucket`."""
     return choose_bucket(
         table,
-        prefill_tokens=plan.prefill_tokens,
-        prefill_rows=len(plan.prefill),
-        decode_rows=len(plan.decode),
+        prefill_tokens=max(part.prefill_tokens for part in plan.parts),
+        prefill_rows=max(len(part.prefill) for part in plan.parts),
+        decode_rows=max(len(part.decode) for part in plan.parts),
         full=plan.needs_full,
         drafts=plan.drafts,
         seconds=seconds,
@@ -160,27 +160,31 @@ class InputLayout:
             offset += count
         return StepInputs(*parts)
 
-    def pack(self, plan: StepPlan) -> np.ndarray:
-        """The int32 array [size] of a plan that fits the bucket."""
+    def pack_ranks(self, plan: StepPlan, max_slots: int) -> np.ndarray:
+        """The int32 array [ranks * size] of a plan that fits the bucket: `pack` of each rank's, which has so many slots."""
+        return np.concatenate([self.pack(part, rank * max_slots) for rank, part in enumerate(plan.parts)])
+
+    def pack(self, plan: StepPlan, first_slot: int = 0) -> np.ndarray:
+        """The int32 array [size] of one rank's plan that fits the bucket. `first_slot`: the rank's padding slot."""
         flat = np.zeros(self.size, np.int32)
         views = self.split(flat)
         offset = 0
         for e, row in enumerate(plan.prefill):
-            slot = row.request.slot
+            slot = row.request.slot - first_slot
             views.chunk_ids[offset : offset + row.length] = row.request.tokens[row.start : row.start + row.length]
             views.prefill[e] = (slot, row.start, row.length, row.final, row.forced, row.next_id, row.cached)
             if row.request.needs_reset:
-                views.resets[e] = reset_record(row.request)
+                views.resets[e] = reset_record(row.request, slot)
                 if len(views.biases):
                     views.biases[e] = bias_record(row.request)
             offset += row.length
-        views.decode_slots[: len(plan.decode)] = [request.slot for request in plan.decode]
+        views.decode_slots[: len(plan.decode)] = [request.slot - first_slot for request in plan.decode]
         if plan.page_deltas:
-            views.deltas[: len(plan.page_deltas)] = plan.page_deltas
+            views.deltas[: len(plan.page_deltas)] = np.array(plan.page_deltas) - (first_slot, 0, 0)
         return flat
 
 
-def reset_record(request: Request) -> np.ndarray:
+def reset_record(request: Request, slot: int) -> np.ndarray:
     """int32 [RESET_FIELDS]: the parameters of the request that a slot now serves."""
     params = request.params
     floats = (
@@ -192,7 +196,7 @@ def reset_record(request: Request) -> np.ndarray:
     # Past the longest text the two are the same, and unlike min_tokens it fits the type.
     min_total = min(request.prompt_len + params.min_tokens, request.max_total)
     record = np.full(RESET_FIELDS, NO_ID, np.int32)
-    record[0] = request.slot
+    record[0] = slot
     record[1:RESET_INTS] = np.array(floats, np.float32).view(np.int32)
     record[RESET_INTS:RESET_STOPS] = (
         *seed, top_k, request.max_total, request.prompt_len, min_total,

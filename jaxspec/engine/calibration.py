@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS
+from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS, PARAMS_F, PARAMS_I, STOP_IDS
 
 # Steps in a row that are timed together, and how often; the fastest counts. With those before them a row stays on its page.
 STEPS, ROUNDS = 3, 2
@@ -49,7 +49,7 @@ def numbers_of_rows(bucket: Bucket) -> list[int]:
 
 
 def _seconds(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> float:
-    inputs = busy_inputs(runner, bucket, rows, vocab_size)
+    inputs = np.tile(busy_inputs(runner, bucket, rows, vocab_size), runner.settings.data_parallel_size)
     runner.run_packed(bucket, inputs).packed.block_until_ready()
     times = []
     for _ in range(ROUNDS):
@@ -62,7 +62,7 @@ def _seconds(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> floa
 
 
 def busy_inputs(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> np.ndarray:
-    """The packed inputs of a step whose prompts are full, of equal length and begin, in the first slots; `rows` decode."""
+    """A rank's packed inputs of a step whose prompts are full, of equal length and begin, in the first slots; `rows` decode."""
     layout = runner.layouts[bucket]
     flat = np.zeros(layout.size, np.int32)
     inputs = layout.split(flat)
@@ -80,22 +80,22 @@ def busy_inputs(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> n
 
 def _busy(runner: Runner, vocab_size: int) -> dict[str, np.ndarray]:
     """Fields of the state in which every slot decodes greedily: some tokens of its own, and drafts where there are any."""
-    state, settings, rng = runner.state, runner.settings, np.random.default_rng(1)
+    settings, rng = runner.settings, np.random.default_rng(1)
     S = settings.max_slots
     page_table = 1 + np.arange(S * settings.max_pages, dtype=np.int32).reshape(S, -1) % max(settings.num_pages - 1, 1)
     page_table[0] = 0
-    params_i = np.zeros(state.params_i.shape, np.int32)
+    params_i = np.zeros((S, PARAMS_I), np.int32)
     params_i[:, MAX_LEN], params_i[:, NUM_DRAFTS] = settings.max_model_len, settings.num_speculative_tokens
     out = {
         "page_table": page_table,
         "seq_len": np.full(S, min(CONTEXT, settings.max_model_len // 2), np.int32),
         "last_token": rng.integers(0, vocab_size, S).astype(np.int32),
         "done": np.zeros(S, bool),
-        "params_f": np.zeros(state.params_f.shape, np.float32),
+        "params_f": np.zeros((S, PARAMS_F), np.float32),
         "params_i": params_i,
-        "stop_ids": np.full(state.stop_ids.shape, -1, np.int32),
+        "stop_ids": np.full((S, STOP_IDS), -1, np.int32),
     }
     if settings.num_speculative_tokens:
         out["held"] = np.full(S, settings.num_speculative_tokens, np.int32)
-        out["drafts"] = rng.integers(0, vocab_size, state.drafts.shape).astype(np.int32)
-    return out
+        out["drafts"] = rng.integers(0, vocab_size, (S, settings.num_speculative_tokens)).astype(np.int32)
+    return {name: np.concatenate([value] * settings.data_parallel_size) for name, value in out.items()}

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxspec.engine.executables import ExecutableStore
 from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.plan import PrefillRow
+from jaxspec.models.params import num_ranks, of_ranks
 from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.penalties import PROMPT_BIT
 
@@ -29,11 +30,12 @@ class CountUpload:
     Args:
         counts: the state's, int32 [S, V], for their shape and sharding.
         max_tokens: most tokens that a request can have.
-        mesh: that the counts lie on, with a part of each slot's on every device.
+        mesh: that the counts lie on, with a part of each slot's on every device of its rank.
     """
 
     def __init__(self, counts: jax.Array | jax.ShapeDtypeStruct, max_tokens: int, mesh: Mesh):
-        self._mesh = mesh
+        self._mesh, self._ranks = mesh, num_ranks(mesh)
+        self._max_slots = counts.shape[0] // self._ranks
         self._shape = jax.ShapeDtypeStruct(counts.shape, counts.dtype, sharding=counts.sharding)
         self._sizes = sorted({min(size, max_tokens) for size in UPLOAD_TOKENS})
         self._compiled: dict[int, jax.stages.Compiled] = {}
@@ -43,28 +45,30 @@ class CountUpload:
         for size in self._sizes:
             key = store.key("counts", self._shape, size)
             self._compiled[size] = store.load_or_make(key, functools.partial(self._compile, size))
-            counts = self(counts, np.zeros(HEADER + size, np.int32))
+            counts = self(counts, np.zeros(self._ranks * (HEADER + size), np.int32))
         return counts
 
     def packed(self, row: PrefillRow) -> Iterator[np.ndarray]:
-        """The uploads, int32 [HEADER + size], that replace the counts of the row's slot by its first `row.cached` tokens."""
+        """The uploads, int32 [ranks * (HEADER + size)], that replace the counts of the row's slot by its first `row.cached`
+        tokens. Other ranks count nothing, in their padding slots."""
         request = row.request
+        rank, slot = divmod(request.slot, self._max_slots)
         most = self._sizes[-1]
         for start in range(0, row.cached, most):
             ids = request.tokens[start : min(start + most, row.cached)]
             size = next(s for s in self._sizes if s >= len(ids))
-            packed = np.zeros(HEADER + size, np.int32)
-            packed[:HEADER] = request.slot, start, len(ids), request.prompt_len
-            packed[HEADER : HEADER + len(ids)] = ids
-            yield packed
+            packed = np.zeros((self._ranks, HEADER + size), np.int32)
+            packed[rank, :HEADER] = slot, start, len(ids), request.prompt_len
+            packed[rank, HEADER : HEADER + len(ids)] = ids
+            yield packed.reshape(-1)
 
     def __call__(self, counts: jax.Array, packed: np.ndarray) -> jax.Array:
         """The counts [S, V] after an upload that `packed` gave."""
-        return self._compiled[len(packed) - HEADER](counts, packed)
+        return self._compiled[len(packed) // self._ranks - HEADER](counts, packed)
 
     def _compile(self, size: int) -> jax.stages.Compiled:
-        replicated = NamedSharding(self._mesh, PartitionSpec())
-        packed = jax.ShapeDtypeStruct((HEADER + size,), jnp.int32, sharding=replicated)
+        number = self._ranks * (HEADER + size)
+        packed = jax.ShapeDtypeStruct((number,), jnp.int32, sharding=of_ranks(self._mesh))
         given = (self._shape, packed)
         count = functools.partial(_count, columns=Columns(self._shape.shape[1]))
         mapped = on_mesh(count, self._mesh, specs(given), specs(self._shape))

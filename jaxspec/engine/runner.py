@@ -4,7 +4,7 @@ import collections
 import contextlib
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxspec.compile_cache import FileStore
 from jaxspec.config import Settings
@@ -28,17 +28,18 @@ from jaxspec.engine.leader import Leader
 from jaxspec.engine.masks import MaskUpload
 from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.orders import Kind, Order
-from jaxspec.engine.plan import StepPlan
+from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.scoring import following_ids, score, unpack, wants_scores
 from jaxspec.engine.state import StepState, compile_zeros, state_shapes
 from jaxspec.engine.state_copies import StateCopies
-from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, StepArrays, make_parts, make_step
+from jaxspec.engine.step import StepArrays, make_parts, make_step
 from jaxspec.engine.step_output import StepOutput
 from jaxspec.engine.warmup import Preparation, first_buckets
 from jaxspec.errors import ConfigError
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.layers import MOST_MERGED_TOKENS
+from jaxspec.models.params import num_ranks, of_ranks
 from jaxspec.progress import Progress
 from pallas_kernels.backend import Backends, UnsupportedError, use
 
@@ -120,6 +121,8 @@ class Runner:
         group: Leader | Follower | None = None,
     ):
         assert settings.model_drafts == (draft is not None)
+        assert settings.data_parallel_size == num_ranks(mesh)
+        assert not (probe and settings.data_parallel_size > 1), "see `build_engine`"
         specs = model.cache_specs()
         paged = all(spec.paged for spec in specs)
         assert paged or settings.state_snapshots or not settings.prefix_caching, "see `resolve`"
@@ -147,11 +150,12 @@ class Runner:
         self.layouts = shapes_of | {part: shapes_of[b] for b in split for part in parts(b)}
         self._ready: tuple[Bucket, ...] = ()  # those that have their step, in the table's order
         self.split_ready: tuple[Bucket, ...] = ()
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._upload = MaskUpload(shapes.masks)
+        # How lies what the host brings and reads.
+        self._of_ranks = of_ranks(mesh)
+        self._upload = MaskUpload(shapes.masks, mesh)
         self._count = CountUpload(shapes.counts, settings.max_model_len, mesh)
         most = max(bucket.prefill_rows for bucket in self.buckets)
-        self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most)
+        self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most, mesh)
         self.launcher = Launcher(self.executables, zeros(), self._upload, self._count, self._copies)
         self.use_params((target, drafter))
         self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
@@ -160,7 +164,7 @@ class Runner:
         self._begun: _Begun | None = None
         self.kernels: dict[str, set[str]] = {}
         self.bucket_seconds: Mapping[Bucket, float] = {}
-        self._between_gaps = leave_gaps(self.layouts.values(), self._replicated) if settings.on_gpu else ()
+        self._between_gaps = leave_gaps(self.layouts.values(), self._of_ranks) if settings.on_gpu else ()
 
     def use_params(self, params: tuple[nnx.State, nnx.State | None]) -> None:
         """Steps run with these from now on: those of the target and of the draft, as `bind` made them."""
@@ -276,11 +280,12 @@ class Runner:
                 ran = self.run_padding(bucket)
                 ran.packed.block_until_ready()
             if ran.hidden is not None and bucket.prefill_tokens in self.launcher.scores:
-                self._score(bucket, ran.hidden, np.zeros(bucket.prefill_tokens, np.int32)).block_until_ready()
+                following = np.zeros(ran.hidden.shape[0], np.int32)
+                self._score(bucket, ran.hidden, following).block_until_ready()
             return
         bucket = replace(bucket, part="whole")
         if bucket in self.split_ready:
-            inputs = np.zeros(self.layouts[bucket].size, np.int32)
+            inputs = self._padding(bucket)
             for _ in range(WARMUP_RUNS):
                 for part in parts(bucket):
                     ran = self._run(part, inputs)
@@ -288,7 +293,10 @@ class Runner:
 
     def run_padding(self, bucket: Bucket) -> StepArrays:
         """A step without requests, which touches page 0 and slot 0 only."""
-        return self._run(bucket, np.zeros(self.layouts[bucket].size, np.int32))
+        return self._run(bucket, self._padding(bucket))
+
+    def _padding(self, bucket: Bucket) -> np.ndarray:
+        return np.zeros(self.settings.data_parallel_size * self.layouts[bucket].size, np.int32)
 
     @property
     def mask_shape(self) -> tuple[int, int]:
@@ -301,12 +309,12 @@ class Runner:
         self.launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, words)))
 
     def put(self, **fields: np.ndarray) -> None:
-        """Replaces fields of the state that are whole on every device. Not while requests run: it waits for copies."""
+        """Replaces fields of the state that every device of a rank has whole. Not while requests run: it waits for copies."""
         for name, value in fields.items():
             self.launcher.launch(Order(Kind.PUT, StepState._fields.index(name), (value,)))
 
     def run_packed(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
-        """A step of packed inputs, int32 [size of the bucket's layout], whose output `read` does not give."""
+        """A step of packed inputs, int32 [ranks * size of the bucket's layout], whose output `read` does not give."""
         return self._run(bucket, inputs)
 
     def executable(self, bucket: Bucket) -> jax.stages.Compiled:
@@ -320,7 +328,7 @@ class Runner:
             self._install(late, executable)
         if plan.split:
             bucket = bucket_for(self.split_ready, plan)
-            inputs = self.layouts[bucket].pack(plan)
+            inputs = self.layouts[bucket].pack_ranks(plan, self.settings.max_slots)
             self._begun = _Begun(plan, bucket, inputs)
             self._run(parts(bucket)[0], inputs)
             return
@@ -332,19 +340,25 @@ class Runner:
             if row.cached:
                 for packed in self._count.packed(row):
                     self.launcher.launch(Order(Kind.COUNTS, 0, (packed,)))
-        self._copy_states([(row.restored, row.request.slot) for row in plan.prefill if row.restored])
-        step = _Dispatched(plan, bucket, self._run(bucket, self.layouts[bucket].pack(plan)))
-        self._copy_states([(row.request.slot, row.kept) for row in plan.prefill if row.kept])
+        self._copy_states(plan, lambda row, slot: (row.restored, slot) if row.restored else None)
+        inputs = self.layouts[bucket].pack_ranks(plan, self.settings.max_slots)
+        step = _Dispatched(plan, bucket, self._run(bucket, inputs))
+        self._copy_states(plan, lambda row, slot: (slot, row.kept) if row.kept else None)
         if scored:
-            following = following_ids(plan.prefill, bucket.prefill_tokens)
+            following = following_ids(plan, bucket.prefill_tokens)
             assert step.arrays.hidden is not None
             step.scores = self._score(bucket, step.arrays.hidden, following)
             step.scores.copy_to_host_async()
         self._queue.append(step)
 
-    def _copy_states(self, copies: list[tuple[int, int]]) -> None:
-        if copies:
-            self.launcher.launch(Order(Kind.STATES, 0, (self._copies.packed(copies),)))
+    def _copy_states(self, plan: StepPlan, copy: Callable[[PrefillRow, int], tuple[int, int] | None]) -> None:
+        """What `copy` says of each prompt row and its slot on its rank: from where to where, if any."""
+        ranks = [
+            [pair for row in part.prefill if (pair := copy(row, row.request.slot - rank * self.settings.max_slots))]
+            for rank, part in enumerate(plan.parts)
+        ]
+        if any(ranks):
+            self.launcher.launch(Order(Kind.STATES, 0, (self._copies.packed(ranks),)))
 
     def choose(self) -> None:
         """Lets the rows of the split step choose and draft. All steps before it are read, and its masks are written."""
@@ -356,31 +370,13 @@ class Runner:
     def read(self) -> StepOutput:
         """Waits for the oldest step that was dispatched and not read."""
         step = self._queue.popleft()
-        E, D = len(step.plan.prefill), len(step.plan.decode)
-        first = step.bucket.prefill_rows
-
-        def live(array: jax.Array) -> np.ndarray:
-            values = np.asarray(array)
-            return np.concatenate([values[:E], values[first : first + D]])
-
-        rows = live(step.arrays.packed)
-        n = step.bucket.window
-        top_ids, top_bits = (None, None) if step.top is None else np.split(live(step.top), 2, axis=2)
-        probe = None if step.arrays.probe is None else jax.tree.map(np.asarray, step.arrays.probe)
-        return StepOutput(
+        return StepOutput.of(
             step.plan,
             step.bucket,
-            emitted=rows[:, 0],
-            verified=rows[:, 1] >> VERIFIED_SHIFT,
-            accepted=rows[:, 1] >> ACCEPTED_SHIFT & FIELD,
-            flags=rows[:, 1] & FIELD,
-            ids=rows[:, 2 : 2 + n],
-            logprobs=rows[:, 2 + n : 2 + 2 * n].view(np.float32),
-            drafts=rows[:, 2 + 2 * n :],
-            top_ids=top_ids,
-            top_logprobs=None if top_bits is None else np.ascontiguousarray(top_bits).view(np.float32),
-            scores=None if step.scores is None else unpack(np.asarray(step.scores)),
-            probe=probe,
+            packed=step.arrays.packed,
+            top=step.top,
+            scores=None if step.scores is None else unpack(np.asarray(step.scores), step.plan),
+            probe=None if step.arrays.probe is None else jax.tree.map(np.asarray, step.arrays.probe),
         )
 
     def compile(self, bucket: Bucket) -> jax.stages.Compiled:
@@ -393,7 +389,7 @@ class Runner:
         else:
             both = make_parts(self.graphdefs, self.layouts[bucket], self.settings, skip_dead=self._skip_dead)
             step = both[bucket.part == "choose"]
-        inputs = jax.ShapeDtypeStruct((self.layouts[bucket].size,), jnp.int32, sharding=self._replicated)
+        inputs = jax.ShapeDtypeStruct(self._padding(bucket).shape, jnp.int32, sharding=self._of_ranks)
         structure = jax.tree.structure(self.params)
 
         def flat_step(leaves: tuple[jax.Array, ...], state: StepState, *rest: Any):
@@ -406,7 +402,7 @@ class Runner:
         try:
             handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
             given = (self.launcher.leaves, self._shapes, inputs, *handed)
-            # Of what the host reads all is replicated, like the inputs.
+            # What the host reads is on every device of its rank, like the inputs.
             out = (self._shapes, *handed) if forward_only else (self._shapes, inputs)
             function = on_mesh(flat_forward if forward_only else flat_step, self._mesh, specs(given), specs(out))
             donated, shardings = (1, 3) if forward_only else 1, jax.tree.map(lambda s: s.sharding, out)
@@ -445,10 +441,10 @@ class Runner:
         def flat_score(leaves: tuple[jax.Array, ...], hidden_PH: jax.Array, following_P: jax.Array) -> jax.Array:
             return score(self.graphdefs[0], jax.tree.unflatten(structure, leaves)[0], hidden_PH, following_P)
 
-        following = np.zeros(P, np.int32)
-        whole = PartitionSpec()
-        scored = on_mesh(flat_score, self._mesh, (specs(self.launcher.leaves), whole, whole), whole)
-        jitted = jax.jit(scored, out_shardings=self._replicated)
+        following = jax.ShapeDtypeStruct(hidden.shape[:1], jnp.int32, sharding=self._of_ranks)
+        own = self._of_ranks.spec
+        scored = on_mesh(flat_score, self._mesh, (specs(self.launcher.leaves), own, own), own)
+        jitted = jax.jit(scored, out_shardings=self._of_ranks)
         with self._exact():
             key = self.store.key("score", self.graphdefs, self.launcher.leaves, hidden, P, self._mesh)
             self.launcher.scores[P] = self.store.load_or_make(

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxspec import comm
 from jaxspec.engine.output import PromptLogprob
-from jaxspec.engine.plan import PrefillRow
+from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.params import MAX_LOGPROBS
 from pallas_kernels.sampling.api import Likeliest
@@ -67,8 +67,10 @@ def score(target_def: nnx.GraphDef, params: Any, hidden_PH: jax.Array, following
     return packed.reshape(P + pad, -1)[:P]
 
 
-def unpack(packed: np.ndarray) -> Scores:
-    """Of `score`'s output."""
+def unpack(packed: np.ndarray, plan: StepPlan) -> Scores:
+    """Of `score`'s output, which has each rank's after the other's: of the plan's prompt tokens."""
+    ranks = np.split(packed, len(plan.parts))
+    packed = np.concatenate([own[: part.prefill_tokens] for own, part in zip(ranks, plan.parts, strict=True)])
     count = (packed.shape[1] - 2) // 2
 
     def floats(bits: np.ndarray) -> np.ndarray:
@@ -77,15 +79,16 @@ def unpack(packed: np.ndarray) -> Scores:
     return Scores(floats(packed[:, 0]), packed[:, 1], packed[:, 2 : 2 + count], floats(packed[:, 2 + count :]))
 
 
-def following_ids(rows: tuple[PrefillRow, ...], size: int) -> np.ndarray:
-    """int32 [size]: the known token after each of a plan's prompt tokens, 0 where the host knows none."""
-    ids = np.zeros(size, np.int32)
-    offset = 0
-    for row in rows:
-        known = row.request.tokens[row.start + 1 : row.start + row.length + 1]
-        ids[offset : offset + len(known)] = known
-        offset += row.length
-    return ids
+def following_ids(plan: StepPlan, size: int) -> np.ndarray:
+    """int32 [ranks * size]: the known token after each of a plan's prompt tokens, 0 where the host knows none."""
+    ids = np.zeros((len(plan.parts), size), np.int32)
+    for own, part in zip(ids, plan.parts, strict=True):
+        offset = 0
+        for row in part.prefill:
+            known = row.request.tokens[row.start + 1 : row.start + row.length + 1]
+            own[offset : offset + len(known)] = known
+            offset += row.length
+    return ids.reshape(-1)
 
 
 def record_scores(rows: tuple[PrefillRow, ...], scores: Scores | None) -> None:

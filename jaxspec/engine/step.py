@@ -40,7 +40,7 @@ class Probe(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """The outputs of a step that the host may read. Rows are the bucket's, prompt rows first.
+    """The outputs of a step that the host may read. Rows are the bucket's, prompt rows first; each rank has such outputs.
 
     Attributes:
         packed: int32 [rows, 2 + 2n + k]: tokens emitted, flags and counts of drafts, ids, log-probabilities as bits, the new

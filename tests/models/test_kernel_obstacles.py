@@ -55,7 +55,7 @@ def test_declared_shapes_are_what_a_device_gets(scheme: Scheme | None, devices: 
     placed = with_shardings(model, mesh)
     for owner, path in ((model.dense, ("dense",)), (model.mlp, ("mlp",)), (model.mlp.shared, ("mlp", "shared"))):
         for name in NAMES:
-            got = declared(getattr(owner, name), devices)
+            got = declared(getattr(owner, name), mesh.shape)
             arrays = {(): got} if scheme is None else {(each,): getattr(got, each) for each in scheme.arrays((1, 1))}
             for array, value in arrays.items():
                 whole = placed[*path, name, *array]
