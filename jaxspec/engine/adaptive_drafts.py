@@ -40,7 +40,7 @@ class AdaptiveDrafts:
 
     Args:
         most: drafts of a step at most.
-        slots: of the engine's state, the padding slot included.
+        slots: of the engine's state, padding slots included.
         costs: of steps; until they are known every step has the most drafts.
 
     Attributes:
@@ -65,7 +65,7 @@ class AdaptiveDrafts:
     def choose(self, load: Load) -> int:
         ceiling = at_least(load.most, load.choices)
         choices = [k for k in load.choices if k <= ceiling]
-        rows = max(len(load.slots), 1)
+        rows = max(load.rows, 1)
         self._prompt_share += (load.prompts - self._prompt_share) / 32
         costs = self.costs
         seconds = {k: costs and costs.seconds(rows, k, prompts=load.prompts, full=load.full) for k in choices}

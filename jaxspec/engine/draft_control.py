@@ -16,6 +16,7 @@ class Load:
         prompts: the step has prompt tokens.
         full: a request of the step needs the full sampler.
         choices: the numbers of drafts that the step may have, fewest first.
+        ranks: of the requests that may decode, how many each rank has; () where there is one.
     """
 
     slots: Sequence[int]
@@ -24,6 +25,12 @@ class Load:
     prompts: bool
     full: bool
     choices: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Decode rows of the step's shape, which is that of the rank with the most."""
+        return max(self.ranks) if self.ranks else len(self.slots)
 
 
 class DraftControl(Protocol):

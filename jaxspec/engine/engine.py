@@ -14,14 +14,14 @@ from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of, probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
 from jaxspec.engine.calibration import measure_costs
-from jaxspec.engine.draft_control import DraftControl
+from jaxspec.engine.draft_control import DraftControl, FixedDrafts
 from jaxspec.engine.handoff import FLAG_NAN
 from jaxspec.engine.masks import write_masks
 from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduler import Scheduler
+from jaxspec.engine.scheduler import Scheduler, plan_step, rank_for
 from jaxspec.engine.scoring import record_scores
 from jaxspec.engine.step_log import StepObserver, StepTimes
 from jaxspec.engine.step_output import StepOutput
@@ -30,8 +30,17 @@ from jaxspec.progress import Progress
 
 
 @dataclass(frozen=True)
+class RankStats:
+    """Gauges of a rank."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+
+
+@dataclass(frozen=True)
 class EngineStats:
-    """Gauges and counters since the engine started."""
+    """Gauges and counters since the engine started, of all ranks."""
 
     num_running: int
     num_waiting: int
@@ -47,6 +56,7 @@ class EngineStats:
     buckets_pending: int = 0  # that are still loaded or compiled while larger ones serve
     compiles_while_serving: int = 0  # of such buckets; not among the compilations that warm-up missed
     steps_by_drafts: Mapping[int, int] = field(default_factory=dict)  # with speculation: of these, by drafts a row
+    ranks: tuple[RankStats, ...] = ()  # where there are several
 
 
 class Engine:
@@ -61,7 +71,7 @@ class Engine:
             costs where the settings say so).
 
     Attributes:
-        scheduler: owns the requests' states, the slots and the pages; for tests and benchmarks.
+        ranks: of each rank, what owns its requests' states, slots and pages; for tests and benchmarks.
         accept_probability: that requests get when they are added; see `Request`. For benchmarks.
     """
 
@@ -83,8 +93,13 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         if control is None and runner.settings.adaptive_drafts:
-            control = AdaptiveDrafts(runner.settings.num_speculative_tokens, runner.settings.max_slots)
-        self.scheduler = Scheduler(runner.settings, runner.buckets, control=control)
+            slots = runner.settings.data_parallel_size * runner.settings.max_slots
+            control = AdaptiveDrafts(runner.settings.num_speculative_tokens, slots)
+        self.control: DraftControl = control or FixedDrafts(runner.settings.num_speculative_tokens)
+        self.ranks = tuple(
+            Scheduler(runner.settings, runner.buckets, control=self.control, rank=rank)
+            for rank in range(runner.settings.data_parallel_size)
+        )
         length = self.settings.synthetic_acceptance_length
         self.accept_probability = probability_for(length, self.settings.num_speculative_tokens) if length else 0.0
         self._requests: dict[str, Request] = {}
@@ -105,6 +120,12 @@ class Engine:
 
     def _no_windows(self) -> list[int]:
         return [0] * self.settings.window if self.settings.num_speculative_tokens else []
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The only rank's."""
+        (scheduler,) = self.ranks
+        return scheduler
 
     @property
     def max_model_len(self) -> int:
@@ -131,7 +152,7 @@ class Engine:
 
     @property
     def _unmeasured(self) -> AdaptiveDrafts | None:
-        control = self.scheduler.control
+        control = self.control
         return control if isinstance(control, AdaptiveDrafts) and control.costs is None else None
 
     def add(self, *requests: Request) -> None:
@@ -163,7 +184,7 @@ class Engine:
         request.windows = self._no_windows()
         self._requests[request.id] = request
         self._prompt_tokens += request.prompt_len
-        self.scheduler.add(request)
+        rank_for(self.ranks, request).add(request)
 
     def _validate(self, request: Request) -> None:
         prompt_len, limit = request.prompt_len, self.max_model_len
@@ -198,7 +219,7 @@ class Engine:
                 code="context_length_exceeded",
             )
         longest = min(prompt_len + (limit if max_tokens is None else max_tokens), limit)
-        needed, usable = pages_for(longest, self.settings.page_size), self.scheduler.pages.usable
+        needed, usable = pages_for(longest, self.settings.page_size), self.ranks[0].pages.usable
         if needed > usable:
             raise InvalidRequestError(
                 f"the request may need {needed} KV pages but the pool has {usable}; ask for fewer tokens",
@@ -228,7 +249,7 @@ class Engine:
         started: list[Request] = []
         while self.runner.in_flight <= self.settings.readout_depth and not self.runner.begun:
             began = time.monotonic()
-            plan = self.scheduler.plan(self.runner.split_ready)
+            plan = plan_step(self.ranks, self.runner.split_ready)
             if plan is None:
                 break
             started += [row.request for row in plan.prefill if row.request.first_scheduled_time is None]
@@ -244,25 +265,31 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Later requests find no pages of earlier ones."""
-        self.scheduler.reset_prefix_cache()
+        for rank in self.ranks:
+            rank.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        ranks = self.ranks
+        each = tuple(
+            RankStats(len(rank.running), len(rank.waiting), 1 - rank.pages.num_free / rank.pages.usable)
+            for rank in ranks
+        )
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            kv_cache_usage=1 - scheduler.pages.num_free / scheduler.pages.usable,
-            num_preemptions=scheduler.num_preemptions,
+            num_running=sum(rank.num_running for rank in each),
+            num_waiting=sum(rank.num_waiting for rank in each),
+            kv_cache_usage=sum(rank.kv_cache_usage for rank in each) / len(each),
+            num_preemptions=sum(rank.num_preemptions for rank in ranks),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            prefix_cache_queries=scheduler.prefix_queries,
-            prefix_cache_hits=scheduler.prefix_hits,
+            prefix_cache_queries=sum(rank.prefix_queries for rank in ranks),
+            prefix_cache_hits=sum(rank.prefix_hits for rank in ranks),
             acceptance=acceptance_of(self._windows, self._drafted),
             num_steps=self._num_steps,
             prefill_tokens=self._prefill_tokens,
             buckets_pending=self.runner.num_pending,
             compiles_while_serving=compiles.num_apart,
             steps_by_drafts=dict(self._steps_by_drafts),
+            ranks=each if len(each) > 1 else (),
         )
 
     def dispatch(self, plan: StepPlan, began: float) -> None:
@@ -272,7 +299,8 @@ class Engine:
         if not plan.split:
             write_masks(self.runner, plan)
         self.runner.dispatch(plan)
-        self.scheduler.dispatched(plan)
+        for rank, part in zip(self.ranks, plan.parts, strict=True):
+            rank.dispatched(part)
         self._times.append((began, time.monotonic()))
 
     def read(self) -> list[RequestOutput]:
@@ -284,7 +312,8 @@ class Engine:
         reading = time.monotonic()
         step = self.runner.read()
         read = time.monotonic()
-        self.scheduler.read(step.plan)
+        for rank, part in zip(self.ranks, step.plan.parts, strict=True):
+            rank.read(part)
         self._num_steps += 1
         if self._steps_by_drafts:
             self._steps_by_drafts[step.plan.drafts] += 1
@@ -306,7 +335,7 @@ class Engine:
                 continue
             if row < first:
                 chunk = step.plan.prefill[row]
-                self.scheduler.publish(request, chunk.start + chunk.length)
+                self.ranks[request.rank].publish(request, chunk.start + chunk.length)
             elif emitted and (wanted := step.plan.verified[row - first]):
                 # What was looked up and not found is no window, but tells that drafting gained nothing.
                 seen.append((request.slot, wanted, accepted))
@@ -320,10 +349,10 @@ class Engine:
         if self.runner.begun and self.runner.in_flight == 1:
             write_masks(self.runner, self.runner.begun)
             self.runner.choose()
-        self.scheduler.control.observe(seen)
+        self.control.observe(seen)
         if self.step_log is not None:
             times = StepTimes(planned, dispatched, reading, read, time.monotonic())
-            waiting = len(self.scheduler.waiting)
+            waiting = sum(len(rank.waiting) for rank in self.ranks)
             self.step_log.write(step.plan, step.bucket, times, step.emitted, step.accepted, waiting=waiting)
         return outputs
 
@@ -337,7 +366,7 @@ class Engine:
             num_accepted=accepted,
             now=now,
         )
-        self.scheduler.publish(request, len(request.tokens) - 1)
+        self.ranks[request.rank].publish(request, len(request.tokens) - 1)
         self._generation_tokens += len(output.new_ids)
         if output.finish_reason:
             self._finish(request)
@@ -350,5 +379,5 @@ class Engine:
         self._drafted += verified
 
     def _finish(self, request: Request) -> None:
-        self.scheduler.finish(request)
+        self.ranks[request.rank].finish(request)
         del self._requests[request.id]

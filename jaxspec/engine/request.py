@@ -33,7 +33,8 @@ class Request:
         tokens: prompt and output ids: all that the host knows to be final.
         prompt_len: length of the original prompt; it stays when the request is preempted and prefilled again.
         computed: tokens whose KV a dispatched step writes, or found in the prefix cache.
-        slot: row of the device state, 0 while there is none; `pages` its KV pages in order.
+        rank: that serves it, from its arrival to its end.
+        slot: row of the device state, 0 while there is none; `pages` its KV pages in order, of its rank.
         sent_pages: how many of `pages` the device's page table knows.
         published: how many of `pages` the prefix cache knows, and `node` the parent of the next one.
         parting: tokens after which its text leaves that of earlier requests, as it was when it got its slot.
@@ -65,6 +66,7 @@ class Request:
     tokens: list[int] = field(init=False)
     prompt_len: int = field(init=False)
     computed: int = field(default=0, init=False)
+    rank: int = field(default=0, init=False)
     slot: int = field(default=0, init=False)
     pages: list[int] = field(default_factory=list, init=False)
     sent_pages: int = field(default=0, init=False)

@@ -9,16 +9,21 @@ read, and reserves pages for the most that the unread steps can add.
 Rows whose masks follow from an unread step wait for it, unless the step may choose late: see `StepPlan.split`.
 
 Each step has one number of drafts, which `DraftControl` chooses before the rows are: a window has so many tokens more.
+
+Where requests are split over ranks, each rank has a `Scheduler` with pages, slots and a prefix index of its own. `rank_for`
+says which gets a new request, which stays there; `plan_step` plans one step for all.
 """
 
 import bisect
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxspec.config import Settings
 from jaxspec.engine.buckets import Bucket, draft_choices
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts, Load
 from jaxspec.engine.pages import PageAllocator
-from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, pages_needed
+from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, joined, pages_needed
 from jaxspec.engine.prefix_cache import Match, PrefixCache
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.snapshots import Snapshots, next_cut
@@ -38,8 +43,23 @@ def reserved_slots(known: int, *, k: int = 0, verified: int = 0, unread_most: in
     return known + unread_most + k + max(verified - 1, 0)
 
 
+# A rank may have half as many requests more than the one with the fewest, and these, before prefix hits no longer count: a
+# hit saves a prompt once, but every step lasts as long as the rank with the most rows needs.
+MOST_AHEAD = 4
+
+
+class _Rows(NamedTuple):
+    """What a rank is going to run in the next step."""
+
+    prefill: list[PrefillRow]
+    decode: list[Request]
+
+
 class Scheduler:
-    """Owns the requests' states, the slots and the pages. Works without a device.
+    """Owns the requests' states, the slots and the pages, of one rank. Works without a device.
+
+    Args:
+        rank: its slots are those of the state's arrays after all slots of the ranks before it.
 
     Attributes:
         waiting: requests without a slot, in the order in which they are admitted.
@@ -48,10 +68,14 @@ class Scheduler:
         admits: False from a preemption until a request ends, lest requests preempt each other in turn.
         snapshots: kept states, of a model that needs them to share prefixes.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
+        draft_choices: numbers of drafts that a step may have, by whether it has prompt tokens and needs the full sampler.
     """
 
-    def __init__(self, settings: Settings, buckets: tuple[Bucket, ...], *, control: DraftControl | None = None):
+    def __init__(
+        self, settings: Settings, buckets: tuple[Bucket, ...], *, control: DraftControl | None = None, rank: int = 0
+    ):
         self.settings = settings
+        self._rank = rank
         most = settings.num_speculative_tokens
         self.control = control or FixedDrafts(most)
         self.snapshots: Snapshots | None = None
@@ -69,11 +93,12 @@ class Scheduler:
         self.prefix_hits = 0
         self.admits = True
         self._unread = 0
-        self._free_slots = list(range(settings.max_num_seqs, 0, -1))
+        first = rank * settings.max_slots  # padding
+        self._free_slots = list(range(first + settings.max_num_seqs, first, -1))
         prefill = [b for b in buckets if b.prefill_tokens]
         self._max_prefill_rows = min(b.prefill_rows for b in prefill)
         self._max_prefill_tokens = max(b.prefill_tokens for b in prefill)
-        self._choices = {
+        self.draft_choices = {
             (prompts, full): draft_choices(buckets, prompts=prompts, full=full)
             for prompts in (False, True)
             for full in (False, True)
@@ -83,8 +108,15 @@ class Scheduler:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def prompts(self) -> list[Request]:
+        """Those whose tokens the next step may prefill."""
+        started = [r for r in self.running if r.state is RequestState.PREFILL]
+        return started + self.waiting[: max(self._max_prefill_rows - len(started), 0)]
+
     def add(self, request: Request) -> None:
         """Queues a request, whether new or preempted."""
+        request.rank = self._rank
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def plan(self, split: tuple[Bucket, ...] = ()) -> StepPlan | None:
@@ -93,30 +125,32 @@ class Scheduler:
         Args:
             split: the buckets in which a step may choose later than its forward pass runs.
         """
-        budget = self.settings.max_num_batched_tokens
+        return plan_step((self,), split)
+
+    def decodable(self) -> tuple[list[Request], list[Request]]:
+        """The requests that may decode in the next step, and those that may if their rows choose late."""
         decoding = sorted(filter(self._may_decode, self.running), key=lambda r: r.order)
         waiting = [r for r in decoding if self._waits(r)]
         ready = [r for r in decoding if not self._waits(r)] if waiting else decoding
-        early = [r for r in waiting if r.constraint]
-        if not split or any(r.state is RequestState.PREFILL for r in self.running):
-            early = []
-        drafts = self._choose_drafts([*ready, *early])
-        decode: list[Request] = []
+        return ready, [r for r in waiting if r.constraint]
+
+    def plan_rows(self, ready: list[Request], drafts: int) -> "_Rows | None":
+        """Rows for the next step, with their pages, of those that may decode and of prompts.
+
+        None where one lacks a page while steps are unread: the victim is known once all are read.
+        """
+        budget = self.settings.max_num_batched_tokens
         prefill = [] if self.settings.mixed else self._plan_prefill(budget)
-        if not prefill:
-            rows = self._plan_decode(ready, budget, drafts)
-            if rows is None:
-                return None
-            decode = rows
+        decode = [] if prefill else self._plan_decode(ready, budget, drafts)
+        if decode is None:
+            return None
         if self.settings.mixed:
             prefill = self._plan_prefill(budget - len(decode) * (drafts + 1))
-        waited = [] if prefill else self._plan_early(early, decode, budget, drafts, split)
-        decode += waited
-        if not prefill and not decode:
-            return None
-        needs_full = any(r.needs_full for r in (*(row.request for row in prefill), *decode))
-        # What prompts turned out to run may need a bucket that has no such windows: fewer drafts are always right.
-        drafts = _at_most(drafts, self._choices[bool(prefill), needs_full])
+        return _Rows(prefill, decode)
+
+    def commit(self, rows: "_Rows", drafts: int, *, needs_full: bool, split: bool) -> StepPlan:
+        """The plan of these rows, whose requests count on it from now on."""
+        prefill, decode = rows
         deltas: list[tuple[int, int, int]] = []
         for request in decode:
             deltas += self._unsent(request, len(request.pages))
@@ -128,11 +162,11 @@ class Scheduler:
         verified = tuple(min(drafts, request.held_drafts, request.num_drafts) for request in decode)
         for request in (*(row.request for row in prefill if row.final), *decode):
             request.state, request.held_drafts = RequestState.DECODE, drafts
-        return StepPlan(tuple(prefill), tuple(decode), tuple(deltas), needs_full, drafts, verified, split=bool(waited))
+        return StepPlan(tuple(prefill), tuple(decode), tuple(deltas), needs_full, drafts, verified, split=split)
 
     def dispatched(self, plan: StepPlan) -> None:
         """The plan's array has been packed: the device will know these slots."""
-        self._unread += 1
+        self._unread += bool(plan.requests)
         for row in plan.prefill:
             row.request.needs_reset = False
         for request, most in self._most_tokens(plan):
@@ -142,7 +176,7 @@ class Scheduler:
 
     def read(self, plan: StepPlan) -> None:
         """The output of the oldest unread plan has been read; its tokens have not been added to the requests yet."""
-        self._unread -= 1
+        self._unread -= bool(plan.requests)
         for request, most in self._most_tokens(plan):
             request.unread_steps -= 1
             request.unread_least -= min(most, 1)
@@ -203,21 +237,6 @@ class Scheduler:
         """For the host to see its tokens."""
         return request.needs_readback and request.unread_steps > 0
 
-    def _choose_drafts(self, ready: list[Request]) -> int:
-        """The number of drafts of the next step, of the rows that may decode and the prompts that may begin."""
-        prompts = [r for r in self.running if r.state is RequestState.PREFILL]
-        prompts += self.waiting[: max(self._max_prefill_rows - len(prompts), 0)]
-        if not self.settings.mixed and prompts:
-            ready = []
-        requests = [*ready, *prompts]
-        full = any(r.needs_full for r in requests)
-        choices = self._choices[bool(prompts), full]
-        if len(choices) == 1 or not requests:
-            return choices[-1]
-        wanted = [r.num_drafts for r in ready]
-        most = max(r.num_drafts for r in requests)
-        return self.control.choose(Load([r.slot for r in ready], wanted, most, bool(prompts), full, choices))
-
     def _plan_decode(self, ready: list[Request], budget: int, drafts: int) -> list[Request] | None:
         """Rows that decode. None where one lacks a page while steps are unread: the victim is known once all are read."""
         decode: list[Request] = []
@@ -231,12 +250,12 @@ class Scheduler:
                 return None
         return decode
 
-    def _plan_early(
-        self, early: list[Request], decode: list[Request], budget: int, drafts: int, split: tuple[Bucket, ...]
+    def plan_early(
+        self, early: list[Request], decode: list[Request], drafts: int, split: tuple[Bucket, ...]
     ) -> list[Request]:
         """Rows that choose late, to come after `decode` in a step without prompts: those for which there is room."""
         most = max((b.decode_rows for b in split if b.drafts == drafts), default=0)
-        room = max(min(most, budget // (drafts + 1)) - len(decode), 0)
+        room = max(min(most, self.settings.max_num_batched_tokens // (drafts + 1)) - len(decode), 0)
         rows: list[Request] = []
         for request in early[:room]:
             # Without a page it waits until the unread steps are read: only then it may preempt.
@@ -317,15 +336,20 @@ class Scheduler:
 
     def _find(self, request: Request) -> Match:
         """Pages of the prefix cache that hold the request's beginning. At least one token is computed again."""
-        # Nothing passes through a step again just to be scored: what is to be scored is not looked up.
-        scored = request.params.prompt_logprobs is not None and not request.resuming
-        if self.cache is None or scored:
+        if self.cache is None or _is_scored(request):
             return Match([], request.cache_salt, 0)
         most = (request.prefill_target - 1) // self.settings.page_size
         match = self.cache.match(request.tokens, most, request.cache_salt)
         self.prefix_queries += request.prefill_target
         self.prefix_hits += len(match.pages) * self.settings.page_size
         return match
+
+    def prefix_pages(self, request: Request) -> int:
+        """How many pages the prefix cache has of the request's beginning, if it began now."""
+        if self.cache is None or _is_scored(request):
+            return 0
+        most = (request.prefill_target - 1) // self.settings.page_size
+        return len(self.cache.match(request.tokens, most, request.cache_salt).pages)
 
     def _reserved_at_first(self, request: Request) -> int:
         """KV slots that the request's first decode step may need, however many drafts it is going to have."""
@@ -377,6 +401,81 @@ class Scheduler:
         deltas = [(request.slot, column, request.pages[column]) for column in range(request.sent_pages, upto)]
         request.sent_pages = upto
         return deltas
+
+
+def plan_step(ranks: Sequence[Scheduler], split: tuple[Bucket, ...] = ()) -> StepPlan | None:
+    """The next step of all ranks, see `Scheduler.plan`.
+
+    A rank plans its rows as if it were alone, and some may have none. But what they run is one executable: the number of
+    drafts is the same for all, and rows choose late on all of them or on none.
+    """
+    candidates = [rank.decodable() for rank in ranks]
+    if not split or any(r.state is RequestState.PREFILL for rank in ranks for r in rank.running):
+        candidates = [(ready, []) for ready, _ in candidates]
+    drafts = _choose_drafts(ranks, [[*ready, *early] for ready, early in candidates])
+    rows = [rank.plan_rows(ready, drafts) for rank, (ready, _) in zip(ranks, candidates, strict=True)]
+    late = False
+    if not any(own.prefill for own in rows if own):
+        for rank, own, (_, early) in zip(ranks, rows, candidates, strict=True):
+            if own is not None:
+                waited = rank.plan_early(early, own.decode, drafts, split)
+                own.decode.extend(waited)
+                late = late or bool(waited)
+    planned = [own or _Rows([], []) for own in rows]
+    prompts = any(own.prefill for own in planned)
+    if not prompts and not any(own.decode for own in planned):
+        return None
+    needs_full = any(r.needs_full for own in planned for r in (*(row.request for row in own.prefill), *own.decode))
+    # What prompts turned out to run may need a bucket that has no such windows: fewer drafts are always right.
+    drafts = _at_most(drafts, ranks[0].draft_choices[prompts, needs_full])
+    return joined(
+        [rank.commit(own, drafts, needs_full=needs_full, split=late) for rank, own in zip(ranks, planned, strict=True)]
+    )
+
+
+def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]]) -> int:
+    """The number of drafts of the next step, of each rank's rows that may decode and the prompts that may begin."""
+    prompts = [r for rank in ranks for r in rank.prompts]
+    if prompts and not ranks[0].settings.mixed:
+        ready = [[] for _ in ranks]
+    decode = [r for own in ready for r in own]
+    requests = [*decode, *prompts]
+    full = any(r.needs_full for r in requests)
+    choices = ranks[0].draft_choices[bool(prompts), full]
+    if len(choices) == 1 or not requests:
+        return choices[-1]
+    return ranks[0].control.choose(
+        Load(
+            slots=[r.slot for r in decode],
+            wanted=[r.num_drafts for r in decode],
+            most=max(r.num_drafts for r in requests),
+            prompts=bool(prompts),
+            full=full,
+            choices=choices,
+            ranks=tuple(map(len, ready)),
+        )
+    )
+
+
+def rank_for(ranks: Sequence[Scheduler], request: Request) -> Scheduler:
+    """Which rank a new request is for: of those that are not far ahead in requests the one that has most of its beginning,
+    then the one with the shortest queue, the most free pages and the fewest requests. Only there its prefix is found later."""
+    if len(ranks) == 1:
+        return ranks[0]
+    requests = [len(rank.running) + len(rank.waiting) for rank in ranks]
+    most = min(requests) * 3 // 2 + MOST_AHEAD
+
+    def worth(rank: int) -> tuple[int, int, int, int]:
+        scheduler = ranks[rank]
+        pages = scheduler.prefix_pages(request)
+        return pages, -len(scheduler.waiting), scheduler.pages.num_free, -requests[rank]
+
+    return ranks[max((rank for rank, number in enumerate(requests) if number <= most), key=worth)]
+
+
+def _is_scored(request: Request) -> bool:
+    """Nothing passes through a step again just to be scored: what is to be scored is not looked up."""
+    return request.params.prompt_logprobs is not None and not request.resuming
 
 
 def _at_most(drafts: int, choices: tuple[int, ...]) -> int:

@@ -32,6 +32,9 @@ def next_token(tokens, seed: int, vocab: int) -> int:
 class MockRunner:
     """Has the runner's interface. What a step changes on the device happens at its dispatch; `read` only tells of it.
 
+    Args:
+        rank: it is what this rank of a `MockRanks` has.
+
     Attributes:
         plans: what was dispatched, for assertions.
         touched: of each slot, the last KV slot of its request that the latest step wrote.
@@ -40,8 +43,9 @@ class MockRunner:
         nan_in: id of a request whose rows are NaN.
     """
 
-    def __init__(self, settings: Settings, vocab: int):
+    def __init__(self, settings: Settings, vocab: int, rank: int = 0):
         self.settings, self.vocab = settings, vocab
+        self._first_slot = rank * settings.max_slots
         self.drafts = 0  # of the step that runs
         self.buckets = bucket_table(settings)
         self.num_pending = 0
@@ -78,12 +82,16 @@ class MockRunner:
         assert len(set(slots.tolist())) == len(slots)
         self.masks[slots] = words[:, 0, 0]
 
-    def dispatch(self, plan: StepPlan) -> None:
+    def slot_of(self, request: Request) -> int:
+        """In this rank's arrays."""
+        return request.slot - self._first_slot
+
+    def dispatch(self, plan: StepPlan, bucket: Bucket | None = None) -> None:
         assert self.begun is None
         self.on_dispatch(plan)
         self.plans.append(plan)
-        layout = self._layouts[bucket_for(self.split_ready if plan.split else self.buckets, plan)]
-        packed = layout.pack(plan)
+        layout = self._layouts[bucket or bucket_for(self.split_ready if plan.split else self.buckets, plan)]
+        packed = layout.pack(plan, self._first_slot)
         if plan.split:
             assert self._queue, "nothing to wait for"
             self.begun, self._begun = plan, (layout, packed)
@@ -102,8 +110,8 @@ class MockRunner:
         self.drafts = layout.bucket.drafts
         inputs = layout.split(packed)
         self.full = layout.bucket.variant == "full"
-        self._requests = {request.slot: request for request in plan.requests}
-        self._decoding = {request.slot for request in plan.decode}
+        self._requests = {self.slot_of(request): request for request in plan.requests}
+        self._decoding = {self.slot_of(request) for request in plan.decode}
         for fields, record in zip(inputs.prefill, inputs.resets, strict=True):
             if slot := record[0]:
                 if self.full:
@@ -121,7 +129,7 @@ class MockRunner:
         self._check(plan)
         for row in plan.prefill:
             if row.restored:
-                self.states[row.request.slot] = list(self.states[row.restored])
+                self.states[self.slot_of(row.request)] = list(self.states[row.restored])
         self.touched = {}
         rows: list[tuple[list[int], int]] = []  # emitted ids, accepted drafts
         offset = 0
@@ -136,9 +144,9 @@ class MockRunner:
         for row in plan.prefill:
             if row.kept:
                 assert not row.final, "what comes after the prompt would be in it"
-                self.states[row.kept] = list(self.states[row.request.slot])
-        slots = [r.slot for r in plan.requests]
-        nan = np.array([r.id == self.nan_in for r in plan.requests])
+                self.states[row.kept] = list(self.states[self.slot_of(row.request)])
+        slots = [self.slot_of(r) for r in plan.requests]
+        nan = np.array([r.id == self.nan_in for r in plan.requests], bool)
         ids = np.full((len(rows), self.drafts + 1), JUNK)
         for row, (emitted, _) in enumerate(rows):
             ids[row, : len(emitted)] = emitted
@@ -146,10 +154,10 @@ class MockRunner:
             StepOutput(
                 plan,
                 layout.bucket,
-                np.array([len(emitted) for emitted, _ in rows]),
-                np.array([0] * len(plan.prefill) + list(plan.verified)),
-                np.array([accepted for _, accepted in rows]),
-                np.where(self.done[slots], FLAG_DONE, 0) | np.where(nan, FLAG_NAN, 0),
+                np.array([len(emitted) for emitted, _ in rows], int),
+                np.array([0] * len(plan.prefill) + list(plan.verified), int),
+                np.array([accepted for _, accepted in rows], int),
+                np.where(self.done[np.array(slots, int)], FLAG_DONE, 0) | np.where(nan, FLAG_NAN, 0),
                 ids,
                 -ids.astype(np.float32),
                 np.full((len(rows), self.settings.num_speculative_tokens), JUNK),
@@ -277,12 +285,65 @@ class MockRunner:
         requests: list[Request] = list(plan.requests)
         assert len({r.id for r in requests}) == len(requests)
         assert len({r.slot for r in requests}) == len(requests)
-        assert all(1 <= r.slot < settings.max_slots for r in requests)
+        assert all(1 <= self.slot_of(r) < settings.max_slots for r in requests)
         assert plan.prefill_tokens + len(plan.decode) * (plan.drafts + 1) <= settings.max_num_batched_tokens
-        self._owned = {r.slot: set(r.pages) for r in requests}
+        self._owned = {self.slot_of(r): set(r.pages) for r in requests}
         for request in requests:
             assert PADDING_PAGE not in request.pages
         for request in plan.decode:
             assert not (request.needs_readback and any(request in out.plan.requests for out in self._queue))
         pages = [page for r in requests for page in r.pages[r.published :]]
         assert len(set(pages)) == len(pages), "a page belongs to two requests"
+
+
+class MockRanks:
+    """As many of them as the settings have ranks, which run each step in one bucket: the least that holds what each does.
+
+    Attributes:
+        ranks: one `MockRunner` each.
+        others: see `MockRunner`; of all ranks together.
+    """
+
+    def __init__(self, settings: Settings, vocab: int):
+        self.settings = settings
+        self.ranks = [MockRunner(settings, vocab, rank) for rank in range(settings.data_parallel_size)]
+        self.buckets, self.num_pending, self.mask_shape = self.ranks[0].buckets, 0, self.ranks[0].mask_shape
+        self.split_ready: tuple[Bucket, ...] = ()
+        self.begun: StepPlan | None = None
+        self.plans: list[StepPlan] = []
+        self.on_dispatch: Callable[[StepPlan], None] = lambda _plan: None
+        self._plans: collections.deque[StepPlan] = collections.deque()
+
+    @property
+    def in_flight(self) -> int:
+        return self.ranks[0].in_flight
+
+    def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
+        numbers, own = np.divmod(slots, self.settings.max_slots)
+        for number, rank in enumerate(self.ranks):
+            rank.write_masks(own[numbers == number], words[numbers == number])
+
+    def dispatch(self, plan: StepPlan) -> None:
+        assert all(request.rank == number for number, part in enumerate(plan.parts) for request in part.requests)
+        self.on_dispatch(plan)
+        self.plans.append(plan)
+        self._plans.append(plan)
+        bucket = bucket_for(self.split_ready if plan.split else self.buckets, plan)
+        for rank, part in zip(self.ranks, plan.parts, strict=True):
+            rank.dispatch(part, bucket)
+        self.begun = plan if plan.split else None
+
+    def choose(self) -> None:
+        self.begun = None
+        for rank in self.ranks:
+            rank.choose()
+
+    def read(self) -> StepOutput:
+        plan, outputs = self._plans.popleft(), [rank.read() for rank in self.ranks]
+
+        def of_all(name: str) -> np.ndarray:
+            each = [np.split(getattr(output, name), [len(output.plan.prefill)]) for output in outputs]
+            return np.concatenate([rows for kind in zip(*each, strict=True) for rows in kind])
+
+        arrays = ("emitted", "verified", "accepted", "flags", "ids", "logprobs", "drafts", "top_ids", "top_logprobs")
+        return StepOutput(plan, outputs[0].bucket, **{name: of_all(name) for name in arrays})

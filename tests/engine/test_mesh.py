@@ -1,4 +1,4 @@
-"""Tensor parallelism: heads and experts of target and draft split over devices give the tokens of one device."""
+"""Heads and experts of target and draft split over devices, and requests split over ranks, give the tokens of one device."""
 
 import dataclasses
 import functools
@@ -66,8 +66,8 @@ GATHERED = re.compile(r"\[([\d,]+)\]\S* all-gather(?:-start)?\(")
 COLLECTIVE = re.compile(r" (all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all)(?:-start)?\(")
 
 
-def mesh_of(devices: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:devices]), (TENSOR_AXIS,))
+def mesh_of(devices: int, ranks: int = 1) -> Mesh:
+    return make_mesh(devices // ranks, ranks)
 
 
 def nextn(config: str | None = None) -> Draft:
@@ -116,17 +116,21 @@ class Case:
 
 
 MTP = Case(draft=nextn)
+SPLIT = Case(draft=nextn, sampler="full", split=True)
 
 
 class Steps:
-    """An engine's observer that counts steps with prompt chunks beside decode rows, and those in two parts."""
+    """An engine's observer that counts steps with prompt chunks beside decode rows, those in two parts, those with masks on
+    one rank alone, and those in which a rank is idle."""
 
     def __init__(self) -> None:
-        self.mixed = self.split = 0
+        self.mixed = self.split = self.masked_alone = self.idle = 0
 
     def __call__(self, step: StepOutput) -> None:
         self.mixed += bool(step.plan.prefill and step.plan.decode)
         self.split += step.plan.split
+        self.masked_alone += sum(any(r.constraint for r in part.requests) for part in step.plan.parts) == 1
+        self.idle += not all(part.requests for part in step.plan.parts)
 
 
 def requests_for(case: Case, vocab: int) -> list[Request]:
@@ -157,23 +161,25 @@ def requests_for(case: Case, vocab: int) -> list[Request]:
 
 def ids_and_logprobs(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[Any]], list[float]]:
     """Of all requests to their ends: by request the ids, and those of alternatives where they were asked for; and all
-    log-probabilities, in order: those of the ids, of alternatives and of prompts."""
+    log-probabilities, request by request: those of the ids, of alternatives and of prompts."""
     ids: dict[str, list[Any]] = {request.id: [] for request in requests}
-    logprobs: list[float] = []
+    logprobs: dict[str, list[float]] = {request.id: [] for request in requests}
     for request in requests:
         engine.add(request)
     while engine.has_work:
         for out in engine.step():
             others = [pair for pairs in out.new_alternatives for pair in pairs]
             ids[out.request_id] += [*out.new_ids, *(token for token, _ in others)]
-            logprobs += [*out.new_logprobs, *(value for _, value in others)]
-    return ids, logprobs + [score.logprob for request in requests for score in request.prompt_scores.values()]
+            logprobs[out.request_id] += [*out.new_logprobs, *(value for _, value in others)]
+    for request in requests:
+        logprobs[request.id] += [score.logprob for score in request.prompt_scores.values()]
+    return ids, [value for values in logprobs.values() for value in values]
 
 
 @cached
-def served(case: Case, devices: int) -> tuple[Runner, dict[str, list[Any]], list[float]]:
+def served(case: Case, devices: int, ranks: int = 1) -> tuple[Runner, dict[str, list[Any]], list[float]]:
     """`ids_and_logprobs` of a few requests on so many devices, and the runner."""
-    mesh = mesh_of(devices)
+    mesh = mesh_of(devices, ranks)
     model, draft = case.target(), case.draft() if case.draft else None
     for module in (model, *([draft] if draft else [])):
         cache_stored_as(module, case.cache)
@@ -181,7 +187,8 @@ def served(case: Case, devices: int) -> tuple[Runner, dict[str, list[Any]], list
     depth = 1 if case.split else SETTINGS.readout_depth
     options = {"num_speculative_tokens": k, "lookup": case.lookup, "readout_depth": depth}
     # With prefixes shared, kept states among them.
-    settings = dataclasses.replace(with_caches_of(model, SETTINGS), **options, prefix_caching=True)
+    options |= {"prefix_caching": True, "data_parallel_size": ranks}
+    settings = dataclasses.replace(with_caches_of(model, SETTINGS), **options)
     buckets = one_bucket(settings, case.sampler)
     split = tuple(b for b in bucket_table(settings) if not b.prefill_tokens)[-1:] if case.split else ()
     drafting = (draft, params_of(draft, 2, mesh)) if draft else None
@@ -195,6 +202,9 @@ def served(case: Case, devices: int) -> tuple[Runner, dict[str, list[Any]], list
     assert compiles.total == before
     assert steps.mixed
     assert bool(steps.split) == case.split
+    assert {request.rank for request in requests} == set(range(ranks))
+    assert ranks == 1 or steps.idle
+    assert ranks == 1 or bool(steps.masked_alone) == case.split
     return runner, ids, logprobs
 
 
@@ -224,25 +234,34 @@ CASES = {
     "llama, looked up beside eagle3": Case(
         "tiny-llama", functools.partial(eagle3, own=False), Lookup(1, 4, beside_model=True)
     ),
-    "mla, nextn, split steps": Case(draft=nextn, sampler="full", split=True),
+    "mla": Case(),
+    "mla, nextn, split steps": SPLIT,
     **{name: Case(name) for name in VARIANTS if name not in TWINS and "vocab_size" in CONFIGS[name]},
     **{f"mla in {scheme}": Case(scheme=scheme, draft=nextn) for scheme in SCHEMES},
 }
 
 
+# Mixtures of every kind, whose ranks share experts: also with biases, with a gate beside them, quantised, with kept states.
+OF_RANKS = ("mla", "mla, reduced nextn", "mla, looked up", "sparse mla, nextn", "gpt-oss", "qwen3.5-moe", "kimi-linear",
+            "mla in int4_g32")  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "devices"),
+    ("name", "devices", "ranks"),
     [
         *(
-            pytest.param(name, 2, marks=pytest.mark.slow if case is MTP else pytest.mark.full)
+            pytest.param(name, 2, 1, marks=pytest.mark.slow if case is MTP else pytest.mark.full)
             for name, case in CASES.items()
         ),
-        *(pytest.param(name, 4, marks=pytest.mark.full) for name in ("v3", "glm4-lite", "moonlight")),
+        *(pytest.param(name, 4, 1, marks=pytest.mark.full) for name in ("v3", "glm4-lite", "moonlight")),
+        pytest.param("mla, nextn, split steps", 2, 2, marks=pytest.mark.slow),
+        pytest.param("mla, nextn", 4, 2, marks=pytest.mark.full),
+        *(pytest.param(name, 2, 2, marks=pytest.mark.full) for name in OF_RANKS),
     ],
 )
-def test_several_devices_give_the_tokens_of_one(name, devices):
+def test_several_devices_give_the_tokens_of_one(name, devices, ranks):
     """Their logits are equal to rounding, and their draws have the same keys."""
-    (_, one, logprobs), (_, several, others) = (served(CASES[name], n) for n in (1, devices))
+    (_, one, logprobs), (_, several, others) = served(CASES[name], 1), served(CASES[name], devices, ranks)
     assert one == several
     # What is rounded otherwise may have another code in FP8.
     np.testing.assert_allclose(logprobs, others, atol=1e-3 if CASES[name].cache == "fp8" else 1e-4)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.config import Settings, pages_for
+from jaxspec.config import EngineConfig, Settings, pages_for, resolve
 from jaxspec.engine.buckets import bucket_table, choose_bucket, draft_choices, parts, split_table
 from jaxspec.engine.memory import MARGIN_BYTES, largest_buckets, measure_free_bytes
 from jaxspec.errors import ConfigError
@@ -120,3 +120,42 @@ def test_steps_that_do_not_fit_are_the_users_error(text, error):
 
     with pytest.raises(error, match=r"lower them or max_model_len|something else"):
         measure_free_bytes(make_runner, SETTINGS, PAGE_BYTES, [Device(1, 1)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, r"max_num_seqs \(--max-num-seqs\) must be at least 1"),
+        ({"max_model_len": 1024}, "over the model's own limit of 512"),
+        (
+            {"max_num_seqs": 16, "max_num_batched_tokens": 8},
+            r"max_num_batched_tokens .* 8 is under max_num_seqs .* 16",
+        ),
+        ({"num_gpu_blocks_override": 5}, r"max_model_len \(--max-model-len\) 512; lower it to at most 256"),
+        ({"num_gpu_blocks_override": 1}, "at least 2"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"dtype": "int4"}, r"dtype \(--dtype\) must be auto, bfloat16 or float32"),
+        ({"readout_depth": 4}, "between 0 and 3, got 4"),
+        ({"readout_depth": -1}, "between 0 and 3"),
+        ({"num_speculative_tokens": 8}, "between 0 and 7"),
+        ({"num_speculative_tokens": -1}, "between 0 and 7"),
+        ({"synthetic_acceptance_pattern": "each"}, "needs a length"),
+        ({"synthetic_acceptance_length": 2.0}, "needs speculation"),
+        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": 4.5}, "between 1 and 4 .* got 4.5"),
+        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": 0.9}, "between 1 and 4"),
+        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": float("nan")}, "between 1 and 4"),
+    ],
+)
+def test_options_that_cannot_work(options, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineConfig(**options), model_max_position=512, page_bytes=1000, free_bytes=10**6, on_gpu=False)
+
+
+def test_pool_is_sized_by_memory_and_capped_by_need():
+    options = EngineConfig(max_num_seqs=4)
+    sized = resolve(options, model_max_position=512, page_bytes=1000, free_bytes=20_000, on_gpu=False)
+    assert sized.num_pages == 20
+    with pytest.raises(ConfigError, match="the weights leave no memory"):
+        resolve(options, model_max_position=512, page_bytes=1000, free_bytes=-1, on_gpu=False)
+    capped = resolve(options, model_max_position=512, page_bytes=1000, free_bytes=10**9, on_gpu=False)
+    assert capped.num_pages == 4 * pages_for(512) + 1

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.config import EngineConfig, Settings, pages_for, resolve
+from jaxspec.config import EngineConfig, Settings
 from jaxspec.engine.buckets import split_table
 from jaxspec.engine.draft_control import FixedDrafts
 from jaxspec.engine.engine import Engine
@@ -20,9 +20,9 @@ from jaxspec.engine.pages import PADDING_PAGE, PageAllocator
 from jaxspec.engine.plan import pages_needed
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.scheduler import reserved_slots
-from jaxspec.errors import ConfigError, InvalidRequestError
+from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
-from tests.engine.mock_runner import MockRunner, next_token
+from tests.engine.mock_runner import MockRanks, MockRunner, next_token
 from tests.host_rules import Counting, StopAfter
 
 VOCAB, EOS = 300, 7
@@ -32,7 +32,8 @@ SETTINGS = Settings(
 
 
 def make_engine(settings: Settings = SETTINGS, **options) -> Engine:
-    return Engine(MockRunner(settings, VOCAB), vocab_size=VOCAB, **options)
+    mock = MockRunner if settings.data_parallel_size == 1 else MockRanks
+    return Engine(mock(settings, VOCAB), vocab_size=VOCAB, **options)
 
 
 def run(engine: Engine, requests, abort_at=None, arrivals=None):
@@ -118,18 +119,20 @@ class AnyDrafts(FixedDrafts):
 
 
 class Watch:
-    """Looks at the engine at every dispatch and after every step."""
+    """Looks at a rank of the engine at every dispatch and after every step."""
 
-    def __init__(self, engine: Engine):
-        self.engine, self.scheduler = engine, engine.scheduler
+    def __init__(self, engine: Engine, rank: int = 0):
+        self.engine, self.rank, self.scheduler = engine, rank, engine.ranks[rank]
         self.live: set[Request] = set()
         self.most_unread = 0
-        engine.runner.on_dispatch = self.planned
+        runner = engine.runner.ranks[rank] if isinstance(engine.runner, MockRanks) else engine.runner
+        runner.on_dispatch = self.planned
         cache = self.scheduler.cache
-        engine.runner.shared = lambda page: cache is not None and page in cache
+        runner.shared = lambda page: cache is not None and page in cache
 
     def planned(self, plan) -> None:
         """Decode first: beside a prompt every decoding request runs, but those that have to wait for their output."""
+        assert all(request.rank == self.rank for request in plan.requests)
         self.live |= set(plan.requests)
         self.most_unread = max(self.most_unread, self.engine.runner.in_flight)
         if not self.engine.settings.mixed:
@@ -159,7 +162,7 @@ class Watch:
         assert self.engine.runner.in_flight <= self.engine.settings.readout_depth
 
 
-def check_schedule(seed: int) -> collections.Counter:
+def check_schedule(seed: int, ranks: int) -> collections.Counter:
     """One schedule with options drawn from all there are; what happened in it."""
     rng = random.Random(seed)
     k = rng.choice([0, 1, 2, 3, 4, 7])
@@ -168,23 +171,25 @@ def check_schedule(seed: int) -> collections.Counter:
         SETTINGS, max_model_len=CONTEXT, page_size=PAGE, max_num_seqs=max_num_seqs, num_speculative_tokens=k,
         # From the least that a step may hold, and from one longest request to no shortage at all.
         max_num_batched_tokens=max_num_seqs * (k + 1) + rng.choice([0, 1, 7, 40]), num_pages=rng.choice([13, 14, 16, 20, 49]),
-        mixed=rng.random() < 0.7, readout_depth=rng.randint(0, 3), prefix_caching=rng.random() < 0.7,
+        mixed=rng.random() < 0.7 or ranks > 1, readout_depth=rng.randint(0, 3), prefix_caching=rng.random() < 0.7,
         adaptive_drafts=k > 0 and rng.random() < 0.6, on_gpu=rng.random() < 0.5,  # there the table has gaps
         state_snapshots=rng.choice([0, 0, 1, 3, 8]), state_interval=rng.choice([PAGE, 3 * PAGE, CONTEXT]),
+        data_parallel_size=ranks,
     )  # fmt: skip
     engine = make_engine(settings, eos_token_ids=(EOS,), control=AnyDrafts(seed))
     if rng.random() < 0.7:
         engine.runner.split_ready = split_table(settings)
-    watch = Watch(engine)
+    watches = [Watch(engine, rank) for rank in range(ranks)]
     step = engine.step
 
     def watched():
         outputs = step()
-        watch.stepped()
+        for watch in watches:
+            watch.stepped()
         return outputs
 
     engine.step = watched
-    requests = random_requests(rng, rng.randint(1, 9))
+    requests = random_requests(rng, rng.randint(1, 9 * ranks))
     arrivals = [rng.randint(0, 40) for _ in requests]
     aborts = {r.id: rng.randint(0, 60) for r in requests if rng.random() < 0.15}
     ids, ends = run(engine, requests, aborts, arrivals)
@@ -197,29 +202,37 @@ def check_schedule(seed: int) -> collections.Counter:
             assert request.tokens == [*request.prompt_ids, *want]
     stats = engine.stats()
     assert stats.kv_cache_usage == 0, "pages leaked"
-    assert engine.scheduler.num_free_slots == max_num_seqs
+    assert all(rank.num_free_slots == max_num_seqs for rank in engine.ranks)
     assert not any(r.taken_states for r in requests)
     assert not any((r.unread_steps, r.unread_least, r.unread_most) != (0, 0, 0) for r in requests)
     happened = collections.Counter(
         preempted=stats.num_preemptions, hits=stats.prefix_cache_hits,
-        late=watch.most_unread, aborted=sum(r is FinishReason.ABORT for r in ends.values()),
+        late=watches[0].most_unread, aborted=sum(r is FinishReason.ABORT for r in ends.values()),
     )  # fmt: skip
     happened["restored"] = sum(row.restored > 0 for plan in engine.runner.plans for row in plan.prefill)
     if not settings.mixed:
         happened["separate"] += 1
     happened["split"] += sum(plan.split for plan in engine.runner.plans)
     happened["changed k"] += sum(a.drafts != b.drafts for a, b in itertools.pairwise(engine.runner.plans))
+    for plan in engine.runner.plans:
+        kinds = {("prompts" if part.prefill else "rows" if part.decode else "idle") for part in plan.parts}
+        happened["idle"] += "idle" in kinds
+        happened["prompts beside rows of another rank"] += kinds >= {"prompts", "rows"}
     return happened
 
 
-def check_schedules(seeds) -> None:
-    total = sum((check_schedule(seed) for seed in seeds), collections.Counter())
+def check_schedules(seeds, ranks: int = 1) -> None:
+    total = sum((check_schedule(seed, ranks) for seed in seeds), collections.Counter())
     count = len(seeds)
+    if ranks > 1:
+        assert total["idle"] > count
+        assert total["prompts beside rows of another rank"] > count / 2
+    else:
+        assert total["separate"] > count / 5
     assert total["preempted"] > count / 5
     assert total["hits"] > count
     assert total["restored"] > count / 5
     assert total["late"] > count / 2
-    assert total["separate"] > count / 5
     assert total["aborted"] > count / 10
     assert total["changed k"] > count
     assert total["split"] > count
@@ -231,9 +244,15 @@ def test_random_schedules():
     check_schedules(range(500))
 
 
+def test_random_schedules_of_ranks():
+    """The same over two ranks, with a pool, slots and a prefix index each: each request stays on one of them."""
+    check_schedules(range(60), ranks=2)
+
+
 @pytest.mark.full
-def test_many_random_schedules():
-    check_schedules(range(1000, 11000))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_many_random_schedules(ranks):
+    check_schedules(range(1000, 11000 // ranks), ranks)
 
 
 def test_decode_claims_first_and_the_prompt_is_laid_out_first():
@@ -418,45 +437,6 @@ def test_requests_that_cannot_be_served():
     engine.abort("unknown")
     assert [out.finish_reason for out in engine.step()] == [FinishReason.ABORT]
     assert not engine.has_work
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_num_seqs": 0}, r"max_num_seqs \(--max-num-seqs\) must be at least 1"),
-        ({"max_model_len": 1024}, "over the model's own limit of 512"),
-        (
-            {"max_num_seqs": 16, "max_num_batched_tokens": 8},
-            r"max_num_batched_tokens .* 8 is under max_num_seqs .* 16",
-        ),
-        ({"num_gpu_blocks_override": 5}, r"max_model_len \(--max-model-len\) 512; lower it to at most 256"),
-        ({"num_gpu_blocks_override": 1}, "at least 2"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"dtype": "int4"}, r"dtype \(--dtype\) must be auto, bfloat16 or float32"),
-        ({"readout_depth": 4}, "between 0 and 3, got 4"),
-        ({"readout_depth": -1}, "between 0 and 3"),
-        ({"num_speculative_tokens": 8}, "between 0 and 7"),
-        ({"num_speculative_tokens": -1}, "between 0 and 7"),
-        ({"synthetic_acceptance_pattern": "each"}, "needs a length"),
-        ({"synthetic_acceptance_length": 2.0}, "needs speculation"),
-        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": 4.5}, "between 1 and 4 .* got 4.5"),
-        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": 0.9}, "between 1 and 4"),
-        ({"num_speculative_tokens": 3, "synthetic_acceptance_length": float("nan")}, "between 1 and 4"),
-    ],
-)
-def test_options_that_cannot_work(options, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve(EngineConfig(**options), model_max_position=512, page_bytes=1000, free_bytes=10**6, on_gpu=False)
-
-
-def test_pool_is_sized_by_memory_and_capped_by_need():
-    options = EngineConfig(max_num_seqs=4)
-    sized = resolve(options, model_max_position=512, page_bytes=1000, free_bytes=20_000, on_gpu=False)
-    assert sized.num_pages == 20
-    with pytest.raises(ConfigError, match="the weights leave no memory"):
-        resolve(options, model_max_position=512, page_bytes=1000, free_bytes=-1, on_gpu=False)
-    capped = resolve(options, model_max_position=512, page_bytes=1000, free_bytes=10**9, on_gpu=False)
-    assert capped.num_pages == 4 * pages_for(512) + 1
 
 
 def test_first_stop_wins():
