@@ -93,8 +93,7 @@ class EngineConfig:
         None, "ngram and suffix: how many of the last tokens are compared with earlier text (default: 4 and 24)"
     )
     prompt_lookup_min: int | None = _option(
-        None,
-        "ngram and suffix: how many of them must be equal there (default: 2 and 1; beside a draft model 3)",
+        None, "ngram and suffix: how many of them must be equal there (default: 2 and 1; beside a draft model 3)"
     )
     adaptive_speculation: bool = _option(
         False, "choose the tokens drafted in each step, none to num_speculative_tokens, by load and acceptance"
@@ -126,6 +125,10 @@ class EngineConfig:
         "kernels of routed experts and quantised MLPs: mosaic (Hopper, bfloat16), reference (plain XLA), or auto",
     )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
+    data_parallel_size: int = _option(
+        1, "ranks of tensor_parallel_size devices over which requests are split, with enable_expert_parallel"
+    )
+    enable_expert_parallel: bool = _option(False, "split routed experts over all ranks (within one they always are)")
     compilation_cache_dir: str | None = _option(
         None,
         "folder for compiled steps (default: executables in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: keep none)",
@@ -135,7 +138,7 @@ class EngineConfig:
     def __post_init__(self):
         for option, (least, most) in _WHOLE_NUMBERS.items():
             self._check_whole(option, least, most)
-        for option in ("enable_mixed_batch", "enable_prefix_caching", "adaptive_speculation"):
+        for option in ("enable_mixed_batch", "enable_prefix_caching", "adaptive_speculation", "enable_expert_parallel"):
             if (value := getattr(self, option)) is not None and not isinstance(value, bool):
                 raise ConfigError(f"{flagged(option)} must be True or False, got {shown(value)}")
         for option in ("log_steps", "speculative_model", "speculative_token_map", "compilation_cache_dir"):
@@ -267,6 +270,7 @@ _WHOLE_NUMBERS = {
     "prompt_lookup_max": (1, MAX_LOOKUP),
     "prompt_lookup_min": (1, MAX_LOOKUP),
     "tensor_parallel_size": (1, 2**16),
+    "data_parallel_size": (1, 2**16),
     "seed": (-(2**63), 2**64 - 1),
 }
 _CHOICES = {
@@ -418,6 +422,7 @@ def resolve(
         prefix_caching=prefix_caching,
         state_snapshots=(config.state_snapshots or max_num_seqs) if prefix_caching and not paged else 0,
         state_interval=config.state_interval or DEFAULT_STATE_INTERVAL,
+        data_parallel_size=config.data_parallel_size,
         on_gpu=on_gpu,
         attention_backend=config.attention_backend,
         moe_backend=config.moe_backend,

@@ -1,6 +1,6 @@
 """Prometheus metrics: vLLM's names after our own prefix, so that its dashboards work (`--metrics-prefix vllm`)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -197,13 +197,15 @@ class Metrics(Collector):
         if self.snapshot is None:
             return
         stats = self.snapshot.stats
-        for name, text, value in (
-            ("num_requests_running", "Requests with KV pages", stats.num_running),
-            ("num_requests_waiting", "Requests without KV pages", stats.num_waiting),
-            ("buckets_pending", "Steps that are still compiled while larger ones serve", stats.buckets_pending),
-            ("kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1", stats.kv_cache_usage),
+        ranks = stats.ranks or (stats,)
+        for name, text, values in (
+            ("num_requests_running", "Requests with KV pages", [rank.num_running for rank in ranks]),
+            ("num_requests_waiting", "Requests without KV pages", [rank.num_waiting for rank in ranks]),
+            ("kv_cache_usage_perc", "Part of the KV pages in use, 0 to 1", [rank.kv_cache_usage for rank in ranks]),
         ):
-            yield self._gauge(name, text, {"": value})
+            yield self._by_rank(name, text, values)
+        pending = {"": stats.buckets_pending}
+        yield self._gauge("buckets_pending", "Steps that are still compiled while larger ones serve", pending)
         # All wait for pages or rows: nothing else can hold a request back.
         waiting = {"capacity": stats.num_waiting, "deferred": 0}
         yield self._gauge("num_requests_waiting_by_reason", "Requests without KV pages, by reason", waiting, "reason")
@@ -239,6 +241,13 @@ class Metrics(Collector):
                 "Drafts are accepted at random to this mean length: the text is worthless",
                 {"": self.snapshot.synthetic_acceptance_length},
             )
+
+    def _by_rank(self, name: str, text: str, values: Sequence[float]) -> Metric:
+        """A value of each rank, whose number is the label `engine`, as vLLM has it."""
+        gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(self._labels))
+        for rank, value in enumerate(values):
+            gauge.add_metric(list((self._labels | {"engine": str(rank)}).values()), value)
+        return gauge
 
     def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
         """One value, or one for each value of `label`."""

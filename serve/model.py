@@ -103,8 +103,8 @@ def load_model(
 
 
 def cache_config(settings: "Settings", config: "EngineConfig") -> dict[str, str]:
-    """The KV pages by vLLM's names. The page for padding is not counted: pages times their size is what requests have."""
-    pages = settings.num_pages - 1
+    """The KV pages of all ranks by vLLM's names, those for padding left out: pages times their size is what requests have."""
+    pages = settings.data_parallel_size * (settings.num_pages - 1)
     tokens = pages * settings.page_size
     return {
         "block_size": str(settings.page_size),

@@ -264,21 +264,26 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag("--tensor-parallel-size -tp", BOTH, Same(), "1"),
     _flag("--tp --tp-size", SGLANG, Alias("--tensor-parallel-size"), "1"),
     _flag("--pipeline-parallel-size -pp --pp-size --pp", BOTH, Refused("use --tensor-parallel-size", ("1",)), "2"),
-    _flag("--data-parallel-size -dp --dp-size --dp", BOTH, Refused(_ONE_HOST, ("1",)), "2"),
-    _flag(
-        "--enable-expert-parallel -ep", VLLM, Ignored("experts are split over the devices of --tensor-parallel-size")
-    ),
+    _flag("--data-parallel-size -dp", BOTH, Same("of mixtures of experts, with --enable-expert-parallel"), "2"),
+    _flag("--dp --dp-size", SGLANG, Alias("--data-parallel-size"), "2"),
+    _flag("--enable-expert-parallel -ep", VLLM, Same("without --data-parallel-size experts are split in any case")),
     _flag(
         "--expert-parallel-size --ep-size --ep",
         SGLANG,
-        Ignored("experts are split over the devices of --tensor-parallel-size"),
+        Ignored("experts are split over all devices"),
         "8",
     ),
     _flag(
         "--decode-context-parallel-size -dcp --dcp-size", BOTH, Refused("every device keeps all KV pages", ("1",)), "2"
     ),
     _flag("--enable-eplb", BOTH, Ignored("experts are split evenly and stay where they are")),
-    _flag("--enable-dp-attention", SGLANG, Refused("every device keeps all KV pages; leave it out")),
+    _flag(
+        "--enable-dp-attention",
+        SGLANG,
+        Refused(
+            "use --enable-expert-parallel with --data-parallel-size, the devices of a rank being --tensor-parallel-size"
+        ),
+    ),
     _flag("--nnodes --node-rank", BOTH, Same(), "1"),
     _flag("--dist-init-addr", SGLANG, Alias("--coordinator"), "10.0.0.1:5000"),
     _flag("--master-addr", VLLM, Collected("master_addr", "`--coordinator`, with `--master-port`"), "10.0.0.1"),

@@ -45,13 +45,14 @@ from jaxspec.models.gqa import spread_heads
 from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import (
+    DATA_AXIS,
     TENSOR_AXIS,
     count_parameters,
+    declarations,
+    device_bytes,
     dotted,
     kernel_obstacles,
-    parameter_bytes,
     schemes_of,
-    with_shardings,
 )
 from jaxspec.progress import Progress
 from pallas_kernels.backend import Backends, UnsupportedError, hopper_unsupported_reason, use
@@ -109,6 +110,8 @@ def _build(
 ) -> "tuple[_Plan, Runner]":
     plan = _plan(folder, config)
     settings = plan.settings(plan.free_bytes())
+    if probe and settings.data_parallel_size > 1:
+        raise ConfigError(f"a probe sees one rank: leave {flagged('data_parallel_size')} out")
     if probe and settings.prefix_caching:
         raise ConfigError(f"a probe sees every token of every prompt: switch {flagged('enable_prefix_caching')} off")
     started = time.monotonic()
@@ -144,7 +147,7 @@ class _Plan:
     """What is known before the weights are read.
 
     Attributes:
-        parameters: of the model and its draft; `stored_bytes`: that they take in all.
+        parameters: of the model and its draft; `weight_bytes`: that they take on each device.
         context: tokens at which contexts end.
         caches: of all layers, the draft's included, and of the text where drafts are looked up.
         files: where compiled steps are kept.
@@ -159,7 +162,7 @@ class _Plan:
     context: int
     draft: DraftPlan | None
     parameters: int
-    stored_bytes: int
+    weight_bytes: int
     caches: tuple[CacheSpec, ...]
     files: FileStore | None
 
@@ -167,11 +170,6 @@ class _Plan:
     def page_bytes(self) -> int:
         """Of one KV page over all layers, on one device."""
         return page_bytes(self.caches, PAGE_SIZE, self.mesh.shape)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of the weights on one device, if all were split evenly."""
-        return self.stored_bytes // self.config.tensor_parallel_size
 
     def free_bytes(self) -> int:
         """An estimate of what KV pages may take on one device; on a GPU, steps are measured later."""
@@ -193,8 +191,8 @@ class _Plan:
 
 
 def _plan(folder: Path, config: EngineConfig) -> _Plan:
-    tp = config.tensor_parallel_size
-    mesh = make_mesh(tp)
+    tp, dp = config.tensor_parallel_size, config.data_parallel_size
+    mesh = make_mesh(tp, dp)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     several = mesh.is_multi_process
     if several and on_gpu and config.num_gpu_blocks_override is None:
@@ -211,14 +209,16 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
     draft = plan_draft(config, checkpoint, model_config, dtype, context=context)
     model = declare_target(checkpoint, dtype, context=context)
     modules: tuple[Any, ...] = (model, *([draft.model] if draft else []))
+    if dp > 1:
+        check_ranks(model, config)
     parameters = sum(map(count_parameters, modules))  # as the checkpoints have them
     for module in modules:
         spread_heads(module, tp)
-        with_shardings(module, mesh)  # refuses what the mesh cannot split
+    weight_bytes = sum(device_bytes(module, mesh) for module in modules)  # refuses what the mesh cannot split
     if on_gpu:
         check_kernels(folder, modules, dtype, config)
         check_recurrent_kernels(model, config)
-        if tp > 1:
+        if mesh.size > 1:
             check_split_kernels(model_config, config, dtype)
     for module in modules:
         cache_stored_as(module, config.kv_cache_dtype)
@@ -236,12 +236,35 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         context=context,
         draft=draft,
         parameters=parameters,
-        stored_bytes=sum(map(parameter_bytes, modules)),
+        weight_bytes=weight_bytes,
         caches=model.cache_specs()
         + ((draft.model.cache_spec,) if draft else ())
         + ((HISTORY,) if config.lookup else ()),
         files=None if several else open_store(config.compilation_cache_dir),
     )
+
+
+def check_ranks(model: nnx.Module, config: EngineConfig) -> None:
+    """Refuses ranks that would share nothing, or no steps: experts and steps are all that ranks have in common.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    ranks = f"{flagged('data_parallel_size')} {config.data_parallel_size}"
+    if not any("experts" in variable.get_metadata()["axes"] for variable in declarations(model).values()):
+        raise ConfigError(
+            f"{ranks} is for mixtures of experts, and this model has none that ranks could share: run as many servers and "
+            f"balance over them (docs/hosts.md), or use {flagged('tensor_parallel_size')}"
+        )
+    if not config.enable_expert_parallel:
+        raise ConfigError(
+            f"{ranks} needs {flagged('enable_expert_parallel')}: add it, and ranks share the experts; or run as many servers "
+            "and balance over them (docs/hosts.md)"
+        )
+    if not config.enable_mixed_batch:
+        raise ConfigError(
+            f"{flagged('enable_mixed_batch')} must be on with {ranks}: where one rank prefills, others decode in the same step"
+        )
 
 
 def check_kernels(folder: Path, modules: Collection[Any], dtype: Any, config: EngineConfig) -> None:
@@ -255,9 +278,10 @@ def check_kernels(folder: Path, modules: Collection[Any], dtype: Any, config: En
     """
     if config.moe_backend == "reference":
         return
+    sizes = {DATA_AXIS: config.data_parallel_size, TENSOR_AXIS: config.tensor_parallel_size}
     for module in modules:
         schemes = schemes_of(module)
-        for path, reason in kernel_obstacles(module, dtype, {TENSOR_AXIS: config.tensor_parallel_size}).items():
+        for path, reason in kernel_obstacles(module, dtype, sizes).items():
             names = sorted({str(scheme) for at, scheme in schemes.items() if dotted(at[:-1]) == path})
             raise ConfigError(
                 f"weights of {folder} are quantised ({path}: {', '.join(names)}), for which there are no kernels here: "
@@ -333,7 +357,7 @@ def check_fp8_kernels(models: Iterable[nnx.Module], dtype: str, backends: Backen
 
 def _log_pool(plan: _Plan, settings: Settings) -> None:
     """In vLLM's words, which people and their tools look for."""
-    tokens = (settings.num_pages - 1) * settings.page_size
+    tokens = settings.data_parallel_size * (settings.num_pages - 1) * settings.page_size
     logger.info("Available KV cache memory: %.2f GiB", settings.num_pages * plan.page_bytes / 2**30)
     logger.info("%s KV cache size: %s tokens", "GPU" if plan.on_gpu else "CPU", f"{tokens:,}")
     length = settings.max_model_len
@@ -349,8 +373,10 @@ def _log_pool(plan: _Plan, settings: Settings) -> None:
 
 def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
     settings, device = runner.settings, plan.mesh.devices.flat[0]
-    tokens = (settings.num_pages - 1) * settings.page_size
+    ranks, tokens = settings.data_parallel_size, (settings.num_pages - 1) * settings.page_size
     pool = f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * plan.page_bytes / 2**20:.0f} MiB"
+    if ranks > 1:
+        pool += f", on each of {ranks} ranks"
     most = f"{'up to ' * settings.adaptive_drafts}{settings.num_speculative_tokens} tokens a step"
     names = [*([_lookup_words(settings.lookup)] if settings.lookup else []), *([plan.draft.name] if plan.draft else [])]
     drafts = f"{', else '.join(names)}, {most}" if names else "off"
@@ -375,7 +401,7 @@ def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
         "Context length": settings.max_model_len,
         "KV cache bytes per token": plan.page_bytes // PAGE_SIZE,
         "KV cache": pool,
-        "Maximum concurrency": f"{tokens / settings.max_model_len:.2f}x at {settings.max_model_len} tokens a request",
+        "Maximum concurrency": f"{ranks * tokens / settings.max_model_len:.2f}x at {settings.max_model_len} tokens a request",
         "Buckets": "; ".join(bucket.words for bucket in runner.executables),
     }
 

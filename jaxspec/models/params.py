@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ConfigError
 from pallas_kernels.quant.schemes import VALUES, Scheme
@@ -166,7 +166,7 @@ def of_ranks(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(DATA_AXIS) if DATA_AXIS in mesh.axis_names else PartitionSpec())
 
 
-def num_ranks(mesh: Mesh) -> int:
+def num_ranks(mesh: Mesh | AbstractMesh) -> int:
     """How many ranks, with requests of their own, a mesh has."""
     return mesh.shape.get(DATA_AXIS, 1)
 
@@ -361,9 +361,3 @@ def device_bytes(model: nnx.Module, mesh: Mesh) -> int:
     """Of the parameters on each device of `mesh`. Raises as `with_shardings` does."""
     shapes: Any = with_shardings(model, mesh).values()
     return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in shapes)
-
-
-def parameter_bytes(model: Any) -> int:
-    """On a device that holds all of the model."""
-    values = [v.get_value() for v in declarations(model).values()]
-    return sum(math.prod(value.shape) * value.dtype.itemsize for value in values)

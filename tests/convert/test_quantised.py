@@ -32,7 +32,7 @@ from jaxspec.models.params import (
     TENSOR_AXIS,
     count_parameters,
     declarations,
-    parameter_bytes,
+    device_bytes,
     quantised,
     schemes_of,
     with_shardings,
@@ -260,7 +260,8 @@ def test_bytes_of_packed_weights(kind: str, saved: float, each_scale: int, sourc
         sum(v.get_value().size for v in declarations(got).values() if v.get_metadata()["init"] == array)
         for array in ("codes", "scale")
     )
-    assert parameter_bytes(want) - parameter_bytes(got) == saved * codes - each_scale * scales
+    one: Any = jax.sharding.AbstractMesh((1,), (TENSOR_AXIS,))
+    assert device_bytes(want, one) - device_bytes(got, one) == saved * codes - each_scale * scales
     converted = convert_checkpoint(stored, tmp_path / "converted")
     manifest = read_manifest(converted)
     assert manifest.parameters == count_parameters(want)

@@ -232,6 +232,7 @@ class MockEngine:
     def stats(self) -> SimpleNamespace:
         running = min(len(self._requests), self._max_running)
         return SimpleNamespace(
+            ranks=(),
             num_running=running,
             num_waiting=len(self._requests) - running,
             kv_cache_usage=running / self._max_running,

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec.config import EngineConfig, Settings
 from jaxspec.engine.acceptance import Acceptance
-from jaxspec.engine.engine import EngineStats
+from jaxspec.engine.engine import EngineStats, RankStats
 from serve.metrics import EngineSnapshot, Metrics
 from serve.model import cache_config
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
@@ -108,6 +108,21 @@ def test_a_step_is_observed_once():
     text = metrics.render().decode()
     assert 'jaxspec:iteration_tokens_total_sum{engine="0",model_name="m"} 69.0' in text
     assert 'jaxspec:iteration_tokens_total_count{engine="0",model_name="m"} 2.0' in text
+
+
+def test_ranks_have_gauges_of_their_own():
+    """Under the label that vLLM has for them; their sums are the engine's."""
+    metrics = Metrics("m")
+    ranks = (RankStats(3, 1, 0.25), RankStats(4, 0, 0.75))
+    metrics.publish(EngineSnapshot(EngineStats(7, 1, 0.5, 0, 0, 0, ranks=ranks), 0, 0))
+    text = metrics.render().decode()
+    for name, values in (
+        ("num_requests_running", (3, 4)),
+        ("num_requests_waiting", (1, 0)),
+        ("kv_cache_usage_perc", (0.25, 0.75)),
+    ):
+        found = re.findall(rf'jaxspec:{name}{{engine="(\d)",model_name="m"}} (\S+)', text)
+        assert found == [(str(rank), str(float(value))) for rank, value in enumerate(values)]
 
 
 def test_a_client_that_leaves_is_an_abort(start_server):
