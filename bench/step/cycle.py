@@ -231,7 +231,9 @@ def row_figures(
 def run(arguments: argparse.Namespace) -> int:
     gpu = jax.devices()[0].platform == "gpu"
     dtype = resolve_dtype(EngineConfig(), on_gpu=gpu)
-    able = drafts_for(SHAPES[arguments.model])
+    able = drafts_for(models.random_config(arguments.model))
+    if not able:
+        raise ConfigError(f"--model {arguments.model}: no sizes of a draft are known for it")
     arguments.drafts = arguments.drafts or able
     if unable := [kind for kind in arguments.drafts if kind not in able]:
         raise ConfigError(f"--drafts {unable[0]}: {arguments.model} may have {', '.join(able)}")

@@ -11,16 +11,27 @@ from jaxspec.models.draft import Draft
 from jaxspec.models.eagle3 import Eagle3, capture_layers, read_eagle3_config
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import random_params
+from jaxspec.models.registry import read_config
 
 DRAFTS = ("mtp", "eagle3-llama", "eagle3-mla")
 # Published Llama drafts propose this many of the target's tokens, with heads of this size.
 REDUCED_VOCAB, HEAD_DIM = 32000, 128
 
 
+# What a head has like its target.
+_SHARED = (
+    "hidden_size", "vocab_size", "intermediate_size", "rms_norm_eps", "rope_theta", "max_position_embeddings",
+)  # fmt: skip
+
+
 def drafts_for(hf: dict[str, Any]) -> list[str]:
-    """Those of DRAFTS that a target of this config.json may have: its own layer, or its attention in a head, if it has any."""
-    needs = {"mtp": "num_nextn_predict_layers", "eagle3-mla": "kv_lora_rank"}
-    return [kind for kind in DRAFTS if kind not in needs or hf.get(needs[kind])]
+    """Those of DRAFTS that a target of this config.json may have: its own layer, and heads like its dense layers, with its
+    attention too if that is MLA. A target without dense layers, or that rotates nothing, has none whose sizes are known."""
+    heads = all(key in hf for key in _SHARED)
+    able = {
+        "mtp": bool(read_config(hf).nextn_layers), "eagle3-llama": heads, "eagle3-mla": heads and "kv_lora_rank" in hf,
+    }  # fmt: skip
+    return [kind for kind in DRAFTS if able[kind]]
 
 
 def declare_draft(kind: str, hf: dict[str, Any], target: CausalLM, dtype: np.dtype) -> Draft:
@@ -33,8 +44,7 @@ def declare_draft(kind: str, hf: dict[str, Any], target: CausalLM, dtype: np.dty
     if kind == "mtp":
         return NextN(target.config, dtype)
     hidden, vocab, layers = hf["hidden_size"], hf["vocab_size"], target.config.num_layers
-    common = {key: hf[key] for key in ("hidden_size", "vocab_size", "intermediate_size", "rms_norm_eps", "rope_theta")}
-    common |= {"num_hidden_layers": 1, "max_position_embeddings": hf["max_position_embeddings"]}
+    common = {key: hf[key] for key in _SHARED} | {"num_hidden_layers": 1}
     if kind == "eagle3-llama":
         head_dim = min(HEAD_DIM, hidden // 4)
         keys = hidden // (4 * head_dim)
