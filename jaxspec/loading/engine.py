@@ -43,7 +43,6 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.delta_net import decode_obstacle
 from jaxspec.models.gqa import spread_heads
 from jaxspec.models.mla import fp8_without_kernels
-from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import (
     DATA_AXIS,
     TENSOR_AXIS,
@@ -219,7 +218,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         check_kernels(folder, modules, dtype, config)
         check_recurrent_kernels(model, config)
         if mesh.size > 1:
-            check_split_kernels(model_config, config, dtype)
+            check_split_kernels(modules, config, dtype)
     for module in modules:
         cache_stored_as(module, config.kv_cache_dtype)
     if config.kv_cache_dtype == "fp8":
@@ -251,7 +250,7 @@ def check_ranks(model: nnx.Module, config: EngineConfig) -> None:
         ConfigError: naming the way out.
     """
     ranks = f"{flagged('data_parallel_size')} {config.data_parallel_size}"
-    if not any("experts" in variable.get_metadata()["axes"] for variable in declarations(model).values()):
+    if not _has_experts(model):
         raise ConfigError(
             f"{ranks} is for mixtures of experts, and this model has none that ranks could share: run as many servers and "
             f"balance over them (docs/hosts.md), or use {flagged('tensor_parallel_size')}"
@@ -290,7 +289,11 @@ def check_kernels(folder: Path, modules: Collection[Any], dtype: Any, config: En
             )
 
 
-def check_split_kernels(model: ModelConfig, config: EngineConfig, dtype: str) -> None:
+def _has_experts(model: nnx.Module) -> bool:
+    return any("experts" in variable.get_metadata()["axes"] for variable in declarations(model).values())
+
+
+def check_split_kernels(modules: Iterable[nnx.Module], config: EngineConfig, dtype: str) -> None:
     """Refuses several GPUs that would run on plain XLA unasked, before the weights are read. What only sizes decide is refused
     when the first step is traced (`Backends.needs_kernels`).
 
@@ -298,7 +301,7 @@ def check_split_kernels(model: ModelConfig, config: EngineConfig, dtype: str) ->
         ConfigError: naming the way out.
     """
     chosen = {"attention_backend": config.attention_backend}
-    if any(isinstance(layer.mlp, MoESpec) for layer in model.layers):
+    if any(map(_has_experts, modules)):
         chosen["moe_backend"] = config.moe_backend
     unasked = [option for option, backend in chosen.items() if backend != "reference"]
     if unasked and (reason := hopper_unsupported_reason(np_dtype(dtype))):

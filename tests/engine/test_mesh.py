@@ -442,16 +442,19 @@ def test_mesh_follows_device_order():
 
 def test_several_gpus_run_on_kernels_or_are_refused():
     """Here no device has kernels, so whatever is not asked for as plain XLA is named."""
-    mixture, dense = (read_config(CONFIGS[name]) for name in ("v3", "qwen3"))
+    mixture, gated, dense = (
+        CausalLM(read_config(CONFIGS[name]), jnp.bfloat16) for name in ("v3", "qwen3.5-moe", "qwen3")
+    )
     for model, options, named in (
+        (gated, {"attention_backend": "reference"}, r"reference for moe_backend \(--moe-backend\), or"),
         (mixture, {}, r"attention_backend \(--.*\) and moe_backend \(--moe-backend\)"),
         (mixture, {"attention_backend": "reference"}, r"reference for moe_backend \(--moe-backend\), or"),
         (dense, {}, r"reference for attention_backend \(--attention-backend\), or"),
     ):
         with pytest.raises(ConfigError, match=r"plain XLA: .* needs an NVIDIA GPU.*" + named):
-            check_split_kernels(model, EngineConfig(**options), "bfloat16")
-    check_split_kernels(dense, EngineConfig(attention_backend="reference"), "bfloat16")
-    check_split_kernels(mixture, EngineConfig(attention_backend="reference", moe_backend="reference"), "bfloat16")
+            check_split_kernels([model], EngineConfig(**options), "bfloat16")
+    check_split_kernels([dense], EngineConfig(attention_backend="reference"), "bfloat16")
+    check_split_kernels([mixture], EngineConfig(attention_backend="reference", moe_backend="reference"), "bfloat16")
 
 
 @pytest.mark.parametrize(
