@@ -134,7 +134,12 @@ def test_engine_flags_are_the_fields_of_the_config():
     add_engine_flags(parser)
     flags = {flag[2:].replace("-", "_") for flag in parser.flags()}
     switches = {f.name for f in fields(EngineConfig) if f.type in (bool, bool | None)}
-    assert switches == {"adaptive_speculation", "enable_mixed_batch", "enable_prefix_caching"}
+    assert switches == {
+        "adaptive_speculation",
+        "enable_expert_parallel",
+        "enable_mixed_batch",
+        "enable_prefix_caching",
+    }
     options = {f.name for f in fields(EngineConfig)} | {f"no_{name}" for name in switches}
     assert flags - {"help", "speculative_config"} == options
     off, _ = engine_config(parse(*cli.parsers([]), ["serve", "--no-enable-mixed-batch", "--readout-depth", "2"]))
