@@ -4,6 +4,7 @@ Towards the engine: commands, run between two steps. Back to the event loop: one
 """
 
 import asyncio
+import contextlib
 import enum
 import logging
 import queue
@@ -30,7 +31,8 @@ logger = logging.getLogger("jaxspec.serve")
 MAX_UNREAD_BYTES = 16 * 2**20
 MAX_ALL_UNREAD_BYTES = 256 * 2**20
 _UNREAD_CHECK_SECONDS = 1.0
-# How often an engine without work looks for steps that have been compiled since its start.
+# An engine that has had no work for so long looks after steps that have been compiled since its start, and again after as
+# long: not between two requests of a client that sends one after the other.
 _PREPARE_SECONDS = 0.1
 
 
@@ -255,12 +257,12 @@ class EngineThread:
 
     def _serve(self) -> None:
         assert self.model is not None
-        engine = self.model.engine
+        engine, preparing = self.model.engine, True
         while not self._stopping:
             if engine.has_work:
                 self._run_commands(0)
-            else:
-                self._run_commands(_PREPARE_SECONDS if engine.prepare() else None)
+            elif not self._run_commands(_PREPARE_SECONDS if preparing else None):
+                preparing = engine.prepare()
             if not engine.has_work:
                 self._publish()
                 continue
@@ -277,14 +279,19 @@ class EngineThread:
             if delivered:
                 self._call(self._deliver, delivered)
 
-    def _run_commands(self, seconds: float | None) -> None:
-        """Runs what waits, after waiting up to so long for the first command; None: as long as it takes."""
-        try:
+    def _run_commands(self, seconds: float | None) -> bool:
+        """Runs what waits, after waiting up to so long for the first command; None: as long as it takes.
+
+        Returns:
+            Whether there was any.
+        """
+        found = False
+        with contextlib.suppress(queue.Empty):
             self._commands.get(block=seconds != 0, timeout=seconds)()
+            found = True
             while True:
                 self._commands.get_nowait()()
-        except queue.Empty:
-            pass
+        return found
 
     def _add(self, generation: Generation, accepted: asyncio.Future[None]) -> None:
         """Adds all requests or none. A request that trips over a bug in validation fails alone."""

@@ -1,15 +1,21 @@
 """What steps cost on this device, measured by running every bucket with rows that are as busy as requests'.
 
-Padding rows reach no expert and read one page, so steps of padding alone would make windows look free.
+Padding rows reach no expert and read one page, so steps of padding alone would make windows look free. What was measured is
+kept beside the bucket's executable, under the same kind of key, so that a later start need not measure it again.
 """
 
 import logging
+import sys
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
+from jaxspec.config import Settings
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.costs import StepCosts
+from jaxspec.engine.pages import PADDING_PAGE
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS, PARAMS_F, PARAMS_I, STOP_IDS
 
@@ -17,26 +23,62 @@ from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS, PARAMS_F, PARAMS_I, STOP_I
 STEPS, ROUNDS = 3, 2
 # Tokens that decode rows begin with.
 CONTEXT = 32
+# Of each rank, the pages that may be written to.
+Pages = Sequence[Sequence[int]]
 logger = logging.getLogger(__name__)
 
 
-def measure_costs(runner: Runner, vocab_size: int) -> StepCosts:
-    """Runs every bucket of a runner that has been warmed up and serves no request yet, which then knows what each costs.
+class Calibration:
+    """What a runner's steps cost: what earlier starts have kept, and what is measured since, as buckets come.
 
-    KV pages hold other finite values afterwards; the rest of the state that decides what a row does is as before.
+    Args:
+        runner: what is known is also told to it, so that plans run in the cheapest bucket.
     """
-    before = {name: np.array(getattr(runner.state, name)) for name in _busy(runner, vocab_size)}
-    seconds = {}
-    for bucket in runner.buckets:
-        for rows in numbers_of_rows(bucket):
-            runner.put(**_busy(runner, vocab_size))
-            seconds[bucket, rows] = _seconds(runner, bucket, rows, vocab_size)
-    runner.put(**before)
-    runner.bucket_seconds = {bucket: seconds[bucket, bucket.decode_rows] for bucket in runner.buckets}
-    costs = StepCosts(seconds)
-    text = "; ".join(f"{bucket}, {rows} rows: {1e3 * value:.2f} ms" for (bucket, rows), value in seconds.items())
-    logger.info("measured what steps cost: %s", text)
-    return costs
+
+    def __init__(self, runner: Runner, vocab_size: int):
+        self._runner, self._vocab_size = runner, vocab_size
+        self._seconds: defaultdict[Bucket, dict[int, float]] = defaultdict(dict)  # by number of busy rows
+        for bucket in runner.buckets:
+            names = {str(rows): rows for rows in numbers_of_rows(bucket)}
+            kept = runner.store.load_record(runner.key("costs", bucket), names) or {}
+            self._seconds[bucket] = {names[name]: seconds for name, seconds in kept.items()}
+        if known := sum(map(self._is_known, runner.buckets)):
+            logger.info("what %d of %d steps cost was measured by an earlier start", known, len(runner.buckets))
+
+    def _is_known(self, bucket: Bucket) -> bool:
+        return len(self._seconds[bucket]) == len(numbers_of_rows(bucket))
+
+    @property
+    def unknown(self) -> list[tuple[Bucket, int]]:
+        """The buckets that can run, and how many of their rows have yet to be busy while they are measured."""
+        ready = self._runner.ready
+        return [(b, rows) for b in ready for rows in numbers_of_rows(b) if rows not in self._seconds[b]]
+
+    def measure(self, pages: Pages, most: int = sys.maxsize) -> StepCosts:
+        """Measures so much of what is `unknown`, and keeps it for later starts. No request may run meanwhile.
+
+        The pages hold other finite values afterwards. All else that requests depend on is as before.
+
+        Returns:
+            Of the buckets of which all is known. Where no step of some number of drafts is among them, it has no cost.
+        """
+        runner = self._runner
+        if unknown := self.unknown[:most]:
+            busy = busy_state(runner.settings, self._vocab_size, pages)
+            before = {name: np.array(getattr(runner.state, name)) for name in busy}
+            for bucket, rows in unknown:
+                runner.put(**busy)
+                self._seconds[bucket][rows] = step_seconds(runner, bucket, rows, self._vocab_size)
+            runner.put(**before)
+        for bucket in dict.fromkeys(bucket for bucket, _ in unknown):
+            if self._is_known(bucket):
+                seconds = self._seconds[bucket]
+                runner.store.save_record(runner.key("costs", bucket), {str(rows): seconds[rows] for rows in seconds})
+                text = "; ".join(f"{rows} rows: {1e3 * value:.2f} ms" for rows, value in seconds.items())
+                logger.info("measured what a step costs: %s, %s", bucket, text)
+        known = [bucket for bucket in runner.buckets if self._is_known(bucket)]
+        runner.bucket_seconds = {bucket: self._seconds[bucket][bucket.decode_rows] for bucket in known}
+        return StepCosts({(b, rows): seconds for b in known for rows, seconds in self._seconds[b].items()})
 
 
 def numbers_of_rows(bucket: Bucket) -> list[int]:
@@ -48,7 +90,8 @@ def numbers_of_rows(bucket: Bucket) -> list[int]:
     return [rows] if bucket.prefill_tokens else sorted({-(-rows // part) for part in (1, 2, 4)})
 
 
-def _seconds(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> float:
+def step_seconds(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> float:
+    """Of a step with so many busy rows, on the state of `busy_state`."""
     inputs = np.tile(busy_inputs(runner, bucket, rows, vocab_size), runner.settings.data_parallel_size)
     runner.run_packed(bucket, inputs).packed.block_until_ready()
     times = []
@@ -78,16 +121,15 @@ def busy_inputs(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> n
     return flat
 
 
-def _busy(runner: Runner, vocab_size: int) -> dict[str, np.ndarray]:
-    """Fields of the state in which every slot decodes greedily: some tokens of its own, and drafts where there are any."""
-    settings, rng = runner.settings, np.random.default_rng(1)
-    S = settings.max_slots
-    page_table = 1 + np.arange(S * settings.max_pages, dtype=np.int32).reshape(S, -1) % max(settings.num_pages - 1, 1)
-    page_table[0] = 0
+def busy_state(settings: Settings, vocab_size: int, pages: Pages) -> dict[str, np.ndarray]:
+    """Fields of the state in which every slot decodes greedily: some tokens of its own, and drafts where there are any.
+
+    A rank's slots share its pages where these are too few; where there are none, they share that for padding.
+    """
+    rng, S = np.random.default_rng(1), settings.max_slots
     params_i = np.zeros((S, PARAMS_I), np.int32)
     params_i[:, MAX_LEN], params_i[:, NUM_DRAFTS] = settings.max_model_len, settings.num_speculative_tokens
     out = {
-        "page_table": page_table,
         "seq_len": np.full(S, min(CONTEXT, settings.max_model_len // 2), np.int32),
         "last_token": rng.integers(0, vocab_size, S).astype(np.int32),
         "done": np.zeros(S, bool),
@@ -98,4 +140,8 @@ def _busy(runner: Runner, vocab_size: int) -> dict[str, np.ndarray]:
     if settings.num_speculative_tokens:
         out["held"] = np.full(S, settings.num_speculative_tokens, np.int32)
         out["drafts"] = rng.integers(0, vocab_size, (S, settings.num_speculative_tokens)).astype(np.int32)
-    return {name: np.concatenate([value] * settings.data_parallel_size) for name, value in out.items()}
+    state = {name: np.concatenate([value] * settings.data_parallel_size) for name, value in out.items()}
+    tables = [np.resize(np.array(each or [PADDING_PAGE], np.int32), (S, settings.max_pages)) for each in pages]
+    for table in tables:
+        table[0] = PADDING_PAGE
+    return state | {"page_table": np.concatenate(tables)}

@@ -13,7 +13,7 @@ from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of, probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
-from jaxspec.engine.calibration import measure_costs
+from jaxspec.engine.calibration import Calibration
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts
 from jaxspec.engine.handoff import FLAG_NAN
 from jaxspec.engine.masks import write_masks
@@ -96,6 +96,7 @@ class Engine:
             slots = runner.settings.data_parallel_size * runner.settings.max_slots
             control = AdaptiveDrafts(runner.settings.num_speculative_tokens, slots)
         self.control: DraftControl = control or FixedDrafts(runner.settings.num_speculative_tokens)
+        self._calibration: Calibration | None = None
         self.ranks = tuple(
             Scheduler(runner.settings, runner.buckets, control=self.control, rank=rank)
             for rank in range(runner.settings.data_parallel_size)
@@ -140,20 +141,22 @@ class Engine:
         self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
     ) -> None:
         """Compiles and runs buckets; later compilations are counted as faults. See `Runner.warm_up`."""
-        # What each bucket costs can be measured once all are there.
-        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all or self._unmeasured is not None)
+        self.runner.warm_up(progress, announce=announce, wait_for_all=wait_for_all)
         self.measure_costs()
+        self.runner.go_on()  # not before: what compiles would disturb what is measured
         compiles.mark_warm()
 
     def measure_costs(self) -> None:
-        """Of the warm runner's buckets, where drafts are chosen by what steps cost and that is not known."""
-        if (control := self._unmeasured) is not None:
-            control.costs = measure_costs(self.runner, self.vocab_size)
+        """Of the warm runner's buckets, where drafts are chosen by what steps cost and that is not known.
 
-    @property
-    def _unmeasured(self) -> AdaptiveDrafts | None:
-        control = self.control
-        return control if isinstance(control, AdaptiveDrafts) and control.costs is None else None
+        The first buckets hold every plan, so they decide until others are there, which `prepare` measures.
+        """
+        if isinstance(self.control, AdaptiveDrafts) and self.control.costs is None:
+            self._calibration = Calibration(self.runner, self.vocab_size)
+            self.control.costs = self._calibration.measure(self._blank_pages())
+
+    def _blank_pages(self) -> list[list[int]]:
+        return [rank.pages.blank_pages for rank in self.ranks]
 
     def add(self, *requests: Request) -> None:
         """Queues all requests, or none. From here on they are the engine's: read its outputs instead of them.
@@ -227,8 +230,20 @@ class Engine:
             )
 
     def prepare(self) -> bool:
-        """While there is no work: lets a step serve that was compiled since the start. Whether more may come."""
-        return self.runner.install_prepared()
+        """While there is no work: lets a step serve that was compiled since the start, or measures what one costs.
+
+        A call takes some steps' time. What costs is measured once nothing compiles that would disturb it.
+
+        Returns:
+            Whether more may come.
+        """
+        if self.runner.install_prepared():
+            return True
+        if self._calibration is None or not self._calibration.unknown:
+            return False
+        assert isinstance(self.control, AdaptiveDrafts)
+        self.control.costs = self._calibration.measure(self._blank_pages(), most=1)
+        return bool(self._calibration.unknown)
 
     def abort(self, request_id: str) -> None:
         """Ends a request in any state; an unknown id is ignored, for the request may just have ended."""

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,13 +94,24 @@ class ExecutableStore:
         while self._unsaved:
             self.save(*self._unsaved.pop())
 
-    def load_record(self, key: str | None) -> dict[str, int] | None:
-        """Numbers that were measured with executables of the same key."""
+    def load_record(self, key: str | None, names: Collection[str]) -> dict[str, float] | None:
+        """Positive numbers of these names that were measured with executables of the same key; None if nothing is kept.
+
+        What is kept but is no such record is as if it were absent.
+        """
         if self._files is None or key is None or (data := self._files.read(key)) is None:
             return None
-        return json.loads(data)
+        try:
+            record = json.loads(data)
+        except ValueError:
+            record = None
+        sound = isinstance(record, dict) and record.keys() == set(names)
+        if not sound or not all(type(value) in (int, float) and 0 < value < math.inf for value in record.values()):
+            logger.warning("not used: %s (it is no record of %s)", key, ", ".join(names))
+            return None
+        return record
 
-    def save_record(self, key: str | None, record: Mapping[str, int]) -> None:
+    def save_record(self, key: str | None, record: Mapping[str, float]) -> None:
         if self._files is not None and key is not None:
             self._files.write(key, json.dumps(record).encode())
 

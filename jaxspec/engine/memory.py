@@ -34,10 +34,10 @@ def free_bytes(
         devices: on which the weights are, and nothing else. If more is in use than there was then, it is measured again.
     """
     in_use = max(device.memory_stats()["bytes_in_use"] for device in devices)
-    kept = store.load_record(key)
+    kept = store.load_record(key, ("free_bytes", "bytes_in_use"))
     if kept is not None and in_use <= kept["bytes_in_use"] + slack:
         logger.info("what the largest steps need was measured by an earlier start")
-        return kept["free_bytes"]
+        return int(kept["free_bytes"])
     measured = measure()
     store.save_record(key, {"free_bytes": measured, "bytes_in_use": in_use})
     return measured

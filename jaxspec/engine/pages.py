@@ -34,6 +34,11 @@ class PageAllocator:
     def free_pages(self) -> list[int]:
         return [*self._free, *self._kept]
 
+    @property
+    def blank_pages(self) -> list[int]:
+        """The free pages that keep no text, which anything may be written to."""
+        return sorted(self._free)
+
     def num_holders(self, page: int) -> int:
         return self._holders[page]
 

@@ -92,6 +92,7 @@ class Runner:
         launcher: launches all that runs.
         kernels: what the compiled steps run, operation -> implementations; they may differ from bucket to bucket.
         bucket_seconds: what a step in each bucket takes, where it was measured: plans run in the cheapest.
+        ready: the buckets that have their step, in the table's order.
         split: the buckets whose step may also run in two parts. split_ready: those for which both are there.
 
     Args:
@@ -148,8 +149,9 @@ class Runner:
         zeros = self.store.load_or_make(self.store.key("zeros", shapes), lambda: compile_zeros(shapes))
         shapes_of = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in (*self.buckets, *split)}
         self.layouts = shapes_of | {part: shapes_of[b] for b in split for part in parts(b)}
-        self._ready: tuple[Bucket, ...] = ()  # those that have their step, in the table's order
+        self.ready: tuple[Bucket, ...] = ()
         self.split_ready: tuple[Bucket, ...] = ()
+        self._late: tuple[Bucket, ...] = ()
         # How lies what the host brings and reads.
         self._of_ranks = of_ranks(mesh)
         self._upload = MaskUpload(shapes.masks, mesh)
@@ -217,7 +219,7 @@ class Runner:
             progress: called when a bucket is ready.
             announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
                 at the same time as `progress`.
-            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and the rest follow while steps run.
+            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and the rest follow after `go_on`.
                 Their first runs are steps of requests, or `install_prepared`'s. (A CPU has few buckets, and no cores to spare.)
         """
         self.state = self.state._replace(
@@ -229,7 +231,7 @@ class Runner:
         every = self.executables
         all_first = wait_for_all or self._group or not self.settings.on_gpu
         first = every if all_first else first_buckets(self.buckets)
-        rest = [bucket for bucket in every if bucket not in first]
+        self._late = tuple(bucket for bucket in every if bucket not in first)
 
         def use(bucket: Bucket, executable: Executable) -> None:
             self._install(bucket, executable)
@@ -241,10 +243,14 @@ class Runner:
         self.store.flush()
         if self._group is not None:
             self._meet(self._group)
-        if rest:
-            self._preparation.go_on(rest)
-        else:
+        if not self._late:
             self._preparation.save()
+
+    def go_on(self) -> None:
+        """Threads prepare from now on what `warm_up` has not waited for, and keep all that was compiled."""
+        late, self._late = self._late, ()
+        if late:
+            self._preparation.go_on(late)
 
     def _meet(self, group: Leader | Follower) -> None:
         """Once all processes have compiled; what rank 0 runs from here on, all run."""
@@ -334,7 +340,7 @@ class Runner:
             return
         scored = any(map(wants_scores, plan.prefill))
         # A bucket that came late scores nothing.
-        able = tuple(b for b in self._ready if b.prefill_tokens in self.launcher.scores) if scored else self._ready
+        able = tuple(b for b in self.ready if b.prefill_tokens in self.launcher.scores) if scored else self.ready
         bucket = bucket_for(able, plan, self.bucket_seconds)
         for row in plan.prefill:
             if row.cached:
@@ -466,21 +472,22 @@ class Runner:
         merged = bucket.tokens <= MOST_MERGED_TOKENS
         return {} if merged else {"xla_gpu_dot_merger_threshold_mb": "0"}
 
-    def _key(self, bucket: Bucket) -> str | None:
+    def key(self, what: str, bucket: Bucket) -> str | None:
+        """Under which something that follows from a bucket's step is kept; None if it cannot be kept."""
         return self.store.key(
-            "step", self.graphdefs, self.launcher.leaves, self._shapes, bucket, self.settings, self._mesh, self._probe,
+            what, self.graphdefs, self.launcher.leaves, self._shapes, bucket, self.settings, self._mesh, self._probe,
             self._skip_dead, self._xla_options(bucket),
         )  # fmt: skip
 
     def _load(self, bucket: Bucket) -> Executable | None:
-        return self.store.load(self._key(bucket))
+        return self.store.load(self.key("step", bucket))
 
     def _save(self, bucket: Bucket, executable: Executable) -> None:
-        self.store.save(self._key(bucket), executable)
+        self.store.save(self.key("step", bucket), executable)
 
     def _install(self, bucket: Bucket, executable: Executable) -> None:
         self.launcher.steps[bucket] = executable.compiled
-        self._ready = tuple(b for b in self.buckets if b in self.launcher.steps)
+        self.ready = tuple(b for b in self.buckets if b in self.launcher.steps)
         self.split_ready = tuple(b for b in self.split if all(part in self.launcher.steps for part in parts(b)))
         for operation, implementations in executable.kernels.items():
             self.kernels.setdefault(operation, set()).update(implementations)

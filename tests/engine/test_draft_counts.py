@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxspec.compat import compiles
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
-from jaxspec.engine.calibration import measure_costs
+from jaxspec.engine.calibration import Calibration
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.draft_control import FixedDrafts
 from jaxspec.engine.engine import Engine
@@ -231,7 +231,7 @@ def test_costs_are_measured_with_busy_rows():
     runner = changing_runner(K)
     kept = ("page_table", "seq_len", "last_token", "done", "params_f", "params_i", "stop_ids", "held", "drafts")
     before, compiled = {name: np.array(getattr(runner.state, name)) for name in kept}, compiles.total
-    costs = measure_costs(runner, VOCAB)
+    costs = Calibration(runner, VOCAB).measure([range(1, runner.settings.num_pages)])
     assert compiles.total == compiled
     assert all(costs.seconds(8, k, prompts=True) > 0 for k in (0, 1, K))
     for name, value in before.items():
