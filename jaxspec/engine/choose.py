@@ -185,15 +185,15 @@ def _sample_or_verify(
     def part(tree, start: int, stop: int):
         return jax.tree.map(lambda a: a[start:stop], tree)
 
-    accepted_R = jnp.zeros(E + D, jnp.int32)
-    ids_Rn = jnp.zeros((E + D, n), jnp.int32)
+    ids_Rn, accepted_R = [], []
     sampled = E + D if n == 1 else E
     if sampled:
         ids = sample(
             logits_RV[:sampled], part(rows.sampling, 0, sampled), rows.positions[:sampled],
             full=full, stats=part(stats, 0, sampled), columns=columns,
         )  # fmt: skip
-        ids_Rn = ids_Rn.at[:sampled, 0].set(ids)
+        ids_Rn.append(jnp.pad(ids[:, None], ((0, 0), (0, n - 1))))
+        accepted_R.append(jnp.zeros(sampled, jnp.int32))
     if D and n > 1:
         window = part(rows.sampling, E, E + D)
         verified = verify(
@@ -213,9 +213,11 @@ def _sample_or_verify(
             stats=part(stats, E, E + D * n),
             columns=columns,
         )
-        ids_Rn = ids_Rn.at[E:].set(verified.ids)
-        accepted_R = accepted_R.at[E:].set(verified.accepted)
-    return ids_Rn, accepted_R
+        ids_Rn.append(verified.ids)
+        accepted_R.append(verified.accepted)
+    # Joined, not written into zeros: without prompts such a write is of all rows, whose indices are an empty constant, and
+    # XLA's partitioner crashes where a step over several devices is given one.
+    return jnp.concatenate(ids_Rn), jnp.concatenate(accepted_R)
 
 
 def _first_stop(

@@ -307,6 +307,36 @@ def test_hlo_has_only_declared_collectives():
     assert not COLLECTIVE.findall(runner.executable(bucket).as_text())
 
 
+class _LoweredOnly(Exception):
+    """Raised where a step would be compiled."""
+
+
+@pytest.mark.slow
+def test_steps_over_devices_read_no_empty_constant(monkeypatch):
+    """XLA's partitioner may find that nothing reads it after all, and then crashes: seen in windows without prompts."""
+    lowered = []
+
+    def stop(step: jax.stages.Lowered, *_: Any) -> None:
+        lowered.append(step.as_text())
+        raise _LoweredOnly
+
+    mesh, model, draft = mesh_of(2), Case().target(), nextn()
+    settings = dataclasses.replace(SETTINGS, num_speculative_tokens=2)
+    buckets = tuple(b for b in bucket_table(settings) if not b.prefill_tokens and b.decode_rows == settings.max_num_seqs)
+    assert {b.drafts for b in buckets} == {2}
+    runner = Runner(
+        model, params_of(model, 1, mesh), settings, mesh, draft=(draft, params_of(draft, 2, mesh)), buckets=buckets
+    )
+    monkeypatch.setattr(jax.stages.Lowered, "compile", stop)
+    for bucket in buckets:
+        with pytest.raises(_LoweredOnly):
+            runner.compile(bucket)
+    assert len(lowered) == len(buckets)
+    for text in lowered:
+        (called,) = (line for line in text.splitlines() if "manual_computation" in line)
+        assert "tensor<0x" not in called
+
+
 def on_devices(devices: int, function: Callable[..., Any], module: nnx.Module, seed: int, *args: jax.Array) -> Any:
     """function(module with random parameters, *args), the module split over so many devices."""
     graphdef, state = bind(module, params_of(module, seed, mesh_of(devices)))
