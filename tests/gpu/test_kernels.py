@@ -14,6 +14,7 @@ from pallas_kernels.mla_decode import shapes
 from pallas_kernels.mla_decode.api import mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill
 from pallas_kernels.moe.api import experts, route_sigmoid
+from pallas_kernels.moe.weights import ExpertWeights
 
 pytestmark = pytest.mark.gpu
 
@@ -158,7 +159,11 @@ def test_experts(dtype, T):
     weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
     live = np.arange(T) % 5 != 4
     dirty = np.where(live[:, None], x, np.nan)
-    got = call(experts, dtype, [dirty, gate_up, down], weights, ids, live)
+
+    def of_arrays(x, gate_up, down, *routing):
+        return experts(x, ExpertWeights(gate_up, down), *routing)
+
+    got = call(of_arrays, dtype, [dirty, gate_up, down], weights, ids, live)
     want = np.zeros((T, hidden))
     for e in range(E):
         gate, up = x @ gate_up[e, 0].T, x @ gate_up[e, 1].T
