@@ -18,6 +18,7 @@ from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.gather import gather_slots
 from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.routing import route, route_padded
+from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
@@ -324,8 +325,8 @@ def test_tables_of_the_routing_launch(shape, sigmoid, T):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_routing_and_experts_together(shape, T):
     """As routing and then experts; 300 tokens are a prefill."""
-    H, E, _, _ = SHAPES[shape]
-    _, routing = ROUTINGS[shape]
+    H, E, k, _ = SHAPES[shape]
+    routing = ROUTINGS[shape][1] if shape in ROUTINGS else Routing(k, 1, 1, True, 1.0)
     parameters = ExpertWeights(*layer(shape))
     logits = jax.random.normal(jax.random.key(T), (T, E), jnp.float32)
     bias = jnp.linspace(-0.1, 0.1, E)
