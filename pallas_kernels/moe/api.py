@@ -29,11 +29,11 @@ import jax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import combine, fp8_config, mosaic, one_token, quantised_mlp, reference, router, routing
+from pallas_kernels.moe import combine, mosaic, one_token, quantised_mlp, reference, router, routing
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norms_apart
-from pallas_kernels.quant.values import Weight, in_schemes, unquantised_reason
+from pallas_kernels.quant.values import Weight, unquantised_reason
 
 
 def route_sigmoid(
@@ -210,8 +210,6 @@ def experts_obstacle(dtype: Any, parameters: ExpertWeights) -> str | None:
         dtype: of activations.
         parameters: their shapes and dtypes are enough, but it takes all of them: what is left out may be what a kernel lacks.
     """
-    if reason := _unproven_reason(parameters.gate_up, parameters.down, *(parameters.shared or ())):
-        return reason
     return mosaic.unsupported_reason(jax.ShapeDtypeStruct((1, parameters.gate_up.shape[-1]), dtype), parameters)
 
 
@@ -240,12 +238,7 @@ def mlp_obstacle(dtype: Any, gate_up: Weight, down: Weight) -> str | None:
     if not unquantised_reason(gate_up, down):
         return None
     x = jax.ShapeDtypeStruct((1, gate_up.shape[-1]), dtype)
-    return _unproven_reason(gate_up, down) or quantised_mlp.unsupported_reason(x, gate_up, down)
-
-
-def _unproven_reason(*weights: Weight) -> str | None:
-    """Why weights in FP8 are not served: no GPU has proven their kernels yet, which run for tests and measurements."""
-    return unquantised_reason(*(weight for weight in weights if in_schemes(fp8_config.SCHEMES, weight)))
+    return quantised_mlp.unsupported_reason(x, gate_up, down)
 
 
 def _experts_backend(x: jax.Array, parameters: ExpertWeights) -> str:

@@ -18,7 +18,7 @@ from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import TENSOR_AXIS, Declare, declared, kernel_obstacles, quantised, with_shardings
 from pallas_kernels import backend
 from pallas_kernels.moe.activation import Clamp
-from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32, MXFP4, NVFP4, SCHEMES, Scheme
+from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4, SCHEMES, Scheme
 
 NAMES = ("gate_up", "down")
 
@@ -62,16 +62,16 @@ def test_declared_shapes_are_what_a_device_gets(scheme: Scheme | None, devices: 
                 assert (value.shape, value.dtype) == (whole.sharding.shard_shape(whole.shape), whole.dtype)
 
 
-@pytest.mark.parametrize(("of_experts", "of_shared", "reason"), [
-    (None, None, None), (INT4_G32, None, None), (NVFP4, NVFP4, None), (INT4_G32, MXFP4, None),
-    (FP8_BLOCK, None, "mlp: fp8_block.*no weights in fp8_block"),
-    (INT4_G32, FP8_BLOCK, "mlp: int4_g32.*no weights in fp8_block"),
+@pytest.mark.parametrize(("of_experts", "of_shared", "inner", "reason"), [
+    (None, None, 128, None), (INT4_G32, None, 128, None), (NVFP4, NVFP4, 128, None), (INT4_G32, MXFP4, 128, None),
+    (FP8_BLOCK, None, 128, None), (FP8_CHANNEL, FP8_CHANNEL, 128, None), (INT4_G32, FP8_BLOCK, 128, None),
+    (FP8_CHANNEL, None, 192, "mlp: fp8_channel.*multiples of 128, not 128 and 192"),
 ])  # fmt: skip
 def test_weights_without_kernels_name_the_ways_out(
-    of_experts: Scheme | None, of_shared: Scheme | None, reason: str | None, request: pytest.FixtureRequest
+    of_experts: Scheme | None, of_shared: Scheme | None, inner: int, reason: str | None, request: pytest.FixtureRequest
 ):
-    """On a Hopper GPU MLPs may have codes of four bits; elsewhere nothing may be quantised, unless plain XLA is asked for."""
-    layers = layers_in({"mlp": of_experts, "mlp.shared": of_shared})
+    """On a Hopper GPU MLPs of fitting sizes may be quantised; elsewhere nothing may, unless plain XLA is asked for."""
+    layers = layers_in({"mlp": of_experts, "mlp.shared": of_shared}, expert_dim=inner)
 
     def check(reason: str | None, **options: Any) -> None:
         ways = rf"{reason}.*convert SRC OUT --quantization bf16, or use moe_backend \(--moe-backend\) reference"
