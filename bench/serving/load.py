@@ -11,7 +11,6 @@ tokens a second, and the time to first token; the command fails where a gate is 
 """
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bench.harness import record
 from bench.harness.arguments import numbers
 from bench.serving import serve
+from bench.serving.senders import Senders, default_count
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,12 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, metavar="X", help="default: 1")
     vocab = f"prompts hold ids below N (default: {serve.DEFAULT_VOCAB_SIZE})"
     add("--vocab-size", type=int, default=serve.DEFAULT_VOCAB_SIZE, metavar="N", help=vocab)
+    processes = "processes that send them (default: half of the cores, at most 8)"
+    add("--senders", type=int, default=default_count(), metavar="N", help=processes)
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="for a request (default: 600)")
     add("--peer", type=Path, metavar="FILE", help="another server's record, to show ratios to")
     record.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.senders < 1:
+        raise ConfigError("--senders must be at least 1")
     try:
         import httpx  # noqa: F401
     except ImportError as e:
@@ -147,36 +151,38 @@ def read_peer(path: Path, load: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure(endpoint: "Endpoint", arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """All runs against a server that is ready, by number of requests at once (as text, as in JSON)."""
-    for count in arguments.concurrency:
-        _once(endpoint, arguments, model, count, seed=0, rounds=1)
     runs: dict[str, list[dict[str, Any]]] = {str(count): [] for count in arguments.concurrency}
-    for repeat in range(arguments.repeats):
+    with Senders(arguments.senders) as senders:
         for count in arguments.concurrency:
-            runs[str(count)].append(_once(endpoint, arguments, model, count, 1 + repeat, arguments.rounds))
+            _once(senders, endpoint, arguments, model, count, seed=0, rounds=1)
+        for repeat in range(arguments.repeats):
+            for count in arguments.concurrency:
+                runs[str(count)].append(_once(senders, endpoint, arguments, model, count, 1 + repeat, arguments.rounds))
     return {
         "benchmark": "load",
         "model": model,
         "server": endpoint.version(),
         "device_of_server": arguments.device,
         "load": load_of(arguments),
+        "senders": arguments.senders,
         "medians": {count: medians(each) for count, each in runs.items()},
         "runs": runs,
     }
 
 
 def _once(
-    endpoint: "Endpoint", arguments: argparse.Namespace, model: str, count: int, seed: int, rounds: int
+    senders: Senders,
+    endpoint: "Endpoint",
+    arguments: argparse.Namespace,
+    model: str,
+    count: int,
+    seed: int,
+    rounds: int,
 ) -> dict[str, Any]:
-    from bench.serving.client import run_load
-
     # Other prompts for each number too: seeds of requests follow each other.
     requests = {"num_requests": max(_FEWEST_REQUESTS, rounds * count), "seed": 1_000_000 * seed + 1000 * count}
     bodies = serve.make_requests(argparse.Namespace(**vars(arguments) | requests), model)
-    sent = run_load(
-        endpoint.url, endpoint.headers, bodies, arrivals=None, concurrency=count, timeout=arguments.timeout,
-        trust_env=endpoint.trust_env,
-    )  # fmt: skip
-    return serve.summarise(asyncio.run(sent))
+    return serve.summarise(senders.send(endpoint, bodies, count, arguments.timeout))
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from bench.__main__ import main
+from bench.serving.endpoint import Endpoint
 from bench.serving.load import gates
+from bench.serving.senders import Senders
 from tests.serve.conftest import start_server  # noqa: F401 - a fixture
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
 
@@ -36,6 +38,24 @@ def test_gates_beside_a_peer(ours, worst, met):
     assert [gate["worst"] for gate in found] == worst
     assert [gate["met"] for gate in found] == met
     assert [gate["bound"] for gate in found] == [1.15, 1.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3])
+def test_processes_share_a_load(start_server, count):  # noqa: F811
+    """All requests are answered, in their order, whatever the number of processes; no more are sent at once than asked."""
+    server = start_server(served(MockEngine(), byte_tokenizer()))
+    bodies = [
+        {"model": "mock", "prompt": [1, 2, 3], "max_tokens": 1 + i, "ignore_eos": True, "stream": True,
+         "stream_options": {"include_usage": True}}
+        for i in range(10)
+    ]  # fmt: skip
+    with Senders(count) as senders:
+        outcomes = senders.send(Endpoint(server.base_url), bodies, 4, timeout=60)
+    assert [outcome.failure for outcome in outcomes] == [None] * 10
+    assert [outcome.stream.tokens for outcome in outcomes] == [1 + i for i in range(10)]
+    running = [sum(o.sent <= at.sent < o.ended for o in outcomes) for at in outcomes]
+    assert max(running) <= 4
 
 
 @pytest.mark.slow
