@@ -46,7 +46,8 @@ class Sampling(Case):
 
         def choose(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
             stats = logits_stats(logits, ones)
-            drawn = gumbel_argmax(logits, jnp.arange(self.R, dtype=jnp.int32), ones, keys, drawing)
+            every = jnp.arange(self.R, dtype=jnp.int32)
+            drawn = gumbel_argmax(logits, every, ones, keys, drawing, stats.argmax)
             return stats.log_z, jnp.where(drawing, drawn, stats.argmax).astype(jnp.float32)
 
         call = once(choose)

@@ -75,13 +75,14 @@ class Columns:
         temperature: jax.Array,
         keys: jax.Array,
         wanted: jax.Array,
+        likely: jax.Array,
         residual: Residual | None = None,
         cuts: jax.Array | None = None,
     ) -> jax.Array:
         """`gumbel_argmax` of whole rows. The residual's log_q has this device's columns."""
         if not comm.is_split():
-            return gumbel_argmax(logits, rows, temperature, keys, wanted, residual, cuts)
-        own = self._own_draw(logits, rows, temperature, keys, wanted, residual, cuts)
+            return gumbel_argmax(logits, rows, temperature, keys, wanted, likely, residual, cuts)
+        own = self._own_draw(logits, rows, temperature, keys, wanted, self.find(likely), residual, cuts)
         return self._joined_draw(comm.everyones(own), residual)
 
     def stats_and_draw(
@@ -91,8 +92,8 @@ class Columns:
         every = jnp.arange(logits.shape[0], dtype=jnp.int32)
         own = logits_stats(logits, temperature)
         if not comm.is_split():
-            return own, gumbel_argmax(logits, every, temperature, keys, wanted)
-        drawn = self._own_draw(logits, every, temperature, keys, wanted, None, None)
+            return own, gumbel_argmax(logits, every, temperature, keys, wanted, own.argmax)
+        drawn = self._own_draw(logits, every, temperature, keys, wanted, own.argmax, None, None)
         stats, drawn = comm.everyones((_with_highest(logits, own), drawn))
         return self._joined_stats(stats), self._joined_draw(drawn, None)
 
@@ -156,13 +157,14 @@ class Columns:
         temperature: jax.Array,
         keys: jax.Array,
         wanted: jax.Array,
+        likely: jax.Array,
         residual: Residual | None,
         cuts: jax.Array | None,
     ) -> Drawn:
         if residual is not None:
             residual = residual._replace(excluded=self.find(residual.excluded))
         first = comm.first(self.width)
-        return gumbel_best(logits, rows, temperature, keys, wanted, residual, cuts, first)
+        return gumbel_best(logits, rows, temperature, keys, wanted, likely, residual, cuts, first)
 
     def _joined_draw(self, drawn: Drawn, residual: Residual | None) -> jax.Array:
         """Ids [R] from what every device puts forward, [n, R]."""

@@ -160,7 +160,7 @@ def verify(
     wanted_Dn = (coupled_D[:, None] & live_Dn) | (single_D[:, None] & (jnp.arange(n) == 0))
     row_Dn = jnp.arange(D, dtype=jnp.int32)[:, None] * n + source_Dn
     drawn_Dn = columns.draw(
-        logits_WV, row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), residual, cuts_W
+        logits_WV, row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), stats.argmax, residual, cuts_W
     ).reshape(D, n)
     if synthetic_D is None:
         equal = (drafts == drawn_Dn[:, :k]) & (index_k < num_drafts[:, None])

@@ -34,6 +34,7 @@ def gumbel_argmax(
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
+    likely: jax.Array,
     residual: Residual | None = None,
     cuts: jax.Array | None = None,
 ) -> jax.Array:
@@ -47,6 +48,8 @@ def gumbel_argmax(
         temperature: float32 [R], above 0.
         keys: uint32 [R, 2] threefry keys.
         wanted: bool [R]; where it is False, the result may be any id.
+        likely: int32 [N] a likely id of each row of logits, or anything that is no id. It decides how long a draw takes, not
+            what it draws.
         residual: adjusts the distribution of each draw.
         cuts: int32 [N], see `cutoffs`: of each row of logits only what is kept is drawn.
 
@@ -54,7 +57,7 @@ def gumbel_argmax(
         ids int32 [R].
     """
     chosen = _implementation("gumbel_argmax", logits)
-    return chosen.gumbel_argmax(logits, rows, temperature, keys, wanted, residual, cuts)
+    return chosen.gumbel_argmax(logits, rows, temperature, keys, wanted, likely, residual, cuts)
 
 
 def gumbel_best(
@@ -63,6 +66,7 @@ def gumbel_best(
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
+    likely: jax.Array,
     residual: Residual | None,
     cuts: jax.Array | None,
     first_column: jax.Array,
@@ -70,13 +74,13 @@ def gumbel_best(
     """`gumbel_argmax` over a part of the vocabulary's columns: what it puts forward, with its score.
 
     Of the parts of a row the one with the largest score wins, of equal ones the first: that is the row's draw. The arguments
-    are those of `gumbel_argmax`, and ids are counted from the part's own beginning, in residuals and in the result.
+    are those of `gumbel_argmax`, and ids are counted from the part's own beginning, in `likely`, residuals and the result.
 
     Args:
         first_column: int32 [] where the part begins; its noise is that of these columns.
     """
     chosen = _implementation("gumbel_argmax", logits)
-    return chosen.gumbel_best(logits, rows, temperature, keys, wanted, residual, cuts, first_column)
+    return chosen.gumbel_best(logits, rows, temperature, keys, wanted, likely, residual, cuts, first_column)
 
 
 def cutoffs(logits: jax.Array, bounds: Bounds) -> jax.Array:

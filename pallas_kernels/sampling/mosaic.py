@@ -3,6 +3,10 @@
 XLA reads the logits once for each statistic, and draws noise for greedy rows too: at 512 rows of 163840 logits that is a
 millisecond. Here a thread block reads a part of a row once. Every thread keeps the statistics of its own columns, threads
 combine theirs once, at the end, and XLA joins the parts, which are a few numbers a row.
+
+A draw takes the logarithms of a vector's columns only where its random bits say that one of them may win, and draws bits only
+where the largest noise would make one win: see `noise`. Each warp decides for itself, from the best score that it has seen or
+that the row's likeliest column has.
 """
 
 import functools
@@ -15,10 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, ordered
-from pallas_kernels.sampling.noise import noise_of, threefry
+from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, float_of, ordered
+from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
 from pallas_kernels.sampling.reference import Best, Drawn, LogitsStats, Residual
+from pallas_kernels.sampling.warps import any_in_warp, largest_in_warp
 
 # Vectors whose loads are in flight together.
 AT_ONCE = 4
@@ -26,6 +31,8 @@ AT_ONCE = 4
 LOWEST = -1e30
 # Ids are kept as float32 beside the logits.
 MOST_IDS = 2**24
+# The logarithm of a probability that is less, with the largest noise, may be one of few bits. Such scores stop no column.
+LEAST_SURE = -64.0
 
 i32, f32 = jnp.int32, jnp.float32
 
@@ -144,13 +151,14 @@ def gumbel_argmax(
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
+    likely: jax.Array,
     residual: Residual | None = None,
     cuts: jax.Array | None = None,
     *,
     interpret: Any = False,
 ) -> jax.Array:
     """See api.py. An excluded id is never drawn: it is masked, not subtracted in floating point."""
-    drawn = _best_of_row(logits, rows, temperature, keys, wanted, residual, cuts, None, interpret)
+    drawn = _best_of_row(logits, rows, temperature, keys, wanted, likely, residual, cuts, None, interpret)
     if residual is None or drawn.left is None:
         return drawn.whole.ids
     return jnp.where(residual.dense & (drawn.left.scores > -jnp.inf), drawn.left.ids, drawn.whole.ids)
@@ -163,6 +171,7 @@ def gumbel_best(
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
+    likely: jax.Array,
     residual: Residual | None,
     cuts: jax.Array | None,
     first_column: jax.Array,
@@ -170,7 +179,7 @@ def gumbel_best(
     interpret: Any = False,
 ) -> Drawn:
     """See api.py."""
-    return _best_of_row(logits, rows, temperature, keys, wanted, residual, cuts, first_column, interpret)
+    return _best_of_row(logits, rows, temperature, keys, wanted, likely, residual, cuts, first_column, interpret)
 
 
 def _best_of_row(
@@ -179,6 +188,7 @@ def _best_of_row(
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
+    likely: jax.Array,
     residual: Residual | None,
     cuts: jax.Array | None,
     first_column: jax.Array | None,
@@ -190,41 +200,79 @@ def _best_of_row(
     adjusts = residual is not None
     outputs = 4 if adjusts else 2
 
-    def gumbel_argmax(logits, rows, temperature, keys, wanted, *refs):
+    def gumbel_argmax(logits, rows, temperature, keys, wanted, likely, *refs):
         given = Residual(*refs[:5]) if adjusts else None
         others, outs = list(refs[5 * adjusts : -outputs]), refs[-outputs:]
         cut_of = None if cuts is None else others.pop(0)
         first = None if first_column is None else others.pop(0)
         row, part = lax.axis_index("row"), lax.axis_index("part")
+        warp: Any = {"layout": parts.layout, "emulated": bool(interpret)}
 
         def work(dense):
             """Best values and their columns: of p and, if `dense`, of max(0, p - q)."""
             source, divisor, key = rows[row], temperature[row], (keys[row, 0], keys[row, 1])
+            log_z = given.log_z[row] if given and dense else None
+            cut = None if cut_of is None else cut_of[source]
+            x = parts.load(logits, source, part * parts.vectors)
+
+            def bits_of(columns):
+                return threefry(key, columns if first is None else columns + first[0])
+
+            def scores_of(x, columns, bits, log_q):
+                tempered = x / divisor
+                if cut is not None:
+                    tempered = jnp.where(ordered(x) >= cut, tempered, -jnp.inf)
+                noise = noise_of(bits)
+                if given and not dense:
+                    return [jnp.where(columns == given.excluded[row], -jnp.inf, tempered + noise)]
+                if given and dense:
+                    left = jnp.maximum(jnp.exp(tempered - log_z) - jnp.exp(log_q), 0.0)
+                    return [tempered + noise, jnp.log(left) + noise]
+                return [tempered + noise]
+
+            def bar(score):
+                """Where p - q is above 0 somewhere, that decides alone; and it is no greater than p."""
+                if dense:
+                    score = jnp.where(score > LEAST_SURE, score, -jnp.inf)
+                return bar_of(score, divisor, log_z)
+
+            def likely_score():
+                column = lax.min(lax.max(likely[source], i32(0)), i32(V - 1))
+                log_q = given.log_q[given.q_rows[row], column] if given and dense else None
+                *_, score = scores_of(logits[source, column].astype(f32), column, bits_of(column), log_q)
+                return jnp.where(column == likely[source], score, -jnp.inf)
+
+            # A block of one vector would wait for it longer than it takes.
+            least = likely_score() if parts.vectors > 1 else f32(-jnp.inf)
+            slope, offset = bar(least)
+
+            def look(j, x, columns, bits, found):
+                log_q = parts.load(given.log_q, given.q_rows[row], j) if given and dense else None
+                kept = []
+                for (best, column), score in zip(found, scores_of(x, columns, bits, log_q), strict=True):
+                    better = (columns >= j * parts.width) & (score > best)
+                    kept.append((jnp.where(better, score, best), jnp.where(better, columns.astype(f32), column)))
+                best, _ = kept[-1]
+                return tuple(kept), bar(lax.max(least, float_of(largest_in_warp(ordered(best), **warp)))).offset
 
             def step(i, carry):
+                found, offset, x = carry
                 j = part * parts.vectors + i
-                columns = parts.columns(j)
-                x = parts.load(logits, source, j)
-                tempered = x / divisor
-                if cut_of is not None:
-                    tempered = jnp.where(ordered(x) >= cut_of[source], tempered, f32(-jnp.inf))
-                noise = noise_of(threefry(key, columns if first is None else columns + first[0]))
-                mine = columns >= j * parts.width
-                if given and not dense:
-                    mine = mine & (columns != given.excluded[row])
-                scores = [tempered + noise]
-                if given and dense:
-                    p = jnp.exp(tempered - given.log_z[row])
-                    q = jnp.exp(parts.load(given.log_q, given.q_rows[row], j))
-                    scores.append(jnp.log(jnp.maximum(p - q, 0.0)) + noise)
-                kept = []
-                for (best, column), score in zip(carry, scores, strict=True):
-                    better = mine & (score > best)
-                    kept.append((jnp.where(better, score, best), jnp.where(better, columns.astype(f32), column)))
-                return tuple(kept)
+                columns, following = parts.columns(j), parts.load(logits, source, j + 1)
+                most = Bar(slope, offset).at(x)
+                possible = jnp.logical_not(most < LEAST_DEPTH)
+                if cut is not None:
+                    possible = possible & (ordered(x) >= cut)
 
-            start = ((parts.fill(-jnp.inf), parts.fill(0.0)),) * (2 if dense else 1)
-            return lax.fori_loop(0, parts.vectors, step, start)
+                def draw():
+                    bits = bits_of(columns)
+                    wins = any_in_warp(jnp.logical_not(most < depth(bits)), **warp)
+                    return lax.cond(wins, lambda: look(j, x, columns, bits, found), lambda: (found, offset))
+
+                return *lax.cond(any_in_warp(possible, **warp), draw, lambda: (found, offset)), following
+
+            nothing = ((parts.fill(-jnp.inf), parts.fill(0.0)),) * (2 if dense else 1)
+            return lax.fori_loop(0, parts.vectors, step, (nothing, offset, x))[0]
 
         def finish(found):
             for i, (best, column) in enumerate(found):
@@ -254,6 +302,7 @@ def _best_of_row(
         temperature,
         lax.bitcast_convert_type(keys, i32),
         wanted.astype(i32),
+        likely,
         *extra,
         *(() if cuts is None else (cuts,)),
         *(() if first_column is None else (first_column[None],)),

@@ -132,10 +132,11 @@ def gumbel_argmax(
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
+    likely: jax.Array,
     residual: Residual | None = None,
     cuts: jax.Array | None = None,
 ) -> jax.Array:
-    del wanted  # All rows cost the same here.
+    del wanted, likely  # All rows cost the same here.
     V = logits.shape[1]
     tempered = kept(logits[rows], None if cuts is None else cuts[rows]) / temperature[:, None]
     noise = gumbel(keys, V)
@@ -160,11 +161,12 @@ def gumbel_best(
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
+    likely: jax.Array,
     residual: Residual | None,
     cuts: jax.Array | None,
     first_column: jax.Array,
 ) -> Drawn:
-    del wanted  # All rows cost the same here.
+    del wanted, likely  # All rows cost the same here.
 
     def best(scores: jax.Array) -> Best:
         return Best(jnp.argmax(scores, axis=1).astype(jnp.int32), scores.max(axis=1))

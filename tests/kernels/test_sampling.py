@@ -9,10 +9,19 @@ from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, parts, reference
 from pallas_kernels.sampling.cutoffs import cutoffs
 from pallas_kernels.sampling.likeliest import likeliest
-from pallas_kernels.sampling.noise import noise_of, threefry
+from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
 from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
-from tests.kernels.sampling_cases import cuts_of, draws, joined, logits_of, part_of, temperatures_of
+from tests.kernels.sampling_cases import (
+    assert_as_good_as_any,
+    close_draws,
+    cuts_of,
+    draws,
+    joined,
+    logits_of,
+    part_of,
+    temperatures_of,
+)
 
 # Two vectors, the second of which overlaps the first.
 V = 1400
@@ -60,6 +69,33 @@ def test_only_what_is_kept_is_drawn(residual):
     assert np.isfinite(kept[np.arange(len(kept)), np.asarray(got)])[wanted].all()
 
 
+@interpreted
+@pytest.mark.parametrize(
+    ("residual", "kept", "dtype"),
+    [(False, False, jnp.float32), (False, True, jnp.bfloat16), (True, False, jnp.bfloat16), (True, True, jnp.float32)],
+)
+def test_columns_left_out_would_not_win(monkeypatch, residual, kept, dtype):
+    """In blocks of several vectors, where all columns are about as good as what was seen before."""
+    monkeypatch.setattr(parts, "multiprocessors", lambda: 4)
+    case = close_draws(size := 3000, dtype, residual=residual)
+    assert parts.Parts(len(case[1]), size, 4, 1).vectors == 3
+    cuts = cuts_of(case[0]) if kept else None
+    mosaic.gumbel_argmax.clear_cache()
+    got = mosaic.gumbel_argmax(*case, cuts, interpret=detect_races())
+    assert_no_races(got)
+    assert_as_good_as_any(got, case, cuts)
+
+    def no_bar(score, temperature, *less):
+        slope, offset = bar_of(score, temperature, *less)
+        return Bar(slope, jnp.where(temperature > 0, jnp.float32(jnp.inf), offset))
+
+    # Many scores are equal but for rounding, which XLA must not change: it does not know either that nothing is left out.
+    monkeypatch.setattr(mosaic, "bar_of", no_bar)
+    mosaic.gumbel_argmax.clear_cache()
+    np.testing.assert_array_equal(got, mosaic.gumbel_argmax(*case, cuts, interpret=detect_races()))
+    mosaic.gumbel_argmax.clear_cache()
+
+
 @pytest.mark.parametrize(
     ("kernel", "residual", "kept"),
     [
@@ -69,18 +105,19 @@ def test_only_what_is_kept_is_drawn(residual):
         pytest.param(True, False, False, marks=[interpreted, pytest.mark.full]),
     ],
 )
-def test_parts_of_rows_draw_what_rows_draw(kernel, residual, kept):
+def test_parts_of_rows_draw_what_rows_draw(monkeypatch, kernel, residual, kept):
     """Each part with the noise of its own columns, its best against the best of the others."""
+    monkeypatch.setattr(parts, "multiprocessors", lambda: 1)  # blocks of two vectors
     case = draws(2 * V, jnp.bfloat16, residual=residual)
-    cuts, wanted, parts = cuts_of(case[0]) if kept else None, np.asarray(case[4]), []
+    cuts, wanted, drawn_of_parts = cuts_of(case[0]) if kept else None, np.asarray(case[4]), []
     for i in range(2):
         part, first = part_of(case, i * V, V), jnp.int32(i * V)
         drawn = reference.gumbel_best(*part, cuts, first)
         if kernel:
             drawn = mosaic.gumbel_best(*part, cuts, first, interpret=detect_races())
             assert_no_races(drawn)
-        parts.append(drawn)
-    got = joined(parts, V, np.asarray(case[5].dense) if residual else None)
+        drawn_of_parts.append(drawn)
+    got = joined(drawn_of_parts, V, np.asarray(case[-1].dense) if residual else None)
     np.testing.assert_array_equal(got[wanted], np.asarray(reference.gumbel_argmax(*case, cuts))[wanted])
     assert len({*(got[wanted] // V)}) == 2
 
@@ -141,6 +178,32 @@ def test_noise_is_that_of_jax():
         np.testing.assert_array_equal(got, noise)
 
 
+def test_bars_stop_no_winner_and_most_others():
+    """A score that is just reached, of every size, and one that is just missed by a winner's noise."""
+    rng, N = np.random.default_rng(0), 100_000
+    bits = jnp.asarray(rng.integers(-(2**31), 2**31, N), jnp.int32)
+    # The largest and least noise too: u = 1 - 2**-23, and u = 0.
+    bits = bits.at[:3].set(jnp.asarray([-1, -1 << 9, 0]))
+    noise = noise_of(bits)
+    temperature = jnp.asarray(10 ** rng.uniform(-8, 8, N), jnp.float32)
+    tempered = jnp.asarray(10 ** rng.uniform(-3, 6, N) * rng.choice([-1, 1], N), jnp.float32)
+    logits = (tempered * temperature).at[3:100].set(0.0)
+    log_z = jnp.asarray(rng.choice([0, 1, 1e4], N) * rng.normal(size=N), jnp.float32)
+
+    def stopped(target, less):
+        return np.asarray(depth(bits) > jax.vmap(bar_of)(target, temperature, less).at(logits))
+
+    score = logits / temperature + noise
+    assert not stopped(score, None).any()
+    assert not stopped(jnp.log(jnp.exp(logits / temperature - log_z)) + noise, log_z).any()
+    assert not stopped(jnp.full(N, -jnp.inf), None).any()
+    assert not stopped(jnp.full(N, jnp.nan), None).any()
+    winners = np.asarray((noise > 3) & (abs(score) < 1e3))
+    assert winners.sum() > 1000
+    assert stopped(score + 0.2, None)[winners].all()
+    assert np.asarray(depth(bits)).min() == LEAST_DEPTH == np.asarray(depth(bits[:1]))
+
+
 @pytest.mark.parametrize(
     ("R", "size", "dtype"),
     [
@@ -164,10 +227,10 @@ def test_lowers_for_the_gpu(R, size, dtype):
     for function, *args in (
         (mosaic.logits_stats, logits, floats),
         (mosaic.logits_stats, logits, floats, ints),
-        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, None),
-        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual),
-        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, residual, ints),
-        (mosaic.gumbel_best, logits, ints, floats, keys, bools, residual, ints, shape((), jnp.int32)),
+        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, ints, None),
+        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, ints, residual),
+        (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, ints, residual, ints),
+        (mosaic.gumbel_best, logits, ints, floats, keys, bools, ints, residual, ints, shape((), jnp.int32)),
         (cutoffs, logits, reference.Bounds(floats, floats, ints, *([floats] * 4))),
         (best, logits, bools),
     ):

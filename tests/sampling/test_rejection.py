@@ -450,9 +450,9 @@ def test_positions_past_the_drafts_are_not_searched(monkeypatch):
     """Neither what they keep nor, in seeded rows, a draw: nothing can be chosen there."""
     looked = {}
 
-    def draw(logits, rows, temperature, keys, wanted, residual, cuts):
+    def draw(logits, rows, temperature, keys, wanted, likely, residual, cuts):
         looked.update(wanted=wanted.reshape(4, 4), cuts=cuts.reshape(4, 4))
-        return reference.gumbel_argmax(logits, rows, temperature, keys, wanted, residual, cuts)
+        return reference.gumbel_argmax(logits, rows, temperature, keys, wanted, likely, residual, cuts)
 
     monkeypatch.setattr(columns, "gumbel_argmax", draw)
     logits = np.random.default_rng(0).normal(size=(4, 4, V)).astype(np.float32)
