@@ -42,6 +42,7 @@ class Tuning:
         joined_linear_tokens: as `row_kernel_tokens`, of the projections that read a norm made there.
         wide_values_tokens: up to this many tokens in windows of MLA, merging split requests and the up-projection of values
             are one kernel. Up to 4 they are another kernel in any case.
+        bounded_draws: whether a draw takes logarithms only of columns that may win.
     """
 
     split_overhead_pages: int = 5
@@ -55,6 +56,7 @@ class Tuning:
     split_linear_tokens: int = 0
     joined_linear_tokens: int = 0
     wide_values_tokens: int = 0
+    bounded_draws: bool = False
 
 
 _current: ContextVar[Tuning | None] = ContextVar("tuning", default=None)

@@ -4,9 +4,9 @@ XLA reads the logits once for each statistic, and draws noise for greedy rows to
 millisecond. Here a thread block reads a part of a row once. Every thread keeps the statistics of its own columns, threads
 combine theirs once, at the end, and XLA joins the parts, which are a few numbers a row.
 
-A draw takes the logarithms of a vector's columns only where its random bits say that one of them may win, and draws bits only
-where the largest noise would make one win: see `noise`. Each warp decides for itself, from the best score that it has seen or
-that the row's likeliest column has.
+With `Tuning.bounded_draws` a draw takes the logarithms of a vector's columns only where its random bits say that one of them
+may win, and draws bits only where the largest noise would make one win: see `noise`. Each warp decides for itself, from the
+best score that it has seen or that the row's likeliest column has.
 """
 
 import functools
@@ -18,6 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, float_of, ordered
 from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
@@ -197,7 +198,7 @@ def _best_of_row(
     """`gumbel_best`; with `first_column` None the columns are counted from 0."""
     R, V = rows.shape[0], logits.shape[1]
     parts = Parts(R, V, 4, 1)
-    adjusts = residual is not None
+    adjusts, bounded = residual is not None, tuning.current().bounded_draws
     outputs = 4 if adjusts else 2
 
     def gumbel_argmax(logits, rows, temperature, keys, wanted, likely, *refs):
@@ -213,7 +214,6 @@ def _best_of_row(
             source, divisor, key = rows[row], temperature[row], (keys[row, 0], keys[row, 1])
             log_z = given.log_z[row] if given and dense else None
             cut = None if cut_of is None else cut_of[source]
-            x = parts.load(logits, source, part * parts.vectors)
 
             def bits_of(columns):
                 return threefry(key, columns if first is None else columns + first[0])
@@ -242,18 +242,31 @@ def _best_of_row(
                 *_, score = scores_of(logits[source, column].astype(f32), column, bits_of(column), log_q)
                 return jnp.where(column == likely[source], score, -jnp.inf)
 
-            # A block of one vector would wait for it longer than it takes.
-            least = likely_score() if parts.vectors > 1 else f32(-jnp.inf)
-            slope, offset = bar(least)
-
             def look(j, x, columns, bits, found):
                 log_q = parts.load(given.log_q, given.q_rows[row], j) if given and dense else None
                 kept = []
                 for (best, column), score in zip(found, scores_of(x, columns, bits, log_q), strict=True):
                     better = (columns >= j * parts.width) & (score > best)
                     kept.append((jnp.where(better, score, best), jnp.where(better, columns.astype(f32), column)))
-                best, _ = kept[-1]
-                return tuple(kept), bar(lax.max(least, float_of(largest_in_warp(ordered(best), **warp)))).offset
+                return tuple(kept)
+
+            nothing = ((parts.fill(-jnp.inf), parts.fill(0.0)),) * (2 if dense else 1)
+            if not bounded:
+
+                def every(i, found):
+                    j = part * parts.vectors + i
+                    columns = parts.columns(j)
+                    return look(j, parts.load(logits, source, j), columns, bits_of(columns), found)
+
+                return lax.fori_loop(0, parts.vectors, every, nothing)
+
+            # A block of one vector would wait for it longer than it takes.
+            least = likely_score() if parts.vectors > 1 else f32(-jnp.inf)
+            slope, offset = bar(least)
+
+            def raised(found):
+                best, _ = found[-1]
+                return found, bar(lax.max(least, float_of(largest_in_warp(ordered(best), **warp)))).offset
 
             def step(i, carry):
                 found, offset, x = carry
@@ -267,12 +280,12 @@ def _best_of_row(
                 def draw():
                     bits = bits_of(columns)
                     wins = any_in_warp(jnp.logical_not(most < depth(bits)), **warp)
-                    return lax.cond(wins, lambda: look(j, x, columns, bits, found), lambda: (found, offset))
+                    return lax.cond(wins, lambda: raised(look(j, x, columns, bits, found)), lambda: (found, offset))
 
                 return *lax.cond(any_in_warp(possible, **warp), draw, lambda: (found, offset)), following
 
-            nothing = ((parts.fill(-jnp.inf), parts.fill(0.0)),) * (2 if dense else 1)
-            return lax.fori_loop(0, parts.vectors, step, (nothing, offset, x))[0]
+            first_vector = parts.load(logits, source, part * parts.vectors)
+            return lax.fori_loop(0, parts.vectors, step, (nothing, offset, first_vector))[0]
 
         def finish(found):
             for i, (best, column) in enumerate(found):

@@ -1,10 +1,13 @@
 """The Mosaic GPU kernels of sampling, interpreted on the CPU against plain XLA, and lowered for cuda."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, parts, reference
 from pallas_kernels.sampling.cutoffs import cutoffs
@@ -80,8 +83,10 @@ def test_columns_left_out_would_not_win(monkeypatch, residual, kept, dtype):
     case = close_draws(size := 3000, dtype, residual=residual)
     assert parts.Parts(len(case[1]), size, 4, 1).vectors == 3
     cuts = cuts_of(case[0]) if kept else None
+    bounded = dataclasses.replace(tuning.current(), bounded_draws=True)
     mosaic.gumbel_argmax.clear_cache()
-    got = mosaic.gumbel_argmax(*case, cuts, interpret=detect_races())
+    with tuning.use(bounded):
+        got = mosaic.gumbel_argmax(*case, cuts, interpret=detect_races())
     assert_no_races(got)
     assert_as_good_as_any(got, case, cuts)
 
@@ -92,7 +97,8 @@ def test_columns_left_out_would_not_win(monkeypatch, residual, kept, dtype):
     # Many scores are equal but for rounding, which XLA must not change: it does not know either that nothing is left out.
     monkeypatch.setattr(mosaic, "bar_of", no_bar)
     mosaic.gumbel_argmax.clear_cache()
-    np.testing.assert_array_equal(got, mosaic.gumbel_argmax(*case, cuts, interpret=detect_races()))
+    with tuning.use(bounded):
+        np.testing.assert_array_equal(got, mosaic.gumbel_argmax(*case, cuts, interpret=detect_races()))
     mosaic.gumbel_argmax.clear_cache()
 
 
@@ -224,6 +230,10 @@ def test_lowers_for_the_gpu(R, size, dtype):
     def best(logits, wanted):
         return likeliest(logits, 20, wanted)
 
+    def bounded(*args):
+        with tuning.use(dataclasses.replace(tuning.current(), bounded_draws=True)):
+            return mosaic.gumbel_best.__wrapped__(*args)
+
     for function, *args in (
         (mosaic.logits_stats, logits, floats),
         (mosaic.logits_stats, logits, floats, ints),
@@ -231,6 +241,7 @@ def test_lowers_for_the_gpu(R, size, dtype):
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, ints, residual),
         (mosaic.gumbel_argmax, logits, ints, floats, keys, bools, ints, residual, ints),
         (mosaic.gumbel_best, logits, ints, floats, keys, bools, ints, residual, ints, shape((), jnp.int32)),
+        (bounded, logits, ints, floats, keys, bools, ints, residual, ints, shape((), jnp.int32)),
         (cutoffs, logits, reference.Bounds(floats, floats, ints, *([floats] * 4))),
         (best, logits, bools),
     ):
