@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxspec.compile_cache import open_store
 from jaxspec.config import Lookup, Settings
-from jaxspec.engine.buckets import Bucket, Variant, bucket_table
+from jaxspec.engine.buckets import Bucket, Variant, bucket_table, split_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
@@ -77,6 +77,11 @@ def one_bucket(settings: Settings, variant: Variant = "lean") -> tuple[Bucket]:
     return (dataclasses.replace(bucket_table(settings)[-1], variant=variant),)
 
 
+def late_buckets(settings: Settings) -> tuple[Bucket, ...]:
+    """Those whose step also exists in two parts in an engine that reads late."""
+    return split_table(dataclasses.replace(settings, readout_depth=1))
+
+
 @cached
 def tiny_config(variant: str) -> ModelConfig:
     """The engine tests' own model, or a variant of tests/tiny_models.py with a layer less, of each kind one."""
@@ -106,6 +111,7 @@ def _runner(
     *,
     every_bucket: bool = False,
     sampler: Variant = "lean",
+    split: bool = False,
     **options: Any,
 ) -> Runner:
     model = CausalLM(tiny_config(variant), jnp.float32)
@@ -119,6 +125,7 @@ def _runner(
             one_device(),
             draft=draft,
             buckets=buckets,
+            split=late_buckets(settings) if split else (),
             files=open_store(None),
             **options,
         )
@@ -151,9 +158,14 @@ HEADS = {
 
 
 @cached
-def eagle3_runner(head: str, k: int, *, skip_dead: bool = True, sampler: Variant = "lean") -> Runner:
-    """A random EAGLE3 head with the target's embedding and head, reading all residual streams of the tiny target."""
-    return _runner("tiny", k, tiny_draft(head), skip_dead=skip_dead, sampler=sampler)
+def eagle3_runner(
+    head: str, k: int, *, skip_dead: bool = True, sampler: Variant = "lean", split: bool = False
+) -> Runner:
+    """A random EAGLE3 head with the target's embedding and head, reading all residual streams of the tiny target.
+
+    split: the largest decode step also exists in two parts.
+    """
+    return _runner("tiny", k, tiny_draft(head), skip_dead=skip_dead, sampler=sampler, split=split)
 
 
 def tiny_draft(name: str, variant: str = "tiny") -> tuple[Draft, dict]:
@@ -193,13 +205,21 @@ def lookup_runner(k: int, *, model: bool = False, full: bool = False) -> Runner:
 
 
 @cached
-def changing_runner(k: int, draft: str = "pattern", variant: str = "tiny", *, sampler: Variant = "lean") -> Runner:
-    """A bucket that holds every plan for each number of drafts that an adaptive engine knows: none, one and k."""
+def changing_runner(
+    k: int, draft: str = "pattern", variant: str = "tiny", *, sampler: Variant = "lean", split: bool = False
+) -> Runner:
+    """A bucket that holds every plan for each number of drafts that an adaptive engine knows: none, one and k.
+
+    split: decode steps with none and with k also exist in two parts, as those of an engine do.
+    """
     model = CausalLM(tiny_config(variant), jnp.float32)
     settings = with_caches_of(model, dataclasses.replace(SETTINGS, num_speculative_tokens=k, adaptive_drafts=True))
     buckets = tuple(dataclasses.replace(b, variant=sampler) for b in bucket_table(settings) if b.prefill_tokens)
     drafts = tiny_draft(draft, variant)
-    return warmed(Runner(model, target_params(variant), settings, one_device(), draft=drafts, buckets=buckets))
+    late = late_buckets(settings) if split else ()
+    return warmed(
+        Runner(model, target_params(variant), settings, one_device(), draft=drafts, buckets=buckets, split=late)
+    )
 
 
 @contextlib.contextmanager

@@ -55,7 +55,6 @@ import numpy as np
 import pytest
 
 from jaxspec.compat import compiles
-from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
@@ -84,19 +83,20 @@ RUNNERS = {
     "plain": (lambda: tiny_runner(0), False),
     "plain, split steps": (lambda: tiny_runner(0, split=True), False),
     "nextn, k=1": (lambda: tiny_runner(1), False),
-    "nextn, k=3": (lambda: tiny_runner(3, split=True), False),
-    "nextn, k=7": (lambda: tiny_runner(7), False),
+    "nextn, k=1, split steps": (lambda: tiny_runner(1, split=True), False),
+    "nextn, k=3, split steps": (lambda: tiny_runner(3, split=True), False),
+    "nextn, k=7, split steps": (lambda: tiny_runner(7, split=True), False),
     "eagle3 llama, k=1": (lambda: eagle3_runner("llama", 1, sampler="full"), True),
-    "eagle3 llama, k=3": (lambda: eagle3_runner("llama", 3, sampler="full"), True),
-    "eagle3 llama, k=7": (lambda: eagle3_runner("llama", 7, sampler="full"), True),
-    "eagle3 mla, k=3": (lambda: eagle3_runner("mla", 3, sampler="full"), True),
+    "eagle3 llama, k=3, split steps": (lambda: eagle3_runner("llama", 3, sampler="full", split=True), True),
+    "eagle3 llama, k=7, split steps": (lambda: eagle3_runner("llama", 7, sampler="full", split=True), True),
+    "eagle3 mla, k=3, split steps": (lambda: eagle3_runner("mla", 3, sampler="full", split=True), True),
 }
 # Readout depth, mixed steps, usable pages: the longest request takes four.
 EVERY = tuple(itertools.product(range(4), (True, False), (None, 4, 6)))
 FEW = ((0, True, 6), (2, False, None))
 CASES = [
     pytest.param("plain", FEW, marks=pytest.mark.slow),
-    pytest.param("nextn, k=3", (*FEW, (1, True, 6)), marks=pytest.mark.slow),
+    pytest.param("nextn, k=3, split steps", (*FEW, (1, True, 6)), marks=pytest.mark.slow),
     *(pytest.param(name, EVERY, marks=pytest.mark.full) for name in RUNNERS),
 ]
 
@@ -159,6 +159,13 @@ def check(runner, want, engine, rng):
     return accepted
 
 
+def record_plans(engine):
+    """A list to which each step's plan is added once it is read."""
+    plans = []
+    engine.step_log = SimpleNamespace(write=lambda plan, *_, **__: plans.append(plan))
+    return plans
+
+
 @pytest.mark.parametrize(("name", "cases"), CASES)
 def test_every_text_is_that_of_plain_decoding(name, cases):
     """Whatever the draft and its length, read at once or late, in mixed steps or not, with or without preemption.
@@ -175,8 +182,7 @@ def test_every_text_is_that_of_plain_decoding(name, cases):
     for depth, mixed, usable in cases:
         with options(runner, readout_depth=depth, mixed=mixed):
             engine = make_engine(runner, usable)
-            plans = []
-            engine.step_log = SimpleNamespace(write=lambda plan, *_, plans=plans, **__: plans.append(plan))
+            plans = record_plans(engine)
             accepted += check(runner, want, engine, rng)
         split = sum(plan.split for plan in plans)
         assert split > len(plans) / 4 if depth and runner.split else split == 0
@@ -186,23 +192,45 @@ def test_every_text_is_that_of_plain_decoding(name, cases):
     assert accepted > 60 * len(cases) or runner.window == 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("draft", ["nextn", "llama"])
-def test_texts_with_any_number_of_drafts_from_step_to_step(draft):
-    """As with adaptive speculation: a window may have fewer or more drafts than its row's masks were filled along."""
-    runner = changing_runner(K, draft, sampler="full")
+def every_changing(k):
+    """Numbers of drafts in turn, and a case of `EVERY`."""
+    sequences = ((0, 1, k), (k, 0, 0), (1, k, 1), (k, 1, 0, 0, k), (0, k))
+    return [(sequence, *case) for sequence, case in zip(itertools.cycle(sequences), EVERY)]
+
+
+CHANGING = [
+    pytest.param(1, "llama", [((0, 1), 1, True, 6), ((1, 1, 0), 2, False, None)], marks=pytest.mark.slow),
+    *(
+        pytest.param(k, draft, every_changing(k), marks=pytest.mark.full)
+        for k, draft in ((3, "nextn"), (3, "llama"), (7, "nextn"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("k", "draft", "cases"), CHANGING)
+def test_texts_with_any_number_of_drafts_from_step_to_step(k, draft, cases):
+    """As with adaptive speculation: a window may have fewer or more drafts than its row's masks were filled along.
+
+    Steps with none and with k drafts may run in two parts, those with one of several do not.
+    """
+    runner = changing_runner(k, draft, sampler="full", split=True)
     want, rng = solo(True), random.Random(1)
-    accepted = 0
-    for sequence in ((0, 1, K), (K, 0, 0), (1, K, 1), (K, 1, 0, 0, K), (0, K)):
-        depth, mixed = rng.randrange(4), rng.random() < 0.5
+    accepted = preempted = 0
+    fill_cache(runner, 0.0)
+    plant(make_engine(runner), (), None)
+    before = compiles.total
+    for sequence, depth, mixed, usable in cases:
         with options(runner, readout_depth=depth, mixed=mixed):
-            fill_cache(runner, 0.0)
-            engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), control=Forced(sequence))
+            engine = make_engine(runner, usable, control=Forced(sequence))
+            plans = record_plans(engine)
             accepted += check(runner, want, engine, rng)
-        ran = {k for k, steps in engine.stats().steps_by_drafts.items() if steps}
-        assert ran <= set(sequence) | {0}
-        assert len(ran) > 1
-    assert accepted > 200
+        assert {plan.drafts for plan in plans} == set(sequence)
+        split = {plan.drafts for plan in plans if plan.split}
+        assert split == ({0, k} & set(sequence) if depth else set())
+        preempted += engine.stats().num_preemptions
+    assert compiles.total == before
+    assert preempted > 0
+    assert accepted > 40 * len(cases)
 
 
 def chi_square(counts, probabilities):

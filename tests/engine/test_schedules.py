@@ -110,8 +110,8 @@ def drafting(name):
     return with_pattern(runner, texts, seed=1)
 
 
-def make_engine(runner, usable=None):
-    engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,))
+def make_engine(runner, usable=None, **more):
+    engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), **more)
     if usable is not None:
         engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - usable)
     return engine
