@@ -2,6 +2,7 @@
 
 import json
 
+import jsonschema_rs
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from jaxspec.grammar.rule import CompiledGrammar, GrammarRule, output_rule
 from jaxspec.grammar.thought import NO_PREFACE, Preface, Thought
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import MAX_CHOICES, StructuredOutputsParams
+from tests.schemas import FORMATS, LONG, LONG_FORMATS, random_schema, validator_for
 from tests.serve.mock_engine import EOS, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -213,6 +215,77 @@ def test_each_kind(asked, good, bad):
         rule.feed([token], None)
     else:
         raise AssertionError(f"{bad!r} was allowed")
+
+
+def is_allowed(schema, text):
+    """Whether a matcher lets a text of JSON come, and end there."""
+    matcher = GRAMMARS.compile(StructuredOutputsParams(json=schema)).matcher.deep_copy()
+    written = [*ids(text), EOS]
+    return matcher.validate_tokens(written) == len(written)
+
+
+def random_text(schema, rng, most):
+    """JSON of characters that are drawn from the masks; None where it has not ended after so many."""
+    matcher = GRAMMARS.compile(StructuredOutputsParams(json=schema)).matcher.deep_copy()
+    written = []
+    while len(written) < most:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        token = int(rng.choice(np.flatnonzero(bits)))
+        if token == EOS:
+            return TOKENIZER.decode(written)
+        written.append(token)
+        assert matcher.consume_token(token)
+    return None
+
+
+def test_random_texts_obey_random_schemas():
+    """Of all keywords that are supported, by an independent validator: nothing in them is overlooked."""
+    rng, ended = np.random.default_rng(0), 0
+    for seed in range(150):
+        schema = random_schema(seed)
+        text = random_text(schema, rng, 400)
+        if text is not None:
+            ended += 1
+            assert validator_for(schema).is_valid(json.loads(text)), (seed, schema, text)
+    assert ended > 130
+
+
+def with_format(name):
+    return {"type": "string", "format": name} | ({"maxLength": LONG} if name in LONG_FORMATS else {})
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *LONG_FORMATS])
+def test_random_texts_have_their_format(name):
+    rng, schema = np.random.default_rng(0), with_format(name)
+    validator = validator_for(schema)
+    for _ in range(50):
+        text = random_text(schema, rng, 300)
+        assert validator.is_valid(json.loads(text)), text
+    assert not validator.is_valid("no such thing, 1")
+
+
+DATES = {"date": "2023-02-29", "time": "12:30:60Z", "date-time": "2023-02-29T12:30:60Z"}
+LONG_TEXTS = {"email": "a" * 65 + "@b.c", "hostname": "a" + ".abcdefghi" * 26}
+
+
+@pytest.mark.parametrize(("name", "value"), (DATES | LONG_TEXTS).items())
+def test_what_formats_allow_beyond_rfcs(name, value):
+    """Why `validator_for` tolerates some dates, and emails are short: what llguidance refuses needs neither."""
+    schema = {"type": "string", "format": name}
+    assert is_allowed(schema, json.dumps(value))
+    assert not jsonschema_rs.validator_for(schema, validate_formats=True).is_valid(value)
+    assert validator_for(schema).is_valid(value) == (name in DATES)
+
+
+def test_other_names_may_come_twice():
+    """Why random schemas ask for no more than one of them; those that the schema lists come once."""
+    others = {"patternProperties": {"^x[a-z]$": {"type": "null"}}, "additionalProperties": False, "minProperties": 2}
+    assert is_allowed(others, '{"xa": null, "xb": null}')
+    assert is_allowed(others, '{"xa": null, "xa": null}')
+    assert not is_allowed(others, '{"xa": null}')
+    listed = {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "null"}}
+    assert is_allowed(listed, '{"a": 1, "b": null}')
+    assert not is_allowed(listed, '{"a": null, "a": null}')
 
 
 def test_white_space_ends():

@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import logging
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,6 +28,19 @@ WHITESPACE = r" |\r?\n( {0,32}|\t{0,8})"
 _CHARACTERS = r'[^"\\\x00-\x1F\x7F]'
 _LONGEST = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 20, 30)
 SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_CHARACTERS}{{1,{n}}}" for n in _LONGEST), f"{_CHARACTERS}+")
+# What llguidance says of a schema without naming the keyword that it is about.
+_UNNAMED = {
+    "regex parse error": "pattern or patternProperties",
+    "lookarounds not supported": "pattern or patternProperties",
+    "patternProperty regexes": "patternProperties",
+    "min/maxProperties": "minProperties or maxProperties",
+    "Resource '": "$ref",
+    "Pointer '": "$ref",
+    "Anchor '": "$ref",
+    "invalid multiple of": "multipleOf",
+}
+# Of a schema inside a grammar it tells the place, and then the grammar's lines, which are seldom the client's own.
+_INSIDE = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*?)\n +\d+ \| .*", re.DOTALL)
 # A message may quote the schema.
 _MESSAGE_CHARACTERS = 300
 
@@ -257,7 +271,10 @@ def _trigger_of(structure: Mapping[str, Any], triggers: Sequence[str]) -> str:
 
 
 def _refused(params: StructuredOutputsParams, why: str) -> InvalidRequestError:
-    words = " ".join(why.split())
+    words = " ".join(_INSIDE.sub(r"\1", why).split())
+    keyword = next((keyword for start, keyword in _UNNAMED.items() if words.startswith(start)), None)
+    if keyword is not None:
+        words = f"{keyword}: {words}"
     if len(words) > _MESSAGE_CHARACTERS:
         words = words[:_MESSAGE_CHARACTERS] + "..."
     return InvalidRequestError(

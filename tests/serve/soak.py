@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema_rs
 
 from jaxspec.grammar.rule import GrammarRule
 from serve.connection_table import ConnectionLimits
 from serve.deadlines import Deadlines
-from tests.schemas import checkable, random_schema
+from tests.schemas import random_schema, validator_for
 from tests.serve.client_checks import sse
 from tests.serve.conftest import RunningServer
 from tests.serve.raw import connect, error_of, head, post, read_all
@@ -259,7 +258,7 @@ class Soak:
         tools = {"tools": TOOLS} if rng.random() < 0.3 else {}
         status, choice = self._chat(rng, {"response_format": form} | tools)
         if choice and choice["finish_reason"] == "stop":
-            assert jsonschema_rs.is_valid(checkable(schema), json.loads(choice["message"]["content"])), choice
+            assert validator_for(schema).is_valid(json.loads(choice["message"]["content"])), choice
             return "constrained, valid"
         return "constrained " + self._check(status, 200)
 

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from tests.schemas import UNSUPPORTED
+from tests.serve.chats import chat_engine
 from tests.serve.client_checks import check_error, client, model_name, stream_texts
 from tests.serve.mock_engine import MockEngine, served
 
@@ -125,6 +127,33 @@ def test_bad_grammar_is_one_400(mock_server, asked, param, words):
         assert words in message
         assert place in message or "." not in place
     assert mock_server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2}).status_code == 200
+
+
+def places_of(schema):
+    """Where a schema may be in a request: path and fields."""
+    chat, completions, messages = "/v1/chat/completions", "/v1/completions", {"messages": MESSAGES}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tag = TAG | {"content": {"type": "json_schema", "json_schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return {
+        "response_format": (chat, messages | {"response_format": form}),
+        "json": (completions, {"prompt": "hi", "structured_outputs": {"json": schema}}),
+        "tag": (completions, {"prompt": "hi", "response_format": {"type": "structural_tag", "format": tag}}),
+        "tool": (chat, messages | {"tools": [tool], "tool_choice": "required"}),
+    }
+
+
+@pytest.mark.parametrize("place", places_of({}))
+def test_unsupported_keywords_are_one_400(start_server, place):
+    """That names the keyword, wherever the schema is, and others go on."""
+    server = start_server(chat_engine(None)[1])
+    for keyword, schema in UNSUPPORTED:
+        path, body = places_of({"type": "object", "properties": {"a": schema}, "required": ["a"]})[place]
+        answer = server.post(path, body | {"max_tokens": 8})
+        assert answer.status_code == 400, (keyword, answer.text)
+        told = re.split("cannot be (?:compiled|held to): ", answer.json()["error"]["message"])[1]
+        assert (f'"{keyword}"' if told.startswith("Unimplemented keys") else keyword) in told
+    assert server.post("/v1/completions", {"prompt": "hi", "max_tokens": 2}).status_code == 200
 
 
 def test_models_without_a_tokenizer_say_so(start_server):
