@@ -9,7 +9,9 @@ from tests.serve.chats import CALL, chat_engine
 from tests.serve.conftest import RunningServer, StartServer
 
 # Of every module here: what these packages warn of is not ours to fix.
-MARKS = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+_WARNINGS = pytest.mark.filterwarnings("default")
+MARKS = [pytest.mark.clients, _WARNINGS]
+NEWER = [pytest.mark.newer_clients, _WARNINGS]
 KEY = "key"
 ANSWER = "It is sunny in Köln."
 THOUGHT = "Rain?"

@@ -4,8 +4,8 @@ import importlib
 
 import pytest
 
-from tests.serve.chats import TWO_CALLS, chat_engine
-from tests.serve.clients.conftest import MARKS
+from tests.serve.chats import CALL, TWO_CALLS, chat_engine
+from tests.serve.clients.conftest import KEY, MARKS, Sky
 from tests.serve.test_messages import TOOL, check_blocks
 
 pytestmark = MARKS
@@ -37,6 +37,24 @@ def test_the_accumulator_of_anthropic(start_server, anthropic):
     assert [block.text for block in answer.content] == ["It is sunny."]
     count = client.messages.count_tokens(model="mock", messages=turns, tools=WITH_TOOLS["tools"])
     assert count.input_tokens == answer.usage.input_tokens
+
+
+def test_an_object(agent_server, anthropic):
+    """Of a class, as the client makes a schema of it: whole, as a stream, and after a call."""
+    client = anthropic.Anthropic(base_url=agent_server.base_url, api_key=KEY, max_retries=0)
+    whole = client.messages.parse(**ASK, output_format=Sky)
+    assert isinstance(whole.parsed_output, Sky)
+    with client.messages.stream(**ASK, output_format=Sky) as stream:
+        pieces = list(stream.text_stream)
+        assert isinstance(stream.get_final_message().parsed_output, Sky)
+    assert len(pieces) > 1
+    agent_server.engine.says = lambda prompt: "no JSON" if "<tool_response>" in prompt else CALL
+    call = client.messages.parse(**WITH_TOOLS, output_format=Sky)
+    assert [block.type for block in call.content] == ["tool_use"]
+    result = {"type": "tool_result", "tool_use_id": call.content[0].id, "content": "sunny"}
+    turns = [*ASK["messages"], {"role": "assistant", "content": call.content}, {"role": "user", "content": [result]}]
+    answer = client.messages.parse(**WITH_TOOLS | {"messages": turns}, output_format=Sky)
+    assert isinstance(answer.parsed_output, Sky)
 
 
 def test_a_call_that_is_no_json_is_an_error_of_the_server(start_server, anthropic):

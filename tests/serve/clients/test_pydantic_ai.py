@@ -1,16 +1,13 @@
-"""pydantic-ai: agents with tools, whole and streamed, and objects as their results, over both of OpenAI's APIs.
-
-The version that agrees with the other clients' openai is too old for Anthropic's client of today.
-"""
+"""pydantic-ai: agents with tools, whole and streamed, and objects as their results, over OpenAI's APIs and Anthropic's."""
 
 import asyncio
 
 import pytest
 
 from tests.serve.chats import ARGUMENTS, CALL
-from tests.serve.clients.conftest import ANSWER, KEY, MARKS, Sky
+from tests.serve.clients.conftest import ANSWER, KEY, NEWER, Sky
 
-pytestmark = MARKS
+pytestmark = NEWER
 
 
 def openai_provider(server):
@@ -31,7 +28,21 @@ def responses(server):
     return OpenAIResponsesModel("mock", provider=openai_provider(server))
 
 
-@pytest.fixture(params=[chat, responses], ids=lambda make: make.__name__)
+def messages(server):
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.profiles import ModelProfile
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.settings import ModelSettings
+
+    return AnthropicModel(
+        "mock",
+        provider=AnthropicProvider(base_url=server.base_url, api_key=KEY),
+        profile=ModelProfile(supports_json_schema_output=True),  # it knows by their names which models of Anthropic's do
+        settings=ModelSettings(max_tokens=500),
+    )
+
+
+@pytest.fixture(params=[chat, responses, messages], ids=lambda make: make.__name__)
 def model(request, agent_server):
     return request.param(agent_server)
 
@@ -82,12 +93,12 @@ def test_an_object_as_a_required_tool(model):
     assert isinstance(Agent(model, output_type=Sky).run_sync("Sky?").output, Sky)
 
 
-def test_an_object_after_a_tool(agent_server):
+def test_an_object_after_a_tool(agent_server, model):
     """Tools and a schema in one request: first a call, then the object."""
     from pydantic_ai import NativeOutput
 
     # A model that begins with its thought would break the grammar, which holds from the first token here.
     agent_server.engine.says = lambda prompt: "no JSON" if "<tool_response>" in prompt else CALL
-    result = weather_agent(chat(agent_server), output_type=NativeOutput(Sky)).run_sync("Rain?")
+    result = weather_agent(model, output_type=NativeOutput(Sky)).run_sync("Rain?")
     assert isinstance(result.output, Sky)
     check_prompt(agent_server)
