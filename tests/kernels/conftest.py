@@ -1,9 +1,11 @@
-"""Stand-ins for a GPU, for the tests of the Triton kernels."""
+"""Stand-ins for a GPU, for the tests of kernels without one."""
 
 from types import SimpleNamespace
 
 import jax
 import pytest
+
+from pallas_kernels.moe import config, fp8_config, packed_config
 
 
 @pytest.fixture
@@ -45,3 +47,10 @@ def ampere(monkeypatch):
     device = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="A100", core_count=108)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     return device
+
+
+@pytest.fixture
+def two_blocks(monkeypatch):
+    """The device has two multiprocessors: an interpreted block works on several tiles, and few blocks have nothing to do."""
+    for module in (config, fp8_config, packed_config):
+        monkeypatch.setattr(module, "blocks_of_a_kernel", lambda: 2)

@@ -138,6 +138,7 @@ def test_interpreted_mlps(scheme: Scheme, T: int):
 
 
 @interpreted
+@pytest.mark.usefixtures("two_blocks")
 @pytest.mark.parametrize("of_routed", [INT4_G32, pytest.param(None, marks=pytest.mark.slow)], ids=str)
 def test_interpreted_beside_shared_experts(of_routed: Scheme | None):
     """Whatever the routed ones are, and with another width."""
