@@ -241,6 +241,7 @@ def test_chat_goes_through_the_template(demo_llm):
             demo_llm.chat(wrong, GREEDY)
 
 
+@pytest.mark.slow
 def test_a_chat_may_think_before_a_grammar(demo_llm, monkeypatch):
     """A thought that the prompt opens, or the model; a raw prompt has none, and a chat may turn it off."""
     off = {"chat_template_kwargs": {"enable_thinking": False}}

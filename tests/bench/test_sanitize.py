@@ -107,6 +107,7 @@ def test_faults_that_are_missed(sanitizer, tmp_path, capsys):
     assert [row["outcome"] for row in json.loads(out.read_text())["faulty"]] == ["found", "clean", "found"]
 
 
+@pytest.mark.slow
 def test_attempts(sanitizer, tmp_path):
     """A run is repeated while the sanitizer crashes or hangs, and the record says how often."""
     out = tmp_path / "sanitize.json"

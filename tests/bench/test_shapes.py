@@ -154,6 +154,7 @@ def lowered_step(request, model, rows, prompt, mesh=None, variant="lean", draft=
 EXTRAS = {"norm_linear", "add_norm", "moe_combine", "moe_router", "joined_linear", "split_linear"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows", "prompt"), cases())
 def test_steps_run_our_kernels_on_hopper(name, rows, prompt, request):
     """Decode steps and those with a prompt lower for CUDA at real widths, an MTP layer included."""
@@ -182,6 +183,7 @@ def of_each_kind(name: str) -> CausalLM:
     return CausalLM(read_config(random_config(name, 2) | changes[name]), BF16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("name", "rows", "prompt"), recurrent_cases())
 def test_recurrent_steps_run_our_kernels_on_hopper(name, rows, prompt, devices, request):
@@ -238,6 +240,7 @@ def told(text: str, collective: str) -> int:
     return max(math.prod(map(int, dims.split("x"))) for dims in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows", "prompt"), [("moonlight", 32, 0), *cases()])
 def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
     """On two devices the same operations run on the same kernels, but those that would add before the devices have; and

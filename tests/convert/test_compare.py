@@ -37,6 +37,7 @@ def assert_same(got, want):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("variant", ["v3-yarn", "moonlight", "llama"])
 def test_a_batch_is_bit_equal_to_single_runs(variant, tmp_path):

@@ -64,7 +64,7 @@ def bits(array: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", variants())
 def test_models(variant: str, dtype: str, source: Get, converted: Get, devices: Mesh):
     if variant == "v3-fp8" and devices.size > 1:  # its sizes are no multiples of blocks

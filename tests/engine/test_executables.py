@@ -182,6 +182,7 @@ def test_the_rest_come_from_threads_and_a_failure_is_logged(caplog):
     assert "larger ones go on serving" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_idle_engine_takes_what_was_prepared():
     """No request need come before the steps that are compiled after the start have run and serve."""
     model, mesh = CausalLM(read_config(tiny.HF_CONFIG), jnp.float32), MESH

@@ -156,6 +156,7 @@ def test_a_text_costs_no_kv():
 # --- losslessness ---
 
 
+@pytest.mark.slow
 def test_a_looked_up_draft_is_accepted_as_often_as_the_target_says_it():
     """A point mass without a stored q: the token after the context follows p, whatever was proposed."""
     V, D, k = 8, 4000, 2

@@ -342,6 +342,7 @@ def test_residual_enters_the_sum_once(spec):
     assert np.abs(one - (x + attended)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_each_routed_pair_runs_on_one_shard():
     """Experts whose output is a power of two: a pair that runs twice or never changes the sum, whatever runs beside it."""
     E, T, k = 8, 33, 3

@@ -168,6 +168,7 @@ def test_permuted_rows_give_permuted_outputs(mixed):
         np.testing.assert_array_equal(getattr(permuted, field)[1:], getattr(after, field)[1:])
 
 
+@pytest.mark.slow
 @given(page_size=st.sampled_from([1, 2, 4, 16, 64]), seed=st.integers(0, 100))
 def test_places_are_those_of_a_contiguous_cache(page_size, seed):
     """Rows whose pages happen to be consecutive: place = start of the row + position, for any page size."""

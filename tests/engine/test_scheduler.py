@@ -238,6 +238,7 @@ def check_schedules(seeds, ranks: int = 1) -> None:
     assert total["split"] > count
 
 
+@pytest.mark.slow
 def test_random_schedules():
     """Every request's text is its solo text, and no page is lost, shared wrongly or written by others, whatever
     shares the batch, at any k and readout depth, mixed or not, with aborts, host rules, preemption and shared prompts."""

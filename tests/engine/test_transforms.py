@@ -393,6 +393,7 @@ def test_ids_outside_the_vocabulary_are_refused():
         assert error.value.param == "logit_bias"
 
 
+@pytest.mark.slow
 def test_huge_numbers_do_not_reach_the_device():
     params = SamplingParams(
         max_tokens=None, top_k=2**40, min_tokens=2**40, num_speculative_tokens=2**40, ignore_eos=True

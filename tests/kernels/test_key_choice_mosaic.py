@@ -63,7 +63,9 @@ def arguments(tokens, heads, width=HEAD_DIM, page=64):
     return q, struct((tokens, heads), jnp.float32), keys, struct((4, 512), jnp.int32), each, each
 
 
-@pytest.mark.parametrize(("tokens", "heads", "loops"), [(32, 64, 0), (1, 32, 0), (200, 64, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "loops"), [(32, 64, 0), (1, 32, 0), pytest.param(200, 64, 1, marks=pytest.mark.slow)]
+)
 def test_lowers_for_cuda(monkeypatch, tokens, heads, loops):
     """A decode step has neither a loop nor a sort, and no call but the kernels: it can be a part of a CUDA graph."""
     hopper(monkeypatch)

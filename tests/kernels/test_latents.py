@@ -50,6 +50,7 @@ def test_nan_is_kept_in_its_scale(bad):
     np.testing.assert_array_equal(np.isnan(latents.scale), [[True, False]])
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(4, 70), min_size=1, max_size=4), seed=st.integers(0, 9),
     kind=st.sampled_from([(1, 16, jnp.float32), (3, 200, jnp.float32), (4, 128, jnp.bfloat16)]),

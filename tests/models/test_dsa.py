@@ -229,6 +229,7 @@ def test_index_share_strict_load(tmp_path):
         open_checkpoint(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "windows", "loops"), [(0, (32, 4), 0), (256, (8, 4), 2)])
 def test_a_layer_in_kernels_lowers_for_cuda(monkeypatch, prompt, windows, loops):
     """With DeepSeek-V3.2's heads. Decode steps have neither loop nor sort, so that they can be one CUDA graph; prompts loop."""

@@ -88,7 +88,13 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize(("form", "special"), [("tags", True), ("tags", False), ("line", True), ("gpt-oss", True)])
+@pytest.mark.parametrize(
+    ("form", "special"),
+    [
+        ("tags", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tags", False), ("line", True), ("gpt-oss", True))),
+    ],
+)
 def test_a_model_may_think_before_what_is_asked(server_of, form, special):
     """The grammar lets it, holds the answer behind it, and holds the first token where the model does not think."""
     for says, thinks in itertools.product([None, *ASKED], (True, False)):
