@@ -241,7 +241,9 @@ def told(text: str, collective: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rows", "prompt"), [("moonlight", 32, 0), *cases()])
+@pytest.mark.parametrize(
+    ("name", "rows", "prompt"), [pytest.param("moonlight", 32, 0, marks=pytest.mark.full), *cases()]
+)
 def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
     """On two devices the same operations run on the same kernels, but those that would add before the devices have; and
     all of a sampler's, on each device's columns: nothing that is gathered is as large as one row of logits, and nothing

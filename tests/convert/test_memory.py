@@ -106,7 +106,9 @@ def test_loading_holds_one_part_beside_the_weights(tmp_path: Path, record_proper
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stored", "bits"), [("fp8", 8 + 32 / 128**2), ("int4", 4 + 16 / 32)])
+@pytest.mark.parametrize(
+    ("stored", "bits"), [pytest.param("fp8", 8 + 32 / 128**2, marks=pytest.mark.full), ("int4", 4 + 16 / 32)]
+)
 def test_loading_codes_holds_one_part_beside_them(stored: str, bits: float, tmp_path: Path, record_property):
     """Six more layers are as many more bytes as their codes and scales: no copy of them stays, and none in bfloat16.
 

@@ -95,7 +95,7 @@ def test_every_text_is_that_of_plain_decoding_with_the_same_codes(name, k, cases
     assert accepted > 60 * len(cases)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_changing_number_of_drafts_changes_no_text_of_fp8_blocks():
     """Against steps that draft and verify none, of the same codes; with drafts that are right or wrong by turns."""
     model, _ = declare(HF_CONFIG, np.dtype(np.float32), quantization="fp8", with_draft=False)

@@ -191,7 +191,11 @@ def plain_llm(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "method"),
-    [(VARIANT, "ngram"), (VARIANT, "mtp"), pytest.param("kimi-linear", "ngram", marks=pytest.mark.full)],
+    [
+        (VARIANT, "mtp"),
+        pytest.param(VARIANT, "ngram", marks=pytest.mark.full),
+        pytest.param("kimi-linear", "ngram", marks=pytest.mark.full),
+    ],
 )
 def test_drafts_from_a_folder(folder, plain_llm, variant, method, monkeypatch):
     """Looked up in texts that repeat themselves, and by the layer of the checkpoint."""

@@ -41,7 +41,7 @@ RUNNERS = {
     "looked up, k=7": (lambda: lookup_runner(7), plain_runner),
 }
 # Each of the others in every run; these add no code that they do not have.
-FULL = ("nextn, k=1", "looked up, k=1", "looked up, k=7")
+FULL = ("nextn, k=1", "eagle3 mla, k=3", "looked up, k=1", "looked up, k=7")
 NEW_TOKENS = 24
 # The longest request takes three pages.
 POOLS = (3, 4, 6, 39)

@@ -68,7 +68,7 @@ def test_lowers_for_cuda(jax_triton, batch, n, K, G, D, blocks):
 
 
 @slow
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.full), 128])
 @pytest.mark.parametrize(("capability", "tile"), [(c, tile) for c, tiles in triton.TILES.items() for tile in tiles])
 def test_every_tile_fits(jax_triton, capability, tile, D):
     lowered(2, 1, 2, tile.rows, D, capability)
