@@ -75,7 +75,8 @@ def test_a_prompt_that_the_batch_continues_otherwise_runs_by_itself(folder, mode
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_the_command_shows_progress_and_a_result_early(folder, tmp_path, capsys):
+def test_the_command_shows_progress_and_a_result_early(folder, tmp_path, capsys, monkeypatch):
+    few_buckets(monkeypatch, decode=False)
     record = tmp_path / "run.npz"
     assert cli.main(["compare", "record", str(folder), str(record), "--num-prompts", "3", "--new-tokens", "4"]) == 0
     recorded = capsys.readouterr()

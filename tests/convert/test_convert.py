@@ -35,7 +35,7 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: (tuple(x.shape), jnp.dtype(x.dtype)), tree)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 @pytest.mark.parametrize("variant", variants())
 def test_tree_is_what_the_model_declares(variant: str, dtype: str, converted: Get, mesh: Mesh):
     model, params = load_params(open_checkpoint(converted(variant)), mesh, dtype)

@@ -33,9 +33,23 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[1, 2], ids=lambda n: f"{n} devices")
+@pytest.fixture
 def devices(request: pytest.FixtureRequest) -> Mesh:
+    """So many."""
     return Mesh(np.array(jax.devices()[: request.param]), (TENSOR_AXIS,))
+
+
+# Rounding and splitting do not know of each other.
+EACH = pytest.mark.parametrize(
+    ("devices", "dtype"),
+    [
+        (1, "float32"),
+        (2, "float32"),
+        pytest.param(1, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(2, "bfloat16", marks=pytest.mark.full),
+    ],
+    indirect=["devices"],
+)
 
 
 def load_all(folder: Path, mesh: Mesh, dtype: str | None) -> list[Any]:
@@ -64,7 +78,7 @@ def bits(array: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@EACH
 @pytest.mark.parametrize("variant", variants())
 def test_models(variant: str, dtype: str, source: Get, converted: Get, devices: Mesh):
     if variant == "v3-fp8" and devices.size > 1:  # its sizes are no multiples of blocks
@@ -74,7 +88,7 @@ def test_models(variant: str, dtype: str, source: Get, converted: Get, devices: 
         assert_same(source(variant), converted(variant), devices, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@EACH
 @pytest.mark.parametrize("name", DRAFTS)
 def test_drafts(name: str, dtype: str, tmp_path: Path, devices: Mesh):
     folder = tiny_draft(tmp_path / "hf", **DRAFTS[name])

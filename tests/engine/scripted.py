@@ -33,7 +33,7 @@ from jaxspec.models.params import TENSOR_AXIS, declarations, nest, with_sharding
 from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
 from tests.drafts import PatternDraft, pattern_params, recorded_params
-from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, cached, fill_cache, run
+from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, cached, fill_cache, run, warmed
 from tests.tiny_models import CONFIGS
 
 NUM_TEXTS = SETTINGS.max_num_seqs
@@ -61,12 +61,6 @@ def numpy_params(module: nnx.Module, seed: int, mesh: Mesh | None = None) -> dic
             value = rng.uniform(0.5, 1.5, target.shape) if init == "ones" else 0.1 * rng.standard_normal(target.shape)
         flat[path] = jax.device_put(np.asarray(value, target.dtype), target.sharding)
     return nest(flat)
-
-
-def warmed(runner: Runner) -> Runner:
-    """The runner, compiled."""
-    runner.warm_up()
-    return runner
 
 
 def one_bucket(settings: Settings, variant: Variant = "lean") -> tuple[Bucket]:

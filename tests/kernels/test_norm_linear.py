@@ -54,7 +54,7 @@ def test_interpreted_without_races(T, H, outs, experts, adds):
         (1, *READERS["moonlight, attention"], False),
         (4, *READERS["moonlight, router"], True),
         (1, *READERS["deepseek-v3, both"], True),
-        pytest.param(8, *READERS["deepseek-v3, both"], True, marks=pytest.mark.slow),
+        pytest.param(8, *READERS["deepseek-v3, both"], True, marks=pytest.mark.full),
     ],
 )
 def test_lowers_for_cuda(T, H, outs, experts, adds):
