@@ -21,8 +21,11 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
     flags.append("--xla_cpu_parallel_codegen_split_count=1")
     # As many devices as a test's mesh needs; all others use the first one.
     flags.append("--xla_force_host_platform_device_count=4")
+    # Without the emitters of fusions, which double compiling. The flag's name depends on the version.
     if version("jaxlib").startswith("0.10."):
-        flags.append("--xla_cpu_use_fusion_emitters=false")  # unknown to later ones
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    else:
+        flags.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
     if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
