@@ -37,7 +37,9 @@ def messages(server):
     return AnthropicModel(
         "mock",
         provider=AnthropicProvider(base_url=server.base_url, api_key=KEY),
-        profile=ModelProfile(supports_json_schema_output=True),  # it knows by their names which models of Anthropic's do
+        profile=ModelProfile(
+            supports_json_schema_output=True
+        ),  # it knows by their names which models of Anthropic's do
         settings=ModelSettings(max_tokens=500),
     )
 
