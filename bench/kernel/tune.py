@@ -28,6 +28,7 @@ from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode, MlaValues
 from bench.kernel.moe import Moe, MoeBlock, MoeShared
 from bench.kernel.norm_linear import AddLinear, JoinedLinear, NormLinear
+from bench.kernel.sampling import Sampling
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
 from pallas_kernels.mla_decode.shapes import CONTEXTS, HEADS, WINDOWS
@@ -89,6 +90,7 @@ CHOICES: dict[str, Choice] = {
         tuple(MlaValues(B, 1024, HEADS["moonlight"], 1) for B in (8, 16, 32, 64, 128)),
         (MlaValues(2, 70, 2, 4, 2),),
     ),
+    "bounded_draws": Choice((False, True), tuple(Sampling(R, R) for R in (8, 32, 128)), (Sampling(3, 2, 40, 2),)),
     "joined_linear_tokens": Choice(
         (0, 16, 32, 64, 128), tuple(JoinedLinear(T) for T in (4, 16, 32, 64, 128)), (JoinedLinear(3, 32, (8, 4), 3),)
     ),
