@@ -55,10 +55,8 @@ class Senders:
         waiting = [
             self._pool.submit(_send, target, bodies[part::parts], share, timeout) for part, share in enumerate(shares)
         ]
-        outcomes: list[Outcome | None] = [None] * len(bodies)
-        for part, future in enumerate(waiting):
-            outcomes[part::parts] = future.result()
-        return [outcome for outcome in outcomes if outcome is not None]
+        of_parts = [future.result() for future in waiting]
+        return [of_parts[i % parts][i // parts] for i in range(len(bodies))]
 
 
 def _send(
