@@ -40,7 +40,7 @@ class Calibration:
         self._seconds: defaultdict[Bucket, dict[int, float]] = defaultdict(dict)  # by number of busy rows
         for bucket in runner.buckets:
             names = {str(rows): rows for rows in numbers_of_rows(bucket)}
-            kept = runner.store.load_record(runner.key("costs", bucket), names) or {}
+            kept = runner.store.load_record(runner.compiler.key("costs", bucket), names) or {}
             self._seconds[bucket] = {names[name]: seconds for name, seconds in kept.items()}
         if known := sum(map(self._is_known, runner.buckets)):
             logger.info("what %d of %d steps cost was measured by an earlier start", known, len(runner.buckets))
@@ -73,7 +73,9 @@ class Calibration:
         for bucket in dict.fromkeys(bucket for bucket, _ in unknown):
             if self._is_known(bucket):
                 seconds = self._seconds[bucket]
-                runner.store.save_record(runner.key("costs", bucket), {str(rows): seconds[rows] for rows in seconds})
+                runner.store.save_record(
+                    runner.compiler.key("costs", bucket), {str(rows): seconds[rows] for rows in seconds}
+                )
                 text = "; ".join(f"{rows} rows: {1e3 * value:.2f} ms" for rows, value in seconds.items())
                 logger.info("measured what a step costs: %s, %s", bucket, text)
         known = [bucket for bucket in runner.buckets if self._is_known(bucket)]

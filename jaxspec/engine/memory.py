@@ -1,4 +1,7 @@
-"""The memory left for KV pages beside the weights and the largest steps, measured by running those steps."""
+"""The memory left for KV pages beside the weights and the largest steps, measured by running those steps.
+
+Where all pages that requests can use leave plenty, nothing is measured: see `evidently_fits`.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -11,12 +14,26 @@ from jaxspec.config import Settings, pages_for
 from jaxspec.engine.buckets import Bucket, bucket_table, split_table
 from jaxspec.engine.executables import ExecutableStore
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.state import StepState
 from jaxspec.engine.warmup import largest_buckets
-from jaxspec.errors import ConfigError
+from jaxspec.models.params import shard_bytes
 
 # For what other executables allocate besides, and for gaps between the allocator's blocks.
 MARGIN_BYTES = 256 << 20
+# More than the largest steps of any supported model need beside weights and state.
+_PLENTY_BYTES = 8 << 30
 logger = logging.getLogger("jaxspec.memory")
+
+
+def evidently_fits(state: StepState, free_bytes: int) -> bool:
+    """Whether steps have plenty of memory beside this state: as much as it takes itself, and at least 8 GiB.
+
+    Args:
+        state: shapes and shardings.
+        free_bytes: on each device beside the weights.
+    """
+    needed = shard_bytes(jax.tree.leaves(state))
+    return free_bytes - needed >= max(needed, _PLENTY_BYTES)
 
 
 def smallest_pool(settings: Settings) -> Settings:
@@ -58,25 +75,16 @@ def measure_free_bytes(
         devices: of the mesh.
 
     Raises:
-        ConfigError: such a step does not fit beside the weights with any number of pages.
+        ConfigError: such a step does not fit beside the weights with any number of pages (see `Runner.warm_up`).
     """
     settings = smallest_pool(settings)
     buckets = largest_buckets(bucket_table(settings))
     logger.info("measuring what the largest steps need: %s", "; ".join(bucket.words for bucket in buckets))
-    try:
-        runner = make_runner(settings, buckets)
-        runner.warm_up()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise ConfigError(
-            "the weights leave too little memory for a step of max_num_batched_tokens "
-            f"{settings.max_num_batched_tokens} and max_num_seqs {settings.max_num_seqs}; lower them or max_model_len, or "
-            "raise gpu_memory_utilization"
-        ) from error
+    runner = make_runner(settings, buckets)
+    runner.warm_up()
     pool = settings.num_pages * page_bytes
     # A step in two parts needs what it needs as one, which one of the largest covers, and what lies between the parts.
-    handed = sum(map(runner.handed_bytes, split_table(settings)))
+    handed = sum(map(runner.compiler.handed_bytes, split_table(settings)))
 
     def left(device: Any) -> int:
         stats = device.memory_stats()

@@ -2,14 +2,11 @@
 
 import collections
 import contextlib
-import math
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -19,34 +16,29 @@ from jaxspec.config import Settings
 from jaxspec.engine.addresses import leave_gaps
 from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table, parts, split_table
+from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
 from jaxspec.engine.follower import Follower
-from jaxspec.engine.handoff import Forwarded, on_devices
 from jaxspec.engine.launcher import Launcher
 from jaxspec.engine.leader import Leader
 from jaxspec.engine.masks import MaskUpload
-from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.orders import Kind, Order
 from jaxspec.engine.plan import PrefillRow, StepPlan
-from jaxspec.engine.scoring import following_ids, score, unpack, wants_scores
+from jaxspec.engine.scoring import following_ids, unpack, wants_scores
 from jaxspec.engine.state import StepState, compile_zeros, state_shapes
 from jaxspec.engine.state_copies import StateCopies
-from jaxspec.engine.step import StepArrays, make_parts, make_step
+from jaxspec.engine.step import StepArrays
 from jaxspec.engine.step_output import StepOutput
 from jaxspec.engine.warmup import Preparation, first_buckets
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, flagged
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
-from jaxspec.models.layers import MOST_MERGED_TOKENS
 from jaxspec.models.params import num_ranks, of_ranks
 from jaxspec.progress import Progress
-from pallas_kernels.backend import Backends, UnsupportedError, use
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
 WARMUP_RUNS = 3
-# One step is traced at a time: Python's lock lets no two run, and the more threads want it, the longer a serving one waits.
-_tracing = threading.Lock()
 
 
 class _Dispatched:
@@ -75,10 +67,14 @@ class _Begun:
 
 
 def bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
-    """The module's structure, and its state filled with a nested dict of arrays: split once, for good."""
+    """The module's structure, and its state filled with a nested dict of arrays, or of shapes: split once, for good."""
     graphdef, state = nnx.split(module)
     nnx.replace_by_pure_dict(state, params)
     return graphdef, state
+
+
+def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 class Runner:
@@ -89,14 +85,15 @@ class Runner:
     Attributes:
         graphdefs, params: of the target and of the draft, as `bind` made them; `use_params` exchanges the latter.
         layouts: of each bucket's packed input.
-        launcher: launches all that runs.
+        compiler: gets their steps. launcher: launches all that runs.
         kernels: what the compiled steps run, operation -> implementations; they may differ from bucket to bucket.
         bucket_seconds: what a step in each bucket takes, where it was measured: plans run in the cheapest.
         ready: the buckets that have their step, in the table's order.
         split: the buckets whose step may also run in two parts. split_ready: those for which both are there.
 
     Args:
-        params: nested dict of the model's parameters on `mesh`.
+        params: nested dict of the model's parameters on `mesh`, or of their shapes and shardings: then `use_params` brings them
+            before `warm_up`.
         draft: the model that proposes tokens, and its parameters, where the settings ask for one.
         buckets: those to compile (default: the table of the settings).
         split: those of them whose step is compiled in two parts also (default: `split_table`, if `buckets` is).
@@ -134,21 +131,20 @@ class Runner:
         if split is None:
             split = () if buckets or probe else split_table(settings)
         self.split = split
-        self._skip_dead = skip_dead
         target_def, target = bind(model, params)
         draft_def, drafter = bind(*draft) if draft else (None, None)
         self.graphdefs = (target_def, draft_def)
         self._mesh = mesh
         self._group = group
-        gpus = mesh.size if mesh.devices.flat[0].platform == "gpu" else 0
-        self._backends = Backends(settings.attention_backend, settings.moe_backend, needs_kernels=gpus > 1)
-        self._probe = probe
-        self._shapes = state_shapes(model, settings, mesh, draft=draft[0] if draft else None)
         self.store = ExecutableStore(files, mesh)
-        shapes = self._shapes
+        shapes = state_shapes(model, settings, mesh, draft=draft[0] if draft else None)
         zeros = self.store.load_or_make(self.store.key("zeros", shapes), lambda: compile_zeros(shapes))
         shapes_of = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in (*self.buckets, *split)}
         self.layouts = shapes_of | {part: shapes_of[b] for b in split for part in parts(b)}
+        self.compiler = Compiler(
+            self.graphdefs, jax.tree.map(_shape_of, (target, drafter)), shapes, self.layouts, settings, mesh,
+            store=self.store, skip_dead=skip_dead, probe=probe,
+        )  # fmt: skip
         self.ready: tuple[Bucket, ...] = ()
         self.split_ready: tuple[Bucket, ...] = ()
         self._late: tuple[Bucket, ...] = ()
@@ -160,13 +156,12 @@ class Runner:
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most, mesh)
         self.launcher = Launcher(self.executables, zeros(), self._upload, self._count, self._copies)
         self.use_params((target, drafter))
-        self._chosen: dict[Bucket, dict[str, frozenset[str]]] = {}
-        self._preparation = Preparation(self._load, self._make, self._save)
+        self._preparation = Preparation(self._load, self.compiler.compile, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self._begun: _Begun | None = None
         self.kernels: dict[str, set[str]] = {}
         self.bucket_seconds: Mapping[Bucket, float] = {}
-        self._between_gaps = leave_gaps(self.layouts.values(), self._of_ranks) if settings.on_gpu else ()
+        self._between_gaps: tuple[jax.Array, ...] = ()
 
     def use_params(self, params: tuple[nnx.State, nnx.State | None]) -> None:
         """Steps run with these from now on: those of the target and of the draft, as `bind` made them."""
@@ -208,6 +203,11 @@ class Runner:
         """Buckets that threads still prepare; larger ones serve in their place."""
         return self._preparation.num_pending
 
+    def compile_ahead(self) -> None:
+        """Threads get the executables of the `first_buckets` while the parameters are still on their way; `warm_up` waits for
+        them. Only on a GPU: a CPU has no cores to spare."""
+        self._preparation.begin(first_buckets(self.buckets))
+
     def warm_up(
         self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
     ) -> None:
@@ -221,7 +221,16 @@ class Runner:
                 at the same time as `progress`.
             wait_for_all: False: on a GPU only the `first_buckets` are ready then, and the rest follow after `go_on`.
                 Their first runs are steps of requests, or `install_prepared`'s. (A CPU has few buckets, and no cores to spare.)
+
+        Raises:
+            ConfigError: the steps do not fit in memory.
         """
+        with _naming_what_does_not_fit(self.settings):
+            self._warm_up(progress, announce, wait_for_all)
+
+    def _warm_up(self, progress: Progress | None, announce: Progress | None, wait_for_all: bool) -> None:
+        if self.settings.on_gpu:  # not before the parameters are there: they would fill the gaps
+            self._between_gaps = leave_gaps(self.layouts.values(), self._of_ranks)
         self.state = self.state._replace(
             masks=self._upload.warm_up(self.state.masks, self.store),
             counts=self._count.warm_up(self.state.counts, self.store),
@@ -245,6 +254,10 @@ class Runner:
             self._meet(self._group)
         if not self._late:
             self._preparation.save()
+
+    def stop(self) -> None:
+        """Nothing more is prepared; see `Preparation.stop`."""
+        self._preparation.stop()
 
     def go_on(self) -> None:
         """Threads prepare from now on what `warm_up` has not waited for, and keep all that was compiled."""
@@ -307,7 +320,7 @@ class Runner:
     @property
     def mask_shape(self) -> tuple[int, int]:
         """(n, words) of a slot's masks."""
-        _, n, words = self._shapes.masks.shape
+        _, n, words = self.compiler.state.masks.shape
         return n, words
 
     def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
@@ -385,105 +398,17 @@ class Runner:
             probe=None if step.arrays.probe is None else jax.tree.map(np.asarray, step.arrays.probe),
         )
 
-    def compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        """The step of a bucket, compiled anew."""
-        step: Any
-        if bucket.part == "whole":
-            step = make_step(
-                self.graphdefs, self.layouts[bucket], self.settings, probe=self._probe, skip_dead=self._skip_dead
-            )
-        else:
-            both = make_parts(self.graphdefs, self.layouts[bucket], self.settings, skip_dead=self._skip_dead)
-            step = both[bucket.part == "choose"]
-        inputs = jax.ShapeDtypeStruct(self._padding(bucket).shape, jnp.int32, sharding=self._of_ranks)
-        structure = jax.tree.structure(self.params)
-
-        def flat_step(leaves: tuple[jax.Array, ...], state: StepState, *rest: Any):
-            return step(jax.tree.unflatten(structure, leaves), state, *rest)
-
-        def flat_forward(leaves: tuple[jax.Array, ...], state: StepState, inputs: jax.Array, _: Forwarded):
-            return flat_step(leaves, state, inputs)
-
-        forward_only = bucket.part == "forward"
-        try:
-            handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
-            given = (self.launcher.leaves, self._shapes, inputs, *handed)
-            # What the host reads is on every device of its rank, like the inputs.
-            out = (self._shapes, *handed) if forward_only else (self._shapes, inputs)
-            function = on_mesh(flat_forward if forward_only else flat_step, self._mesh, specs(given), specs(out))
-            donated, shardings = (1, 3) if forward_only else 1, jax.tree.map(lambda s: s.sharding, out)
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings, keep_unused=forward_only)
-            with self._exact(), use(self._backends) as chosen:
-                with _tracing:
-                    lowered = jitted.lower(*given)
-                compiled = lowered.compile(self._xla_options(bucket))
-        except UnsupportedError as error:
-            raise ConfigError(str(error)) from None
-        self._chosen[bucket] = {name: frozenset(ran) for name, ran in chosen.items()}
-        return compiled
-
-    def handed_bytes(self, bucket: Bucket) -> int:
-        """Bytes on each device of what the first part of a step hands to the second, and keeps for its next run."""
-        arrays = jax.tree.leaves(self._forwarded(bucket))
-        return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in arrays)
-
-    def _forwarded(self, bucket: Bucket) -> Forwarded:
-        """Shapes of what the first part of a step hands to the second."""
-        layout = InputLayout(bucket, self.settings.page_size, self.settings.max_pages)
-        forward_part, _ = make_parts(self.graphdefs, layout, self.settings)
-        inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        with self._exact(), use(self._backends):
-            _, shapes = jax.eval_shape(forward_part, self.params, self._shapes, inputs)
-        return on_devices(shapes, self._mesh)
-
     def _prepare_score(self, bucket: Bucket) -> None:
-        """What scores a chunk of so many tokens, loaded or compiled; where a step has all parameters of sampling."""
+        """What scores a chunk of so many tokens; where a step has all parameters of sampling."""
         P = bucket.prefill_tokens
-        if P in self.launcher.scores or not P or bucket.part != "whole" or bucket.variant != "full":
-            return
-        hidden = self.executable(bucket).out_info[1].hidden
-        structure = jax.tree.structure(self.params)
-
-        def flat_score(leaves: tuple[jax.Array, ...], hidden_PH: jax.Array, following_P: jax.Array) -> jax.Array:
-            return score(self.graphdefs[0], jax.tree.unflatten(structure, leaves)[0], hidden_PH, following_P)
-
-        following = jax.ShapeDtypeStruct(hidden.shape[:1], jnp.int32, sharding=self._of_ranks)
-        own = self._of_ranks.spec
-        scored = on_mesh(flat_score, self._mesh, (specs(self.launcher.leaves), own, own), own)
-        jitted = jax.jit(scored, out_shardings=self._of_ranks)
-        with self._exact():
-            key = self.store.key("score", self.graphdefs, self.launcher.leaves, hidden, P, self._mesh)
-            self.launcher.scores[P] = self.store.load_or_make(
-                key, lambda: jitted.lower(self.launcher.leaves, hidden, following).compile()
-            )
-
-    def _exact(self) -> contextlib.AbstractContextManager:
-        """float32 is for parity: without this a GPU would round matmul operands to TF32."""
-        if self.settings.dtype == "float32":
-            return jax.default_matmul_precision("highest")
-        return contextlib.nullcontext()
-
-    def _make(self, bucket: Bucket) -> Executable:
-        return Executable(self.compile(bucket), self._chosen.get(bucket, {}))
-
-    def _xla_options(self, bucket: Bucket) -> dict[str, str | bool]:
-        # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
-        # themselves where it pays: see `worth_merging`.
-        merged = bucket.tokens <= MOST_MERGED_TOKENS
-        return {} if merged else {"xla_gpu_dot_merger_threshold_mb": "0"}
-
-    def key(self, what: str, bucket: Bucket) -> str | None:
-        """Under which something that follows from a bucket's step is kept; None if it cannot be kept."""
-        return self.store.key(
-            what, self.graphdefs, self.launcher.leaves, self._shapes, bucket, self.settings, self._mesh, self._probe,
-            self._skip_dead, self._xla_options(bucket),
-        )  # fmt: skip
+        if P not in self.launcher.scores and P and bucket.part == "whole" and bucket.variant == "full":
+            self.launcher.scores[P] = self.compiler.score(self.executable(bucket).out_info[1].hidden)
 
     def _load(self, bucket: Bucket) -> Executable | None:
-        return self.store.load(self.key("step", bucket))
+        return self.store.load(self.compiler.key("step", bucket))
 
     def _save(self, bucket: Bucket, executable: Executable) -> None:
-        self.store.save(self.key("step", bucket), executable)
+        self.store.save(self.compiler.key("step", bucket), executable)
 
     def _install(self, bucket: Bucket, executable: Executable) -> None:
         self.launcher.steps[bucket] = executable.compiled
@@ -497,3 +422,18 @@ class Runner:
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> Any:
         return self.launcher.launch(self.launcher.step_order(bucket, inputs))
+
+
+@contextlib.contextmanager
+def _naming_what_does_not_fit(settings: Settings) -> Iterator[None]:
+    """Makes the user's error of a device's that is out of memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"the weights and {settings.num_pages} KV pages leave too little memory for a step of max_num_batched_tokens "
+            f"{settings.max_num_batched_tokens} and max_num_seqs {settings.max_num_seqs}; lower them, max_model_len or "
+            f"{flagged('num_gpu_blocks_override')}, or raise {flagged('gpu_memory_utilization')}"
+        ) from error

@@ -16,7 +16,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from jaxspec.compat import compiles
@@ -91,7 +91,19 @@ class Preparation:
         self._prepared: queue.SimpleQueue[tuple[Bucket, Executable]] = queue.SimpleQueue()
         self._unsaved: list[tuple[Bucket, Executable]] = []
         self._threads: list[threading.Thread] = []
+        self._begun: dict[concurrent.futures.Future[tuple[Executable, bool]], Bucket] = {}
         self.num_kept = self.num_pending = 0
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """Threads get these already; `run` takes them when they are there. Not on a CPU: see `run`."""
+        pool = concurrent.futures.ThreadPoolExecutor(max(1, len(buckets)), "ahead")
+        self._begun = {pool.submit(self._get, bucket): bucket for bucket in _longest_first(buckets)}
+        pool.shutdown(wait=False)
+
+    def _get(self, bucket: Bucket) -> tuple[Executable, bool]:
+        """An executable, and whether it was kept."""
+        kept = self._load(bucket)
+        return (self._make(bucket), False) if kept is None else (kept, True)
 
     def run(
         self,
@@ -100,7 +112,7 @@ class Preparation:
         progress: Progress | None = None,
         announce: Progress | None = None,
     ) -> None:
-        """Loads what is kept, then compiles the rest, each in parallel threads.
+        """Loads what is kept, then compiles the rest, each in parallel threads; takes what has begun last.
 
         Args:
             use: gets one executable at a time, on this thread.
@@ -108,6 +120,8 @@ class Preparation:
         """
         started = time.monotonic()
         done, told = itertools.count(1), threading.Lock()
+        begun, self._begun = self._begun, {}
+        assert set(begun.values()) <= set(buckets)
 
         def used(bucket: Bucket, executable: Executable) -> None:
             use(bucket, executable)
@@ -115,16 +129,18 @@ class Preparation:
                 if progress:
                     progress(next(done), len(buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
 
-        missing = []
-        for bucket, kept in _in_threads(self._load, buckets):
+        missing, self.num_kept = [], 0
+        for bucket, kept in _in_threads(self._load, [b for b in buckets if b not in begun.values()]):
             if kept is None:
                 missing.append(bucket)
             else:
+                self.num_kept += 1
                 used(bucket, kept)
-        self.num_kept = len(buckets) - len(missing)
-        if self.num_kept:
-            logger.info("%d of %d steps were compiled by an earlier start", self.num_kept, len(buckets))
-        numbers = itertools.count(self.num_kept + 1)
+        compiling = [bucket for future, bucket in begun.items() if not future.done()]
+        numbers = itertools.count(len(buckets) - len(missing) - len(compiling) + 1)
+        if announce:
+            for bucket in compiling:
+                announce(next(numbers), len(buckets), bucket.words)
 
         def make_told(bucket: Bucket) -> Executable:
             with told:
@@ -132,9 +148,16 @@ class Preparation:
                     announce(next(numbers), len(buckets), bucket.words)
             return self._make(bucket)
 
-        for bucket, executable in _in_threads(make_told, [b for b in buckets if b in missing]):
+        for bucket, executable in _in_threads(make_told, _longest_first(missing)):
             used(bucket, executable)
             self._unsaved.append((bucket, executable))
+        for future in concurrent.futures.as_completed(begun):
+            executable, was_kept = future.result()
+            used(begun[future], executable)
+            self.num_kept += was_kept
+            self._unsaved += [] if was_kept else [(begun[future], executable)]
+        if self.num_kept:
+            logger.info("%d of %d steps were compiled by an earlier start", self.num_kept, len(buckets))
 
     def save(self) -> None:
         """Keeps what `run` has compiled."""
@@ -197,6 +220,8 @@ class Preparation:
     def stop(self) -> None:
         """Waits for the compilations that run, and begins no other: the process may not end while XLA compiles."""
         self._stopping.set()
+        for future in self._begun:
+            future.cancel()
         deadline = time.monotonic() + _STOP_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -213,6 +238,11 @@ def _give_way() -> None:
     """The calling thread runs when others do not need the core; on Linux priorities are of threads."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+
+
+def _longest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Those that compile for longest: steps are traced one after the other, and the last should not be the longest."""
+    return sorted(buckets, key=lambda bucket: bucket.tokens, reverse=True)
 
 
 T = TypeVar("T")

@@ -149,6 +149,15 @@ def _on_mesh(model: nnx.Module, mesh: Mesh) -> tuple[PartTargets, Callable[[_Val
     return targets | read, finish
 
 
+def declare_params(
+    checkpoint: Checkpoint, mesh: Mesh, dtype: Any, *, context: int | None = None
+) -> tuple[CausalLM, Params]:
+    """What `load_params` will return, with shapes and shardings for parameters."""
+    model = declare_target(checkpoint, dtype, context=context)
+    spread_heads(model, mesh.shape[TENSOR_AXIS])
+    return model, nest(with_shardings(model, mesh))
+
+
 def load_params(
     checkpoint: Checkpoint,
     mesh: Mesh,

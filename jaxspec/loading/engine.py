@@ -3,6 +3,7 @@
 All checks that need no weights run before the weights are read.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Collection, Iterable
@@ -31,11 +32,20 @@ from jaxspec.engine.executables import ExecutableStore
 from jaxspec.engine.follower import Follower
 from jaxspec.engine.leader import Leader
 from jaxspec.engine.lookup import HISTORY
-from jaxspec.engine.memory import free_bytes, measure_free_bytes, smallest_pool
-from jaxspec.engine.runner import Runner
+from jaxspec.engine.memory import evidently_fits, free_bytes, measure_free_bytes, smallest_pool
+from jaxspec.engine.runner import Runner, bind
+from jaxspec.engine.state import state_shapes
 from jaxspec.engine.step_log import StepLog
 from jaxspec.errors import ConfigError
-from jaxspec.loading.checkpoint import Checkpoint, declare_target, load_params, open_checkpoint, read_model_config
+from jaxspec.loading.checkpoint import (
+    Checkpoint,
+    Params,
+    declare_params,
+    declare_target,
+    load_params,
+    open_checkpoint,
+    read_model_config,
+)
 from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
@@ -106,43 +116,66 @@ def _build(
     progress: Progress | None = None,
     probe: bool = False,
     group: Leader | Follower | None = None,
-) -> "tuple[_Plan, Runner]":
-    plan = _plan(folder, config)
-    settings = plan.settings(plan.free_bytes())
+) -> "tuple[Plan, Runner]":
+    plan = plan_engine(folder, config)
+    free = plan.free_bytes()
+    settings = plan.settings(free)
     if probe and settings.data_parallel_size > 1:
         raise ConfigError(f"a probe sees one rank: leave {flagged('data_parallel_size')} out")
     if probe and settings.prefix_caching:
         raise ConfigError(f"a probe sees every token of every prompt: switch {flagged('enable_prefix_caching')} off")
     started = time.monotonic()
     draft = plan.draft.load(plan.mesh) if plan.draft else None  # first: it is small, and its data may be refused
-    model, params = load_params(plan.checkpoint, plan.mesh, plan.dtype, context=plan.context, progress=progress)
+    model, shapes = declare_params(plan.checkpoint, plan.mesh, plan.dtype, context=plan.context)
     for module in (model, *(draft[:1] if draft else ())):
         cache_stored_as(module, config.kv_cache_dtype)
-    seconds = time.monotonic() - started
-    logger.info("Loading weights took %.2f seconds", seconds)
-    logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.weight_bytes / 2**30, seconds)
 
-    def make_runner(settings: Settings, buckets: tuple[Bucket, ...] | None = None) -> Runner:
+    def make_runner(params: Params, settings: Settings, buckets: tuple[Bucket, ...] | None = None) -> Runner:
         return Runner(
             model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe, files=plan.files, group=group
         )
 
-    if plan.on_gpu and config.num_gpu_blocks_override is None:
+    def load() -> Params:
+        params = load_params(plan.checkpoint, plan.mesh, plan.dtype, context=plan.context, progress=progress)[1]
+        seconds = time.monotonic() - started
+        logger.info("Loading weights took %.2f seconds", seconds)
+        logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.weight_bytes / 2**30, seconds)
+        return params
+
+    sized = not plan.on_gpu or config.num_gpu_blocks_override is not None
+    state = state_shapes(model, settings, plan.mesh, draft=draft[0] if draft else None)
+    if plan.on_gpu and group is None and (sized or evidently_fits(state, free)):
+        _log_pool(plan, settings)
+        runner = make_runner(shapes, settings)
+        runner.compile_ahead()
+        try:
+            params = load()
+        except BaseException:
+            runner.stop()
+            raise
+        runner.use_params((bind(model, params)[1], bind(*draft)[1] if draft else None))
+        return plan, runner
+
+    params = load()
+    if not sized:
         devices = list(plan.mesh.devices.flat)
         store = ExecutableStore(plan.files, plan.mesh)
         modules = [nnx.graphdef(module) for module in (model, *(draft[:1] if draft else ()))]
         limits = [device.memory_stats()["bytes_limit"] for device in devices]
         key = store.key("memory", modules, smallest_pool(settings), plan.mesh, probe, limits)
         measured = free_bytes(
-            lambda: measure_free_bytes(make_runner, settings, plan.page_bytes, devices), store, key, devices
+            lambda: measure_free_bytes(functools.partial(make_runner, params), settings, plan.page_bytes, devices),
+            store,
+            key,
+            devices,
         )
         settings = plan.settings(measured)
     _log_pool(plan, settings)
-    return plan, make_runner(settings)
+    return plan, make_runner(params, settings)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """What is known before the weights are read.
 
     Attributes:
@@ -189,7 +222,12 @@ class _Plan:
         )
 
 
-def _plan(folder: Path, config: EngineConfig) -> _Plan:
+def plan_engine(folder: Path, config: EngineConfig) -> Plan:
+    """Everything that configurations, headers and devices say.
+
+    Raises:
+        ModelFormatError, ConfigError: as `build_engine`, for all that needs no weights.
+    """
     tp, dp = config.tensor_parallel_size, config.data_parallel_size
     mesh = make_mesh(tp, dp)
     on_gpu = mesh.devices.flat[0].platform == "gpu"
@@ -225,7 +263,7 @@ def _plan(folder: Path, config: EngineConfig) -> _Plan:
         check_fp8_cache(model.cache_specs())
         if on_gpu:
             check_fp8_kernels(modules, dtype, Backends(config.attention_backend))
-    return _Plan(
+    return Plan(
         config=config,
         mesh=mesh,
         on_gpu=on_gpu,
@@ -358,7 +396,7 @@ def check_fp8_kernels(models: Iterable[nnx.Module], dtype: str, backends: Backen
         )
 
 
-def _log_pool(plan: _Plan, settings: Settings) -> None:
+def _log_pool(plan: Plan, settings: Settings) -> None:
     """In vLLM's words, which people and their tools look for."""
     tokens = settings.data_parallel_size * (settings.num_pages - 1) * settings.page_size
     logger.info("Available KV cache memory: %.2f GiB", settings.num_pages * plan.page_bytes / 2**30)
@@ -374,7 +412,7 @@ def _log_pool(plan: _Plan, settings: Settings) -> None:
     logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
 
 
-def _describe(plan: _Plan, runner: Runner) -> dict[str, str | int]:
+def _describe(plan: Plan, runner: Runner) -> dict[str, str | int]:
     settings, device = runner.settings, plan.mesh.devices.flat[0]
     ranks, tokens = settings.data_parallel_size, (settings.num_pages - 1) * settings.page_size
     pool = f"{settings.num_pages - 1} pages, {tokens:,} tokens, {settings.num_pages * plan.page_bytes / 2**20:.0f} MiB"

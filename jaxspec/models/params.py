@@ -6,7 +6,7 @@ values (for benchmarks and tests) all follow from them.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, Literal, TypeVar
@@ -359,5 +359,9 @@ def count_parameters(model: Any) -> int:
 
 def device_bytes(model: nnx.Module, mesh: Mesh) -> int:
     """Of the parameters on each device of `mesh`. Raises as `with_shardings` does."""
-    shapes: Any = with_shardings(model, mesh).values()
-    return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in shapes)
+    return shard_bytes(with_shardings(model, mesh).values())
+
+
+def shard_bytes(arrays: Iterable[Any]) -> int:
+    """Of arrays, or of their shapes and shardings, on each of their devices."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)

@@ -89,10 +89,10 @@ def test_a_second_start_measures_nothing(tmp_path, measured, monkeypatch):
 
     # Damaged, no record, of other rows, and impossible: each is measured again.
     damaged, *others = BUCKETS
-    path = tmp_path / runner.key("costs", damaged)
+    path = tmp_path / runner.compiler.key("costs", damaged)
     path.write_bytes(path.read_bytes()[:-1])
     for bucket, data in zip(others, (b"[4]", b'{"4": 0.5}', b'{"8": -1.0}'), strict=True):
-        FileStore(tmp_path).write(runner.key("costs", bucket), data)
+        FileStore(tmp_path).write(runner.compiler.key("costs", bucket), data)
     assert Calibration(runner, VOCAB).unknown == every_pair(BUCKETS)
 
 
@@ -106,7 +106,7 @@ def test_a_start_waits_for_the_first_buckets_only(measured, monkeypatch):
     load, loaded = runner.store.load, []
 
     def load_late(key):
-        if key == runner.key("step", late):
+        if key == runner.compiler.key("step", late):
             assert may_come.wait(60)
             loaded.append(key)
         return load(key)

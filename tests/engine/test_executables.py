@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,6 +158,38 @@ def test_kept_executables_are_loaded_and_the_others_made_and_kept():
     assert set(kept) == {A}  # nothing is written while anything may compile
     preparation.save()
     assert kept[B] == "made 2"
+
+
+def test_what_was_begun_is_taken_when_it_is_there():
+    """Kept or made, and whatever else is prepared; what was begun and compiles still is announced."""
+    kept, used, announced, go = {A: "kept a"}, {}, [], threading.Event()
+
+    def make(bucket):
+        assert go.wait(30)
+        return f"made {bucket.decode_rows}"
+
+    preparation = Preparation(kept.get, make, kept.__setitem__)
+    preparation.begin((A, B))
+
+    def announce(number, total, what):
+        announced.append((number, total, what))
+        go.set()
+
+    preparation.run((A, B, C), used.__setitem__, announce=announce)
+    assert used == {A: "kept a", B: "made 2", C: "made 3"}
+    assert announced == [(2, 3, B.words), (3, 3, C.words)]
+    assert preparation.num_kept == 1
+    preparation.save()
+    assert kept == used
+    preparation.run((A,), lambda *_: None)
+    assert preparation.num_kept == 1
+
+
+def test_nothing_is_left_of_a_start_that_failed():
+    preparation = Preparation({}.get, lambda bucket: bucket, lambda *_: None)
+    preparation.begin((A, B))
+    preparation.stop()
+    preparation.save()
 
 
 def test_the_rest_come_from_threads_and_a_failure_is_logged(caplog):

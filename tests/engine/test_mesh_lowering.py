@@ -40,7 +40,7 @@ def test_steps_over_devices_read_no_empty_constant(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", stop)
     for step in steps:
         with pytest.raises(LoweredOnlyError):
-            runner.compile(step)
+            runner.compiler.compile(step)
     assert len(lowered) == len(steps)
     for text in lowered:
         (called,) = (line for line in text.splitlines() if "manual_computation" in line)

@@ -4,13 +4,17 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import EngineConfig, Settings, pages_for, resolve
 from jaxspec.engine.buckets import bucket_table, choose_bucket, draft_choices, parts, split_table
-from jaxspec.engine.memory import MARGIN_BYTES, largest_buckets, measure_free_bytes
+from jaxspec.engine.memory import MARGIN_BYTES, evidently_fits, largest_buckets, measure_free_bytes
+from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError
 
 SETTINGS = Settings(
@@ -83,7 +87,8 @@ def measured(devices, needs, made=None, depth=0):
             for device in devices:
                 device.running = needs + settings.num_pages * PAGE_BYTES
 
-        return SimpleNamespace(warm_up=warm_up, handed_bytes=lambda bucket: HANDED_BYTES * bucket.decode_rows)
+        compiler = SimpleNamespace(handed_bytes=lambda bucket: HANDED_BYTES * bucket.decode_rows)
+        return SimpleNamespace(warm_up=warm_up, compiler=compiler)
 
     return measure_free_bytes(make_runner, replace(SETTINGS, readout_depth=depth), PAGE_BYTES, devices)
 
@@ -114,12 +119,25 @@ def test_the_fullest_device_decides():
     ("text", "error"),
     [("RESOURCE_EXHAUSTED: out of memory", ConfigError), ("INTERNAL: something else", jax.errors.JaxRuntimeError)],
 )
-def test_steps_that_do_not_fit_are_the_users_error(text, error):
-    def make_runner(settings, buckets):  # noqa: ARG001
+def test_steps_that_do_not_fit_are_the_users_error(text, error, monkeypatch):
+    def run_out(*_):
         raise jax.errors.JaxRuntimeError(text)
 
-    with pytest.raises(error, match=r"lower them or max_model_len|something else"):
-        measure_free_bytes(make_runner, SETTINGS, PAGE_BYTES, [Device(1, 1)])
+    monkeypatch.setattr(Runner, "_warm_up", run_out)
+    runner = Runner.__new__(Runner)
+    runner.settings = SETTINGS
+    with pytest.raises(
+        error, match=r"999 KV pages .* lower them, max_model_len or num_gpu_blocks_override|something else"
+    ):
+        runner.warm_up()
+
+
+@given(pages=st.integers(1, 1 << 20), free=st.integers(0, 1 << 40))
+def test_nothing_is_measured_where_plenty_is_left(pages, free):
+    on_device = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x"))
+    state = (jax.ShapeDtypeStruct((2 * pages, 64), jnp.bfloat16, sharding=on_device),)
+    needed = pages * 128
+    assert evidently_fits(state, free) == (free >= 2 * needed and free >= needed + (8 << 30))
 
 
 @pytest.mark.parametrize(

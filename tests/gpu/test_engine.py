@@ -117,6 +117,7 @@ def test_no_bucket_needs_more_memory_than_the_largest(tmp_path, monkeypatch):
         measured.append((free, page_bytes))
         return free
 
+    monkeypatch.setattr(loading_engine, "evidently_fits", lambda *_: False)
     measure_free_bytes = loading_engine.measure_free_bytes
     monkeypatch.setattr(loading_engine, "measure_free_bytes", measure)
     llm = LLM("demo", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256)
