@@ -74,14 +74,14 @@ def test_steps_compile_while_weights_load(source: Callable[[str], Path], gpu: Pa
 
 def test_a_folder_that_does_not_load(source: Callable[[str], Path], gpu: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: ARG001
     """The error is the loader's, and the threads are told."""
-    stopped: list[Preparation] = []
+    stopped: list[bool] = []
 
     def fail(*_, **__):
         raise ModelFormatError("part 001 is damaged")
 
     monkeypatch.setattr(loading, "load_params", fail)
     monkeypatch.setattr(Preparation, "begin", lambda *_: None)
-    monkeypatch.setattr(Preparation, "stop", lambda preparation: stopped.append(preparation))
+    monkeypatch.setattr(Preparation, "stop", lambda _: stopped.append(True))
     with pytest.raises(ModelFormatError, match="part 001 is damaged"):
         loading.build_engine(source("llama"), CONFIG)
     assert len(stopped) == 1
