@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,23 @@ class Completion:
 def _prepare_allocator(config: EngineConfig) -> None:
     """The allocator reads this when jax first touches the GPU, and takes that part of its memory."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+
+
+def _open_device(config: EngineConfig) -> None:
+    """Begins to open the device, on a thread: a GPU takes seconds, in which the rest is imported.
+
+    What fails fails again where the device is needed. The process waits for the thread if it ends before. Several devices are
+    opened later, after `switch_multicast_off`.
+    """
+
+    def open_device() -> None:
+        with contextlib.suppress(RuntimeError):
+            jax.devices()
+
+    if config.tensor_parallel_size * config.data_parallel_size == 1:
+        import jax
+
+        threading.Thread(target=open_device, name="open device").start()
 
 
 def with_default_drafts(config: EngineConfig, model: str) -> EngineConfig:
@@ -147,6 +165,8 @@ class LLM:
         if speculative_config is not None:
             config = with_speculative_config(config, speculative_config)
         _prepare_allocator(config)
+        if group is None:
+            _open_device(config)
         from jaxspec.grammar.compiler import GrammarCompiler
         from jaxspec.loading.engine import build_engine
         from jaxspec.loading.generation_config import sampling_defaults
