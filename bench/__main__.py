@@ -13,6 +13,7 @@ ROOMS = {
     "kernel": {
         "kernel": "one kernel by itself (attention, experts, cache writes, sampling ...), MLA decode also beside "
         "FlashMLA and FlashAttention-3",
+        "comm": "sums over the GPUs of this machine, by size and by what makes them",
         "tune": "which candidates of the kernels' measured choices are the fastest on this kind of device",
         "sanitize": "compute-sanitizer over a small GPU test of each kernel",
     },

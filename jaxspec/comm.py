@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.peer_sum import api as peer_sum
+
 Tree = TypeVar("Tree")
 
 _axis: ContextVar[str | None] = ContextVar("axis", default=None)
@@ -50,7 +52,7 @@ def size() -> int:
 
 def total(part: jax.Array) -> jax.Array:
     """The sum of every device's part, the same bits on all of them."""
-    return part if (axis := _axis.get()) is None else lax.psum(part, axis)
+    return part if (axis := _axis.get()) is None else peer_sum.total(part, axis)
 
 
 def gather(part: jax.Array, *, axis: int) -> jax.Array:

@@ -43,6 +43,7 @@ class Tuning:
         wide_values_tokens: up to this many tokens in windows of MLA, merging split requests and the up-projection of values
             are one kernel. Up to 4 they are another kernel in any case.
         bounded_draws: whether a draw takes logarithms only of columns that may win.
+        peer_sum_bytes: sums over several devices of up to this many bytes are a kernel of ours, in the step's graph; 0: none.
     """
 
     split_overhead_pages: int = 5
@@ -57,6 +58,7 @@ class Tuning:
     joined_linear_tokens: int = 0
     wide_values_tokens: int = 0
     bounded_draws: bool = False
+    peer_sum_bytes: int = 0
 
 
 _current: ContextVar[Tuning | None] = ContextVar("tuning", default=None)
