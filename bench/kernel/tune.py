@@ -55,6 +55,8 @@ def slots(narrow: float, middle: float, wide: float) -> tuple[tuple[float, int],
 
 # Larger batches fill the device without splits.
 MOST_SPLIT_REQUESTS = 64
+# Of plain steps; of cycles, windows of 4 tokens of 64 and 128 rows.
+CYCLE_BLOCKS = tuple(MoeBlock(T) for T in (256, 512))
 BLOCKS, TINY_BLOCKS = tuple(MoeBlock(T) for T in (4, 32, 128)), (MoeBlock(6, 32, 8, 2, 16, 2, 4),)
 CHOICES: dict[str, Choice] = {
     "split_overhead_pages": Choice(
@@ -81,13 +83,16 @@ CHOICES: dict[str, Choice] = {
     "one_token_experts": Choice((False, True), (Moe(1), MoeShared(1)), (MoeShared(1, 32, 8, 2, 16, 2, 4),)),
     "row_kernel_tokens": Choice((0, 512), BLOCKS, TINY_BLOCKS),
     "copying_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
-    "router_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
+    "router_tokens": Choice((0, 128, 256, 512), (*BLOCKS, *CYCLE_BLOCKS), TINY_BLOCKS),
     "split_linear_tokens": Choice(
         (0, 64, 128), tuple(AddLinear(T) for T in (4, 32, 64, 128)), (AddLinear(3, 32, (2, 8), 3),)
     ),
     "wide_values_tokens": Choice(
-        (0, 32, 64, 128),
-        tuple(MlaValues(B, 1024, HEADS["moonlight"], 1) for B in (8, 16, 32, 64, 128)),
+        (0, 32, 64, 128, 256, 512),
+        (
+            *(MlaValues(B, 1024, HEADS["moonlight"], 1) for B in (8, 16, 32, 64, 128)),
+            *(MlaValues(B, 1024, HEADS["moonlight"], 4) for B in (64, 128)),
+        ),
         (MlaValues(2, 70, 2, 4, 2),),
     ),
     "bounded_draws": Choice((False, True), tuple(Sampling(R, R) for R in (8, 32, 128)), (Sampling(3, 2, 40, 2),)),
