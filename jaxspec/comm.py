@@ -89,7 +89,7 @@ def first_expert(size: int) -> jax.Array | None:
 
 def rows_of_all_ranks(rows: jax.Array) -> jax.Array:
     """All ranks' arrays, one after the other along the first axis."""
-    return rows if (axis := _rank_axis.get()) is None else lax.all_gather(rows, axis, axis=0, tiled=True)
+    return rows if (axis := _rank_axis.get()) is None else peer_sum.gather(rows, axis)
 
 
 def numbers_of_all_ranks(tree: Tree) -> Tree:
@@ -101,7 +101,7 @@ def numbers_of_all_ranks(tree: Tree) -> Tree:
 def total_of_own_rows(part: jax.Array) -> jax.Array:
     """Of rows as `rows_of_all_ranks` gives them, those of this rank, summed over the ranks."""
     axis = _rank_axis.get()
-    return part if axis is None else lax.psum_scatter(part, axis, scatter_dimension=0, tiled=True)
+    return part if axis is None else peer_sum.scatter_sum(part, axis)
 
 
 def everyones(tree: Tree) -> Tree:

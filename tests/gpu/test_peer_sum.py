@@ -45,6 +45,20 @@ def test_to_the_bit(devices, T):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("T", [1, 8, 128])
+def test_scattered_and_gathered(devices, T):
+    """The sum in two phases, and each by itself."""
+    part = parts(devices, devices * T, seed=T)
+    for name in ("scatter_sum", "gather"):
+        want, got = (np.asarray(over(devices, getattr(way, name))(part), np.float32) for way in (reference, mosaic))
+        np.testing.assert_array_equal(got, want)
+    want, got = (
+        np.asarray(over(devices, lambda x, axis, way=way: way.gather(way.scatter_sum(x, axis), axis))(part), np.float32)
+        for way in (reference, mosaic)
+    )
+    np.testing.assert_array_equal(got, want)
+
+
 def test_sum_survives_10000_skewed_steps(devices):
     """Devices come late by turns, and the memory of a part is used again at once."""
 

@@ -38,14 +38,29 @@ def test_the_reference_adds_in_the_order_of_the_devices(devices):
         np.testing.assert_array_equal(each.astype(np.float32), want.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
-@pytest.mark.parametrize(("devices", "T", "H"), [(2, 1, 2048), (4, 512, 7168)])
-def test_lowers_for_cuda(devices, T, H):
-    """Inside a shard_map, as one kernel that asks for the other devices' addresses and no collective of XLA's."""
+@pytest.mark.parametrize("devices", [2, 4])
+def test_two_phases_are_the_sum(devices):
+    """And the reference's are XLA's collectives, of whole numbers, which any order adds up alike."""
+    parts = np.random.default_rng(devices).integers(-8, 8, (devices * 8, 128)).astype(ml_dtypes.bfloat16)
+    whole = np.asarray(over(devices, reference.total)(parts))
+    in_two = over(devices, lambda part, axis: reference.gather(reference.scatter_sum(part, axis), axis))
+    np.testing.assert_array_equal(np.asarray(in_two(parts)), whole)
+    for name in ("total", "scatter_sum", "gather"):
+        want, got = (np.asarray(over(devices, getattr(way, name))(parts)) for way in (api, reference))
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "T", "H", "kernels"),
+    [("total", 2, 1, 2048, 1), ("total", 2, 512, 2048, 1), ("total", 4, 128, 7168, 2), ("scatter_sum", 2, 8, 2048, 1),
+     ("gather", 2, 8, 2048, 1)],
+)  # fmt: skip
+def test_lowers_for_cuda(name, devices, T, H, kernels):
+    """Inside a shard_map, as kernels that ask for the other devices' addresses and no collective of XLA's."""
     part = jax.ShapeDtypeStruct((devices * T, H), jnp.bfloat16)
-    text = over(devices, mosaic.total).trace(part).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2(") == 1
-    assert "all_reduce" not in text
-    assert "all_gather" not in text
+    text = over(devices, getattr(mosaic, name)).trace(part).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == kernels
+    assert not any(each in text for each in ("all_reduce", "all_gather", "reduce_scatter"))
 
 
 def test_only_small_sums_ask_for_the_kernel(monkeypatch):
