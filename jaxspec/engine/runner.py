@@ -154,7 +154,9 @@ class Runner:
         self._count = CountUpload(shapes.counts, settings.max_model_len, mesh)
         most = max(bucket.prefill_rows for bucket in self.buckets)
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most, mesh)
-        self.launcher = Launcher(self.executables, zeros(), self._upload, self._count, self._copies)
+        with _naming_what_does_not_fit(settings):
+            state = zeros()
+        self.launcher = Launcher(self.executables, state, self._upload, self._count, self._copies)
         self.use_params((target, drafter))
         self._preparation = Preparation(self._load, self.compiler.compile, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()

@@ -142,9 +142,8 @@ def _build(
         logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.weight_bytes / 2**30, seconds)
         return params
 
-    sized = not plan.on_gpu or config.num_gpu_blocks_override is not None
     state = state_shapes(model, settings, plan.mesh, draft=draft[0] if draft else None)
-    if plan.on_gpu and group is None and (sized or evidently_fits(state, free)):
+    if plan.on_gpu and group is None and evidently_fits(state, free):
         _log_pool(plan, settings)
         runner = make_runner(shapes, settings)
         runner.compile_ahead()
@@ -157,7 +156,7 @@ def _build(
         return plan, runner
 
     params = load()
-    if not sized:
+    if plan.on_gpu and config.num_gpu_blocks_override is None:
         devices = list(plan.mesh.devices.flat)
         store = ExecutableStore(plan.files, plan.mesh)
         modules = [nnx.graphdef(module) for module in (model, *(draft[:1] if draft else ()))]
