@@ -16,6 +16,7 @@ from jaxspec.config import EngineConfig, pages_for, resolve
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import Runner
+from jaxspec.models.params import num_ranks
 
 
 def build_engine(
@@ -44,7 +45,9 @@ def build_engine(
         method: what proposes tokens, as in `EngineConfig` (default: the draft of the weights).
         adaptive: the number of drafts follows the load; lean buckets of all numbers are there.
     """
-    most_rows = sizes.rows[-1]
+    ranks = num_ranks(mesh)
+    rows = tuple(dict.fromkeys(-(-n // ranks) for n in sizes.rows))  # of each
+    most_rows = rows[-1]
     budget = max(sizes.budget, 2 * most_rows * (k + 1))
     length = sizes.longest(k, budget)
     settings = resolve(
@@ -59,6 +62,8 @@ def build_engine(
             adaptive_speculation=adaptive,
             readout_depth=0,
             enable_prefix_caching=False,  # measurements start again from the same tokens
+            data_parallel_size=ranks,
+            enable_expert_parallel=ranks > 1,
         ),
         model_max_position=weights.model.config.max_position,
         page_bytes=0,
@@ -69,7 +74,7 @@ def build_engine(
     if lean and adaptive:
         buckets = tuple(b for b in table if b.variant == "lean") or table
     else:
-        buckets = measured_buckets(table, sizes.rows, full=full) if lean else table
+        buckets = measured_buckets(table, rows, full=full) if lean else table
     runner = Runner(
         weights.model,
         weights.params,

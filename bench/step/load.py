@@ -1,5 +1,6 @@
 """Requests that decode through the production engine, and the measurements that `bench step` and `bench cycle` make."""
 
+import collections
 import contextlib
 import dataclasses
 import statistics
@@ -20,6 +21,7 @@ from jaxspec.engine.host_rule import HostRule
 from jaxspec.engine.output import RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
+from jaxspec.engine.scheduler import plan_step
 from jaxspec.engine.step_log import StepTimes
 from jaxspec.sampling.params import SamplingParams
 
@@ -148,6 +150,7 @@ class Load:
         for request, first in zip(self.requests, firsts or (), strict=firsts is not None):
             request.tokens.append(first)  # as of a request that goes on after it was preempted
         engine.add(*self.requests)
+        self.requests = _by_turns(self.requests)
         while any(r.state is not RequestState.DECODE for r in self.requests):
             self.step()
         state = self.runner.state
@@ -177,7 +180,8 @@ class Load:
 
     def select(self, rows: int) -> None:
         """The first `rows` requests run, the others pause and keep their pages."""
-        self.engine.scheduler.running = self.requests[:rows]
+        for number, rank in enumerate(self.engine.ranks):
+            rank.running = [request for request in self.requests[:rows] if request.rank == number]
 
     def close(self) -> None:
         """Ends the requests: the engine is free for another load."""
@@ -196,7 +200,7 @@ class Load:
         return outputs
 
     def bucket(self, rows: int) -> Bucket:
-        return decode_bucket(self.runner.buckets, rows)
+        return decode_bucket(self.runner.buckets, -(-rows // len(self.engine.ranks)))
 
     def time_loop(self, rows: int, steps: int) -> LoopTimes:
         """The engine's own loop, each step read while later ones run."""
@@ -313,7 +317,7 @@ class Load:
 
     def plan(self) -> StepPlan:
         """The next step of the requests that run."""
-        plan = self.engine.scheduler.plan()
+        plan = plan_step(self.engine.ranks)
         assert plan is not None
         return plan
 
@@ -321,6 +325,16 @@ class Load:
         while self.runner.in_flight:
             if self.runner.read().flags.any():
                 raise RuntimeError("a request ended in the middle of a measurement")
+
+
+def _by_turns(requests: Sequence[Request]) -> list[Request]:
+    """One of each rank after the other, so that the first ones, however many, are shared out evenly."""
+    seen = collections.Counter[int]()
+    turns = []
+    for request in requests:
+        turns.append((seen[request.rank], request.rank))
+        seen[request.rank] += 1
+    return [request for _, request in sorted(zip(turns, requests, strict=True), key=lambda each: each[0])]
 
 
 def count_kernels(trace: Any, steps: int) -> Kernels:

@@ -18,9 +18,7 @@ def print_tables(result: dict[str, Any]) -> None:
             str(r["rows"]),
             *(f"{r[k]:.2f}" for k in ("step_read_ms", "step_ahead_ms", "step_ahead_alternating_ms")),
             *(f"{r[k]:.2f}" for k in ("step_ahead_same_two_apart_ms", "dispatch_ms", "dispatch_alternating_ms")),
-            f"{(r['weight_bytes'] + r['kv_bytes']) / 1e9:.2f}",
-            f"{r['floor_ms']:.3f}",
-            *(f"{100 * r[k]:.0f} %" for k in ("floor_share_read", "floor_share_ahead")),
+            *_floor_cells(r),
         ]
         for r in result["rows"]
     ]
@@ -30,6 +28,13 @@ def print_tables(result: dict[str, Any]) -> None:
     for gate in result["gates"]:
         bound = f"{gate['worst']:g} at {gate['at_rows']} rows, bound {gate['bound']:g}, goal {gate['goal']:g}"
         print(f"{'met' if gate['met'] else 'NOT met'}: {gate['gate']} ({bound}, {gate['row_counts']} row counts)")
+
+
+def _floor_cells(row: dict[str, Any]) -> list[str]:
+    if "floor_ms" not in row:
+        return [""] * 4
+    shares = (f"{100 * row[k]:.0f} %" for k in ("floor_share_read", "floor_share_ahead"))
+    return [f"{(row['weight_bytes'] + row['kv_bytes']) / 1e9:.2f}", f"{row['floor_ms']:.3f}", *shares]
 
 
 def loop_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -56,7 +56,7 @@ from jaxspec.loading.engine import check_fp8_cache, check_fp8_kernels
 from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import cache_stored_as
 from jaxspec.models.mtp import NextN
-from jaxspec.models.params import count_parameters, schemes_of, with_shardings
+from jaxspec.models.params import TENSOR_AXIS, count_parameters, num_ranks, schemes_of, with_shardings
 from pallas_kernels.backend import Backends
 
 # Below the number of steps (32) that jax lets a host run ahead of its device: past it, dispatch waits for the device.
@@ -120,6 +120,14 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="devices that share the model (default: 1)",
     )
+    parser.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share the rows, and the experts over all devices (default: 1); their floors are not computed",
+    )
 
 
 def load_weights(arguments: argparse.Namespace, mesh: Mesh, dtype: np.dtype) -> Weights:
@@ -152,7 +160,7 @@ def load_weights(arguments: argparse.Namespace, mesh: Mesh, dtype: np.dtype) -> 
 def run(arguments: argparse.Namespace) -> int:
     keep_graphs()
     gpu = jax.devices()[0].platform == "gpu"
-    mesh = make_mesh(arguments.tensor_parallel_size)
+    mesh = make_mesh(arguments.tensor_parallel_size, arguments.data_parallel_size)
     dtype = resolve_dtype(EngineConfig(dtype=arguments.dtype), on_gpu=gpu)
     bandwidth = read_bandwidth(gpu)
     print(f"{jax.devices()[0].device_kind}: reads {bandwidth / 1e12:.3f} TB/s (sum of a large array)", flush=True)
@@ -177,7 +185,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     print(f"prefilled after {time.perf_counter() - began:.1f} s", flush=True)
 
-    floors = Floor(weights, bandwidth, mesh.size)
+    ranks = num_ranks(mesh)
+    floors = Floor(weights, bandwidth, mesh.size) if ranks == 1 else None
     rows: list[dict[str, Any]] = []
     for n in sizes.rows:
         figures = {"rows": n} | _measure(loads[0], sizes, n, floors)
@@ -186,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
             cycle = _measure_cycle(loads[sizes.tokens], sizes, n, floors)
             rows[-1]["cycle"] = cycle | {"prefill_tokens_per_s": round(n * sizes.context / prefill[sizes.tokens][n])}
         print(f"{n} rows: {figures['step_ms']} ms, cycle {rows[-1].get('cycle', {}).get('step_ms')} ms", flush=True)
-    if "H200" in jax.devices()[0].device_kind and dtype == "bfloat16":
+    if "H200" in jax.devices()[0].device_kind and dtype == "bfloat16" and ranks == 1:
         add_expected(rows, weights, sizes, mesh.size)
     after_warm_up = compiles.after_warmup
     add_peers(rows, peers)
@@ -200,7 +209,8 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": dtype,
         "quantization": models.quantization_of(weights),
         "kv_cache_dtype": arguments.kv_cache_dtype,
-        "tensor_parallel_size": mesh.size,
+        "tensor_parallel_size": mesh.shape[TENSOR_AXIS],
+        "data_parallel_size": ranks,
         "memory_of_a_device": memory,
         "implementations": kernels,
         "context": sizes.context,
@@ -209,7 +219,7 @@ def run(arguments: argparse.Namespace) -> int:
         "readout_depth": arguments.readout_depth,
         "loop_steps": {kind(k): sizes.loop(k) for k in engines},
         "max_num_batched_tokens": {kind(k): engine.settings.max_num_batched_tokens for k, engine in engines.items()},
-        "kv_bytes_per_token": floors.kv_token,
+        "kv_bytes_per_token": floors.kv_token if floors else None,
         "read_bandwidth_bytes_per_s": bandwidth,
         **executables(engines.values()),
         "load_seconds": round(load_seconds, 1),
@@ -231,7 +241,7 @@ def run(arguments: argparse.Namespace) -> int:
                 traced = _kernel_figures(load.kernels(row["rows"]), weights.model.config.num_layers + k)
                 (row["cycle"] if k else row).update(traced)
         result["gates"] = gates(rows)
-    if routed_experts(weights.model.config) and not arguments.no_expert_count:
+    if routed_experts(weights.model.config) and not arguments.no_expert_count and ranks == 1:
         for n, count in touched_experts(loads[0], weights, mesh, sizes.rows).items():
             rows[sizes.rows.index(n)]["experts_touched_measured"] = round(count, 2)
     save()
@@ -305,7 +315,7 @@ def _loops(load: Load, sizes: Sizes, n: int, partner: int) -> dict[str, Any]:
     }
 
 
-def _measure(load: Load, sizes: Sizes, n: int, floors: Floor) -> dict[str, Any]:
+def _measure(load: Load, sizes: Sizes, n: int, floors: Floor | None) -> dict[str, Any]:
     """The figures of plain steps of one row count; times in milliseconds."""
     partner, steps = _partner(load, sizes, n), sizes.steps
     order = (n, partner) if partner != n else (n,)
@@ -313,9 +323,7 @@ def _measure(load: Load, sizes: Sizes, n: int, floors: Floor) -> dict[str, Any]:
     reading = load.times_reading(order, steps)[n]
     alone, pair = load.times_ahead((n,), steps), load.times_ahead(order, steps)
     partner_alone = load.times_ahead((partner,), steps) if partner != n else alone
-    moved = floors.of_step(n, sizes.context + (steps + 1) / 2)
-    floor = floors.seconds(moved.total)
-    return {
+    figures = {
         "bucket": str(load.bucket(n)),
         "partner_rows": partner,
         **loops,
@@ -326,6 +334,12 @@ def _measure(load: Load, sizes: Sizes, n: int, floors: Floor) -> dict[str, Any]:
         "dispatch_ms": ms(alone.dispatch),
         "dispatch_alternating_ms": ms(pair.dispatch),
         "plan_ms": ms(pair.plan),
+    }
+    if floors is None:
+        return figures
+    moved = floors.of_step(n, sizes.context + (steps + 1) / 2)
+    floor = floors.seconds(moved.total)
+    return figures | {
         "weight_bytes": moved.weights,
         "kv_bytes": moved.kv,
         "state_bytes": moved.state,
@@ -336,18 +350,22 @@ def _measure(load: Load, sizes: Sizes, n: int, floors: Floor) -> dict[str, Any]:
     }
 
 
-def _measure_cycle(load: Load, sizes: Sizes, n: int, floors: Floor) -> dict[str, Any]:
+def _measure_cycle(load: Load, sizes: Sizes, n: int, floors: Floor | None) -> dict[str, Any]:
     """The figures of cycles of one row count: fewer than of plain steps."""
     loops = _loops(load, sizes, n, _partner(load, sizes, n))
     ahead = load.times_ahead((n,), sizes.steps)
-    need = floors.of_cycle(n, sizes.tokens, sizes.context + (sizes.loop(sizes.tokens) + 1) / 2)
-    floor = floors.seconds(sum(need.values()))
-    return {
+    figures = {
         "bucket": str(load.bucket(n)),
         **loops,
         "step_ahead_ms": ms(ahead.step),
         "dispatch_ms": ms(ahead.dispatch),
         "plan_ms": ms(ahead.plan),
+    }
+    if floors is None:
+        return figures
+    need = floors.of_cycle(n, sizes.tokens, sizes.context + (sizes.loop(sizes.tokens) + 1) / 2)
+    floor = floors.seconds(sum(need.values()))
+    return figures | {
         "target_bytes": need["target"],
         "draft_bytes": need["draft"],
         "floor_ms": ms(floor),

@@ -105,13 +105,18 @@ def test_quantization_is_of_random_models(tmp_path, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("model", "scheme", "stored"),
-    [("deepseek-v3-toy", "fp8", ["fp8_block"]), ("kimi-k2-toy", "int4", ["int4_g32"])],
+    ("model", "scheme", "stored", "tensor", "ranks"),
+    [
+        ("deepseek-v3-toy", "fp8", ["fp8_block"], 8, 1),
+        ("kimi-k2-toy", "int4", ["int4_g32"], 8, 1),
+        ("kimi-k2-toy", "int4", ["int4_g32"], 2, 4),
+    ],
 )
-def test_steps_over_eight_devices(model, scheme, stored, tmp_path):
+def test_steps_over_eight_devices(model, scheme, stored, tensor, ranks, tmp_path):
     """The whole command in a process of its own: memory as declared, steps measured, nothing compiled after warm-up."""
     out = tmp_path / "step.json"
-    options = ["--model", model, "--layers", "2", "--quantization", scheme, "--kv-cache-dtype", "fp8", "-tp", "8"]
+    options = ["--model", model, "--layers", "2", "--quantization", scheme, "--kv-cache-dtype", "fp8"]
+    options += ["-tp", str(tensor), "-dp", str(ranks)]
     options += [
         "--rows",
         "1",
@@ -132,7 +137,8 @@ def test_steps_over_eight_devices(model, scheme, stored, tmp_path):
         check=True, env=os.environ | {"XLA_FLAGS": flags}, timeout=1800,
     )  # fmt: skip
     result = json.loads(out.read_text())
-    assert (result["tensor_parallel_size"], result["quantization"]["target"]) == (8, stored)
+    assert (result["tensor_parallel_size"], result["data_parallel_size"]) == (tensor, ranks)
+    assert result["quantization"]["target"] == stored
     assert result["compiles_after_warm_up"] == 0
     assert result["rows"][0]["step_ms"] > 0
     for figures in result["memory_of_a_device"].values():
