@@ -129,6 +129,10 @@ class EngineConfig:
         1, "ranks of tensor_parallel_size devices over which requests are split, with enable_expert_parallel"
     )
     enable_expert_parallel: bool = _option(False, "split routed experts over all ranks (within one they always are)")
+    expert_load_metrics: bool = _option(
+        False,
+        "count in every step how many tokens each mixture layer sends to each expert, for /metrics (costs a second routing)",
+    )
     compilation_cache_dir: str | None = _option(
         None,
         "folder for compiled steps (default: executables in $JAXSPEC_CACHE or ~/.cache/jaxspec; off: keep none)",
@@ -138,7 +142,7 @@ class EngineConfig:
     def __post_init__(self):
         for option, (least, most) in _WHOLE_NUMBERS.items():
             self._check_whole(option, least, most)
-        for option in ("enable_mixed_batch", "enable_prefix_caching", "adaptive_speculation", "enable_expert_parallel"):
+        for option in _SWITCHES:
             if (value := getattr(self, option)) is not None and not isinstance(value, bool):
                 raise ConfigError(f"{flagged(option)} must be True or False, got {shown(value)}")
         for option in ("log_steps", "speculative_model", "speculative_token_map", "compilation_cache_dir"):
@@ -257,6 +261,9 @@ SPECULATIVE_METHODS = (
 )
 _DEFAULTS = {option.name: option.default for option in fields(EngineConfig)}
 _FAR = 2**16
+_SWITCHES = (
+    "enable_mixed_batch", "enable_prefix_caching", "adaptive_speculation", "enable_expert_parallel", "expert_load_metrics",
+)  # fmt: skip
 _WHOLE_NUMBERS = {
     "max_model_len": (1, 2**30),
     "max_num_seqs": (1, 2**16),
@@ -298,6 +305,7 @@ class Settings:
         state_snapshots: states that are kept for later requests, of a model whose layers do not keep all in pages.
         state_interval: the first number of tokens after which a prompt is cut to keep its state: see `snapshots.next_cut`.
         data_parallel_size: ranks, each with requests, slots, pages and a token budget: all numbers here are a rank's.
+        expert_load_metrics: steps count how many tokens each expert gets (see `ExpertLoad`).
     """
 
     max_model_len: int
@@ -317,6 +325,7 @@ class Settings:
     state_snapshots: int = 0
     state_interval: int = DEFAULT_STATE_INTERVAL
     data_parallel_size: int = 1
+    expert_load_metrics: bool = False
     page_size: int = PAGE_SIZE
     attention_backend: str = "auto"
     moe_backend: str = "auto"
@@ -423,6 +432,7 @@ def resolve(
         state_snapshots=(config.state_snapshots or max_num_seqs) if prefix_caching and not paged else 0,
         state_interval=config.state_interval or DEFAULT_STATE_INTERVAL,
         data_parallel_size=config.data_parallel_size,
+        expert_load_metrics=config.expert_load_metrics,
         on_gpu=on_gpu,
         attention_backend=config.attention_backend,
         moe_backend=config.moe_backend,

@@ -16,6 +16,7 @@ from serve.request_metrics import times_of
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
     from jaxspec.engine.engine import EngineStats
+    from jaxspec.engine.expert_load import ExpertLoad
     from jaxspec.engine.output import RequestOutput, RequestStats
 
 _FIRST_TOKEN = (
@@ -235,6 +236,8 @@ class Metrics(Collector):
             yield counter
         if stats.acceptance is not None:
             yield from self._speculation(stats.acceptance, stats.steps_by_drafts)
+        if stats.expert_load is not None:
+            yield from self._experts(stats.expert_load)
         if self.snapshot.synthetic_acceptance_length is not None:
             yield self._gauge(
                 "spec_decode_synthetic_acceptance_length",
@@ -255,6 +258,22 @@ class Metrics(Collector):
         for key, value in values.items():
             gauge.add_metric([*self._labels.values(), *([key] if label else [])], value)
         return gauge
+
+    def _experts(self, load: "ExpertLoad") -> Iterable[Metric]:
+        """A series a layer and device and no more: one for each of thousands of experts would take long to write."""
+        layers = list(map(str, load.layers))
+        routed = CounterMetricFamily(
+            f"{self._prefix}:routed_tokens",
+            "Tokens that a mixture layer sent to a device's experts, once for each expert",
+            labels=[*self._labels, "layer", "device"],
+        )
+        for layer, counts in zip(layers, load.by_device.tolist(), strict=True):
+            for device, count in enumerate(counts):
+                routed.add_metric([*self._labels.values(), layer, str(device)], count)
+        yield routed
+        ratios = dict(zip(layers, load.busiest_over_mean.tolist(), strict=True))
+        text = "Tokens of a mixture layer's busiest expert over the mean of its experts, since the start"
+        yield self._gauge("expert_load_busiest_over_mean", text, ratios, "layer")
 
     def _speculation(self, acceptance: "Acceptance", steps_by_drafts: Mapping[int, int]) -> Iterable[Metric]:
         """vLLM's four counters. Mean acceptance length is 1 + accepted / drafts; steps beside a prefill count too.

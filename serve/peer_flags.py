@@ -277,6 +277,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         "--decode-context-parallel-size -dcp --dcp-size", BOTH, Refused("every device keeps all KV pages", ("1",)), "2"
     ),
     _flag("--enable-eplb", BOTH, Ignored("experts are split evenly and stay where they are")),
+    _flag("--enable-expert-distribution-metrics", SGLANG, Switch("expert_load_metrics", True, "--expert-load-metrics")),
     _flag(
         "--enable-dp-attention",
         SGLANG,

@@ -117,7 +117,13 @@ def test_a_value_of_no_use_is_an_error_that_names_the_option_and_its_flag(option
     usable = {
         "4k": {"log_steps", "speculative_model", "speculative_token_map", "compilation_cache_dir"},
         "4.5": {"synthetic_acceptance_length"},
-        "True": {"adaptive_speculation", "enable_expert_parallel", "enable_mixed_batch", "enable_prefix_caching"},
+        "True": {
+            "adaptive_speculation",
+            "enable_expert_parallel",
+            "enable_mixed_batch",
+            "enable_prefix_caching",
+            "expert_load_metrics",
+        },
         "[1]": {"speculative_capture_layers"},
         "-1": {"seed", "synthetic_acceptance_length"},
         str(10**30): {"synthetic_acceptance_length"},

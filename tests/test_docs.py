@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,6 +16,7 @@ import bench.__main__
 from jaxspec import SamplingParams
 from jaxspec.engine.acceptance import Acceptance
 from jaxspec.engine.engine import EngineStats
+from jaxspec.engine.expert_load import ExpertLoad
 from serve.app import create_app
 from serve.messages.body import MessagesBody
 from serve.metrics import EngineSnapshot, Metrics
@@ -116,7 +118,8 @@ def test_every_endpoint_is_described():
 
 def test_every_metric_is_described():
     metrics = Metrics("model", "jaxspec")
-    stats = EngineStats(0, 0, 0.0, 0, 0, 0, acceptance=Acceptance((1, 0), 1), steps_by_drafts={0: 1})
+    load = ExpertLoad(np.ones((1, 2, 1, 4), int), (1,), 2)
+    stats = EngineStats(0, 0, 0.0, 0, 0, 0, acceptance=Acceptance((1, 0), 1), steps_by_drafts={0: 1}, expert_load=load)
     metrics.snapshot = EngineSnapshot(stats, compiles=0, compiles_after_warmup=0, synthetic_acceptance_length=1.0)
     families = [f for f in text_string_to_metric_families(metrics.render().decode()) if not f.name.endswith("_created")]
     names = [f.name.removeprefix("jaxspec:") + ("_total" if f.type == "counter" else "") for f in families]

@@ -65,7 +65,8 @@ class Calibration:
         runner = self._runner
         if unknown := self.unknown[:most]:
             busy = busy_state(runner.settings, self._vocab_size, pages)
-            before = {name: np.array(getattr(runner.state, name)) for name in busy}
+            counts = ("expert_load",) if runner.settings.expert_load_metrics else ()
+            before = {name: np.array(getattr(runner.state, name)) for name in (*busy, *counts)}
             for bucket, rows in unknown:
                 runner.put(**busy)
                 self._seconds[bucket][rows] = step_seconds(runner, bucket, rows, self._vocab_size)

@@ -15,6 +15,7 @@ from jaxspec.engine.acceptance import Acceptance, acceptance_of, probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
 from jaxspec.engine.calibration import Calibration
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts
+from jaxspec.engine.expert_load import ExpertLoad
 from jaxspec.engine.handoff import FLAG_NAN
 from jaxspec.engine.masks import write_masks
 from jaxspec.engine.output import FinishReason, RequestOutput
@@ -57,6 +58,7 @@ class EngineStats:
     compiles_while_serving: int = 0  # of such buckets; not among the compilations that warm-up missed
     steps_by_drafts: Mapping[int, int] = field(default_factory=dict)  # with speculation: of these, by drafts a row
     ranks: tuple[RankStats, ...] = ()  # where there are several
+    expert_load: ExpertLoad | None = None  # where it is counted
 
 
 class Engine:
@@ -305,6 +307,7 @@ class Engine:
             compiles_while_serving=compiles.num_apart,
             steps_by_drafts=dict(self._steps_by_drafts),
             ranks=each if len(each) > 1 else (),
+            expert_load=self.runner.expert_load,
         )
 
     def dispatch(self, plan: StepPlan, began: float) -> None:

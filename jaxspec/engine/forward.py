@@ -6,6 +6,7 @@ from jax import lax
 
 from jaxspec.config import Settings
 from jaxspec.engine.batch import StepInputs
+from jaxspec.engine.expert_load import add_load
 from jaxspec.engine.handoff import Forwarded
 from jaxspec.engine.lookup import write_history
 from jaxspec.engine.rules import count_prefilled, reset_rules
@@ -40,10 +41,13 @@ def forward(
         state = count_prefilled(state, inputs, meta, Columns(target.config.vocab_size))
     if settings.lookup is not None:
         state = state._replace(history=write_history(state.history, ids_T, meta))
-    output = target(ids_T, state.kv, meta, capture=capture, experts=experts)
+    output = target(ids_T, state.kv, meta, capture=capture, experts=experts or settings.expert_load_metrics)
+    if settings.expert_load_metrics:
+        state = state._replace(expert_load=add_load(state.expert_load, output.experts, meta.live))
     captured = dict(zip(capture, output.captured, strict=True))
     logits_RV = target.logits(output.hidden[logit_rows(inputs, n)])
-    return state._replace(kv=output.cache), Forwarded(meta, output.hidden, captured, output.experts, logits_RV)
+    chosen = output.experts if experts else ()
+    return state._replace(kv=output.cache), Forwarded(meta, output.hidden, captured, chosen, logits_RV)
 
 
 def apply_updates(state: StepState, inputs: StepInputs, *, full: bool) -> StepState:

@@ -19,6 +19,7 @@ from jaxspec.engine.buckets import Bucket, bucket_table, parts, split_table
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
+from jaxspec.engine.expert_load import ExpertLoad
 from jaxspec.engine.follower import Follower
 from jaxspec.engine.launcher import Launcher
 from jaxspec.engine.leader import Leader
@@ -90,6 +91,7 @@ class Runner:
         bucket_seconds: what a step in each bucket takes, where it was measured: plans run in the cheapest.
         ready: the buckets that have their step, in the table's order.
         split: the buckets whose step may also run in two parts. split_ready: those for which both are there.
+        expert_load: as of the newest step that was read; None where it is not counted.
 
     Args:
         params: nested dict of the model's parameters on `mesh`, or of their shapes and shardings: then `use_params` brings them
@@ -150,6 +152,7 @@ class Runner:
         self._late: tuple[Bucket, ...] = ()
         # How lies what the host brings and reads.
         self._of_ranks = of_ranks(mesh)
+        self.expert_load = ExpertLoad.zero(model, mesh.size) if settings.expert_load_metrics else None
         self._upload = MaskUpload(shapes.masks, mesh)
         self._count = CountUpload(shapes.counts, settings.max_model_len, mesh)
         most = max(bucket.prefill_rows for bucket in self.buckets)
@@ -391,14 +394,10 @@ class Runner:
     def read(self) -> StepOutput:
         """Waits for the oldest step that was dispatched and not read."""
         step = self._queue.popleft()
-        return StepOutput.of(
-            step.plan,
-            step.bucket,
-            packed=step.arrays.packed,
-            top=step.top,
-            scores=None if step.scores is None else unpack(np.asarray(step.scores), step.plan),
-            probe=None if step.arrays.probe is None else jax.tree.map(np.asarray, step.arrays.probe),
-        )
+        scores = None if step.scores is None else unpack(np.asarray(step.scores), step.plan)
+        if self.expert_load is not None:
+            self.expert_load = replace(self.expert_load, words=step.arrays.expert_load)
+        return StepOutput.of(step.plan, step.bucket, step.arrays, top=step.top, scores=scores)
 
     def _prepare_score(self, bucket: Bucket) -> None:
         """What scores a chunk of so many tokens; where a step has all parameters of sampling."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.config import Settings
+from jaxspec.engine.expert_load import load_dims
 from jaxspec.engine.lookup import HISTORY
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.decoder import Cache, CausalLM
@@ -57,6 +58,8 @@ class StepState(NamedTuple):
             requests of temperature 0 and for seeded ones. () where no model drafts.
         history: the ids of all tokens, under the same page ids as their KV, where drafts are looked up; () otherwise.
         looked_up: bool [S] the drafts were looked up and not drawn: a point mass. () unless both kinds occur.
+        expert_load: int32 [1, 2, L, E] how many tokens each mixture layer has sent to each expert (see `ExpertLoad`); () unless
+            that is counted.
     """
 
     kv: Cache
@@ -77,6 +80,7 @@ class StepState(NamedTuple):
     draft_log_q: Any = ()
     history: LayerCache = ()
     looked_up: Any = ()
+    expert_load: Any = ()
 
 
 def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None) -> StepState:
@@ -126,6 +130,8 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
         shapes["history"] = cache(HISTORY)
         if draft is not None:
             shapes["looked_up"] = shape((S,), jnp.bool_)
+    if settings.expert_load_metrics:
+        shapes["expert_load"] = shape(load_dims(model, num_ranks(mesh)), jnp.int32)
     return StepState(**shapes)
 
 

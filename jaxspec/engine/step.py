@@ -49,12 +49,14 @@ class StepArrays(NamedTuple):
         hidden: [P, H] of the prompt tokens after the final norm, for `jaxspec.engine.scoring`; None in a "lean" bucket and
             without prompts.
         probe: where it was asked for.
+        expert_load: a copy of the state's, () where it is not counted.
     """
 
     packed: jax.Array
     top: jax.Array | None
     hidden: jax.Array | None
     probe: Probe | None
+    expert_load: Any
 
 
 Step = Callable[[Any, StepState, jax.Array], tuple[StepState, StepArrays]]
@@ -143,7 +145,8 @@ def make_parts(
             seen = Probe(residuals, logits_TV, forwarded.experts, drafted)
         P = layout.bucket.prefill_tokens
         hidden = forwarded.hidden[:P] if P and full else None
-        return state, StepArrays(pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen), hidden, seen)
+        packed = pack_output(chosen, drafts_of(state, inputs))
+        return state, StepArrays(packed, pack_top(chosen), hidden, seen, state.expert_load)
 
     return forward_part, choose_part
 

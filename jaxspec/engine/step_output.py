@@ -10,7 +10,7 @@ from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.output import Alternatives
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.scoring import Scores
-from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, Probe
+from jaxspec.engine.step import ACCEPTED_SHIFT, FIELD, VERIFIED_SHIFT, Probe, StepArrays
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,17 @@ class StepOutput:
         cls,
         plan: StepPlan,
         bucket: Bucket,
+        arrays: StepArrays,
         *,
-        packed: jax.Array,
-        top: jax.Array | None = None,
-        scores: Scores | None = None,
-        probe: Probe | None = None,
+        top: jax.Array | None,
+        scores: Scores | None,
     ) -> "StepOutput":
-        """From the device's arrays, see `StepArrays`: of all ranks' rows, one after the other. Waits for them."""
-        rows, n = _rows_of(plan, bucket, packed), bucket.window
+        """From the device's arrays: of all ranks' rows, one after the other. Waits for them.
+
+        Args:
+            top: of the arrays, where it is wanted.
+        """
+        rows, n = _rows_of(plan, bucket, arrays.packed), bucket.window
         top_ids, top_bits = (None, None) if top is None else np.split(_rows_of(plan, bucket, top), 2, axis=2)
         return cls(
             plan,
@@ -68,7 +71,7 @@ class StepOutput:
             top_ids=top_ids,
             top_logprobs=None if top_bits is None else np.ascontiguousarray(top_bits).view(np.float32),
             scores=scores,
-            probe=probe,
+            probe=None if arrays.probe is None else jax.tree.map(np.asarray, arrays.probe),
         )
 
     def token_offsets(self) -> tuple[np.ndarray, np.ndarray]:

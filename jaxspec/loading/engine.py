@@ -50,6 +50,7 @@ from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.decoder import CausalLM
 from jaxspec.models.delta_net import decode_obstacle
 from jaxspec.models.gqa import spread_heads
 from jaxspec.models.mla import fp8_without_kernels
@@ -247,6 +248,8 @@ def plan_engine(folder: Path, config: EngineConfig) -> Plan:
     modules: tuple[Any, ...] = (model, *([draft.model] if draft else []))
     if dp > 1:
         check_ranks(model, config)
+    if config.expert_load_metrics:
+        check_expert_load(model)
     parameters = sum(map(count_parameters, modules))  # as the checkpoints have them
     for module in modules:
         spread_heads(module, tp)
@@ -300,6 +303,18 @@ def check_ranks(model: nnx.Module, config: EngineConfig) -> None:
     if not config.enable_mixed_batch:
         raise ConfigError(
             f"{flagged('enable_mixed_batch')} must be on with {ranks}: where one rank prefills, others decode in the same step"
+        )
+
+
+def check_expert_load(model: CausalLM) -> None:
+    """Refuses a model without experts.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    if not model.mixtures:
+        raise ConfigError(
+            f"{flagged('expert_load_metrics')} is for mixtures of experts, and this model has none: leave it out"
         )
 
 

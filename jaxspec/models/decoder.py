@@ -186,6 +186,11 @@ class CausalLM(nnx.Module):
         """Of its layers, in order."""
         return tuple(layer.attention.cache_spec for layer in self.layers)
 
+    @property
+    def mixtures(self) -> dict[int, int]:
+        """How many experts each layer has that has any, by its number, in order."""
+        return {i: layer.mlp.num_experts for i, layer in enumerate(self.layers) if layer.mlp.num_experts}
+
 
 def logits_at(ids_C: jax.Array, logits_RC: jax.Array, vocab: int) -> jax.Array:
     """[R, vocab] with the logits of some ids int32 [C], -inf elsewhere, in the columns that `CausalLM.logits` has.

@@ -41,6 +41,11 @@ class GatedSharedMoE(nnx.Module):
         self.shared: MLP = spec.shared.build(hidden, declare)
         self.gate = declare((hidden,), (None,))
 
+    @property
+    def num_experts(self) -> int:
+        """See `ResidualMLP`."""
+        return self.routed.num_experts
+
     def add_to(
         self,
         x_TH: jax.Array,

@@ -83,6 +83,11 @@ class Stream(NamedTuple):
 class ResidualMLP(Protocol):
     """The interface of an MLP module at the end of a block."""
 
+    @property
+    def num_experts(self) -> int:
+        """Routed ones; 0 where there are none."""
+        ...
+
     def add_to(
         self,
         x_TH: jax.Array,
@@ -127,6 +132,8 @@ class DenseSpec:
 
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x) * scale."""
+
+    num_experts = 0
 
     def __init__(self, hidden: int, inner: int, declare: Declare, *, scale: float = 1.0):
         self.scale = scale

@@ -96,6 +96,11 @@ class MoE(nnx.Module):
         if spec.shared:
             self.shared: MLP = spec.shared.build(hidden, declare)
 
+    @property
+    def num_experts(self) -> int:
+        """See `ResidualMLP`."""
+        return self.spec.num_experts
+
     def add_to(
         self,
         x_TH: jax.Array,

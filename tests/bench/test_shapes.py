@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import jax
@@ -122,9 +123,9 @@ def cases():
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
 
 
-def lowered_step(request, model, rows, prompt, mesh=None, variant="lean", draft=None):
+def lowered_step(request, model, rows, prompt, mesh=None, variant="lean", draft=None, **options):
     """The step of a model, and of a draft (default: its MTP layer), for H200s: what runs each operation, and the lowered
-    text."""
+    text. `options`: of `EngineConfig`."""
     mesh = mesh or mesh_of_one()
     if draft is None and model.config.nextn_layers:
         draft = NextN(model.config, BF16)
@@ -132,7 +133,7 @@ def lowered_step(request, model, rows, prompt, mesh=None, variant="lean", draft=
     settings = resolve(
         EngineConfig(
             max_model_len=2048, max_num_seqs=rows, max_num_batched_tokens=prompt + 2 * rows * (k + 1),
-            num_gpu_blocks_override=64, num_speculative_tokens=k,
+            num_gpu_blocks_override=64, num_speculative_tokens=k, **options,
         ),
         model_max_position=model.config.max_position, page_bytes=0, free_bytes=0, on_gpu=True,
     )  # fmt: skip
@@ -252,6 +253,21 @@ def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
     assert told(text, "all_gather") < config.vocab_size
     windows = rows * (1 + DRAFTS) if config.nextn_layers else rows
     assert told(text, "all_reduce") == (prompt + windows) * config.hidden_size
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [1, 32])
+def test_counting_experts_adds_a_routing(rows, request):
+    """On the kernels that a mixture's routing has anyhow, and nothing that would break a decode step's graph."""
+    mesh, config = make_mesh(1), target("moonlight", 2).config
+    plain, off = lowered_step(request, CausalLM(config, BF16), rows, 0, mesh)
+    counting, on = lowered_step(request, CausalLM(config, BF16), rows, 0, mesh, expert_load_metrics=True)
+    assert plain == counting
+    added = Counter(re.findall(r"custom_call @(\w+)", on)) - Counter(re.findall(r"custom_call @(\w+)", off))
+    assert set(added) == {"mosaic_gpu_v2"}
+    assert 1 <= added.total() <= 3
+    for loop in ("stablehlo.while", "stablehlo.sort", "stablehlo.scatter"):
+        assert on.count(loop) == off.count(loop)
 
 
 @pytest.mark.full

@@ -49,6 +49,7 @@ class MockRunner:
         self.drafts = 0  # of the step that runs
         self.buckets = bucket_table(settings)
         self.num_pending = 0
+        self.expert_load = None
         self.split_ready: tuple[Bucket, ...] = ()
         self.begun: StepPlan | None = None
         self._begun: tuple[InputLayout, np.ndarray] | None = None
@@ -308,6 +309,7 @@ class MockRanks:
         self.settings = settings
         self.ranks = [MockRunner(settings, vocab, rank) for rank in range(settings.data_parallel_size)]
         self.buckets, self.num_pending, self.mask_shape = self.ranks[0].buckets, 0, self.ranks[0].mask_shape
+        self.expert_load = None
         self.split_ready: tuple[Bucket, ...] = ()
         self.begun: StepPlan | None = None
         self.plans: list[StepPlan] = []

@@ -91,6 +91,7 @@ class Case:
     Attributes:
         scheme: of its MLPs. cache: the option kv_cache_dtype.
         split: decode steps are in two parts.
+        counted: steps count the load of experts.
     """
 
     config: str | None = None
@@ -99,6 +100,7 @@ class Case:
     sampler: Variant = "lean"
     scheme: str | None = None
     split: bool = False
+    counted: bool = False
     cache: KVCacheDtype = "auto"
 
     def target(self) -> CausalLM:
@@ -109,7 +111,7 @@ class Case:
 
 
 MTP = Case(draft=nextn)
-SPLIT = Case(sampler="full", split=True)
+SPLIT = Case(sampler="full", split=True, counted=True)
 
 
 class Steps:
@@ -180,7 +182,7 @@ def served(case: Case, devices: int, ranks: int = 1) -> tuple[Runner, dict[str, 
     depth = 1 if case.split else SETTINGS.readout_depth
     options = {"num_speculative_tokens": k, "lookup": case.lookup, "readout_depth": depth}
     # With prefixes shared, kept states among them.
-    options |= {"prefix_caching": True, "data_parallel_size": ranks}
+    options |= {"prefix_caching": True, "data_parallel_size": ranks, "expert_load_metrics": case.counted}
     # Several GPUs have to be asked for plain XLA.
     options |= dict.fromkeys(("attention_backend", "moe_backend"), "reference")
     settings = dataclasses.replace(with_caches_of(model, SETTINGS), **options)
@@ -262,6 +264,15 @@ def test_several_devices_give_the_tokens_of_one(name, devices, ranks):
     assert one == several
     # What is rounded otherwise may have another code in FP8.
     np.testing.assert_allclose(logprobs, others, atol=1e-3 if CASES[name].cache == "fp8" else 1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_count_together_what_one_device_counts():
+    """The tokens of each expert, in steps of two parts too: a token is computed once, on whichever rank."""
+    (one, *_), (two, *_) = served(SPLIT, 1), served(SPLIT, 2, 2)
+    assert one.expert_load.counts.all()
+    np.testing.assert_array_equal(one.expert_load.counts, two.expert_load.counts)
+    assert (one.expert_load.devices, two.expert_load.devices) == (1, 2)
 
 
 @pytest.mark.parametrize(

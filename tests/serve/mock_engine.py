@@ -247,6 +247,7 @@ class MockEngine:
             buckets_pending=0,
             compiles_while_serving=0,
             steps_by_drafts={len(self.windows) - 1: self._num_steps} if self.windows else {},
+            expert_load=None,
         )
 
     def _text(self, request: Request) -> Iterator[int]:

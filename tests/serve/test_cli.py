@@ -139,6 +139,7 @@ def test_engine_flags_are_the_fields_of_the_config():
         "enable_expert_parallel",
         "enable_mixed_batch",
         "enable_prefix_caching",
+        "expert_load_metrics",
     }
     options = {f.name for f in fields(EngineConfig)} | {f"no_{name}" for name in switches}
     assert flags - {"help", "speculative_config"} == options

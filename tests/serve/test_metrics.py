@@ -4,12 +4,14 @@ import re
 from collections import defaultdict
 
 import httpx
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxspec.config import EngineConfig, Settings
 from jaxspec.engine.acceptance import Acceptance
 from jaxspec.engine.engine import EngineStats, RankStats
+from jaxspec.engine.expert_load import ExpertLoad
 from serve.metrics import EngineSnapshot, Metrics
 from serve.model import cache_config
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
@@ -307,6 +309,22 @@ def test_without_speculation_there_are_no_figures_of_it():
     metrics.publish(EngineSnapshot(stats, 0, 0))
     found = re.findall(r'spec_decode_num_steps_total\{.*k="(\d)".*\} (\d+)', metrics.render().decode())
     assert found == [("0", "5"), ("1", "2"), ("3", "9")]
+
+
+def test_the_load_of_experts_is_by_layer_and_device():
+    """Two ranks' counts of two mixture layers with four experts, over two devices: the second layer's are past a word."""
+    words = np.zeros((2, 2, 2, 4), np.int32)
+    words[:, 0] = [[[4, 0, 1, 1], [5, 5, 5, 5]], [[4, 2, 0, 0], [5, 5, 5, 5]]]
+    words[1, 1, 1, 3] = 1
+    metrics = Metrics("m")
+    metrics.publish(EngineSnapshot(EngineStats(0, 0, 0.0, 0, 0, 0), 0, 0))
+    assert "expert" not in metrics.render().decode()
+    metrics.publish(EngineSnapshot(EngineStats(0, 0, 0.0, 0, 0, 0, expert_load=ExpertLoad(words, (1, 3), 2)), 0, 0))
+    families = {f.name: f for f in text_string_to_metric_families(metrics.render().decode())}
+    found = {(s.labels["layer"], s.labels["device"]): s.value for s in families["jaxspec:routed_tokens"].samples}
+    assert found == {("1", "0"): 10, ("1", "1"): 2, ("3", "0"): 20, ("3", "1"): 20 + 2**30}
+    ratios = {s.labels["layer"]: s.value for s in families["jaxspec:expert_load_busiest_over_mean"].samples}
+    assert ratios == {"1": 8 / 3, "3": (10 + 2**30) / (10 + 2**28)}
 
 
 def test_what_clients_make_up_is_no_label(mock_server):
