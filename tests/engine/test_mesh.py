@@ -18,9 +18,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxspec import comm
 from jaxspec.compat import compiles
-from jaxspec.config import Lookup
+from jaxspec.config import EngineConfig, Lookup, resolve
 from jaxspec.engine.buckets import Variant, bucket_table
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.memory import MARGIN_BYTES
 from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner, bind
@@ -42,6 +43,8 @@ from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.schemes import SCHEMES
 from tests.engine.grammar_requests import grammar_requests
 from tests.engine.scripted import numpy_params, one_bucket, warmed, with_caches_of
+from tests.engine.test_pool_size import PAGE_BYTES, Device, measured
+from tests.engine.test_schedules import check_random_steps
 from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, cached
 from tests.tiny_models import CONFIGS, TWINS, VARIANTS
 
@@ -264,6 +267,26 @@ def test_several_devices_give_the_tokens_of_one(name, devices, ranks):
     assert one == several
     # What is rounded otherwise may have another code in FP8.
     np.testing.assert_allclose(logprobs, others, atol=1e-3 if CASES[name].cache == "fp8" else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        *(pytest.param("mla, nextn", devices, marks=pytest.mark.slow) for devices in (1, 2)),
+        pytest.param("v3", 4, marks=pytest.mark.full),
+    ],
+)
+def test_no_compile_after_warm_up_at_each_tp(name, devices):
+    """In random schedules. Each device has all pages, and there are as many as the fullest one has room for."""
+    runner, *_ = served(CASES[name], devices)
+    check_random_steps(runner, 100, full=False)
+    pools = [shard for array in jax.tree.leaves(runner.state.kv) for shard in array.addressable_shards]
+    assert len({shard.device for shard in pools}) == devices
+    assert {len(shard.data) for shard in pools} == {runner.settings.num_pages}
+    pages = np.random.default_rng(devices).integers(20, 30, devices).tolist()
+    rooms = [Device(MARGIN_BYTES + number * PAGE_BYTES, 0) for number in pages]
+    options = {"model_max_position": 512, "page_bytes": PAGE_BYTES, "on_gpu": True}
+    assert resolve(EngineConfig(), free_bytes=measured(rooms, 0), **options).num_pages == min(pages)
 
 
 @pytest.mark.slow

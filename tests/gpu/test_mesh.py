@@ -10,6 +10,7 @@ import pytest
 from jaxspec.compat import compiles
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
+from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.loading.mesh import make_mesh
@@ -20,7 +21,7 @@ from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import numpy_params
 from tests.engine.test_mesh import CASES, served
 from tests.engine.tiny import HF_CONFIG, SETTINGS
-from tests.gpu.test_graph import KERNEL_VOCAB, SIZES
+from tests.gpu.test_graph import KERNEL_VOCAB, SIZES, STEPS, launches_of
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +29,10 @@ pytestmark = pytest.mark.gpu
 HALVES = HF_CONFIG | SIZES | {"num_attention_heads": 8, "n_routed_experts": 16, "vocab_size": 2 * KERNEL_VOCAB}
 ROWS, TOKENS = 4, 24
 ROUNDING = 2**-5
+
+
+class MoreLaunchesError(Exception):
+    """A step is in pieces."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +75,26 @@ def runner_with_kernels(devices: int, k: int, drafts: int = 0, rows: int = ROWS)
     wanted = {"mla_decode", "mla_query", "kv_write", "moe", "moe_route"}
     assert {name for name, chosen in runner.kernels.items() if chosen == {"mosaic"}} >= wanted
     return runner
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=MoreLaunchesError,
+    reason="XLA launches each sum over devices apart, and records none in a graph",
+)
+@pytest.mark.parametrize("k", [0, 3])
+def test_decode_is_one_graph_on_two_devices(k):
+    """Launched once on each."""
+    runner = runner_with_kernels(2, k, k)
+    padding = StepPlan((), (), drafts=k)
+
+    def step() -> None:
+        runner.dispatch(padding)
+        runner.read()
+
+    events, launches = launches_of(step)
+    if launches != 2 * STEPS:
+        raise MoreLaunchesError(f"{events} kernels in {launches} launches of {STEPS} steps")
 
 
 def decoded(runner: Runner, prompts: list[list[int]], at_once: int) -> tuple[list[list[int]], list[list[float]]]:
