@@ -111,11 +111,11 @@ def test_a_step_that_does_not_count_has_nothing_of_it(monkeypatch):
     assert plain.expert_load is None
     monkeypatch.setattr(jax.stages.Lowered, "compile", stop)
     with pytest.raises(LoweredOnlyError):
-        counting.compile(counting.buckets[0])
+        counting.compiler.compile(counting.buckets[0])
     for patched in ("jaxspec.engine.forward.add_load", "jaxspec.models.moe.MoE.chosen_experts"):
         monkeypatch.setattr(patched, refuse)
     with pytest.raises(LoweredOnlyError):
-        plain.compile(plain.buckets[0])
+        plain.compiler.compile(plain.buckets[0])
     on, off = texts
     array = f"tensor<1x2x2x{E}xi32>"
     assert array in on
