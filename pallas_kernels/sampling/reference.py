@@ -1,7 +1,7 @@
 """A sampler's passes over the logits, in plain XLA."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -231,15 +231,29 @@ def _greatest_with(enough: Callable[[jax.Array], jax.Array], first: jax.Array) -
     def key_of(bits: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(bits ^ jnp.uint32(1 << 31), jnp.int32)
 
-    bits = jnp.zeros(first.shape, jnp.uint32)
-    for bit in range(31, -1, -1):
-        candidate = bits | jnp.uint32(1 << bit)
-        bits = jnp.where(enough(key_of(candidate)), candidate, bits)
-    return jnp.maximum(first, key_of(bits))
+    def decide(i: Any, bits: jax.Array) -> jax.Array:
+        candidate = bits | (jnp.uint32(1 << 31) >> jnp.uint32(i))
+        return jnp.where(enough(key_of(candidate)), candidate, bits)
+
+    return jnp.maximum(first, key_of(_repeated(32, decide, jnp.zeros(first.shape, jnp.uint32))))
+
+
+def _repeated(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """`step` of 0, 1 ... `count` - 1 and what the one before returned.
+
+    Unrolled, since a loop would keep a decode step from being one CUDA graph; but a CPU compiles a loop much sooner.
+    """
+
+    def unrolled(carry: Any) -> Any:
+        for i in range(count):
+            carry = step(i, carry)
+        return carry
+
+    return lax.platform_dependent(carry, cpu=lambda carry: lax.fori_loop(0, count, step, carry), default=unrolled)
 
 
 def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
-    """Unrolled selection without a sort, which would keep a decode step from being one CUDA graph.
+    """Selection without a sort, which would keep a decode step from being one CUDA graph.
 
     The logits are read once for the maxima of blocks; each round then reads these and the one block that holds the
     winner. A block's ids are taken in the order (value falling, column rising), so its last winner tells which are left.
@@ -250,12 +264,10 @@ def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
     num_blocks = -(-V // BLOCK)
     padded = jnp.pad(logits, ((0, 0), (0, num_blocks * BLOCK - V)), constant_values=-jnp.inf)
     blocks = padded.reshape(R, num_blocks, BLOCK)
-    best = blocks.max(axis=2)  # of the ids that are left
-    last_value = jnp.full((R, num_blocks), jnp.inf)
-    last_column = jnp.full((R, num_blocks), -1, jnp.int32)
-    block_ids, columns = jnp.arange(num_blocks), jnp.arange(BLOCK)
-    ids, values = [], []
-    for _ in range(count):
+    block_ids, columns, places = jnp.arange(num_blocks), jnp.arange(BLOCK), jnp.arange(count)
+
+    def select(i: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        best, last_value, last_column, ids, values = carry
         winner = jnp.argmax(best, axis=1)[:, None]
         block = jnp.take_along_axis(blocks, winner[..., None], axis=1)[:, 0]
         before = jnp.take_along_axis(last_value, winner, axis=1)
@@ -264,9 +276,20 @@ def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
         value = jnp.take_along_axis(block, column, axis=1)
         rest = jnp.where(free & (columns != column), block, -jnp.inf).max(axis=1, keepdims=True)
         here = block_ids == winner
-        best = jnp.where(here, rest, best)
-        last_value = jnp.where(here, value, last_value)
-        last_column = jnp.where(here, column, last_column)
-        ids.append(winner[:, 0].astype(jnp.int32) * BLOCK + column[:, 0])
-        values.append(value[:, 0])
-    return Likeliest(jnp.stack(ids, axis=1), jnp.stack(values, axis=1))
+        return (
+            jnp.where(here, rest, best),
+            jnp.where(here, value, last_value),
+            jnp.where(here, column, last_column),
+            jnp.where(places == i, winner.astype(jnp.int32) * BLOCK + column, ids),
+            jnp.where(places == i, value, values),
+        )
+
+    carry = (
+        blocks.max(axis=2),  # of the ids that are left
+        jnp.full((R, num_blocks), jnp.inf),
+        jnp.full((R, num_blocks), -1, jnp.int32),
+        jnp.zeros((R, count), jnp.int32),
+        jnp.zeros((R, count)),
+    )
+    *_, ids, values = _repeated(count, select, carry)
+    return Likeliest(ids, values)
