@@ -13,6 +13,7 @@ from pallas_kernels.gqa_decode.api import gqa_decode
 from pallas_kernels.sliding_window import window_pages
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
+from tests.matrices import full
 
 slow = pytest.mark.slow
 
@@ -114,12 +115,14 @@ def lowered(batch, n, K, G, D, window=None):
         (1, 1, 8, 4, 128, None),  # Llama 3, one request
         (8, 4, 8, 8, 64, 128),  # gpt-oss
         pytest.param(8, 4, 2, 8, 256, None, marks=slow),  # Qwen3.5
-        pytest.param(8, 4, 8, 6, 128, None, marks=slow),  # MiniMax-M2
-        pytest.param(8, 4, 8, 12, 128, None, marks=slow),  # GLM-4.5
-        pytest.param(32, 4, 8, 8, 64, None, marks=slow),
-        pytest.param(8, 5, 4, 8, 128, None, marks=slow),
-        pytest.param(200, 1, 1, 1, 64, None, marks=slow),
-        pytest.param(2, 8, 2, 16, 128, None, marks=slow),
+        *full(
+            (8, 4, 8, 6, 128, None),  # MiniMax-M2
+            (8, 4, 8, 12, 128, None),  # GLM-4.5
+            (32, 4, 8, 8, 64, None),
+            (8, 5, 4, 8, 128, None),
+            (200, 1, 1, 1, 64, None),
+            (2, 8, 2, 16, 128, None),
+        ),
     ],
 )
 def test_lowers_for_cuda(batch, n, K, G, D, window):

@@ -15,6 +15,7 @@ from pallas_kernels.gqa_prefill import mosaic, reference
 from pallas_kernels.gqa_prefill.api import gqa_prefill
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import flat_chunks, paged_pool
+from tests.matrices import full
 
 slow = pytest.mark.slow
 
@@ -82,10 +83,7 @@ def test_interpreted_sliding_windows(D, window, sinks):
         (2048, 8, 4, 128, None),
         (2048, 8, 8, 64, 128),
         pytest.param(2048, 2, 8, 256, None, marks=slow),
-        pytest.param(2048, 8, 12, 128, None, marks=slow),
-        pytest.param(2048, 8, 6, 128, None, marks=slow),
-        pytest.param(40, 8, 8, 64, None, marks=slow),
-        pytest.param(256, 1, 1, 128, None, marks=slow),
+        *full((2048, 8, 12, 128, None), (2048, 8, 6, 128, None), (40, 8, 8, 64, None), (256, 1, 1, 128, None)),
     ],
 )
 def test_lowers_for_cuda(tokens, K, G, D, window):

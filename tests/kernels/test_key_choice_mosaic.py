@@ -15,6 +15,7 @@ from pallas_kernels.key_choice.shapes import COUNT, HEAD_DIM, HEADS
 from pallas_kernels.sampling.cutoffs import cutoffs
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import paged_pool
+from tests.matrices import full
 
 LENGTHS = (70, 500, 1, 333)
 
@@ -64,7 +65,7 @@ def arguments(tokens, heads, width=HEAD_DIM, page=64):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "loops"), [(32, 64, 0), (1, 32, 0), pytest.param(200, 64, 1, marks=pytest.mark.slow)]
+    ("tokens", "heads", "loops"), [*full((32, 64, 0)), (1, 32, 0), pytest.param(200, 64, 1, marks=pytest.mark.slow)]
 )
 def test_lowers_for_cuda(monkeypatch, tokens, heads, loops):
     """A decode step has neither a loop nor a sort, and no call but the kernels: it can be a part of a CUDA graph."""

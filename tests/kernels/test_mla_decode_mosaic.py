@@ -20,6 +20,7 @@ from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import fp8_and_plain, fp8_shapes, paged_pool, relative_error, window_bounds
+from tests.matrices import full, members
 
 
 @interpreted
@@ -97,7 +98,7 @@ def test_values_in_the_merging_kernel(lengths, n, sms):
 
 @pytest.mark.parametrize(
     ("batch", "n", "V", "most"),
-    [(1, 4, VALUE, 0), (8, 1, VALUE, 0), (1, 4, WIDE_VALUE, 0), (32, 1, VALUE, 128), (32, 4, WIDE_VALUE, 128)],
+    [(1, 4, VALUE, 0), *full((8, 1, VALUE, 0), (1, 4, WIDE_VALUE, 0), (32, 1, VALUE, 128)), (32, 4, WIDE_VALUE, 128)],
 )
 def test_lowers_for_cuda_with_values(batch, n, V, most):
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
@@ -110,8 +111,17 @@ def test_lowers_for_cuda_with_values(batch, n, V, most):
     assert ("dot_general" in text) == (batch * n > max(4, most))
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("batch", "n", "heads"), [(1, 1, 16), (8, 8, 4), (128, 4, 16), (200, 1, 64), (2, 5, 128)])
+@pytest.mark.parametrize(
+    ("batch", "n", "heads", "fp8"),
+    members(
+        [
+            (*sizes, fp8)
+            for sizes in ((1, 1, 16), (8, 8, 4), (128, 4, 16), (200, 1, 64), (2, 5, 128))
+            for fp8 in (False, True)
+        ],
+        default=[(1, 1, 16, False), (2, 5, 128, False), (8, 8, 4, True), (200, 1, 64, True)],
+    ),
+)
 def test_lowers_for_cuda(batch, n, heads, fp8):
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
     shapes = (

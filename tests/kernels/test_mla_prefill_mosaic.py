@@ -17,6 +17,7 @@ from pallas_kernels.mla_decode.shapes import LATENT, NOPE, ROPE, SCALE, VALUE, W
 from pallas_kernels.mla_prefill import api, decompress, mosaic, reference
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import flat_chunks, fp8_and_plain
+from tests.matrices import full
 
 L, R, PAGE = LATENT, ROPE, mosaic.PAGE
 NARROW, WIDE = (NOPE, VALUE), (WIDE_NOPE, WIDE_VALUE)
@@ -110,11 +111,11 @@ def test_interpreted_wide_heads():
 @pytest.mark.parametrize(
     ("tokens", "heads", "max_pages", "widths"),
     [
-        (256, 16, 64, NARROW),
+        *full((256, 16, 64, NARROW)),
         (2048, 16, 256, NARROW),
         (2048, 128, 256, NARROW),
         (256, 20, 32, WIDE),
-        (2048, 64, 256, WIDE),
+        *full((2048, 64, 256, WIDE)),
     ],
 )
 def test_lowers_for_cuda(tokens, heads, max_pages, widths):

@@ -23,6 +23,7 @@ from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, Schem
 from pallas_kernels.quant.values import Quantised
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.quant_cases import drawn
+from tests.matrices import full, members
 
 # Hidden, experts, top-k, inner.
 SIZES = {name: LAYERS[name][:4] for name in ("moonlight", "deepseek-v3")}
@@ -252,8 +253,8 @@ def test_activations_are_those_of_deepgemm():
 
 
 @pytest.mark.parametrize(("scheme", "model", "T"), [
-    (FP8_BLOCK, "moonlight", 1), (FP8_BLOCK, "moonlight", 32), (FP8_BLOCK, "deepseek-v3", 2048),
-    (FP8_CHANNEL, "moonlight", 2048), (FP8_CHANNEL, "deepseek-v3", 8), (FP8_CHANNEL, "deepseek-v3", 128),
+    (FP8_BLOCK, "moonlight", 1), *full((FP8_BLOCK, "moonlight", 32)), (FP8_BLOCK, "deepseek-v3", 2048),
+    *full((FP8_CHANNEL, "moonlight", 2048), (FP8_CHANNEL, "deepseek-v3", 8)), (FP8_CHANNEL, "deepseek-v3", 128),
 ], ids=str)  # fmt: skip
 def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
     """No weight is turned into numbers outside of the kernels."""
@@ -268,9 +269,22 @@ def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
     assert "dot_general" not in text
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize(("H", "inner"), [(2048, 2816), (2048, 11264), (7168, 2048), (7168, 18432)])
-@pytest.mark.parametrize("T", [1, 128, 2048])
+@pytest.mark.parametrize(
+    ("H", "inner", "T", "scheme"),
+    members(
+        [
+            (*sizes, T, scheme)
+            for sizes in ((2048, 2816), (2048, 11264), (7168, 2048), (7168, 18432))
+            for T in (1, 128, 2048)
+            for scheme in SCHEMES
+        ],
+        default=[
+            (2048, 2816, 1, FP8_BLOCK), (7168, 2048, 128, FP8_BLOCK), (7168, 18432, 2048, FP8_BLOCK),
+            (7168, 18432, 1, FP8_CHANNEL), (2048, 2816, 128, FP8_CHANNEL), (2048, 11264, 2048, FP8_CHANNEL),
+        ],
+    ),
+    ids=str,
+)  # fmt: skip
 def test_mlps_lower_for_the_gpu(scheme: Scheme, H: int, inner: int, T: int):
     """Shared experts and dense layers of Moonlight and DeepSeek-V3."""
     S = jax.ShapeDtypeStruct

@@ -23,6 +23,7 @@ from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
+from tests.matrices import full, members
 
 
 def routed(rng: np.random.Generator, T: int, E: int, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -211,8 +212,11 @@ def test_no_token_is_live():
 @pytest.mark.parametrize(
     ("model", "T", "num_shared"),
     [
-        *itertools.product(["moonlight"], [1, 8, 32, 128, 2048], [0, 2]),
-        ("deepseek-v3", 1, 2), ("deepseek-v3", 128, 0), ("deepseek-v3", 2048, 2), ("demo", 1, 0), ("demo", 32, 2),
+        *members(
+            itertools.product(["moonlight"], [1, 8, 32, 128, 2048], [0, 2]),
+            default=[("moonlight", 8, 0), ("moonlight", 32, 2), ("moonlight", 2048, 0)],
+        ),
+        ("deepseek-v3", 1, 2), ("deepseek-v3", 128, 0), *full(("deepseek-v3", 2048, 2), ("demo", 1, 0)), ("demo", 32, 2),
     ],
 )  # fmt: skip
 def test_lowers_for_the_gpu(model, T, num_shared):

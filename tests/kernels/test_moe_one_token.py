@@ -21,6 +21,7 @@ from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import relative_error
+from tests.matrices import members
 
 ON = Tuning(one_token_experts=True)
 
@@ -96,13 +97,10 @@ def test_routing_and_experts_give_what_the_reference_does(sigmoid, live):
 
 
 SHAPES = LAYERS | {"no shared experts": LAYERS["demo"]._replace(shared=0)}
-# The others are lowered in the whole suite.
-QUICK = ("demo", "deepseek-v3", "no shared experts")
+DEFAULT = ("demo", "deepseek-v3", "no shared experts")
 
 
-@pytest.mark.parametrize(
-    "model", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
-)
+@pytest.mark.parametrize("model", members(SHAPES, DEFAULT))
 def test_lowers_for_the_gpu(model):
     """Two launches and no kernel of XLA's, from the router's logits to the residual stream after the layer."""
     H, E, k, inner, S = SHAPES[model]

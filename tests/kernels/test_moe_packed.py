@@ -20,6 +20,7 @@ from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4, VALUES, Scheme
 from pallas_kernels.quant.values import Quantised
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.quant_cases import drawn
+from tests.matrices import full
 
 # Hidden, experts, top-k, inner.
 SIZES = {"moonlight": LAYERS["moonlight"][:4], "kimi-k2": (7168, 384, 8, 2048), "gpt-oss-20b": (2880, 32, 4, 2880)}
@@ -194,8 +195,8 @@ def test_threads_read_what_their_wgmma_multiplies(pitch: int, ordered: bool):
 
 
 @pytest.mark.parametrize(("scheme", "model", "T"), [
-    (INT4_G32, "moonlight", 32), (INT4_G32, "kimi-k2", 1), (INT4_G32, "kimi-k2", 2048), (NVFP4, "kimi-k2", 32),
-    (MXFP4, "gpt-oss-20b", 1), (MXFP4, "gpt-oss-20b", 2048),
+    *full((INT4_G32, "moonlight", 32)), (INT4_G32, "kimi-k2", 1), *full((INT4_G32, "kimi-k2", 2048)),
+    (NVFP4, "kimi-k2", 32), *full((MXFP4, "gpt-oss-20b", 1)), (MXFP4, "gpt-oss-20b", 2048),
 ], ids=str)  # fmt: skip
 def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
     """No weight is turned into numbers outside of the kernels."""
@@ -214,10 +215,8 @@ def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
 
 
 @pytest.mark.parametrize(("scheme", "H", "inner", "T"), [
-    (scheme, *sizes, T) for scheme, sizes, T in (
-        (NVFP4, MLPS[2], 1), (NVFP4, MLPS[2], 2048), (NVFP4, MLPS[3], 32), (NVFP4, MLPS[4], 128), (NVFP4, MLPS[5], 8),
-        (INT4_G32, MLPS[0], 32), (MXFP4, MLPS[1], 512),
-    )
+    *full(*((NVFP4, *MLPS[i], T) for i, T in ((2, 1), (3, 32), (4, 128), (5, 8)))),
+    (NVFP4, *MLPS[2], 2048), (INT4_G32, *MLPS[0], 32), (MXFP4, *MLPS[1], 512),
 ], ids=str)  # fmt: skip
 def test_mlps_lower_for_the_gpu(scheme: Scheme, H: int, inner: int, T: int):
     S = jax.ShapeDtypeStruct

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
+from tests.matrices import full, members
 
 
 def slow(*cases):
@@ -142,9 +144,18 @@ def abstract(*arrays):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arrays]
 
 
-@pytest.mark.parametrize("T", [3, 40])
-@pytest.mark.parametrize("sigmoid", [True, False])
-@pytest.mark.parametrize("shape", ROUTINGS)
+@pytest.mark.parametrize(
+    ("shape", "sigmoid", "T"),
+    members(
+        itertools.product(ROUTINGS, (True, False), (3, 40)),
+        default=[
+            ("deepseek-v3", True, 3),
+            ("deepseek-v3", True, 40),
+            ("moonlight", False, 3),
+            ("moonlight", False, 40),
+        ],
+    ),
+)
 def test_lowers_for_the_gpu(shape, sigmoid, T):
     E, routing = ROUTINGS[shape]
     logits, live, bias = abstract(((T, E), jnp.float32), ((T,), jnp.bool_), ((E,), jnp.float32))
@@ -162,7 +173,8 @@ def test_lowers_for_the_gpu(shape, sigmoid, T):
 
 
 @pytest.mark.parametrize(
-    ("T", "copying", "kernels"), [(1, 0, 3), (8, 128, 3), (32, 0, 5), (32, 128, 4), (128, 128, 4), (2048, 4096, 6)]
+    ("T", "copying", "kernels"),
+    [(1, 0, 3), *full((8, 128, 3), (32, 0, 5)), (32, 128, 4), *full((128, 128, 4)), (2048, 4096, 6)],
 )
 def test_a_layer_lowers_for_the_gpu(T, copying, kernels):
     """From logits to the experts' matmuls: one kernel for few tokens, three with the gather for more, four for a prefill.

@@ -25,6 +25,7 @@ from tests.kernels.sampling_cases import (
     part_of,
     temperatures_of,
 )
+from tests.matrices import full
 
 # Two vectors, the second of which overlaps the first.
 V = 1400
@@ -213,10 +214,10 @@ def test_bars_stop_no_winner_and_most_others():
 @pytest.mark.parametrize(
     ("R", "size", "dtype"),
     [
-        (1, VOCABULARIES["moonlight"], jnp.bfloat16),
+        *full((1, VOCABULARIES["moonlight"], jnp.bfloat16)),
         (512, VOCABULARIES["moonlight"], jnp.bfloat16),
         (8, VOCABULARIES["deepseek-v3"], jnp.float32),
-        (3, 1024, jnp.bfloat16),
+        *full((3, 1024, jnp.bfloat16)),
     ],
 )
 def test_lowers_for_the_gpu(R, size, dtype):
