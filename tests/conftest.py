@@ -70,6 +70,7 @@ settings.register_profile(
 settings.load_profile("ci")
 
 MANY_MAPPINGS = 30_000
+LONGEST_FILE = "test_structured.py"
 
 
 # Tracing makes objects by the hundred thousand that stay; looking through them all each time is 8 % of compiling.
@@ -179,9 +180,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests go first. The PyTorch oracle is skipped where PyTorch is not installed (Python 3.12)."""
+    """Files with slow tests go first. The PyTorch oracle is skipped where PyTorch is not installed (Python 3.12).
+
+    The longest is the first of all. Others with the demo model come after the rest of the slow ones: workers that want it at
+    the same time wait until one has compiled it.
+    """
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow_files)
+    sharing = {item.path for item in items if "demo_llm" in getattr(item, "fixturenames", ())}
+
+    def place(item: pytest.Item) -> int:
+        if item.path.name == LONGEST_FILE:
+            return 0
+        if item.path not in slow_files:
+            return 3
+        return 2 if item.path in sharing else 1
+
+    items.sort(key=place)
     try:
         import torch  # noqa: F401
     except ImportError:

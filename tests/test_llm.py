@@ -68,7 +68,7 @@ def alone(demo_llm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_steps_read_late_change_no_text(demo_llm, alone, monkeypatch, depth):
     """Text, stop strings and log-probabilities of prompts that begin alike, together, are those of each alone."""
     prompts, params = zip(*LATE, strict=True)
@@ -278,12 +278,13 @@ def test_a_stream_is_the_text_in_parts(demo_llm):
 
 @pytest.mark.slow
 def test_seeds(demo_llm):
-    def text(seed, others=()):
-        params = [SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=s) for s in (seed, *others)]
-        return demo_llm.generate([PROMPT] * len(params), params)[0].text
+    def texts(*seeds):
+        params = [SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=s) for s in seeds]
+        return [completion.text for completion in demo_llm.generate([PROMPT] * len(params), params)]
 
-    assert text(1) == text(1) == text(1, others=(2, 3, 4))
-    assert len({text(seed) for seed in range(4)}) == 4
+    (alone,), (again,), together = texts(1), texts(1), texts(1, 2, 3, 4)
+    assert alone == again == together[0]
+    assert len(set(together)) == 4
 
 
 def test_one_bad_prompt_starts_nothing(demo_llm):

@@ -174,12 +174,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 VARIANTS = tuple(CONFIGS)
 # Others differ from these in names or in a default only.
 TWINS = ("v32", "kimi-k25", "qwen3-moe-unnormalised", "glm4-moe-air", "qwen3-next")
+# What is in them is in others: v3-fp8, v2-lite and v2-grouped, qwen3-tied, qwen3.5-moe and llama, kimi-linear and glm-dsa.
+COVERED = ("v3", "v3-mtp", "v3-fp8-dequantised", "v2", "qwen3", "qwen3-moe", "qwen3.5", "moonlight")
 
 
 def variants(*left_out: str) -> list[Any]:
-    """Parameters of a test for each variant; those of `TWINS` are for full runs."""
+    """Parameters of a test for each variant; those of `TWINS` and `COVERED` are for full runs."""
     named = (v for v in VARIANTS if v not in left_out)
-    return [pytest.param(v, marks=pytest.mark.full) if v in TWINS else v for v in named]
+    return [pytest.param(v, marks=pytest.mark.full) if v in (*TWINS, *COVERED) else v for v in named]
 
 
 def tiny_checkpoint(variant: str, folder: Path, seed: int = 0, *, spelling: Spelling = "hub", **changes: Any) -> Path:

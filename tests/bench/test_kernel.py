@@ -122,7 +122,7 @@ def test_kernel_seconds_of_a_trace():
     "operation",
     [
         "mla_decode",
-        "mla_decode_fp8",
+        pytest.param("mla_decode_fp8", marks=pytest.mark.full),
         "mla_prefill",
         "gqa_decode",
         "gqa_prefill",
@@ -132,7 +132,7 @@ def test_kernel_seconds_of_a_trace():
         "sparse_mla",
         "norm_linear",
         "moe",
-        "moe_int4",
+        pytest.param("moe_int4", marks=pytest.mark.full),
         "moe_fp8",
         "sampling",
     ],

@@ -31,7 +31,7 @@ def a_trace(seed, *, repeats):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("lean_buckets")
-@pytest.mark.parametrize("acceptance", [0.0, 1.0])
+@pytest.mark.parametrize("acceptance", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_rows_write_their_texts_with_drafts_of_both_kinds(acceptance, weights):
     """A row that repeats its prompt is looked up; the other's drafts come from the MTP layer, all right or all wrong."""
     written = build(weights, SIZES, "ngram+mtp", CONTEXT + ANSWER, "float32", adaptive=False, acceptance=acceptance)

@@ -17,6 +17,7 @@ from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
 from jaxspec.loading.manifest import LAYOUT_VERSION, read_manifest
 from jaxspec.models.params import TENSOR_AXIS
 from tests.convert.edits import edit_config
+from tests.matrices import members
 
 pytestmark = pytest.mark.torch
 Get = Callable[[str], Path]
@@ -71,7 +72,9 @@ except ModelFormatError as e:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["*", "_METADATA", "manifest.ocdbt", "d/*"])
+@pytest.mark.parametrize(
+    "name", members(["*", "_METADATA", "manifest.ocdbt", "d/*"], default=["manifest.ocdbt", "d/*"])
+)
 def test_damaged_part(name: str, folder: Path):
     """In a process of its own: where Orbax fails half-way, it drops coroutines that Python complains about later."""
     for file in (folder / "weights" / "001").rglob(name):

@@ -16,6 +16,7 @@ from tests.engine.test_engine import assert_equal_runs
 from tests.engine.test_schedules import make_engine, options
 from tests.engine.test_transforms import ALL, poison_rules
 from tests.engine.tiny import VOCAB, cached, fill_cache, run, tiny_runner
+from tests.matrices import full
 
 SPECULATING = [0, pytest.param(3, marks=pytest.mark.slow)]
 PENALTIES = (
@@ -25,6 +26,8 @@ PENALTIES = (
 # A page and a bit that all share; each goes on alone, and its output fills the second page.
 SHARED, LENGTH, NEW_TOKENS = 70, 100, 60
 
+# Readout depth, mixed steps, usable pages.
+DRAFTING = ((2, False, None), (1, True, 5))
 OTHERS = ((0, False, 5), (1, True, None), (2, False, 4), (3, True, 5), (3, False, None))
 
 
@@ -65,14 +68,13 @@ class Watched:
                 self.counted.setdefault(row.request.id, []).append(row.cached)
 
 
-@pytest.mark.parametrize("k", SPECULATING)
 @pytest.mark.parametrize(
-    ("depth", "mixed", "usable"),
+    ("k", "depth", "mixed", "usable"),
     [
-        (0, True, None),
-        (2, False, None),
-        (1, True, 5),
-        *[pytest.param(*each, marks=pytest.mark.full) for each in OTHERS],
+        (0, 0, True, None),
+        *(pytest.param(3, *each, marks=pytest.mark.slow) for each in DRAFTING),
+        *full(*((0, *each) for each in DRAFTING), (3, 0, True, None)),
+        *full(*((k, *each) for k in (0, 3) for each in OTHERS)),
     ],
 )
 def test_penalties_count_what_the_prefix_cache_had(k, depth, mixed, usable):

@@ -256,7 +256,7 @@ def test_biases_and_a_clamp_lower_for_the_gpu(T):
     seed=st.integers(0, 2**31), T=st.sampled_from([1, 3, 8, 33]), E=st.sampled_from([4, 8]), k=st.integers(1, 4),
     rows=st.sampled_from([8, 16]), share_live=st.sampled_from([0.0, 0.5, 1.0]),
 )  # fmt: skip
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_tables(seed, T, E, k, rows, share_live):
     """Every live assignment has its own row (its token's, if slots have all tokens) in one of its expert's few slots."""
     rng = np.random.default_rng(seed)

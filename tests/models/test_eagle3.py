@@ -12,6 +12,7 @@ from jaxspec.models.eagle3 import capture_layers, read_eagle3_config
 from tests.caches import empty_cache
 from tests.eagle3_models import tiny_draft
 from tests.engine.scripted import one_device
+from tests.matrices import members
 from tests.models.test_mtp import PAGE, STEPS, T, TorchRows, bound, metadata
 from tests.tiny_models import tiny_checkpoint
 
@@ -63,7 +64,7 @@ def targets(tmp_path_factory):
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", members(CASES, default=("llama", "mla-3.1", "minimax-m2", "speculators")))
 def test_hidden_states_and_drafts_equal_pytorch(case, targets, tmp_path):
     """Prefilled and token by token, then three draft steps on the head's own output."""
     target_of, options, config, captured_ids = CASES[case]

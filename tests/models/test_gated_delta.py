@@ -9,6 +9,7 @@ import pytest
 
 from jaxspec.models.gated_delta import CHUNK, chunked, convolve, cut, unit
 from pallas_kernels.gated_delta.reference import Tokens, recurrent
+from tests.matrices import members
 
 K, R, DK, DV = 2, 3, 8, 12
 
@@ -41,15 +42,16 @@ def plain(state: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
     return np.array(read).reshape(-1, K, R, DV), state
 
 
+LENGTHS = ((1,), (5, 0, 2), (0, 3), (CHUNK, 1, CHUNK + 3), (2 * CHUNK - 1, 0, 7, 0))
+
+
 @pytest.mark.parametrize(
-    "lengths",
-    [
-        *(pytest.param(few, marks=pytest.mark.slow) for few in ((1,), (5, 0, 2), (0, 3))),
-        (CHUNK, 1, CHUNK + 3),
-        (2 * CHUNK - 1, 0, 7, 0),
-    ],
+    ("lengths", "padding", "decays"),
+    members(
+        [(lengths, *rest) for lengths in LENGTHS for rest in ((0, 1), (9, DK))],
+        default=[(LENGTHS[1], 0, 1), (LENGTHS[3], 9, DK), (LENGTHS[4], 0, 1), (LENGTHS[0], 9, DK)],
+    ),
 )
-@pytest.mark.parametrize(("padding", "decays"), [(0, 1), (9, DK)])
 def test_chunks_equal_the_definition(lengths: tuple[int, ...], padding: int, decays: int):
     """Rows of no tokens keep their state; what padding holds reaches nobody."""
     rng, T = np.random.default_rng(sum(lengths)), sum(lengths) + padding
