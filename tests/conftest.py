@@ -35,6 +35,8 @@ if os.environ.get("JAXSPEC_TEST_GPU") is None:
 
     # PyTorch's threads wait for each other in loops, beside other workers for most of the time; and its models are tiny.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Nor does what libraries ask it to compile gain anything; starting the compiler takes half a minute.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 else:
     # On a GPU, timing candidates for every matmul is most of a compilation, and any candidate is right. Graphs stay
     # graphs while they are traced.
