@@ -19,6 +19,7 @@ from jaxspec.loading.resolve import EMBEDDED, resolve_model
 from jaxspec.models.params import TENSOR_AXIS
 from tests.convert.edits import edit_config, edit_tensors, tensors
 from tests.eagle3_models import tiny_draft
+from tests.matrices import full
 from tests.tiny_models import variants
 
 Get = Callable[[str], Path]
@@ -44,9 +45,8 @@ EACH = pytest.mark.parametrize(
     ("devices", "dtype"),
     [
         (1, "float32"),
-        (2, "float32"),
-        pytest.param(1, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(2, "bfloat16", marks=pytest.mark.full),
+        (2, "bfloat16"),
+        *full((1, "bfloat16"), (2, "float32")),
     ],
     indirect=["devices"],
 )
