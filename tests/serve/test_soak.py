@@ -8,6 +8,7 @@ import collections
 import pytest
 
 from jaxspec.compat import compiles
+from serve.deadlines import Deadlines
 from serve.model import ServedModel
 from tests.serve.chats import HERMES, chat_engine
 from tests.serve.soak import SETTINGS, Soak, stream_is_whole, usage
@@ -52,7 +53,8 @@ def test_soak_with_the_demo_model_for_half_an_hour(start_server, demo_llm):
     counts = lambda: (compiles.total, compiles.after_warmup)  # noqa: E731
     tokenizer = demo_llm.tokenizer.with_chat_template(HERMES)  # its own has no place for tools
     model = ServedModel(demo_llm.engine, tokenizer, demo_llm.describe(), counts, grammars=demo_llm.grammars)
-    server = start_server(model, **SETTINGS)
+    # A call takes the model some seconds, more where others share the machine.
+    server = start_server(model, **SETTINGS | {"deadlines": Deadlines(request=12.0, queue=9.0)})
     compiled = compiles.total
     pages = demo_llm.engine.scheduler.pages
     demo_llm.engine.reset_prefix_cache()
