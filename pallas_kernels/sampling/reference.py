@@ -239,17 +239,18 @@ def _greatest_with(enough: Callable[[jax.Array], jax.Array], first: jax.Array) -
 
 
 def _repeated(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`step` of 0, 1 ... `count` - 1 and what the one before returned.
+    """`step` of 0, 1 ... `count` - 1 and what the one before returned."""
+    if not unrolls():
+        return lax.fori_loop(0, count, step, carry)
+    for i in range(count):
+        carry = step(i, carry)
+    return carry
 
-    Unrolled, since a loop would keep a decode step from being one CUDA graph; but a CPU compiles a loop much sooner.
-    """
 
-    def unrolled(carry: Any) -> Any:
-        for i in range(count):
-            carry = step(i, carry)
-        return carry
-
-    return lax.platform_dependent(carry, cpu=lambda carry: lax.fori_loop(0, count, step, carry), default=unrolled)
+def unrolls() -> bool:
+    """Whether passes are traced one by one: a loop would keep a decode step from being one CUDA graph. A CPU compiles a loop
+    much sooner."""
+    return jax.devices()[0].platform != "cpu"
 
 
 def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
