@@ -20,7 +20,7 @@ from jaxspec.models.params import shard_bytes
 
 # For what other executables allocate besides, and for gaps between the allocator's blocks.
 MARGIN_BYTES = 256 << 20
-# More than the largest steps of any supported model need beside weights and state.
+# The largest steps need a few GiB beside weights and state. Should that be more, `Runner.warm_up` says which options to change.
 _PLENTY_BYTES = 8 << 30
 logger = logging.getLogger("jaxspec.memory")
 
