@@ -181,12 +181,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests go first. The PyTorch oracle is skipped where PyTorch is not installed (Python 3.12).
+    """Long tests are slow, too. Files with slow tests go first. PyTorch's are skipped without it (Python 3.12).
 
     The longest is the first of all. Others with the demo model come after the rest of the slow ones: workers that want it at
     the same time wait until one has compiled it.
     """
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
     slow_files = {item.path for item in items if item.get_closest_marker("slow")}
     sharing = {item.path for item in items if "demo_llm" in getattr(item, "fixturenames", ())}
 

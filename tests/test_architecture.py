@@ -154,6 +154,7 @@ def tree() -> Tree:
     return Tree(ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_tree_is_in_order(check: Callable[[Tree], list[str]], tree: Tree):
     assert check(tree) == []

@@ -85,6 +85,7 @@ def test_families_write_what_transformers_writes(family):
         assert [template.render(messages, add_generation_prompt=True)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_longest_chats_are_within_the_budget(family):
     template = ChatTemplate(FAMILIES[family], TOKENS)
@@ -170,6 +171,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*GROWING, *REFUSED])
 def test_no_template_takes_time_or_memory_without_end(name):
     source = GROWING.get(name) or REFUSED[name]

@@ -84,7 +84,7 @@ def check_layouts(llm, reference):
     return length
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("draft", "k"), DEFAULT)
 def test_acceptance_has_a_floor(draft, k, llm_with, reference):
     """A broken draft leaves every text as it is; only this number shows it."""
@@ -117,13 +117,13 @@ def assert_seeded_texts_are_plain(llm, demo_llm, reference):
     assert llm.engine.stats().acceptance.since(before).mean_length > 1.4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("draft", "k"), DEFAULT)
 def test_seeded_text_is_that_of_plain_decoding(draft, k, llm_with, demo_llm, reference):
     assert_seeded_texts_are_plain(llm_with(draft, k), demo_llm, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_broken_draft_changes_the_floor_and_no_text(demo_llm, reference):
     """Embedding and hidden state in the wrong order, as in the paper's formula and not as in the checkpoint."""
     runner = demo_llm.engine.runner
@@ -144,7 +144,7 @@ def test_other_window_sizes(draft, k, llm_with, demo_llm, reference):
         assert length > FLOOR
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stop_strings_cut_everything_alike(demo_llm, reference):
     """A stop string at each of twelve tokens in a row, so at each position of a window: text, ids, log-probabilities
     and the count of generated tokens end at the same token, the first one that completes the string."""

@@ -68,7 +68,7 @@ def continued(w, ids, count):
     return tuple(ids[-count:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_family_with_a_state_a_slot(toy):
     """Plain, in mixed steps, and preempted: slots hold NaN before, so only a request's own chunks begin its state."""
     folder, tensors = toy
@@ -94,7 +94,7 @@ def test_a_state_a_slot_refuses_what_only_pages_can_do(toy):
         LLM(toy[0], num_speculative_tokens=2, speculative_method="ngram")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_draft_on_a_paged_model():
     settings = replace(SETTINGS, num_speculative_tokens=2)
     model = CausalLM(tiny_config("tiny"), jnp.float32)

@@ -21,6 +21,7 @@ PROMPT = "def fibonacci(n):"
 GREEDY = SamplingParams(max_tokens=24, temperature=0, logprobs=0)
 
 
+@pytest.mark.slow
 def test_greedy_text_is_pytorchs(demo_llm):
     """16 prompts of 64 tokens, recorded with `jaxspec compare record`."""
     reference = read_record(RECORD)
@@ -67,7 +68,7 @@ def alone(demo_llm):
     return outputs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_steps_read_late_change_no_text(demo_llm, alone, monkeypatch, depth):
     """Text, stop strings and log-probabilities of prompts that begin alike, together, are those of each alone."""
@@ -100,6 +101,7 @@ def test_step_log(tmp_path, demo_llm, monkeypatch):
         StepLog(str(tmp_path / "no" / "steps.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "known"), [("attention_backend", "mosaic, triton"), ("moe_backend", "mosaic")])
 def test_a_kernel_that_cannot_run_here_is_an_error(option, known):
     for name in known.split(", "):
@@ -135,7 +137,7 @@ def test_speculation_statistics(demo_llm):
     assert total == tuple(map(sum, zip(*(c.acceptance.histogram for c in completions), strict=True)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_synthetic_acceptance_is_named(demo_llm, monkeypatch):
     monkeypatch.setattr("jaxspec.engine.runner.Runner.warm_up", lambda *_, **__: None)
     folder = str(demo_llm.folder)
@@ -149,6 +151,7 @@ def test_synthetic_acceptance_is_named(demo_llm, monkeypatch):
     assert demo_llm.generate(PROMPT, GREEDY)[0].synthetic_acceptance_length == 2.5
 
 
+@pytest.mark.slow
 def test_texts_ids_and_lists_are_the_same_prompt(demo_llm):
     ids = demo_llm.tokenizer.encode(PROMPT)
     texts = [
@@ -184,6 +187,7 @@ def test_a_stop_string_cuts_text_ids_and_logprobs_alike(demo_llm):
     assert stop in demo_llm.tokenizer.decode(cut.ids)
 
 
+@pytest.mark.slow
 def test_completions_are_made_of_outputs_alone(demo_llm, monkeypatch):
     """Text and figures are those of before although a request that was handed over cannot be read any more."""
     params = SamplingParams(max_tokens=24, temperature=0, logprobs=2, stop=("return",))
@@ -209,6 +213,7 @@ def test_without_parameters_the_models_own_apply(demo_llm, monkeypatch):
     assert asked == [demo_llm.get_default_sampling_params(), SamplingParams(max_tokens=2)]
 
 
+@pytest.mark.slow
 def test_several_outputs_of_a_prompt_have_seeds_of_their_own(demo_llm):
     """Outputs of one prompt lie side by side; each is what its own seed gives alone, and the first what n = 1 gives."""
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
@@ -227,6 +232,7 @@ def test_several_outputs_of_a_prompt_have_seeds_of_their_own(demo_llm):
         demo_llm.run([demo_llm.make_request(PROMPT, replace(params, n=2))])
 
 
+@pytest.mark.slow
 def test_chat_goes_through_the_template(demo_llm):
     messages = [{"role": "user", "content": "Write a loop."}]
     ids = demo_llm.tokenizer.apply_chat_template(messages)
@@ -241,7 +247,7 @@ def test_chat_goes_through_the_template(demo_llm):
             demo_llm.chat(wrong, GREEDY)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_chat_may_think_before_a_grammar(demo_llm, monkeypatch):
     """A thought that the prompt opens, or the model; a raw prompt has none, and a chat may turn it off."""
     off = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -276,7 +282,7 @@ def test_a_stream_is_the_text_in_parts(demo_llm):
     assert not demo_llm.engine.has_work
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_seeds(demo_llm):
     def texts(*seeds):
         params = [SamplingParams(max_tokens=24, temperature=1.0, top_p=0.95, seed=s) for s in seeds]

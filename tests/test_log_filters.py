@@ -34,6 +34,7 @@ def test_xla_shows_errors_and_no_warnings():
     assert set(xla_log()) == {"E"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["0", "1"])
 def test_the_level_that_the_user_has_set_stays(level):
     assert "W" in xla_log(TF_CPP_MIN_LOG_LEVEL=level)

@@ -193,7 +193,7 @@ def two_sample(ours, theirs, view):
 @pytest.mark.parametrize(
     ("count", "lookup"),
     [
-        pytest.param(1200, None, marks=pytest.mark.slow),
+        pytest.param(1200, None, marks=pytest.mark.long),
         pytest.param(5000, None, marks=pytest.mark.full),
         # A row takes what is found in its text, with no q, or the layer's drafts with theirs.
         pytest.param(2500, Lookup(1, 2, beside_model=True), marks=pytest.mark.full),

@@ -132,7 +132,7 @@ def test_a_cpu_needs_one_line_for_all_kernels(caplog):
     assert not any("one" in m or "two" in m for m in caplog.messages)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_start_and_real_prompts(caplog, capsys, monkeypatch):
     # The sampler that greedy requests need; that of all parameters is most of the time.
     lean = lambda settings: tuple(replace(bucket, variant="lean") for bucket in bucket_table(settings))  # noqa: E731

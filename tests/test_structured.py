@@ -18,7 +18,7 @@ def params(schema, **options):
     return SamplingParams(**asked | options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.full)])
 def test_outputs_are_valid(demo_llm, count):
     """At least nine of ten end within the limit, and an independent validator accepts each of these."""
@@ -39,7 +39,7 @@ def test_outputs_are_valid(demo_llm, count):
     assert accepted > count
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_json_with_and_without_drafts(demo_llm):
     """Greedy, at every number of drafts, alone and in company."""
     schemas = [random_schema(seed) for seed in range(3)]

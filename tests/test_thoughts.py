@@ -95,6 +95,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=25, deadline=None)

@@ -11,7 +11,7 @@ from bench.serving.health import failures
 from tests.serve.server_processes import SCRIPT
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run(tmp_path, monkeypatch):
     command = [sys.executable, "-c", SCRIPT, "serve", "mock", "--port", "0"]
     monkeypatch.setattr(endpoint, "server_command", lambda _model, _flags: command)

@@ -117,7 +117,7 @@ def test_kernel_seconds_of_a_trace():
     assert kernel_seconds(SimpleNamespace(planes=[host, gpu])) == pytest.approx(50e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "operation",
     [

@@ -29,7 +29,7 @@ def a_trace(seed, *, repeats):
     return Trace("edit", prompt, (prompt * ANSWER)[:ANSWER] if repeats else rest)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("lean_buckets")
 @pytest.mark.parametrize("acceptance", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_rows_write_their_texts_with_drafts_of_both_kinds(acceptance, weights):

@@ -43,7 +43,7 @@ def test_declarations_are_what_convert_would_keep(scheme, owners):
     assert bool(schemes_of(nextn)) == (scheme != "bf16")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "scheme", "cache"),
     [
@@ -75,7 +75,7 @@ def test_live_arrays_are_the_declared_bytes(model, scheme, cache):
         assert held == pytest.approx(figures["weights_declared"] + figures["state_declared"], rel=WITHIN)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), DEVICES])
 def test_big_tensors_are_drawn_in_pieces(devices):
     """As many numbers of the same distribution as at once, no piece and no device's part like another, on the same shards."""

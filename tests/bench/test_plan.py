@@ -25,7 +25,7 @@ from pallas_kernels.quant.schemes import SCHEMES
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tables_of_the_documentation():
     """The lines of one case; all of them with `-m full`."""
     found = figures(Case("deepseek-v3", "fp8"), DEVICES, ROWS, CONTEXT)

@@ -58,6 +58,7 @@ def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_array_equal(np.ascontiguousarray(got).view(bits), np.ascontiguousarray(want).view(bits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_codes_and_scales_are_those_of_the_same_weights(name: str, folders: dict[str, Path]):
     """Every tensor, to the bit: that of a writer by the formats' specifications, and the project's own codes and scales.
@@ -184,7 +185,7 @@ def test_one_weight_is_in_memory_at_a_time(tmp_path: Path):
         assert (reader.read(f"w{i}.b") == i).all()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("lean_buckets")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_steps_of_a_published_folder(

@@ -24,7 +24,7 @@ def test_the_first_start_is_cold(tmp_path, capsys):
     assert "must be a new or an empty folder" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_start_is_timed_and_its_requests_compared(tmp_path, monkeypatch, capsys):
     """Each start has the same folder for compiled steps, which is gone at the end."""
     out, caches = tmp_path / "ready.json", tmp_path / "caches"

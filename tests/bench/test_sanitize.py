@@ -107,7 +107,7 @@ def test_faults_that_are_missed(sanitizer, tmp_path, capsys):
     assert [row["outcome"] for row in json.loads(out.read_text())["faulty"]] == ["found", "clean", "found"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attempts(sanitizer, tmp_path):
     """A run is repeated while the sanitizer crashes or hangs, and the record says how often."""
     out = tmp_path / "sanitize.json"
@@ -154,6 +154,7 @@ def test_bad_options(tmp_path, capsys):
     assert "--attempts 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_what_runs_ends_with_it(sanitizer, tmp_path, sent, code):
     """And is no verdict, nor is anything started after it: both jobs hang, and a kernel is left."""
@@ -186,7 +187,7 @@ def test_what_runs_ends_with_it(sanitizer, tmp_path, sent, code):
     assert not list(tmp_path.glob("moe_gather*"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_kernel_has_its_test():
     """Under the id that is named, which changes with a test's parameters."""
     options = ["-o", "addopts=", "-m", "gpu", "--collect-only", "-q"]

@@ -251,6 +251,7 @@ def test_refusals_are_not_failures(scripted, tmp_path, capsys):
     assert set(result["latency_ms"].values()) == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "failure", "message"),
     [
@@ -280,7 +281,7 @@ def test_a_short_answer_is_complete_where_it_may_stop(scripted, tmp_path):
     assert (code, result["complete"], result["output_tokens"]) == (0, 3, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_of_its_own(tmp_path, monkeypatch, capsys):
     """Started, used and stopped; flags after -- are its."""
     commands = []

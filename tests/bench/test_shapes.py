@@ -173,7 +173,7 @@ def of_each_kind(name: str) -> CausalLM:
     return CausalLM(read_config(random_config(name, 2) | changes[name]), BF16)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("name", "rows", "prompt"), recurrent_cases())
 def test_recurrent_steps_run_our_kernels_on_hopper(name, rows, prompt, devices, request):
@@ -230,7 +230,7 @@ def told(text: str, collective: str) -> int:
     return max(math.prod(map(int, dims.split("x"))) for dims in results)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "rows", "prompt"), [pytest.param("moonlight", 32, 0, marks=pytest.mark.full), *cases()]
 )
@@ -310,7 +310,7 @@ def test_steps_of_whole_models_run_our_kernels_on_hopper(name, scheme, mlp, rows
     assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", NEW)
 def test_random_checkpoints_of_every_shape_load(name, tmp_path, monkeypatch):
     """What `bench step_vllm make` writes is a folder of the family, its MTP layer included."""

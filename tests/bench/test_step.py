@@ -339,7 +339,7 @@ def test_sizes_follow_the_device_and_the_draft():
         choose_sizes(step_arguments(tokens=2), gpu=True, has_draft=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("lean_buckets")
 def test_executables_are_kept_for_the_next_run(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
@@ -352,7 +352,7 @@ def test_executables_are_kept_for_the_next_run(tmp_path, monkeypatch):
         assert executables([engine]) == {"executables": 2, "executables_of_earlier_runs": earlier}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("lean_buckets")
 def test_cycles_start_again_from_the_same_state():
     """Drafts and lengths are taken back: the same tokens, whichever measurement ran before."""
@@ -384,7 +384,7 @@ def test_cycles_start_again_from_the_same_state():
     assert not engine.runner.in_flight
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("lean_buckets")
 def test_steps_and_cycles_beside_a_peer(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # it adds to them

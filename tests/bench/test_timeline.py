@@ -151,7 +151,7 @@ def test_hostile_names_stay_text():
     assert svg.find("svg:g[@class='lane']", NS).get("data-request").startswith("<script>\"'&\ufffd")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ten_thousand_steps(tmp_path, capsys):
     """Seconds and megabytes, not minutes and hundreds of them; a cut of it is small."""
     log, out = tmp_path / "steps.jsonl", tmp_path / "picture.svg"

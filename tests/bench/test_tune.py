@@ -72,7 +72,7 @@ def test_what_is_written_keeps_other_devices(tmp_path):
     assert entry.rstrip("}\n ") == tuning.FILE.read_text().removeprefix("{\n").rstrip("}\n ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "choices",
     [("norm_linear_tokens", "split_overhead_pages"), pytest.param((), marks=pytest.mark.full)],

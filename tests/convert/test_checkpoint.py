@@ -71,7 +71,7 @@ except ModelFormatError as e:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", members(["*", "_METADATA", "manifest.ocdbt", "d/*"], default=["manifest.ocdbt", "d/*"])
 )

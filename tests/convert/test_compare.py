@@ -73,7 +73,7 @@ def test_a_prompt_that_the_batch_continues_otherwise_runs_by_itself(folder, mode
         assert_same(got, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 def test_the_command_shows_progress_and_a_result_early(folder, tmp_path, capsys, monkeypatch):
     few_buckets(monkeypatch, decode=False)
@@ -108,7 +108,7 @@ NEXTN_OUT = r"(model\.layers\.3|mtp\.layers\.0)\.self_attn\.o_proj\.weight"
 LAYER_IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "variant",
@@ -146,7 +146,7 @@ def test_an_mtp_layer_is_compared_and_a_broken_weight_of_it_found(variant, tmp_p
     assert "the first stage of the draft that is off: draft step 1, hidden" in failures[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "variant", ["llama", *(pytest.param(v, marks=pytest.mark.full) for v in ("qwen3-moe", "minimax-m2", "gpt-oss"))]

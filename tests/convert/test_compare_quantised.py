@@ -33,6 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("v3-mtp", tmp_path_factory.mktemp("source") / "hf", **SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*FORMATS, "gpt-oss"])
 def test_pytorch_gets_what_the_weights_stand_for(kind: str, source: Path, tmp_path: Path):
     """To the bit, of each format: the float32 checkpoint of the same values, in the model and in its MTP layer."""
@@ -65,7 +66,7 @@ def test_weights_that_no_model_keeps_are_rounded_alike(source: Path, tmp_path: P
     np.testing.assert_array_equal(got[expert], want[expert])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", [k if k == "ct-int4" else pytest.param(k, marks=pytest.mark.full) for k in [*FORMATS, "gpt-oss"]]
 )

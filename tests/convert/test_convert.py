@@ -35,6 +35,7 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: (tuple(x.shape), jnp.dtype(x.dtype)), tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 @pytest.mark.parametrize("variant", variants())
 def test_tree_is_what_the_model_declares(variant: str, dtype: str, converted: Get, mesh: Mesh):
@@ -45,7 +46,7 @@ def test_tree_is_what_the_model_declares(variant: str, dtype: str, converted: Ge
         assert params["layers"][1]["mlp"]["router"].dtype == jnp.float32
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("variant", variants("kimi-k25"))  # whose class saves other names than are published
 def test_both_spellings_of_a_config_mean_the_same(variant: str, converted: Get, tmp_path: Path, mesh: Mesh):
     folder = tiny_checkpoint(variant, tmp_path / "in", spelling="transformers")

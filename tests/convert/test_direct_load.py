@@ -77,6 +77,7 @@ def bits(array: jax.Array) -> np.ndarray:
     return np.asarray(array).view(f"u{array.dtype.itemsize}")
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @EACH
 @pytest.mark.parametrize("variant", variants())
@@ -88,6 +89,7 @@ def test_models(variant: str, dtype: str, source: Get, converted: Get, devices: 
         assert_same(source(variant), converted(variant), devices, dtype)
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("name", DRAFTS)
 def test_drafts(name: str, dtype: str, tmp_path: Path, devices: Mesh):

@@ -55,6 +55,7 @@ def check(draft, params, variant, ids=IDS, *, part=None):
     return kept.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "part"),
     [({}, None), ({"draft_vocab_size": 100}, None), ({"own_head": False}, "head"), ({"own_embedding": True}, None)],

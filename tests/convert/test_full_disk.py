@@ -115,7 +115,7 @@ def convert_with_small_files(source: Path, out: Path, most_bytes: int) -> None:
     os._exit(0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("most_bytes", [0, 100, 4096, 40_000])
 def test_files_that_cannot_grow(most_bytes: int, draft: Path, tmp_path: Path):
     process = processes.Process(target=convert_with_small_files, args=(draft, tmp_path / "out", most_bytes))

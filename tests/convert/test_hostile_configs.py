@@ -129,6 +129,7 @@ def check(folder: Path, base: dict[str, Any]) -> int:
     return refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["v3-yarn", "llama3-rope", "gpt-oss"])
 def test_models(variant: str, tmp_path: Path):
     assert read(tmp_path, MODELS[variant]) is None
@@ -148,6 +149,7 @@ def test_models_with_every_optional_key(variant: str, tmp_path: Path):
     assert check(tmp_path, base) > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", DRAFTS)
 def test_drafts(head: str, tmp_path: Path):
     assert read(tmp_path, DRAFTS[head]) is None

@@ -165,7 +165,7 @@ def test_indices(tmp_path: Path):
         outcome(lambda: SafetensorsReader(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_tokenizers(name: str, tmp_path: Path):
     for each in ("tokenizer.json", "tokenizer_config.json"):

@@ -94,7 +94,7 @@ def test_the_points(source: Get, tmp_path: Path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("point", each(FRESH, alike=(*ALIKE, *OTHER_PARTS)))
 def test_killed_process_leaves_nothing_that_loads(point: str, source: Get, tmp_path: Path, mesh):
     out = tmp_path / "out"
@@ -107,7 +107,7 @@ def test_killed_process_leaves_nothing_that_loads(point: str, source: Get, tmp_p
     load_params(open_checkpoint(out), mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("point", each(REPLACING, alike=(*ALIKE, *OTHER_PARTS)))
 def test_killed_process_that_was_replacing_an_older_conversion(point: str, source: Get, tmp_path: Path):
     out = tmp_path / "out"
@@ -127,6 +127,7 @@ def test_exception_leaves_nothing(point: str, source: Get, tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", each(REPLACING))
 def test_exception_leaves_the_older_conversion(point: str, source: Get, tmp_path: Path):
     out = tmp_path / "out"

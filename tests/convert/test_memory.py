@@ -86,7 +86,7 @@ def peak_bytes(tmp_path: Path, layers: int, work: str = CONVERT, stored: str = "
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_peak_memory_does_not_grow_with_depth(tmp_path: Path, record_property):
     if shutil.disk_usage(tmp_path).free < 6 * 2**30:
         pytest.skip("needs 6 GiB of free disk")
@@ -105,7 +105,7 @@ def test_loading_holds_one_part_beside_the_weights(tmp_path: Path, record_proper
     assert deep - shallow <= 2 * layer + 2**26
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stored", "bits"), [pytest.param("fp8", 8 + 32 / 128**2, marks=pytest.mark.full), ("int4", 4 + 16 / 32)]
 )

@@ -94,6 +94,7 @@ def loaded(load: Any, folder: Path, mesh: Mesh) -> Any:
     return values(params, schemes_of(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k in ALIKE else k for k in FORMATS])
 def test_stored_weights_are_what_they_stand_for(kind: str, source: Path, tmp_path: Path, mesh: Mesh):
     """From the Hugging Face folder and the converted one: equal to the float32 checkpoint of the same values, to the bit."""

@@ -114,7 +114,7 @@ def test_qwen3_next_holds_the_same_numbers_by_key_head(tmp_path: Path, mesh: Mes
         jax.tree.map(np.testing.assert_array_equal, load(open_checkpoint(folder), mesh)[1], want)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 def test_the_published_layout_equals_pytorch(folders: tuple[Path, Path]):
     _, report = run_compare(folders[1], prompts=2, new_tokens=16)

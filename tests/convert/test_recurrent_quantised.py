@@ -27,6 +27,7 @@ def of_linear_maps(name: str) -> bool:
     return name.endswith(".weight") and not any(part in name for part in LEFT_OUT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["qwen3.5", "qwen3.5-moe", "kimi-linear"])
 def test_fp8_checkpoints_are_what_they_stand_for(variant: str, tmp_path: Path, mesh: Mesh):
     """MLPs stay in FP8, to the bit the values of an unquantised copy; attention of both kinds is dequantised."""

@@ -44,7 +44,7 @@ def test_each_query_keeps_its_key(name: str):
 
 
 @pytest.mark.torch
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "converted"),
     [

@@ -97,6 +97,7 @@ pieces = st.one_of(
 texts = st.lists(pieces, max_size=12).map("".join)
 
 
+@pytest.mark.slow
 @given(text=texts)
 @example(text="".join(CORPUS))
 @example(text="<|im_user|>你好<|im_end|><|reserved_token_705|>")

@@ -10,7 +10,7 @@ from tests.engine.tiny import cached, make_engine, run
 
 K, MEAN = 3, 2.6
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @cached

@@ -140,6 +140,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows", "case"), SOME)
 def test_throughput(name, rows, case):
     assert ratio(name, rows, case) >= SOME_BOUND
@@ -151,6 +152,7 @@ def test_throughput_everywhere(name, rows, case, late):
     assert ratio(name, rows, case, late=late) >= BOUND
 
 
+@pytest.mark.slow
 def test_what_changes_is_followed():
     """Half of the time nothing is accepted, half of it most is: better than any fixed number by far."""
     assert ratio("h200", 8, "rises") > 1.05

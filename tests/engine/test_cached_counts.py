@@ -71,8 +71,8 @@ class Watched:
 @pytest.mark.parametrize(
     ("k", "depth", "mixed", "usable"),
     [
-        (0, 0, True, None),
-        *(pytest.param(3, *each, marks=pytest.mark.slow) for each in DRAFTING),
+        pytest.param(0, 0, True, None, marks=pytest.mark.slow),
+        *(pytest.param(3, *each, marks=pytest.mark.long) for each in DRAFTING),
         *full(*((0, *each) for each in DRAFTING), (3, 0, True, None)),
         *full(*((k, *each) for k in (0, 3) for each in OTHERS)),
     ],

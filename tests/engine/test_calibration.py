@@ -69,7 +69,7 @@ def costs_of(buckets) -> list[float | None]:
     return all_costs(StepCosts({pair: seconds_of(*pair) for pair in every_pair(buckets)}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_start_measures_nothing(tmp_path, measured, monkeypatch):
     runner = warmed(make_runner())
     pages = [range(1, runner.settings.num_pages)]

@@ -107,7 +107,7 @@ def check(draft, cases):
     return accepted
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_text_does_not_depend_on_the_number_of_drafts():
     """A sample of `EVERY`: none, one and k drafts in any order, read late, in mixed steps, under preemption."""
     with with_pattern(changing_runner(K), plain_texts()[2], seed=1):
@@ -192,7 +192,7 @@ def test_requests_that_want_no_drafts():
         assert [one.tokens[one.prompt_len :], other.tokens[other.prompt_len :]] == [ids[one.id], ids[other.id]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_the_engine_follows_acceptance(depth):
     """With steps that cost what they do on a GPU: drafts end where none is accepted, and come back with acceptance."""

@@ -49,6 +49,7 @@ def assert_equal_runs(got, want):
         np.testing.assert_allclose(got[1][key], values, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_batched_equals_solo(solo):
     assert_equal_runs(run(make_engine(), requests()), solo)
 
@@ -59,6 +60,7 @@ def test_preemption_changes_nothing(solo):
     assert engine.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 def test_what_free_and_padding_pages_hold_does_not_matter(solo, poison):
     engine = make_engine()

@@ -84,7 +84,7 @@ def check_few_pages(variant, runner, ids, logprobs):
     assert engine.stats().prefix_cache_hits > 0 or not runner.settings.prefix_caching
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("variant", "k"), COVERING)
 def test_speculation_is_plain_decoding(variant, k):
     try:

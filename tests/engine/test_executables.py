@@ -51,7 +51,7 @@ def started(folder: Path, seed: int) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_process_traces_and_compiles_nothing(tmp_path):
     first, second = (started(tmp_path, seed) for seed in (1, 2))
     assert all(first["counts"].values())
@@ -215,7 +215,7 @@ def test_the_rest_come_from_threads_and_a_failure_is_logged(caplog):
     assert "larger ones go on serving" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_idle_engine_takes_what_was_prepared():
     """No request need come before the steps that are compiled after the start have run and serve."""
     model, mesh = CausalLM(read_config(tiny.HF_CONFIG), jnp.float32), MESH

@@ -66,7 +66,7 @@ class Recount:
         self.dead += int((~live).sum())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("devices", "k"), [(1, 2), (2, 0)])
 def test_counts_are_those_of_the_choices_of_live_tokens(devices, k):
     """Of prompts in chunks, of windows with their rejected drafts, of both in a step; not of padding, nor of rows that ended

@@ -43,7 +43,7 @@ def requests() -> list[Request]:
     return [Request(f"g{i}", prompt, params[i % 2]) for i, prompt in enumerate(prompts)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_text_is_that_of_plain_decoding_with_the_same_cache():
     """With drafts in mixed steps, over pages full of NaN; from the prefix cache; preempted; read at once and late.
 
@@ -72,7 +72,7 @@ def test_text_is_that_of_plain_decoding_with_the_same_cache():
     assert {mlp["down"]["codes"].get_value().dtype for mlp in mlps} == {np.dtype(jnp.float8_e4m3fn)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prompts_attend_to_what_was_written():
     """Chunks of a prompt give what the whole prompt gives, and what the rounded latents give from a plain cache."""
     spec = MLASpec(2, 160, None, 8, 8, 8, 0.3, RopeConfig(8, 100.0))

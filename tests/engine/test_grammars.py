@@ -95,8 +95,8 @@ RUNNERS = {
 EVERY = tuple(itertools.product(range(4), (True, False), (None, 4, 6)))
 FEW = ((0, True, 6), (2, False, None))
 CASES = [
-    pytest.param("plain", FEW, marks=pytest.mark.slow),
-    pytest.param("nextn, k=3, split steps", (*FEW, (1, True, 6)), marks=pytest.mark.slow),
+    pytest.param("plain", FEW, marks=pytest.mark.long),
+    pytest.param("nextn, k=3, split steps", (*FEW, (1, True, 6)), marks=pytest.mark.long),
     *(pytest.param(name, EVERY, marks=pytest.mark.full) for name in RUNNERS),
 ]
 
@@ -199,7 +199,7 @@ def every_changing(k):
 
 
 CHANGING = [
-    pytest.param(1, "llama", [((0, 1), 1, True, 6), ((1, 1, 0), 2, False, None)], False, marks=pytest.mark.slow),
+    pytest.param(1, "llama", [((0, 1), 1, True, 6), ((1, 1, 0), 2, False, None)], False, marks=pytest.mark.long),
     *(
         pytest.param(k, draft, every_changing(k), True, marks=pytest.mark.full)
         for k, draft in ((1, "llama"), (3, "nextn"), (3, "llama"), (7, "nextn"))
@@ -301,7 +301,7 @@ CALLS = JsonCalls(opens=("<",), close=">")
 FITS = {"type": "object", "properties": {"n": {"enum": [12, 34]}}, "required": ["n"], "additionalProperties": False}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_calls_in_free_text_are_held_and_text_is_not():
     """With and without drafts, read at once or late: one text, that of the same request without a grammar up to its call."""
     asked = StructuredOutputsParams(

@@ -397,6 +397,7 @@ def test_plan_hash_mismatch_stops_both_processes():
     assert "their hash differs" in written[0]
 
 
+@pytest.mark.slow
 def test_stuck_or_terminated_rank_ends_the_group():
     """Either process is killed or stopped, the connection is cut, or a step does not end; then both are gone in time.
 

@@ -49,6 +49,7 @@ def compiled(lookup):
     return jax.jit(functools.partial(look_up, k=K, lookup=lookup))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     texts=st.lists(
@@ -85,7 +86,7 @@ def histograms(engine, requests):
     return ids, [(request.windows, request.drafted) for request in requests]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model", [False, True])
 def test_the_text_of_cached_pages_and_of_preempted_requests_is_there(model):
     """Pages bring their ids with them: every window verifies what it does when each token has passed through a step."""
@@ -156,7 +157,7 @@ def test_a_text_costs_no_kv():
 # --- losslessness ---
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_looked_up_draft_is_accepted_as_often_as_the_target_says_it():
     """A point mass without a stored q: the token after the context follows p, whatever was proposed."""
     V, D, k = 8, 4000, 2

@@ -166,7 +166,7 @@ def test_drafts_are_verified_under_the_mask():
     assert accepted > 60
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("depth", "split"), [(2, False), (1, True), (3, True)])
 def test_steps_read_late_change_no_text(depth, split):
     """Constrained rows wait for their readback while the others run ahead; or all choose late, in split steps."""
@@ -190,7 +190,7 @@ def watched(engine):
     return steps
 
 
-@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.full), pytest.param(K, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.full), pytest.param(K, marks=pytest.mark.long)])
 def test_constrained_rows_get_a_token_in_every_step(k):
     """At readout depth 1, like the free ones, which do not notice; no step waits for another, and none compiles."""
     engine = late_engine(1, k=k, split=True)
@@ -255,7 +255,7 @@ def test_rows_that_end_while_a_step_is_in_two_parts():
     assert engine.stats().kv_cache_usage == 0
 
 
-@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.full), pytest.param(K, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.full), pytest.param(K, marks=pytest.mark.long)])
 @pytest.mark.parametrize("fails_in", ["feed", "fill_masks"])
 def test_a_rule_that_fails_while_a_step_is_in_two_parts(k, fails_in):
     """By what is read meanwhile, or where its masks are filled for the second part: its request alone ends, with an error.

@@ -251,11 +251,11 @@ OF_RANKS = ("mla", "mla, reduced nextn", "mla, looked up", "sparse mla, nextn", 
     ("name", "devices", "ranks"),
     [
         *(
-            pytest.param(name, 2, 1, marks=pytest.mark.slow if case is MTP else pytest.mark.full)
+            pytest.param(name, 2, 1, marks=pytest.mark.long if case is MTP else pytest.mark.full)
             for name, case in CASES.items()
         ),
         *(pytest.param(name, 4, 1, marks=pytest.mark.full) for name in ("v3", "glm4-lite", "moonlight")),
-        pytest.param("mla, split steps", 2, 2, marks=pytest.mark.slow),
+        pytest.param("mla, split steps", 2, 2, marks=pytest.mark.long),
         pytest.param("mla, nextn, split steps", 2, 2, marks=pytest.mark.full),
         pytest.param("mla, nextn", 4, 2, marks=pytest.mark.full),
         *(pytest.param(name, 2, 2, marks=pytest.mark.full) for name in OF_RANKS),
@@ -371,7 +371,7 @@ def test_residual_enters_the_sum_once(spec):
     assert np.abs(one - (x + attended)).max() > 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_routed_pair_runs_on_one_shard():
     """Experts whose output is a power of two: a pair that runs twice or never changes the sum, whatever runs beside it."""
     E, T, k = 8, 33, 3

@@ -102,7 +102,7 @@ def laid_out(runner, state, plan):
     return bucket, np.asarray(ids), jax.tree.map(np.asarray, meta)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_decode_rows_are_laid_out_the_same_beside_a_prompt(mixed):
     runner, plan, state = mixed
     bucket, ids, meta = laid_out(runner, state, plan)
@@ -185,7 +185,7 @@ def test_places_are_those_of_a_contiguous_cache(page_size, seed):
     assert not np.asarray(pages)[~live].any()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("k", [0, K])
 def test_a_follow_up_turn_equals_an_uncached_one(k):
     """A second turn begins with the first one's prompt and output: their pages are found, and nothing else changes."""

@@ -82,7 +82,7 @@ def requests(lengths: tuple[int, ...], max_tokens: int) -> list[Request]:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_idle_rank_runs_the_same_executable():
     """One request at a time: the other rank runs padding in the same executable, with all drafts, and whatever its pages
     hold changes nobody's text."""
@@ -113,7 +113,7 @@ def test_idle_rank_runs_the_same_executable():
     np.testing.assert_allclose(got[1]["r0"], want[1]["r0"], atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_retract_and_abort_apart():
     """With too few pages on each rank requests are preempted and go on where they were; an abort frees what it held."""
     lengths = (50, 55, 58, 60, 40, 62, 33, 57)
@@ -156,6 +156,7 @@ class Layer(nnx.Module):
         self.norm, self.mlp = RMSNorm(32, 1e-6, declare), spec.build(32, declare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "devices"), [(2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
 def test_ranks_share_a_mixture(scoring, ranks, devices):

@@ -55,7 +55,7 @@ class Cycling(FixedDrafts):
         return wanted if wanted in load.choices else load.choices[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @EACH
 def test_gdn_replay_equals_no_spec(variant):
     """Windows of several lengths after each other, read late, in mixed steps, in few pages, in slots that held NaN."""
@@ -102,7 +102,7 @@ OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128
 PROMPTS = [[7, 8, 9, 10] * 5 + [i] for i in range(3)] + [[11, 12, 13]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @EACH
 def test_prefix_hit_after_rejected_drafts(variant):
     """The same prompts again and again, beside drafts that are accepted and rejected, in few pages and few kept states."""
@@ -127,7 +127,7 @@ def test_prefix_hit_after_rejected_drafts(variant):
     assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @EACH
 def test_a_text_that_others_had_is_found_at_the_interval_and_where_they_parted(variant):
     """Prompts of three pages that share two tokens more than one, with an interval of a page, and with a longer one."""
@@ -188,7 +188,7 @@ def plain_llm(folder):
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variant", "method"),
     [

@@ -238,13 +238,14 @@ def check_schedules(seeds, ranks: int = 1) -> None:
     assert total["split"] > count
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_schedules():
     """Every request's text is its solo text, and no page is lost, shared wrongly or written by others, whatever
     shares the batch, at any k and readout depth, mixed or not, with aborts, host rules, preemption and shared prompts."""
     check_schedules(range(300))
 
 
+@pytest.mark.slow
 def test_random_schedules_of_ranks():
     """The same over two ranks, with a pool, slots and a prefix index each: each request stays on one of them."""
     check_schedules(range(60), ranks=2)

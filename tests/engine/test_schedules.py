@@ -25,7 +25,7 @@ from tests.engine.scripted import eagle3_runner, lookup_runner, pattern_runner, 
 from tests.engine.tiny import EOS, VOCAB, cached, fill_cache, run, tiny_runner
 from tests.host_rules import StopAfter
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 # Each runner, and the one that decodes plainly with the same target.
 RUNNERS = {

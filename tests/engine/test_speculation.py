@@ -67,7 +67,7 @@ def test_alone_and_over_poisoned_pages(plain):
         assert ids[request.id] == plain[0][request.id]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_requests_do_not_see_their_batch(solo):
     """Rejection sampling, mixed with greedy rows, prompts in chunks beside decode windows, pages full of NaN."""
     engine = make_engine(k=K)
@@ -123,7 +123,7 @@ def test_skipping_dead_rows_changes_nothing():
         np.testing.assert_allclose(one[1:], other[1:], atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_compiles_while_speculating():
     engine = make_engine(k=K)
     before = compiles.total

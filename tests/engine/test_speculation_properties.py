@@ -173,7 +173,7 @@ def changed_places(before, after):
     return {place for place in out if place[0]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_catch_up_for_live_rows_equals_catch_up_for_all(draft, mode):
@@ -339,7 +339,7 @@ def test_window_bounds(ends, n):
     np.testing.assert_array_equal(got, np.maximum(want, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_outputs_keep_their_contract():
     """Every step of a run with NaN, preemptions (forced rows), stops, chunks and random rows."""
     engine = make_engine(usable_pages=9, k=K)
@@ -393,7 +393,7 @@ def test_acceptance_counters():
     assert 0 <= cut < prompts * (K + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_acceptance_needs_q(monkeypatch):
     """Two random models at temperature 1 overlap much; a sampled draft taken for a certain one is nearly always refused."""
     settings, verify = tiny_runner(K).settings, choose_module.verify  # compiled before anything is patched

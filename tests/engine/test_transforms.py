@@ -166,6 +166,7 @@ def _forward(params, state, flat):
     return target.logits(target(ids, state.kv, meta, capture=()).hidden)
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_those_of_a_plain_loop():
     """Recomputes every token from the whole text, with NumPy's transforms."""
     ids, _, _ = greedy_texts()
@@ -296,7 +297,7 @@ def test_alternatives_with_speculation():
     assert 0 < held < 90
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gated_rows_are_as_alone_and_are_counted():
     """Speculating or not, with drafts sampled or greedy: each row is what it is alone, and the counters add up."""
 
@@ -393,7 +394,7 @@ def test_ids_outside_the_vocabulary_are_refused():
         assert error.value.param == "logit_bias"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_huge_numbers_do_not_reach_the_device():
     params = SamplingParams(
         max_tokens=None, top_k=2**40, min_tokens=2**40, num_speculative_tokens=2**40, ignore_eos=True
@@ -418,7 +419,7 @@ def test_what_slots_held_before_does_not_matter():
     assert_equal_runs(run(make_engine(), list(mixed_requests())), mixed_solo())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lean_and_full_buckets_share_slots(monkeypatch):
     """Lean buckets leave counts and biases as they are; their requests move to full ones and back, to the same text."""
 

@@ -19,6 +19,7 @@ SMALL = Heads(2, 2, 16, 64, 1)
 CASES = [(SMALL, 3, 1, 2), (SMALL._replace(fades=16), 2, 2, 2), (Heads(1, 2, 16, 128, 1), 3, 2, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "rows", "n", "replayed"), CASES)
 def test_the_reference_is_the_definition(heads, rows, n, replayed):
     call = random_call(heads, rows, n, replayed=replayed)
@@ -36,6 +37,7 @@ def test_interpreted_without_races(heads, rows, n, replayed):
     assert_no_races(got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", HEADS.values(), ids=list(HEADS))
 @pytest.mark.parametrize(("rows", "n"), CALLS)
 def test_lowers_for_cuda(heads, rows, n):

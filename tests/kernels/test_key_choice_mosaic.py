@@ -65,7 +65,7 @@ def arguments(tokens, heads, width=HEAD_DIM, page=64):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "loops"), [*full((32, 64, 0)), (1, 32, 0), pytest.param(200, 64, 1, marks=pytest.mark.slow)]
+    ("tokens", "heads", "loops"), [*full((32, 64, 0)), (1, 32, 0), pytest.param(200, 64, 1, marks=pytest.mark.long)]
 )
 def test_lowers_for_cuda(monkeypatch, tokens, heads, loops):
     """A decode step has neither a loop nor a sort, and no call but the kernels: it can be a part of a CUDA graph."""

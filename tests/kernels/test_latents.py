@@ -50,7 +50,7 @@ def test_nan_is_kept_in_its_scale(bad):
     np.testing.assert_array_equal(np.isnan(latents.scale), [[True, False]])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(
     lengths=st.lists(st.integers(4, 70), min_size=1, max_size=4), seed=st.integers(0, 9),
     kind=st.sampled_from([(1, 16, jnp.float32), (3, 200, jnp.float32), (4, 128, jnp.bfloat16)]),
@@ -88,6 +88,7 @@ def test_attention_is_that_over_what_the_codes_stand_for(lengths, kind, seed):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_fp8_latents_are_what_was_written():
     """Both writers write the same codes: those of the latents that a plain cache holds. Keys are written as they are."""
     rng, T, rank = np.random.default_rng(0), 11, 200

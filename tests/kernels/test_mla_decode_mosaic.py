@@ -96,6 +96,7 @@ def test_values_in_the_merging_kernel(lengths, n, sms):
     assert_no_races((got, out), kernels=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "n", "V", "most"),
     [(1, 4, VALUE, 0), *full((8, 1, VALUE, 0), (1, 4, WIDE_VALUE, 0), (32, 1, VALUE, 128)), (32, 4, WIDE_VALUE, 128)],
@@ -111,6 +112,7 @@ def test_lowers_for_cuda_with_values(batch, n, V, most):
     assert ("dot_general" in text) == (batch * n > max(4, most))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "n", "heads", "fp8"),
     members(

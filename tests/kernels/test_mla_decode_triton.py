@@ -24,6 +24,7 @@ def interpreted_errors(request) -> dict[str, float]:
     return errors_of("mla_decode", request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", parameters(CASES))
 def test_interpreted(interpreted_errors, name):
     assert interpreted_errors[name] < {"float32": 1e-5, "float16": 1e-2}[CASES[name].dtype]
@@ -41,6 +42,7 @@ def lowered(batch, n, heads, capability, sms=132, dtype=jnp.bfloat16):
     return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "n", "heads", "blocks"),
     [(1, 1, 16, 1), *full((8, 8, 4, 1), (128, 4, 16, 1), (200, 1, 128, 2)), (2, 5, 20, 2)],
@@ -62,7 +64,7 @@ def test_lowers_for_cuda(jax_triton, batch, n, heads, blocks):
     assert set(attend.parameters + merge.parameters) == {(0, triton_call.ALIGNMENT)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("capability", "tile"),
     members(

@@ -108,6 +108,7 @@ def test_interpreted_wide_heads():
 
 
 # The most pages of a request decide: one chunk, several unrolled (at 16 heads), or a loop.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "heads", "max_pages", "widths"),
     [

@@ -90,6 +90,7 @@ def test_with_fp8_latents_in_one_launch():
     assert_no_races((got, queries), kernels=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(
     ("T", "H", "D"), [(1, 16, NOPE), (12, 16, NOPE), (32, 16, NOPE), (128, 128, NOPE), (4, 20, WIDE_NOPE)]
@@ -107,6 +108,7 @@ def test_lowers_for_cuda_with_the_latents(T, H, D, merged):
     assert "output_operand_alias" in text  # in place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("T", "H", "D"),
     [(T, H, NOPE) for T, H in [(1, 16), (4, 16), (12, 16), (32, 16), (136, 16), (128, 128), (2048, 4)]]

@@ -36,6 +36,7 @@ def numpy_route(logits, bias, *, top_k, num_groups, top_groups, normalize, scale
     return np.array(weights), np.array(chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigmoid", [True, False])
 @pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (2, 1)])
 @pytest.mark.parametrize("normalize", [True, False])
@@ -51,6 +52,7 @@ def test_routing(sigmoid, groups, top_groups, normalize):
     np.testing.assert_allclose(weights, want_weights, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "E"), [(24, 8), (24, 64), (24, 384), (300, 256)])
 def test_ranks_are_those_of_top_k(T, E):
     """Ties, infinities and NaN too: every row is a permutation, the lower index first among equals. 300 tokens of 256
@@ -90,6 +92,7 @@ def test_ids_of_a_nan_row_are_experts(sigmoid):
     assert 0 <= ids.min() <= ids.max() < 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "clamp"), [(1, None), (13, None), (13, Clamp(1.702, 0.5)), (TOKEN_BLOCK + 5, None)])
 def test_experts(T, clamp):
     """With a clamp with biases too, as in gpt-oss."""
@@ -120,6 +123,7 @@ def test_experts(T, clamp):
     np.testing.assert_array_equal(dead, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, TOKEN_BLOCK + 5])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_shared_experts_are_an_mlp(dtype, T):

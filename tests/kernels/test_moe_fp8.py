@@ -252,6 +252,7 @@ def test_activations_are_those_of_deepgemm():
     np.testing.assert_array_equal(back.reshape(values.shape), values * np.asarray(got.scale).T[..., None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "model", "T"), [
     (FP8_BLOCK, "moonlight", 1), *full((FP8_BLOCK, "moonlight", 32)), (FP8_BLOCK, "deepseek-v3", 2048),
     *full((FP8_CHANNEL, "moonlight", 2048), (FP8_CHANNEL, "deepseek-v3", 8)), (FP8_CHANNEL, "deepseek-v3", 128),
@@ -269,6 +270,7 @@ def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
     assert "dot_general" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("H", "inner", "T", "scheme"),
     members(

@@ -209,6 +209,7 @@ def test_no_token_is_live():
     np.testing.assert_array_equal(mosaic.combine(rows, jnp.zeros(20, bool), 2), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "T", "num_shared"),
     [
@@ -251,7 +252,7 @@ def test_biases_and_a_clamp_lower_for_the_gpu(T):
     assert text.as_text().count("custom_call @mosaic_gpu") >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(
     seed=st.integers(0, 2**31), T=st.sampled_from([1, 3, 8, 33]), E=st.sampled_from([4, 8]), k=st.integers(1, 4),
     rows=st.sampled_from([8, 16]), share_live=st.sampled_from([0.0, 0.5, 1.0]),

@@ -194,6 +194,7 @@ def test_threads_read_what_their_wgmma_multiplies(pitch: int, ordered: bool):
         np.testing.assert_array_equal(got, want[:, unit * UNIT : (unit + 1) * UNIT])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "model", "T"), [
     *full((INT4_G32, "moonlight", 32)), (INT4_G32, "kimi-k2", 1), *full((INT4_G32, "kimi-k2", 2048)),
     (NVFP4, "kimi-k2", 32), *full((MXFP4, "gpt-oss-20b", 1)), (MXFP4, "gpt-oss-20b", 2048),
@@ -214,6 +215,7 @@ def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
     assert "dot_general" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "H", "inner", "T"), [
     *full(*((NVFP4, *MLPS[i], T) for i, T in ((2, 1), (3, 32), (4, 128), (5, 8)))),
     (NVFP4, *MLPS[2], 2048), (INT4_G32, *MLPS[0], 32), (MXFP4, *MLPS[1], 512),

@@ -172,6 +172,7 @@ def test_lowers_for_the_gpu(shape, sigmoid, T):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("T", "copying", "kernels"),
     [(1, 0, 3), *full((8, 128, 3), (32, 0, 5)), (32, 128, 4), *full((128, 128, 4)), (2048, 4096, 6)],

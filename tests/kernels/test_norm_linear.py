@@ -48,6 +48,7 @@ def test_interpreted_without_races(T, H, outs, experts, adds):
     check(got, reference.norm_linear(x, gain, weights, eps=1e-5, delta=delta))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("T", "H", "outs", "experts", "adds"),
     [

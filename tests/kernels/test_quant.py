@@ -62,6 +62,7 @@ def by_hand(weight: Quantised) -> np.ndarray:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(130, 260), (2, 3, 16, 192)], ids=str)
 def test_partial_blocks(scheme: Scheme, shape: tuple[int, ...]):
@@ -73,6 +74,7 @@ def test_partial_blocks(scheme: Scheme, shape: tuple[int, ...]):
     np.testing.assert_array_equal(dequantise(weight, jnp.bfloat16), rounded_once)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
 def test_operations_take_them(scheme: Scheme):
     """As they take the array that the value stands for, bit for bit; and no array is turned into one on the way."""
@@ -96,6 +98,7 @@ def test_unquantised_weights_are_left_alone():
     assert dequantise(weight, jnp.float32) is weight
 
 
+@pytest.mark.slow
 def test_nan_stays_in_its_row_fp8():
     """A scale that is NaN reaches the outputs of its own block; a dead token's NaN reaches no other token."""
     weight = drawn(FP8_CHANNEL, 6, 8)
@@ -116,6 +119,7 @@ def test_kernels_for_arrays_name_the_scheme():
         assert experts(*call).shape == (1, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
 def test_random_weights_are_as_large_as_unquantised_ones(scheme: Scheme):
     """Standard deviation fan_in^-1/2, as benchmarks and tests have it."""

@@ -142,6 +142,7 @@ def test_norms_are_apart_where_tuning_says_so():
     assert not any(map(norms_apart, (1, 2, 512)))
 
 
+@pytest.mark.slow
 def test_without_a_gpu_the_results_are_the_reference():
     T, H, E = 3, 64, 8
     rng = np.random.default_rng(2)

@@ -103,6 +103,7 @@ def test_columns_left_out_would_not_win(monkeypatch, residual, kept, dtype):
     mosaic.gumbel_argmax.clear_cache()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "residual", "kept"),
     [
@@ -185,6 +186,7 @@ def test_noise_is_that_of_jax():
         np.testing.assert_array_equal(got, noise)
 
 
+@pytest.mark.slow
 def test_bars_stop_no_winner_and_most_others():
     """A score that is just reached, of every size, and one that is just missed by a winner's noise."""
     rng, N = np.random.default_rng(0), 100_000
@@ -211,6 +213,7 @@ def test_bars_stop_no_winner_and_most_others():
     assert np.asarray(depth(bits)).min() == LEAST_DEPTH == np.asarray(depth(bits[:1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("R", "size", "dtype"),
     [

@@ -91,6 +91,7 @@ def test_a_score_that_is_no_number_is_read(choose):
     assert {9 * PAGE + 3, 4 * PAGE + 1} <= set(chosen_of(places)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "attend"),
     [("float32", mla_sparse), ("fp8", mla_sparse), ("float32", gathered.mla_sparse), ("fp8", gathered.mla_sparse)],

@@ -49,6 +49,7 @@ def without(params: dict, name: str) -> dict:
     return {k: without(v, name) if isinstance(v, dict) else v for k, v in params.items() if k != name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dsa_short_equals_dense(variant):
     """Up to `index_topk` tokens every key is chosen; after them the first layer that sees fewer says something else."""
@@ -229,7 +230,7 @@ def test_index_share_strict_load(tmp_path):
         open_checkpoint(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("prompt", "windows", "loops"), [(0, (32, 4), 0), (256, (8, 4), 2)])
 def test_a_layer_in_kernels_lowers_for_cuda(monkeypatch, prompt, windows, loops):
     """With DeepSeek-V3.2's heads. Decode steps have neither loop nor sort, so that they can be one CUDA graph; prompts loop."""

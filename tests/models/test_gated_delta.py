@@ -45,6 +45,7 @@ def plain(state: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
 LENGTHS = ((1,), (5, 0, 2), (0, 3), (CHUNK, 1, CHUNK + 3), (2 * CHUNK - 1, 0, 7, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "padding", "decays"),
     members(
@@ -94,6 +95,7 @@ def test_a_repeated_token_has_the_same_bits(accepted: int, decays: int):
     np.testing.assert_array_equal(step(states, blank)[1], want)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
 def test_both_forms_equal_transformers(family: str):

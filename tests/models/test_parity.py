@@ -24,7 +24,7 @@ MAX_LOGIT_ERROR = 2e-4
 
 
 def marks(variant):
-    return [] if variant in FAST else [pytest.mark.full if variant in IN_OTHERS else pytest.mark.slow]
+    return [] if variant in FAST else [pytest.mark.full if variant in IN_OTHERS else pytest.mark.long]
 
 
 def run_compare(folder, prompts: int, new_tokens: int, **options):
@@ -62,7 +62,7 @@ def test_variant_equals_pytorch(variant, prompts, tmp_path):
     assert not report.failures(max_logit_error=MAX_LOGIT_ERROR, min_top1=1.0, require_identical=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 def test_compare_sees_what_is_wrong(tmp_path):
     """Another model's run, a record with NaN and a changed token must each fail, and name the first divergence."""
@@ -89,7 +89,7 @@ def test_compare_sees_what_is_wrong(tmp_path):
     assert "max logit error nan" in report.failures(max_logit_error=1.0, min_top1=0.0, require_identical=False)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 def test_a_recorded_run_replaces_pytorch(tmp_path):
     folder = tiny_checkpoint("v3-yarn", tmp_path / "hf")

@@ -87,6 +87,7 @@ def some_rows(rng, count):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "vocab"),
     [

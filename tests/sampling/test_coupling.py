@@ -39,6 +39,7 @@ def random_drafter(logits, rows, positions):
     return ids, jax.nn.log_softmax(logits, axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "full", "options"),
     [

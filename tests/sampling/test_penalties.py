@@ -100,6 +100,7 @@ def rules_of(requests, masks=None) -> LogitRules:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_all_transforms_at_every_window_position(n):
     rng = np.random.default_rng(n)
@@ -132,6 +133,7 @@ def test_all_transforms_at_every_window_position(n):
     assert masked > W * n
 
 
+@pytest.mark.slow
 def test_neutral_rules_are_exactly_nothing():
     """Whatever counts and biases the slot's former requests have left."""
     rng = np.random.default_rng(0)

@@ -123,6 +123,7 @@ def test_exactly_by_enumeration(monkeypatch):
         assert replaced.ids[:, 0].tolist() == [pair[side] for pair in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
 def test_the_first_token_follows_the_target(k):
     statistic, _ = first_token_chi2(k=k)
@@ -187,7 +188,7 @@ def test_draft_accept_and_recover_noise_are_independent():
     assert ((counts - R * p) ** 2 / (R * p)).sum() < 13.8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_support_and_extremes():
     target, draft = chains()
     order = np.argsort(-target[3])
@@ -326,7 +327,7 @@ def synthetic_verifier(mean):
     return partial(verify, synthetic_length=mean)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("k", "mean", "by_position"), [(1, 1.3, [0.3]), (3, 1.0, [0, 0, 0]), (3, 2.6, [1, 0.6, 0]), (3, 4.0, [1, 1, 1])]
 )
@@ -409,6 +410,7 @@ def recover_from_p_verifier(logits, drafts, log_q, one_hot, num_drafts, rows, po
     return Verified(_resample(logits, rows, positions, out.ids, out.accepted), out.accepted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -446,6 +448,7 @@ def _shared_keys(seeds, positions, streams, shared):
     return noise_keys(seeds, positions, streams)
 
 
+@pytest.mark.slow
 def test_positions_past_the_drafts_are_not_searched(monkeypatch):
     """Neither what they keep nor, in seeded rows, a draw: nothing can be chosen there."""
     looked = {}

@@ -78,6 +78,7 @@ def truncated(logits, rows, wanted=True):
     return reference.kept(logits, kept) / rows.temperature[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("V", [33, 700])
 def test_as_bisection_over_floating_point_sums(V):
     """Equal bit for bit, but where a sum lies at the border within rounding: there either side of it is right."""

@@ -110,7 +110,7 @@ def send_all(server: Watched, names: list[str]) -> list[float]:
     return health_while(server.base_url, work)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_big_bodies(watched):
     before = watched.peak_mib()
     seconds = send_all(watched, FEW)

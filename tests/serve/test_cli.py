@@ -26,6 +26,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["convert", "--help"], ["version"]])
 def test_quick_commands_import_nothing_heavy(argv):
     code = (

@@ -5,6 +5,7 @@ import pytest
 from tests.serve import client_checks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", client_checks.ALL, ids=lambda check: check.__name__)
 def test_client(mock_server, check):
     check(mock_server.base_url)

@@ -82,6 +82,7 @@ def test_a_head_that_does_not_end(start, opened, later):
     assert "head did not arrive within 0.4 s" in error["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["announced", "chunked", "expected"])
 def test_a_body_that_does_not_end(start, opened, kind):
     server = start(SHORT_BODY)
@@ -107,6 +108,7 @@ def test_a_body_after_its_answer_is_bounded_too(start, opened):
     assert seconds_until_closed(slow) < SOON
 
 
+@pytest.mark.slow
 def test_an_idle_connection_is_closed_and_a_busy_one_is_not(start, opened):
     engine = MockEngine(step_seconds=0.05)
     limits = ConnectionLimits(header_timeout=1.0, body_timeout=1.0, keep_alive_timeout=1.0, send_timeout=1.0)
@@ -121,6 +123,7 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not(start, opened):
     assert 0.5 < seconds_until_closed(connection) < SOON
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_takes_no_output_is_closed(start, opened, stream):
     engine = MockEngine(max_model_len=300_000)
@@ -171,7 +174,7 @@ def test_what_counts_as_taking_output(unsent, stuck):
     assert (found.index(True) if True in found else None) == stuck
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_streams_that_nobody_reads_are_bounded_each(start, opened, caplog):
     engine = MockEngine(max_model_len=200_000)
     limits = ConnectionLimits()  # patient: memory is what ends the request
@@ -196,7 +199,7 @@ def read_all_of_stream(connection: socket.socket) -> bytes:
     return bytes(received)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_streams_that_nobody_reads_are_bounded_together(start, opened):
     engine = MockEngine(max_model_len=200_000)
     server = start(ConnectionLimits(), engine, max_unread_bytes=2**40, max_all_unread_bytes=2**19)
@@ -208,7 +211,7 @@ def test_streams_that_nobody_reads_are_bounded_together(start, opened):
     assert server.post("/v1/completions", SHORT).status_code == 200
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_answers_that_nobody_reads_are_bounded_together(start, opened):
     server = start(
         ConnectionLimits(max_unsent_bytes=2**18, send_timeout=100, header_timeout=0.4),

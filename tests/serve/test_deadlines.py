@@ -33,6 +33,7 @@ def is_out(server, engine) -> bool:
     return not engine.has_work and server.service.in_flight == 0 and server.service.admission.num_queued == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_request_that_takes_too_long(start, chat):
     engine, server = start(Deadlines(request=QUICK))

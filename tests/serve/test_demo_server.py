@@ -30,7 +30,7 @@ AS_WITH_THE_MOCK_ENGINE = (
 OF_MODELS = [check for check in client_checks.ALL if check not in AS_WITH_THE_MOCK_ENGINE]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("check", members(client_checks.ALL, default=OF_MODELS), ids=lambda check: check.__name__)
 def test_client(demo_server, check):
     check(demo_server.base_url)
@@ -47,7 +47,7 @@ def test_metrics_of_a_request(demo_server):
         assert 1 <= figures["mean_acceptance_length"] <= 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prompts_that_begin_alike_share_pages_under_one_salt(demo_server):
     def answer(**extra):
         body = {"prompt": "def double(x):\n    return 2 * x\n" * 12, "max_tokens": 12, "temperature": 0, **extra}

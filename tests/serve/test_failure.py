@@ -141,6 +141,7 @@ def test_a_stuck_step_is_the_end(start_server, caplog):
     assert server.get("/health").status_code == 503
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["many steps", "compilation", "suspended"])
 def test_what_takes_long_but_is_not_stuck(why):
     """A long prompt is many steps; what warm-up missed compiles; a suspended process makes no progress at all."""

@@ -14,7 +14,7 @@ from tests.eagle3_models import tiny_draft
 from tests.serve.mock_engine import SPECIAL, TEMPLATE, byte_backend
 from tests.tiny_models import tiny_checkpoint
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 VOCAB = 256 + len(SPECIAL)
 # Variant -> changes of its configuration that give it a NextN layer, or None: it has an EAGLE3 draft.
 FAMILIES = {

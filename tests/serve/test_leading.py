@@ -36,6 +36,7 @@ def led(servers: Servers, model: str) -> Iterator[tuple[Process, Follower]]:
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_to_all_processes_drains_the_group(servers, signals):
     """The follower's request to stop comes before rank 0's own signal, which is still the first; the next one is not."""

@@ -34,6 +34,7 @@ def pem(tmp_path_factory) -> dict[str, str]:
     return names
 
 
+@pytest.mark.slow
 def test_https(pem, servers):
     process = Process(
         servers, "mock", "--port", "0", "--ssl-certfile", pem["cert"], "--ssl-keyfile", pem["locked"],
@@ -106,6 +107,7 @@ def test_a_proxy_may_strip_the_path_or_not(start_server, path):
     assert client(url, api_key="key").completions.create(model="mock", prompt="hi", max_tokens=4).choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", ["/api/health/../v1/models", "/apihealth", "/api", "/api//", "/health/api", "/api/api/health"]
 )

@@ -191,7 +191,7 @@ class Client:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.full)])
 def test_two_processes_give_the_tokens_of_one(folder, devices):
     """Over HTTP, on so many devices each; then the follower is asked to end: what runs is finished, and both end."""
     one = Node(folder, *OPTIONS, "--port", "0")

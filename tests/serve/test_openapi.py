@@ -92,7 +92,7 @@ def test_streams_are_as_described(mock_server):
         assert described["itemSchema"]["required"] == ["data"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("examples", [11, pytest.param(230, marks=pytest.mark.full)])
 def test_every_answer_is_as_described(start_server, examples):
     """About fifteen operations and kinds of input take all the examples."""

@@ -53,6 +53,7 @@ def given(*argv: str) -> dict[str, object]:
     return {name: getattr(resolved.arguments, name) for name in resolved.sources if name != "config"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flag", "name"), ROWS, ids=[name for _, name in ROWS])
 def test_every_row_is_what_the_table_says(flag: PeerFlag, name: str):
     words = [*WITH.get(name, []), *([] if name == "--config" else [name, *flag.example])]

@@ -40,6 +40,7 @@ def start(servers: Servers) -> Iterator[Callable[..., Process]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_what_runs_and_lets_nobody_in(start):
     process = start("mock", "--port", "0")
     url = process.base_url
@@ -69,7 +70,7 @@ def test_sigterm_finishes_what_runs_and_lets_nobody_in(start):
     assert "Traceback" not in process.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_ends_at_once(start, number):
     process = start("mock", "--port", "0")
@@ -79,7 +80,7 @@ def test_an_idle_server_ends_at_once(start, number):
     assert "Traceback" not in process.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
 def test_what_does_not_finish_in_time_gets_an_error(start, how):
     process = start("mock", "--port", "0", "--shutdown-timeout", "0.2" if how == "timeout" else "60")
@@ -119,7 +120,7 @@ def hold(url: str) -> dict[str, socket.socket]:
     return connections
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("signals", [1, 2])
 def test_nothing_holds_the_end_up(start, signals):
     """An unfinished body, an unread stream, a tokeniser that does not come back, a template that loops: all at once."""
@@ -153,7 +154,7 @@ def test_a_short_shutdown_timeout_ends_within_a_second_more(start):
         connection.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_answer_that_is_read_slowly_is_waited_for(start):
     """All of it has been written, but its client has not taken it yet."""
     process = start("busy", "--port", "0")
@@ -171,7 +172,7 @@ def test_an_answer_that_is_read_slowly_is_waited_for(start):
     assert process.exit_code() == 0, process.output
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_event_loop_that_freezes_while_it_drains_does_not_hold_the_end_up(start):
     process = start("freezes", "--port", "0", "--shutdown-timeout", "4", "--engine-timeout", "0")
     with contextlib.closing(connect(process.base_url)) as connection:
@@ -183,7 +184,7 @@ def test_an_event_loop_that_freezes_while_it_drains_does_not_hold_the_end_up(sta
         assert 2.0 < time.monotonic() - started < 4 + SLACK
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stuck_step_ends_the_process(start):
     process = start("stuck", "--port", "0", "--engine-timeout", "1")
     response = httpx.post(f"{process.base_url}/v1/completions", json=SLOW, timeout=20)
@@ -193,7 +194,7 @@ def test_a_stuck_step_ends_the_process(start):
     assert "gate.wait" in process.output  # where it is stuck
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_frozen_event_loop_ends_the_process(start):
     """But not one that was suspended, together with its watch."""
     process = start("frozen", "--port", "0", "--engine-timeout", "1")
@@ -231,7 +232,7 @@ def test_deadlines_are_what_the_flags_say(start):
     assert "within 0.5 s (--request-timeout)" in check_error(response, 504, None, "timeout")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slow_connections_end_when_the_flags_say(start):
     flags = {"--header-timeout": "1", "--body-timeout": "2", "--send-timeout": "3", "--timeout-keep-alive": "4"}
     process = start("busy", "--port", "0", *(word for flag in flags.items() for word in flag))

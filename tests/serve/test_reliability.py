@@ -98,7 +98,7 @@ def test_the_table_names_tests_that_exist():
             assert f"def {test}(" in source, f"{file}::{test}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_under_overload_the_queue_is_bounded_and_refusals_cost_little(start_server):
     """Ten times as much as fits, for a while."""

@@ -25,6 +25,7 @@ def histograms(server) -> dict[str, float]:
     return {s.name.removeprefix("jaxspec:"): s.value for f in families for s in f.samples if "le" not in s.labels}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [COMPLETION, CHAT])
 def test_a_preempted_request_says_so(start_server, path, body, stream):

@@ -38,6 +38,7 @@ def server(request, start_server):
     return start_server(model, reasoning_parser="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_chat(server, choice):
     for seed in range(4):

@@ -39,7 +39,7 @@ def check_soak(soak: Soak, seconds: float, *, most_mib: float) -> None:
     stream_is_whole(soak.server)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_soak(start_server):
     engine, model = chat_engine(None, step_seconds=0.002, max_model_len=1024)
     engine.finished = collections.deque(maxlen=0)  # the mock would keep them all

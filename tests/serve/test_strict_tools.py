@@ -51,6 +51,7 @@ def test_only_strict_ones_are_held(start_server, model):
     check("weather", held.function.arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
 def test_an_answer_without_calls_is_the_same(start_server, special):
     """To the last token, at any temperature."""

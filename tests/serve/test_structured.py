@@ -143,6 +143,7 @@ def places_of(schema):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", places_of({}))
 def test_unsupported_keywords_are_one_400(start_server, place):
     """That names the keyword, wherever the schema is, and others go on."""

@@ -161,6 +161,7 @@ def test_tokenize_is_bounded(mock_server):
     check_error(mock_server.post("/tokenize", {"messages": messages}), 400, "messages")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_garbage_collection")
 def test_a_big_answer_of_tokenize_leaves_the_event_loop_alone(start_server):
     """It is written on a thread, in pieces; only sending it is left to the event loop."""

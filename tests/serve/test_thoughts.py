@@ -93,7 +93,7 @@ ASKED = {
     ("form", "special"),
     [
         ("tags", True),
-        pytest.param("gpt-oss", True, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", True, marks=pytest.mark.long),
         *full(("tags", False), ("line", True)),
     ],
 )
@@ -151,6 +151,7 @@ def test_a_call_that_ends_a_thought_is_held(start_server):
     check(call.function.name, call.function.arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", THINKS)
 @pytest.mark.parametrize(
     "extra",
@@ -183,6 +184,7 @@ def test_responses(server_of, form):
     assert [item["content"][0]["text"] for item in last["response"]["output"]] == ["hm, {no}", '{"sky": "blue"}']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", THINKS)
 def test_messages(server_of, form):
     server = server_of(form, '{"sky": "blue"}')

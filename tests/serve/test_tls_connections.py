@@ -67,6 +67,7 @@ def test_keep_alive_and_its_end(start):
     assert 0.1 < seconds_until_closed(connection) < SOON
 
 
+@pytest.mark.slow
 def test_heads_and_bodies_that_do_not_end(start):
     server, _, open_one = start
     for sent, part in ((head()[:-10], "head"), (head(content_length=1000) + b"{", "body")):
@@ -80,6 +81,7 @@ def test_heads_and_bodies_that_do_not_end(start):
     server.wait_until(lambda: len(server.service.connections) == 0, 15)
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_no_output_is_closed(start):
     server, engine, open_one = start
     open_one(receive_buffer=4096).sendall(post(DEAF))

@@ -22,6 +22,7 @@ LINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", LINES)
 def test_a_usual_command_line_starts_the_server(peer, servers):
     process = Process(servers, *LINES[peer].split())

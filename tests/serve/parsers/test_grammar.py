@@ -99,6 +99,7 @@ def calls_of(name, text, schemas, reasoning=None):
     return content, [(call, json.loads(arguments)) for call, arguments in calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [True, False], ids=["special tokens", "texts"])
 @pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 def test_whatever_passes_is_calls_that_fit(name, special):
@@ -189,6 +190,7 @@ def feed(tokenizer, rule, text):
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [True, False], ids=["special tokens", "texts"])
 @pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 def test_whatever_is_called_fits(name, special):
@@ -230,6 +232,7 @@ def test_whatever_is_called_fits(name, special):
     assert len(seen) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [True, False], ids=["special tokens", "texts"])
 @pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
 def test_arguments_are_held_and_text_is_not(name, special):
@@ -250,6 +253,7 @@ def test_arguments_are_held_and_text_is_not(name, special):
     assert calls_of(name, wrong, others)[1][0][1].keys() == {"city", "hours"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("special", [True, False], ids=["special tokens", "texts"])
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "minimax_m2"])
 def test_nothing_is_a_call_inside_a_thought(name, special):
