@@ -77,6 +77,7 @@ KERNELS = (
     Watched("split_linear", "test_norm_linear.py::test_parts_of_a_linear_map[2048-2048-4]"),
     Watched("kv_write", "test_kv_write.py::test_rows[8]"),
     Watched("gated_delta", "test_gated_delta.py::test_windows[Qwen3.5-35B-A3B-5-4-4]"),
+    Watched("gated_delta_chunks", "test_gated_delta.py::test_prompts[Qwen3.5-35B-A3B-lengths1-9]"),
     Watched("mla_query", "test_mla_query.py::test_sizes[1-4]"),
     Watched("mla_write_and_query", "test_mla_query.py::test_with_the_latents_in_one_launch[1-4-False]"),
     Watched("mla_decode", "test_mla_decode.py::test_windows[mosaic-2]"),

@@ -24,6 +24,7 @@ from bench.harness import record
 from bench.harness.arguments import names_among
 from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.kernel.case import LARGEST_ERROR, Case
+from bench.kernel.gated_delta import GatedDeltaPrompts
 from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode, MlaValues
 from bench.kernel.moe import Moe, MoeBlock, MoeShared
@@ -31,6 +32,7 @@ from bench.kernel.norm_linear import AddLinear, JoinedLinear, NormLinear
 from bench.kernel.sampling import Sampling
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
+from pallas_kernels.gated_delta import shapes as gated_delta
 from pallas_kernels.mla_decode.shapes import CONTEXTS, HEADS, WINDOWS
 from pallas_kernels.tuning import Tuning
 
@@ -94,6 +96,11 @@ CHOICES: dict[str, Choice] = {
             *(MlaValues(B, 1024, HEADS["moonlight"], 4) for B in (64, 128)),
         ),
         (MlaValues(2, 70, 2, 4, 2),),
+    ),
+    "delta_chunk_kernel": Choice(
+        (False, True),
+        tuple(GatedDeltaPrompts(*call, heads) for heads in gated_delta.HEADS.values() for call in gated_delta.PROMPTS),
+        (GatedDeltaPrompts(2, 70, gated_delta.Heads(1, 2, 16, 64, 1), 2),),
     ),
     "bounded_draws": Choice((False, True), tuple(Sampling(R, R) for R in (8, 32, 128)), (Sampling(3, 2, 40, 2),)),
     "joined_linear_tokens": Choice(

@@ -19,12 +19,12 @@ from jax import lax
 
 from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
-from jaxspec.models.gated_delta import chunked, convolve, cut, unit
+from jaxspec.models.gated_delta import convolve, unit
 from jaxspec.models.layers import RMSNorm
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
-from pallas_kernels.backend import choose, current
-from pallas_kernels.gated_delta.api import replay_and_read, unsupported_reason
+from pallas_kernels.gated_delta.api import read_prompts, replay_and_read, unsupported_reason
+from pallas_kernels.gated_delta.chunks import cut
 from pallas_kernels.gated_delta.reference import Tokens
 
 
@@ -175,8 +175,7 @@ class DeltaNet(nnx.Module):
         seen = [column(offset_P - back, row_P) for back in range(taps - 1, 0, -1)]
         convolved = convolve(jnp.stack([*seen, inputs.columns], axis=1), self.conv[...])[:, 0]
         tokens = self._tokens(convolved, inputs.gates)
-        choose("gated_delta_prompts", current().attention, {}, same_as_auto=("mosaic", "triton"))  # says so in the log
-        read, state_E = chunked(state_E[:, 0], tokens, cut(meta.prefill_rows, lengths_E))
+        read, state_E = read_prompts(state_E[:, 0], tokens, cut(meta.prefill_rows, lengths_E))
 
         last = lengths_E[:, None] + jnp.arange(-(taps - 1), 0)
         tail_E = column(last, jnp.arange(E)[:, None])

@@ -1,4 +1,4 @@
-"""Heads of real models' linear attention, and calls of a decode step."""
+"""Heads of real models' linear attention, and calls of decode steps and of prompts."""
 
 from typing import NamedTuple
 
@@ -19,3 +19,5 @@ HEADS = {
 }
 # Rows, and tokens of a window.
 CALLS = ((1, 1), (1, 4), (32, 1), (32, 4), (128, 1), (128, 4))
+# Prompts, and the tokens of each.
+PROMPTS = ((1, 256), (1, 2048), (1, 8192), (8, 1024))

@@ -117,6 +117,10 @@ def test_kernel_seconds_of_a_trace():
     assert kernel_seconds(SimpleNamespace(planes=[host, gpu])) == pytest.approx(50e-9)
 
 
+# Or whose rows count bytes alone.
+WITHOUT_MATMULS = {"gated_delta", "gated_delta_prompts", "kv_write", "norm_linear", "sampling"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "operation",
@@ -127,6 +131,7 @@ def test_kernel_seconds_of_a_trace():
         "gqa_decode",
         "gqa_prefill",
         "gated_delta",
+        "gated_delta_prompts",
         "kv_write",
         "mla_query",
         "sparse_mla",
@@ -147,7 +152,7 @@ def test_a_tiny_run(operation, tmp_path, capsys):
         assert row["ours_us"] > 0
         # XLA on a CPU sums that matmul's products in less than float32.
         assert row["errors"]["float64"] < (LARGEST_ERROR if operation == "mla_query" else 0.01)
-        assert ("TFLOP_per_s" in row) == (operation not in ("gated_delta", "kv_write", "norm_linear", "sampling"))
+        assert ("TFLOP_per_s" in row) == (operation not in WITHOUT_MATMULS)
         assert ("GB_per_s" in row) == (operation not in ("mla_prefill", "gqa_prefill"))
     assert "ceilings" in capsys.readouterr().out
 

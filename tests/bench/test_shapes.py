@@ -1,5 +1,6 @@
 """The published sizes that benchmarks know: their parameters, their floors, and the kernels that their steps run."""
 
+import dataclasses
 import itertools
 import math
 import re
@@ -31,6 +32,7 @@ from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import count_parameters, nest, quantised, with_shardings
 from jaxspec.models.registry import read_config
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4
 
@@ -178,7 +180,7 @@ def of_each_kind(name: str) -> CausalLM:
 @pytest.mark.parametrize(("name", "rows", "prompt"), recurrent_cases())
 def test_recurrent_steps_run_our_kernels_on_hopper(name, rows, prompt, devices, request):
     """Windows of linear attention and of the layers between: nothing in a decode step breaks its CUDA graph, in Qwen3.5 with
-    an MTP layer. The linear part of prompts is plain XLA, and no other."""
+    an MTP layer. The linear part of prompts is plain XLA, which no kernel has beaten yet, and no other."""
     chosen, text = lowered_step(request, of_each_kind(name), rows, prompt, make_mesh(devices))
     decode = "gqa_decode" if name.startswith("qwen") else "mla_decode"
     for operation in ("gated_delta", decode, "moe", "moe_route"):
@@ -194,6 +196,16 @@ def test_recurrent_steps_run_our_kernels_on_hopper(name, rows, prompt, devices, 
         "SPMDFullToShardShape",
         "SPMDShardToFullShape",
     } == {"mosaic_gpu_v2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [RECURRENT[0], pytest.param(RECURRENT[1], marks=pytest.mark.full)])
+def test_mixed_recurrent_steps_walk_over_chunks_in_a_kernel_where_it_is_chosen(name, request):
+    with tuning.use(dataclasses.replace(tuning.of_device("NVIDIA H200"), delta_chunk_kernel=True)):
+        chosen, text = lowered_step(request, of_each_kind(name), 32, 256)
+    assert chosen["gated_delta"] == chosen["gated_delta_prompts"] == {"mosaic"}
+    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
+    assert "gated_delta_chunks" in text
 
 
 @pytest.mark.full

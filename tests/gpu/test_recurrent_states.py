@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec import LLM
 from jaxspec.errors import ConfigError
-from jaxspec.models.gated_delta import CHUNK, chunked, cut
+from pallas_kernels.gated_delta.chunks import CHUNK, chunked, cut
 from tests.engine.test_recurrent_states import GREEDY, REAL_WIDTHS, VARIANTS, check_replayed, write_folder
 from tests.models.test_gated_delta import both_decays, plain, random_states, random_tokens
 

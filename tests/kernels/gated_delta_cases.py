@@ -17,6 +17,13 @@ class Call(NamedTuple):
     tokens: Tokens
 
 
+class Prompts(NamedTuple):
+    states: jax.Array
+    tokens: Tokens
+    rows: jax.Array
+    lengths: jax.Array
+
+
 def random_tokens(rng: np.random.Generator, heads: Heads, *leading: int) -> Tokens:
     K, R, dk, dv, fades = heads
     q, k = (rng.standard_normal((*leading, K, dk)) for _ in range(2))
@@ -59,4 +66,32 @@ def by_definition(call: Call, replayed: int) -> tuple[np.ndarray, np.ndarray]:
                 state = state + beta[row, i][head] * np.outer(v[row, i][head] - state @ key, key)
                 if i >= replayed:
                     read[row, i - replayed][head] = state @ q[row, i, head[0]]
+    return read, states
+
+
+def random_prompts(heads: Heads, lengths: tuple[int, ...], padding: int) -> Prompts:
+    """Rows of such lengths, whose states outlast chunks. NaN are padding tokens, and states of rows without tokens."""
+    rng, E = np.random.default_rng(sum(lengths) + padding), len(lengths)
+    K, R, dk, dv, _ = heads
+    rows = np.repeat(np.arange(E + 1, dtype=np.int32), [*lengths, padding])
+    tokens = random_tokens(rng, heads, len(rows))
+    tokens = tokens._replace(g=tokens.g / 64)
+    tokens = Tokens(*(jnp.where((rows < E).reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan) for x in tokens))
+    states = rng.standard_normal((E, K, R, dv, dk)).astype(np.float32)
+    states[np.array(lengths) == 0] = np.nan
+    return Prompts(jnp.asarray(states), tokens, jnp.asarray(rows), jnp.asarray(lengths, jnp.int32))
+
+
+def prompts_by_definition(prompts: Prompts) -> tuple[np.ndarray, np.ndarray]:
+    """What the tokens read, padding 0, and the states after them, token by token."""
+    states = np.asarray(prompts.states, np.float64).copy()
+    tokens = Tokens(*(np.asarray(x, np.float64) for x in prompts.tokens))
+    read = np.zeros(tokens.v.shape)
+    for i, row in enumerate(prompts.rows.tolist()):
+        if row < len(states):
+            q, k, v, g, beta = (x[i] for x in tokens)
+            state = states[row] * np.exp(g)[..., None, :]
+            update = beta[..., None] * (v - np.einsum("krvd,kd->krv", state, k))
+            states[row] = state + np.einsum("krv,kd->krvd", update, k)
+            read[i] = np.einsum("krvd,kd->krv", states[row], q)
     return read, states

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.gated_delta import CHUNK, chunked, convolve, cut, unit
+from jaxspec.models.gated_delta import convolve, unit
+from pallas_kernels.gated_delta.chunks import CHUNK, chunked, cut
 from pallas_kernels.gated_delta.reference import Tokens, recurrent
 from tests.matrices import members
 
