@@ -1,4 +1,6 @@
-"""Recurrent layers on a GPU: their decode kernel in the engine, and plain XLA, which has to be asked for."""
+"""Recurrent layers on a GPU: their kernels in the engine, and plain XLA, which has to be asked for."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,8 @@ import pytest
 
 from jaxspec import LLM
 from jaxspec.errors import ConfigError
+from pallas_kernels import tuning
+from pallas_kernels.gated_delta import chunk_walk
 from pallas_kernels.gated_delta.chunks import CHUNK, chunked, cut
 from tests.engine.test_recurrent_states import GREEDY, REAL_WIDTHS, VARIANTS, check_replayed, write_folder
 from tests.models.test_gated_delta import both_decays, plain, random_states, random_tokens
@@ -56,3 +60,26 @@ def test_the_decode_kernel_gives_the_text_of_plain_xla(tmp_path, variant):
         for backend in ("reference", "auto")
     )
     assert got == want
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_kernel_of_prompts_gives_the_text_of_plain_xla(tmp_path, variant, monkeypatch):
+    """In float32, over prompts that take several steps, the last of one chunk or less."""
+    choices = dataclasses.replace(tuning.current(), delta_chunk_kernel=True)
+    monkeypatch.setattr(tuning, "of_device", lambda _: choices)
+    chunked_by_kernel, tokens = chunk_walk.chunked, []
+
+    def counted(states, inputs, chunks):
+        tokens.append(len(inputs.q))
+        return chunked_by_kernel(states, inputs, chunks)
+
+    monkeypatch.setattr(chunk_walk, "chunked", counted)
+    folder = write_folder(tmp_path, variant, **REAL_WIDTHS[variant])
+    prompts = [np.random.default_rng(n).integers(1, 60, n).tolist() for n in (200, 130)]
+    wide = OPTIONS | {"max_num_batched_tokens": 128, "max_model_len": 256, "dtype": "float32"}
+    texts = []
+    for backend in ("reference", "auto"):
+        assert not tokens
+        texts.append([c.ids for c in LLM(folder, attention_backend=backend, **wide).generate(prompts, GREEDY)])
+    assert 128 in tokens
+    assert texts[0] == texts[1]
