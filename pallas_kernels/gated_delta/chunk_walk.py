@@ -7,8 +7,8 @@ so a thread block is a warpgroup with ROWS values of a head and all of their key
 Each float32 operand is the sum of two of bfloat16, and a product is three: only that of the two small parts is left out.
 Products begin at 0 and are added to the state in float32, because tensor cores cut off what an accumulator does not hold.
 
-A chunk's four other operands are in shared memory, of which two blocks of a multiprocessor fill all. Each is copied again,
-for the next chunk, as soon as its product is done, and has the rest of the chunk to arrive.
+A chunk's four other operands are in shared memory, with one buffer each, so that two blocks fit on a multiprocessor. A
+buffer is filled again, for the next chunk, as soon as its product is done, and has the rest of the chunk to arrive.
 """
 
 import functools
