@@ -39,24 +39,6 @@ def block_positions(block: jax.Array, page_size: int) -> jax.Array:
     return block * size + jnp.arange(size, dtype=jnp.int32)
 
 
-def by_queries(function: Callable[..., jax.Array], most: int, *arrays: jax.Array) -> jax.Array:
-    """function(*arrays) over their first axis, at most `most` of it at a time, which bounds the memory that it takes.
-
-    The last part is filled up with zeros, and what it gives for them is dropped.
-    """
-    T = arrays[0].shape[0]
-    if most >= T:
-        return function(*arrays)
-    parts = -(-T // most)
-
-    def cut(array: jax.Array) -> jax.Array:
-        filled = jnp.pad(array, [(0, parts * most - T)] + [(0, 0)] * (array.ndim - 1))
-        return filled.reshape(parts, most, *array.shape[1:])
-
-    out = jax.lax.map(lambda part: function(*part), tuple(map(cut, arrays)))
-    return out.reshape(-1, *out.shape[2:])[:T]
-
-
 class OnlineSoftmax:
     """Running softmax-weighted sum of values over blocks of keys, in float32. The state is (max, sum, accumulator)."""
 

@@ -19,14 +19,14 @@ from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.key_choice.largest import largest
 from pallas_kernels.key_choice.shapes import HEAD_DIM, HEADS
 from pallas_kernels.mosaic_attention import params
-from pallas_kernels.reference_attention import by_queries
 from pallas_kernels.sampling.cutoffs import cutoffs
 from pallas_kernels.sampling.reference import Bounds
 from pallas_kernels.split_kv import PAGE, make_schedule
+from pallas_kernels.unrolling import by_queries
 
 # Thread blocks on a multiprocessor, and pages of 16 KiB that each has in flight.
 RESIDENT, STAGES = 2, 4
-# Tokens whose scores are in memory at a time. Decode steps of as many take one launch.
+# Tokens whose scores are in memory at a time.
 TOKENS = 128
 
 OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
@@ -44,6 +44,7 @@ def unsupported_reason(q: jax.Array, keys: jax.Array) -> str | None:
     return hopper_unsupported_reason(q.dtype, keys.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("count", "sms", "interpret"))
 def choose_keys(
     q: jax.Array,
     weights: jax.Array,
@@ -56,14 +57,14 @@ def choose_keys(
     sms: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See api.py; `sms` and `interpret` as in `scores`."""
+    """See api.py; `sms` and `interpret` as in `scores`. Jitted, so that the layers of a model share one lowering."""
     count = min(count, page_tables.shape[1] * PAGE)
 
     def choose(q: jax.Array, weights: jax.Array, rows: jax.Array, bounds: jax.Array) -> jax.Array:
         found = scores(q, weights, keys, page_tables[rows], bounds, sms=sms, interpret=interpret)
         return largest(found, bounds, count, functools.partial(_least_of, interpret=interpret))
 
-    return by_queries(choose, TOKENS, q, weights, rows, bounds)
+    return by_queries(choose, TOKENS, q, weights, rows, bounds, straight=True)
 
 
 def _least_of(scores: jax.Array, wanted: jax.Array, *, interpret: Any) -> jax.Array:
@@ -94,7 +95,7 @@ def scores(
 ) -> jax.Array:
     """Scores float32 [T, max_pages * 64] of the keys before each token's bound; the others' are not written.
 
-    Jitted, so that the layers of a model share one lowering.
+    Jitted, so that the parts of a step share one lowering.
 
     Args:
         page_tables: int32 [T, max_pages] of each token; others as in api.py.

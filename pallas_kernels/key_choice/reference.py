@@ -12,9 +12,9 @@ from pallas_kernels.reference_attention import (
     block_pages,
     block_positions,
     blocks_for,
-    by_queries,
     pad_tables,
 )
+from pallas_kernels.unrolling import by_queries
 
 
 @functools.partial(jax.jit, static_argnames="count")

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.latents import Latents
 from pallas_kernels.mla_decode.api import mla_decode
-from pallas_kernels.reference_attention import by_queries
+from pallas_kernels.unrolling import by_queries
 
-# Tokens whose latents are in memory at a time, 2.25 MiB each. Decode steps of as many take one launch.
+# Tokens whose latents are in memory at a time, 2.25 MiB each.
 TOKENS = 128
 
 
@@ -41,4 +41,4 @@ def mla_sparse(
         out_Q1HV = mla_decode(q_QHC[:, None], pages, tables, bounds_Q1, w_uv, scale=scale, value_dim=L)
         return jnp.where(number_Q[:, None, None] > 0, out_Q1HV[:, 0], 0)
 
-    return by_queries(attend, TOKENS, q, rows, chosen)
+    return by_queries(attend, TOKENS, q, rows, chosen, straight=True)

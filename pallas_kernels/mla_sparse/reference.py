@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.latents import Latents, dequantise
-from pallas_kernels.reference_attention import PAGES_PER_BLOCK, QUERIES, OnlineSoftmax, by_queries
+from pallas_kernels.reference_attention import PAGES_PER_BLOCK, QUERIES, OnlineSoftmax
+from pallas_kernels.unrolling import by_queries
 
 
 @functools.partial(jax.jit, static_argnames="scale")

@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_kernels.sampling.keys import float_of, ordered, probability, weight
 from pallas_kernels.sampling.noise import noise_of, threefry
+from pallas_kernels.unrolling import repeated
 
 # Ids in a block of `likeliest`. Only a block's maximum is read until the block is known to hold a winner.
 BLOCK = 512
@@ -235,22 +236,7 @@ def _greatest_with(enough: Callable[[jax.Array], jax.Array], first: jax.Array) -
         candidate = bits | (jnp.uint32(1 << 31) >> jnp.uint32(i))
         return jnp.where(enough(key_of(candidate)), candidate, bits)
 
-    return jnp.maximum(first, key_of(_repeated(32, decide, jnp.zeros(first.shape, jnp.uint32))))
-
-
-def _repeated(count: int, step: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`step` of 0, 1 ... `count` - 1 and what the one before returned."""
-    if not unrolls():
-        return lax.fori_loop(0, count, step, carry)
-    for i in range(count):
-        carry = step(i, carry)
-    return carry
-
-
-def unrolls() -> bool:
-    """Whether passes are traced one by one: a loop would keep a decode step from being one CUDA graph. A CPU compiles a loop
-    much sooner."""
-    return jax.devices()[0].platform != "cpu"
+    return jnp.maximum(first, key_of(repeated(32, decide, jnp.zeros(first.shape, jnp.uint32))))
 
 
 def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
@@ -292,5 +278,5 @@ def likeliest(logits: jax.Array, count: int, wanted: jax.Array) -> Likeliest:
         jnp.zeros((R, count), jnp.int32),
         jnp.zeros((R, count)),
     )
-    *_, ids, values = _repeated(count, select, carry)
+    *_, ids, values = repeated(count, select, carry)
     return Likeliest(ids, values)

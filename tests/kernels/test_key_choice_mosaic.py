@@ -64,14 +64,16 @@ def arguments(tokens, heads, width=HEAD_DIM, page=64):
     return q, struct((tokens, heads), jnp.float32), keys, struct((4, 512), jnp.int32), each, each
 
 
-@pytest.mark.parametrize(
-    ("tokens", "heads", "loops"), [*full((32, 64, 0)), (1, 32, 0), pytest.param(200, 64, 1, marks=pytest.mark.long)]
-)
+SLOW = [pytest.param(*case, marks=pytest.mark.long) for case in ((256, 64, 0), (1100, 64, 1))]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "loops"), [*full((32, 64, 0)), (1, 32, 0), *SLOW])
 def test_lowers_for_cuda(monkeypatch, tokens, heads, loops):
-    """A decode step has neither a loop nor a sort, and no call but the kernels: it can be a part of a CUDA graph."""
+    """A decode step has neither a loop nor a sort, and no call but the kernels: it can be a part of a CUDA graph. Prompts
+    loop."""
     hopper(monkeypatch)
     assert heads in HEADS.values()
-    for jitted in (mosaic.scores, cutoffs):
+    for jitted in (mosaic.choose_keys, mosaic.scores, cutoffs):
         jitted.clear_cache()
     with use(Backends()) as ran:
         traced = jax.jit(functools.partial(choose_keys, count=COUNT)).trace(*arguments(tokens, heads))

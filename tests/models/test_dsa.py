@@ -29,7 +29,7 @@ from jaxspec.models.params import Declare, declarations
 from jaxspec.models.registry import family_of, read_config
 from jaxspec.models.sparse_mla import IndexerSpec, SparseMLASpec, for_contexts
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.key_choice.mosaic import scores
+from pallas_kernels.key_choice import mosaic
 from pallas_kernels.mla_sparse.gathered import mla_sparse
 from tests.caches import empty_cache, single_request
 from tests.convert.edits import edit_config, edit_tensors, tensors
@@ -231,12 +231,13 @@ def test_index_share_strict_load(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("prompt", "windows", "loops"), [(0, (32, 4), 0), (256, (8, 4), 2)])
+@pytest.mark.parametrize(("prompt", "windows", "loops"), [(0, (32, 4), 0), (0, (128, 4), 0), (1100, (8, 4), 2)])
 def test_a_layer_in_kernels_lowers_for_cuda(monkeypatch, prompt, windows, loops):
-    """With DeepSeek-V3.2's heads. Decode steps have neither loop nor sort, so that they can be one CUDA graph; prompts loop."""
+    """With DeepSeek-V3.2's heads. Decode steps have neither loop nor sort, so that they can be one CUDA graph, also those
+    of more tokens than are worked on at a time; prompts loop."""
     device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H200", core_count=132)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    for jitted in (scores, mla_sparse):
+    for jitted in (mosaic.choose_keys, mosaic.scores, mla_sparse):
         jitted.clear_cache()
     rope, indexer = RopeConfig(64, 10000.0), IndexerSpec(64, 128, interleaved=False)
     spec = SparseMLASpec(128, 512, 1536, 128, 64, 128, 0.1, rope, count=2048, indexer=indexer)

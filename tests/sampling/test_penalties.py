@@ -172,7 +172,7 @@ def test_top_logprobs_against_a_sort(size):
 
 def test_nothing_here_breaks_a_cuda_graph(monkeypatch):
     """No sort and no control flow in what a GPU is given: a decode step must be one CUDA graph."""
-    monkeypatch.setattr("pallas_kernels.sampling.reference.unrolls", lambda: True)
+    monkeypatch.setattr("pallas_kernels.unrolling.unrolls", lambda: True)
     logits, positions = jax.ShapeDtypeStruct((W, 4, V), jnp.float32), jax.ShapeDtypeStruct((W,), jnp.int32)
     drafts = jax.ShapeDtypeStruct((W, 3), jnp.int32)
     rules = rules_of(list(random_requests(np.random.default_rng(0))))
