@@ -31,7 +31,9 @@ class EngineConfig:
     """Options of an engine. None leaves the choice to the engine, which knows the model and the device."""
 
     max_model_len: int | None = _option(
-        None, "longest prompt plus output, in tokens (default: the model's limit, at most 4096 on a CPU)"
+        None,
+        "longest prompt plus output, in tokens (default: the model's limit; at most 4096 on a CPU, and on a GPU the index_topk "
+        "of models that choose their keys)",
     )
     max_num_seqs: int | None = _option(None, "most requests running at once (default: 128 on a GPU, 8 on a CPU)")
     max_num_batched_tokens: int | None = _option(
@@ -358,23 +360,18 @@ def context_length(config: EngineConfig, *, model_max_position: int, index_topk:
     """Tokens at which contexts end.
 
     Args:
-        index_topk: see `ModelConfig`. Kernels, which attend to all tokens, compute such a model up to so many.
+        index_topk: see `ModelConfig`. By default kernels, which are fastest where all tokens are attended to, get no more.
 
     Raises:
-        ConfigError: the model, or the backend, does not take as many as were asked for.
+        ConfigError: the model does not take as many as were asked for.
     """
-    dense = on_gpu and config.attention_backend != "reference"
-    longest = min(model_max_position, index_topk) if dense and index_topk else model_max_position
-    length = config.max_model_len or (longest if on_gpu else min(longest, 4096))
+    default = model_max_position if on_gpu else min(model_max_position, 4096)
+    if index_topk and on_gpu and config.attention_backend != "reference":
+        default = min(default, index_topk)
+    length = config.max_model_len or default
     if length > model_max_position:
         raise ConfigError(
             f"{flagged('max_model_len')} {length} is over the model's own limit of {model_max_position} tokens"
-        )
-    if length > longest:
-        raise ConfigError(
-            f"{flagged('max_model_len')} {length} is over {longest}: with more tokens than that (index_topk) this "
-            "model attends only to those that its indexer chooses, for which no kernels are ready on GPUs. Use at most "
-            f"{longest}, where it attends to all of them, or {flagged('attention_backend')} reference, which is slow"
         )
     return length
 

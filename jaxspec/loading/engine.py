@@ -48,10 +48,10 @@ from jaxspec.loading.checkpoint import (
 )
 from jaxspec.loading.draft import DraftPlan, plan_draft
 from jaxspec.loading.mesh import make_mesh
+from jaxspec.models.attention import kernels_missing
 from jaxspec.models.cache import CacheSpec, cache_stored_as, page_bytes, slot_bytes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import CausalLM
-from jaxspec.models.delta_net import decode_obstacle
 from jaxspec.models.gqa import spread_heads
 from jaxspec.models.mla import fp8_without_kernels
 from jaxspec.models.params import (
@@ -256,7 +256,8 @@ def plan_engine(folder: Path, config: EngineConfig) -> Plan:
     weight_bytes = sum(device_bytes(module, mesh) for module in modules)  # refuses what the mesh cannot split
     if on_gpu:
         check_kernels(folder, modules, dtype, config)
-        check_recurrent_kernels(model, config)
+        topk = model_config.index_topk
+        check_attention_kernels(modules, config, dtype, shorter=topk if topk and context > topk else None)
         if mesh.size > 1:
             check_split_kernels(modules, config, dtype)
     for module in modules:
@@ -363,19 +364,23 @@ def check_split_kernels(modules: Iterable[nnx.Module], config: EngineConfig, dty
         )
 
 
-def check_recurrent_kernels(model: nnx.Module, config: EngineConfig) -> None:
-    """Refuses a model whose linear layers have no decode kernel on this GPU, unless plain XLA is asked for.
+def check_attention_kernels(
+    modules: Iterable[nnx.Module], config: EngineConfig, dtype: str, *, shorter: int | None = None
+) -> None:
+    """Refuses attention that needs kernels (see `NeedsKernels`) and has none on this GPU, unless plain XLA is asked for.
 
-    Their prompts have no kernel anywhere. They run on XLA as those of other layers do where only decoding has a kernel, and
-    the log says so.
+    Args:
+        shorter: contexts of so many tokens would do without.
 
     Raises:
-        ConfigError: naming the way out.
+        ConfigError: naming the ways out.
     """
-    if config.attention_backend != "reference" and (reason := decode_obstacle(model)):
+    if config.attention_backend == "reference":
+        return
+    if missing := next(filter(None, (kernels_missing(module, np_dtype(dtype)) for module in modules)), None):
+        way = f"{flagged('max_model_len')} of at most {shorter}, where it attends to all tokens, or " if shorter else ""
         raise ConfigError(
-            f"this model's linear attention (gated delta rule) has no decode kernel here: {reason}; use "
-            f"{flagged('attention_backend')} reference, which is slow, or run it on a CPU"
+            f"this model's {missing}; use {way}{flagged('attention_backend')} reference, which is slow, or run it on a CPU"
         )
 
 
@@ -418,10 +423,11 @@ def _log_pool(plan: Plan, settings: Settings) -> None:
     length = settings.max_model_len
     if plan.config.max_model_len is None and length == plan.model.index_topk and length < plan.model.max_position:
         logger.warning(
-            "Contexts end at %d tokens, not at the model's %d: with more it attends only to those that its indexer "
-            "chooses (index_topk), for which no kernels are ready",
+            "Contexts end at %d tokens (index_topk), up to which this model attends to all of them. Longer ones, up to its %d, "
+            "have to be asked for, with %s",
             length,
             plan.model.max_position,
+            flagged("max_model_len"),
         )
     logger.info("Maximum concurrency for %s tokens per request: %.2fx", f"{length:,}", tokens / length)
 

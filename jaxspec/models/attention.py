@@ -1,8 +1,9 @@
 """The interface of an attention module. The decoder and the drafts depend on it, not on a kind of attention."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+from flax import nnx
 
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.layers import RMSNorm
@@ -43,3 +44,18 @@ class Attention(Protocol):
     def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: Any) -> LayerCache:
         """Writes the cache of all T tokens, [T, input_dim], normed, and attends for none."""
         ...
+
+
+@runtime_checkable
+class NeedsKernels(Protocol):
+    """An `Attention` that is plain XLA on a GPU only where that is asked for: there it takes many times as long."""
+
+    def kernels_missing(self, dtype: Any) -> str | None:
+        """What of it no kernel runs on this GPU, and why; None if kernels run it. `dtype`: of activations."""
+        ...
+
+
+def kernels_missing(model: nnx.Module, dtype: Any) -> str | None:
+    """Of the first layer that needs kernels and has not all of them; None if no layer is so."""
+    layers = (module for _, module in nnx.iter_modules(model) if isinstance(module, NeedsKernels))
+    return next((missing for layer in layers if (missing := layer.kernels_missing(dtype))), None)

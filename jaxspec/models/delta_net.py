@@ -9,7 +9,7 @@ many of these were accepted: it first repeats them on the state, and then runs i
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -224,13 +224,11 @@ class DeltaNet(nnx.Module):
         read = read * lax.rsqrt(jnp.mean(jnp.square(read), axis=-1, keepdims=True) + self.spec.norm_eps)
         return comm.total(jnp.einsum("tkrv,hkrv->th", self.gated(read, z), self.out[...]))
 
-
-def decode_obstacle(model: nnx.Module) -> str | None:
-    """Why no kernel runs the decode windows of a model's linear layers on this device; None if one does, or it has none."""
-    nets = (module for _, module in nnx.iter_modules(model) if isinstance(module, DeltaNet))
-    states = (net.cache_spec.arrays[0] for net in nets)
-    reasons = (unsupported_reason(jax.ShapeDtypeStruct((1, 1, *state.shape), state.dtype)) for state in states)
-    return next((reason for reason in reasons if reason), None)
+    def kernels_missing(self, dtype: Any) -> str | None:  # noqa: ARG002 - states are float32
+        """See `NeedsKernels`. Prompts have no kernel anywhere: as those of other layers where only decoding has one."""
+        state = self.cache_spec.arrays[0]
+        reason = unsupported_reason(jax.ShapeDtypeStruct((1, 1, *state.shape), state.dtype))
+        return reason and f"linear attention (gated delta rule) has no decode kernel here: {reason}"
 
 
 def _or_drop(slots: jax.Array, states: jax.Array) -> jax.Array:

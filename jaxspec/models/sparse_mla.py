@@ -6,6 +6,7 @@ them that has one chose.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,13 @@ from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.mla import MLA, MLASpec, halves
 from jaxspec.models.params import Declare
-from pallas_kernels.key_choice.api import choose_keys
+from pallas_kernels.key_choice import api as key_choice
 from pallas_kernels.kv_write.api import write_latent
 from pallas_kernels.latents import from_arrays
 from pallas_kernels.mla_query.api import mla_query
-from pallas_kernels.mla_sparse.api import mla_sparse
+from pallas_kernels.mla_sparse import api as sparse_attention
 from pallas_kernels.quant.reference import linear
+from pallas_kernels.split_kv import PAGE
 
 INDEXER = "indexer"
 INDEX_KEYS = "index keys"
@@ -214,7 +216,8 @@ class SparseMLA(MLA):
         q_a_TQ = self.q_norm(linear(x_TH, self.qkv_a[: self.q_lora_rank]))
         if index_keys:
             q_TND, weights_TN = self.indexer.queries(x_TH, q_a_TQ, rope)
-            chosen_TK = choose_keys(q_TND, weights_TN, index_keys[0], tables, rows_T, bounds_T, count=self.count)
+            keys = index_keys[0]
+            chosen_TK = key_choice.choose_keys(q_TND, weights_TN, keys, tables, rows_T, bounds_T, count=self.count)
             if choices is not None:
                 choices.append(chosen_TK)
         else:
@@ -222,4 +225,19 @@ class SparseMLA(MLA):
             chosen_TK = choices[-1]
         q_TNC = mla_query(linear(q_a_TQ, self.q_b[...]), self.w_uk[...], *rope)
         scale, latents = self.mla.softmax_scale, from_arrays(arrays)
-        return self.project_out(mla_sparse(q_TNC, latents, tables, rows_T, chosen_TK, self.w_uv[...], scale=scale))
+        out_TNV = sparse_attention.mla_sparse(q_TNC, latents, tables, rows_T, chosen_TK, self.w_uv[...], scale=scale)
+        return self.project_out(out_TNV)
+
+    def kernels_missing(self, dtype: Any) -> str | None:
+        """See `NeedsKernels`."""
+        pages: Any = tuple(jax.ShapeDtypeStruct((1, PAGE, *a.shape), a.dtype) for a in self.cache_spec.arrays)
+        arrays, index_keys = self._parts(pages)
+        q_TNC = jax.ShapeDtypeStruct((1, self.mla.num_heads, self.mla.cache_dim), dtype)
+        reason = sparse_attention.unsupported_reason(q_TNC, from_arrays(arrays), self.mla.kv_lora_rank)
+        if index_keys and reason is None:
+            q_TND = jax.ShapeDtypeStruct((1, *self.indexer.q.shape[:2]), dtype)
+            reason = key_choice.unsupported_reason(q_TND, index_keys[0])
+        return (
+            reason
+            and f"attention over chosen keys (contexts of over {self.count} tokens) has no kernels here: {reason}"
+        )

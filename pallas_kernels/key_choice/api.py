@@ -6,6 +6,11 @@ from pallas_kernels.backend import choose, current
 from pallas_kernels.key_choice import mosaic, reference
 
 
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, keys: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why no kernel supports calls with such queries and index keys, or None if one does."""
+    return mosaic.unsupported_reason(q, keys)
+
+
 def choose_keys(
     q: jax.Array,
     weights: jax.Array,
@@ -35,7 +40,7 @@ def choose_keys(
     Raises:
         UnsupportedError: the requested attention backend does not support this call.
     """
-    unsupported_reasons = {"mosaic": mosaic.unsupported_reason(q, keys)}
+    unsupported_reasons = {"mosaic": unsupported_reason(q, keys)}
     # "triton" selects a decode kernel only; this operation then runs on the fastest implementation it has.
     chosen = choose("key_choice", current().attention, unsupported_reasons, same_as_auto=("triton",))
     way = mosaic if chosen == "mosaic" else reference

@@ -33,7 +33,7 @@ OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 
-def unsupported_reason(q: jax.Array, keys: jax.Array) -> str | None:
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, keys: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
     heads, width = q.shape[1:]
     if width != HEAD_DIM or heads not in HEADS.values():

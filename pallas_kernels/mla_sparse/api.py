@@ -8,6 +8,12 @@ from pallas_kernels.mla_decode import mosaic, triton
 from pallas_kernels.mla_sparse import gathered, reference
 
 
+def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, latent: Latents, value_dim: int) -> str | None:
+    """Why no kernel supports calls with such queries, latents and rank of them, or None if one does."""
+    reasons = _unsupported_reasons(q, latent, value_dim)
+    return None if None in reasons.values() else reasons["mosaic"]
+
+
 def mla_sparse(
     q: jax.Array,
     latent: Latents,
@@ -38,10 +44,15 @@ def mla_sparse(
     Raises:
         UnsupportedError: the requested attention backend does not support this call.
     """
-    queries = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
-    unsupported_reasons = {
-        "mosaic": mosaic.unsupported_reason(queries, latent, w_uv.shape[2]),
-        "triton": triton.unsupported_reason(queries, latent, w_uv.shape[2]),
-    }
+    unsupported_reasons = _unsupported_reasons(q, latent, w_uv.shape[2])
     way = reference if choose("mla_sparse", current().attention, unsupported_reasons) == "reference" else gathered
     return way.mla_sparse(q, latent, page_tables, rows, chosen, w_uv, scale=scale)
+
+
+def _unsupported_reasons(q: jax.Array | jax.ShapeDtypeStruct, latent: Latents, value_dim: int) -> dict[str, str | None]:
+    """Of the kernels of `mla_decode`, which read the chosen latents as windows of one token."""
+    queries = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
+    return {
+        "mosaic": mosaic.unsupported_reason(queries, latent, value_dim),
+        "triton": triton.unsupported_reason(queries, latent, value_dim),
+    }

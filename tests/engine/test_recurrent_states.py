@@ -17,7 +17,7 @@ from jaxspec.engine.draft_control import FixedDrafts
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.errors import ConfigError
-from jaxspec.loading.engine import check_recurrent_kernels
+from jaxspec.loading.engine import check_attention_kernels
 from jaxspec.models.cache import page_bytes, slot_bytes
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.registry import family_of, read_config
@@ -247,10 +247,11 @@ def test_gpus_decode_in_a_kernel_or_not_at_all(variant, monkeypatch):
         for backend in ("auto", "mosaic", "triton"):
             config = EngineConfig(attention_backend=backend)
             if refused is None:
-                check_recurrent_kernels(model, config)
+                check_attention_kernels([model], config, "float32")
                 continue
             message = rf"no decode kernel here: .*{refused}.*; use attention_backend \(--attention-backend\) reference"
             with pytest.raises(ConfigError, match=message):
-                check_recurrent_kernels(model, config)
-        check_recurrent_kernels(model, EngineConfig(attention_backend="reference"))
-    check_recurrent_kernels(CausalLM(read_config(CONFIGS["qwen3"]), np.dtype("float32")), EngineConfig())
+                check_attention_kernels([model], config, "float32")
+        check_attention_kernels([model], EngineConfig(attention_backend="reference"), "float32")
+    grouped = CausalLM(read_config(CONFIGS["qwen3"]), np.dtype("float32"))
+    check_attention_kernels([grouped], EngineConfig(), "float32")

@@ -16,9 +16,10 @@ from flax import nnx
 
 from convert.convert import convert_checkpoint
 from jaxspec import LLM
-from jaxspec.config import EngineConfig, context_length
+from jaxspec.config import EngineConfig, context_length, np_dtype
 from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
+from jaxspec.loading.engine import check_attention_kernels
 from jaxspec.models.cache import cache_stored_as, page_bytes
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.decoder import CausalLM
@@ -142,26 +143,65 @@ def test_layers_that_share_a_choice():
             full_layers(**wrong)
 
 
-def test_kernels_refuse_longer_contexts():
-    """On a GPU contexts end at index_topk by default, where dense kernels are exact; elsewhere nothing is limited."""
+def test_longer_contexts_are_asked_for_on_a_gpu():
+    """There they end at index_topk by default, where kernels attend to all tokens; elsewhere nothing is limited."""
 
     def length(max_model_len, *, on_gpu, **options):
         config = EngineConfig(max_model_len=max_model_len, **options)
         return context_length(config, model_max_position=163840, index_topk=2048, on_gpu=on_gpu)
 
-    assert length(None, on_gpu=True) == length(2048, on_gpu=True) == 2048
+    assert length(None, on_gpu=True) == 2048
     assert length(None, on_gpu=False) == 4096
     assert length(None, on_gpu=True, attention_backend="reference") == 163840
-    assert length(163840, on_gpu=True, attention_backend="reference") == length(163840, on_gpu=False) == 163840
+    for asked in (2047, 2048, 2049, 163840):
+        assert length(asked, on_gpu=True) == length(asked, on_gpu=False) == asked
+    for on_gpu in (False, True):
+        with pytest.raises(ConfigError, match="over the model's own limit of 163840"):
+            length(163841, on_gpu=on_gpu)
+
+
+# Widths that the kernels support.
+REAL_WIDTHS = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_n_heads": 32,
+    "index_head_dim": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "changes", "refused"),
+    [
+        ("9.0", "bfloat16", {}, None),
+        ("9.0", "bfloat16", {"index_n_heads": 64}, None),
+        ("8.0", "bfloat16", {}, "it needs compute capability 9.0, and a GPU has another"),
+        ("9.0", "float32", {}, "it computes in bfloat16, not in float32"),
+        ("9.0", "bfloat16", {"kv_lora_rank": 32}, "it supports latents of 512 + 64, not 32 + 64"),
+        ("9.0", "bfloat16", {"index_n_heads": 16}, "it supports 32 or 64 heads of 128, not 16 of 128"),
+    ],
+)
+def test_gpus_choose_keys_in_kernels_or_not_at_all(capability, dtype, changes, refused, monkeypatch):
+    """Plain XLA does it there where it is asked for, and nowhere by itself; no layer of shorter contexts needs to."""
+    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    sparse = read_config(CONFIGS["glm-dsa"] | REAL_WIDTHS | changes)
+    long, short = (
+        [kind(config, np_dtype(dtype)) for kind in (CausalLM, NextN)]
+        for config in (sparse, for_contexts(sparse, COUNT))
+    )
     for backend in ("auto", "mosaic", "triton"):
-        with pytest.raises(
-            ConfigError,
-            match=r"max_model_len \(\S+\) 2049 is over 2048: .*\(index_topk\).*no kernels are ready on GPUs. Use at most "
-            r"2048, .*or attention_backend \(--attention-backend\) reference",
-        ):
-            length(2049, on_gpu=True, attention_backend=backend)
-    with pytest.raises(ConfigError, match="over the model's own limit of 163840"):
-        length(163841, on_gpu=False)
+        config = EngineConfig(attention_backend=backend)
+        check_attention_kernels(short, config, dtype, shorter=COUNT)
+        for modules in (long, long[1:]):
+            if refused is None:
+                check_attention_kernels(modules, config, dtype, shorter=COUNT)
+                continue
+            message = (
+                f"this model's attention over chosen keys (contexts of over {COUNT} tokens) has no kernels here: {refused}; "
+                f"use max_model_len (--max-model-len) of at most {COUNT}, where it attends to all tokens, or attention_backend "
+                "(--attention-backend) reference, which is slow, or run it on a CPU"
+            )
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                check_attention_kernels(modules, config, dtype, shorter=COUNT)
+    check_attention_kernels(long, EngineConfig(attention_backend="reference"), dtype, shorter=COUNT)
 
 
 @pytest.mark.torch
