@@ -34,6 +34,7 @@ from jaxspec.models.params import count_parameters, nest, quantised, with_shardi
 from jaxspec.models.registry import read_config
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
+from pallas_kernels.mla_sparse import gathered
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -44,6 +45,7 @@ PUBLISHED = {
     "minimax-m2": (62, 228.7), "gpt-oss-20b": (24, 20.91), "qwen3.5-35b-a3b": (40, 34.66), "kimi-linear": (27, 49.12),
 }  # fmt: skip
 RECURRENT = ("qwen3.5-35b-a3b", "kimi-linear")
+SPARSE = ("glm-5", "deepseek-v3.2")
 NEW = [name for name in PUBLISHED if name != "moonlight"]
 ATTENTION = [name for name in NEW if name not in RECURRENT]
 # Whole in SHAPES, too big for one GPU: 671 B in the paper of DeepSeek-V3 (arXiv 2412.19437), in V3.2 with 61 indexers of
@@ -125,17 +127,19 @@ def cases():
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
 
 
-def lowered_step(request, model, rows, prompt, mesh=None, variant="lean", draft=None, **options):
+def lowered_step(
+    request, model, rows, prompt, mesh=None, variant="lean", draft=None, *, with_draft=True, context=2048, **options
+):
     """The step of a model, and of a draft (default: its MTP layer), for H200s: what runs each operation, and the lowered
     text. `options`: of `EngineConfig`."""
     mesh = mesh or mesh_of_one()
-    if draft is None and model.config.nextn_layers:
+    if draft is None and model.config.nextn_layers and with_draft:
         draft = NextN(model.config, BF16)
     k = DRAFTS if draft else 0
     settings = resolve(
         EngineConfig(
-            max_model_len=2048, max_num_seqs=rows, max_num_batched_tokens=prompt + 2 * rows * (k + 1),
-            num_gpu_blocks_override=64, num_speculative_tokens=k, **options,
+            max_model_len=context, max_num_seqs=rows, max_num_batched_tokens=prompt + 2 * rows * (k + 1),
+            num_gpu_blocks_override=context // 32, num_speculative_tokens=k, **options,
         ),
         model_max_position=model.config.max_position, page_bytes=0, free_bytes=0, on_gpu=True,
     )  # fmt: skip
@@ -155,6 +159,10 @@ def lowered_step(request, model, rows, prompt, mesh=None, variant="lean", draft=
 
 # Extras of some sizes: gpt-oss's width of 2880 goes without norms of ours, GLM's heads without a split projection.
 EXTRAS = {"norm_linear", "add_norm", "moe_combine", "moe_router", "joined_linear", "split_linear"}
+
+
+# Calls that say how arrays are split.
+SHARDING = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
 
 
 def recurrent_cases():
@@ -189,13 +197,37 @@ def test_recurrent_steps_run_our_kernels_on_hopper(name, rows, prompt, devices, 
     references = {operation for operation, ran in chosen.items() if "reference" in ran}
     assert prompts <= references <= EXTRAS | prompts
     if not prompt:
-        assert "stablehlo.while" not in text
-        assert "stablehlo.sort" not in text
-    assert set(re.findall(r"custom_call @(\w+)", text)) - {
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-    } == {"mosaic_gpu_v2"}
+        assert_one_graph(text)
+    assert set(re.findall(r"custom_call @(\w+)", text)) - SHARDING == {"mosaic_gpu_v2"}
+
+
+def assert_one_graph(text: str) -> None:
+    """Nothing in a lowered decode step breaks its CUDA graph."""
+    assert "stablehlo.while" not in text
+    assert "stablehlo.sort" not in text
+
+
+def sparse_cases():
+    """Names, rows, tokens of a prompt, and whether the MTP layer drafts."""
+    first = ("glm-5", 128, 0, True)
+    rest = [case for case in itertools.product(SPARSE, ROWS, (0, 256), (False, True)) if case != first]
+    return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rows", "prompt", "drafts"), sparse_cases())
+def test_steps_that_choose_keys_run_our_kernels_on_hopper(name, rows, prompt, drafts, request):
+    """In contexts of more than `index_topk` tokens: a dense layer and a mixture at real widths, with an indexer each, and the
+    MTP layer's own. Decode steps of more tokens than the kernels take at a time are one CUDA graph all the same."""
+    gathered.mla_sparse.clear_cache()  # what it runs on is said while it is traced
+    model = CausalLM(read_config(random_config(name, 2) | {"first_k_dense_replace": 1}), BF16)
+    chosen, text = lowered_step(request, model, rows, prompt, with_draft=drafts, context=16384)
+    for operation in ("key_choice", "mla_sparse", "mla_decode", "kv_write", "mla_query", "moe", "moe_route"):
+        assert chosen[operation] == {"mosaic"}
+    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
+    if not prompt:
+        assert_one_graph(text)
+    assert set(re.findall(r"custom_call @(\w+)", text)) - SHARDING == {"mosaic_gpu_v2"}
 
 
 @pytest.mark.slow
