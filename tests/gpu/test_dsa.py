@@ -1,4 +1,4 @@
-"""Layers that choose their keys on a GPU: their kernels, and plain XLA, which models have to ask for."""
+"""Layers that choose their keys on a GPU: their kernels, whole models on these, and plain XLA, which has to be asked for."""
 
 import functools
 
@@ -14,6 +14,7 @@ from pallas_kernels.key_choice import mosaic
 from pallas_kernels.key_choice.api import choose_keys
 from pallas_kernels.mla_sparse.api import mla_sparse
 from tests.engine.test_recurrent_states import check_replayed, write_folder
+from tests.engine.test_sparse_backends import SIZES, check_near_ties, runner
 from tests.kernels.paged_cases import paged_pool, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -78,13 +79,39 @@ def test_windows_are_plain_decoding(draft):
     check_replayed(draft, VARIANT)
 
 
-def test_plain_xla_has_to_be_asked_for(tmp_path):
-    """Beyond index_topk, 16 here; up to it, contexts need no choice."""
+def test_kernels_say_what_plain_xla_says():
+    """A whole model in bfloat16, beside plain XLA in float32: three drafts a window, mixed steps, NaN in what nobody owns."""
+    mine = runner("auto", "bfloat16")
+    assert mine.kernels["key_choice"] == mine.kernels["mla_sparse"] == mine.kernels["mla_decode"] == {"mosaic"}
+    check_near_ties(mine, runner("reference", "float32"))
+
+
+OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 8}
+
+
+def fill(llm: LLM) -> None:
+    """Writes until a context is full."""
+    tokens = llm.engine.runner.settings.max_model_len - 4
+    (completion,) = llm.generate([[7, 8, 9]], SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
+    assert len(completion.ids) == tokens
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_xla_has_to_be_asked_for(tmp_path, dtype):
+    """Where no kernel chooses keys, beyond index_topk, 16 here; up to it, contexts need no choice and end by default."""
     folder = write_folder(tmp_path, VARIANT)
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 8, "dtype": "float32"}
-    with pytest.raises(ConfigError, match=r"129 is over 16: .* no kernels are ready on GPUs\. Use at most 16"):
-        LLM(folder, max_model_len=129, **options)
-    for length, more in ((16, {}), (129, {"attention_backend": "reference"})):
-        llm = LLM(folder, max_model_len=length, **more, **options)
-        (completion,) = llm.generate([[7, 8, 9]], SamplingParams(max_tokens=length - 4, temperature=0, ignore_eos=True))
-        assert len(completion.ids) == length - 4
+    with pytest.raises(
+        ConfigError, match=r"over 16 tokens\) has no kernels here: .* at most 16.* or attention_backend"
+    ):
+        LLM(folder, max_model_len=129, dtype=dtype, **OPTIONS)
+    llm = LLM(folder, dtype=dtype, **OPTIONS)
+    assert llm.engine.runner.settings.max_model_len == 16
+    fill(llm)
+    fill(LLM(folder, max_model_len=129, attention_backend="reference", dtype=dtype, **OPTIONS))
+
+
+def test_longer_contexts_run_in_kernels(tmp_path):
+    """Of a folder whose sizes they support: as many tokens as are asked for."""
+    llm = LLM(write_folder(tmp_path, VARIANT, **SIZES), max_model_len=129, dtype="bfloat16", **OPTIONS)
+    fill(llm)
+    assert llm.engine.runner.kernels["key_choice"] == llm.engine.runner.kernels["mla_sparse"] == {"mosaic"}
