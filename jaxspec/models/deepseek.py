@@ -36,13 +36,13 @@ from jaxspec.models.sparse_mla import IndexerSpec, SparseMLASpec
 
 V2, V3, V32 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"
 GLM_LITE, GLM_DSA = "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"
-_SHORT = "on a GPU, contexts up to index_topk (2048) tokens"
+_NOT_RUN = "no GPU has run contexts over index_topk (2048) tokens yet"
 ARCHITECTURES = {
     V3: Published("DeepSeek-V3 and R1, Kimi-K2, Moonlight", mtp=True),
     V2: Published("DeepSeek-V2, V2-Lite"),
-    V32: Published("DeepSeek-V3.2", mtp=True, note=_SHORT),
+    V32: Published("DeepSeek-V3.2", mtp=True, note=_NOT_RUN),
     GLM_LITE: Published("GLM-4.7-Flash", mtp=True),
-    GLM_DSA: Published("GLM-5, 5.1, 5.2", mtp=True, note=_SHORT),
+    GLM_DSA: Published("GLM-5, 5.1, 5.2", mtp=True, note=_NOT_RUN),
 }
 
 # What config.json leaves out means what it means to the transformers class, where the tensors would not tell.
