@@ -5,7 +5,8 @@ device always has work and recorded graphs stay valid. `us` is wall time a call,
 second, each after as long a warm-up; `device us` is the time of the call's kernels in a trace, taken after all timing.
 With `--peers` FlashMLA and FlashAttention-3 run on the same arrays in turn with ours, as recorded graphs of as many
 calls; `ratio` is ours (wall) over the better of them (time between events). Such a run has no device times: the ratio
-does not need them, and tracing would double its length.
+does not need them, and tracing would double its length. `sparse_mla` has rows of dense attention too, and its summary says
+from which context on sparse attention is the faster one.
 
 A sample of each row's results, computed into poison, is compared with float64, and all of them with the peers'. A row
 that cannot run records its error. Exit code 1 if a row failed or was wrong.
@@ -39,7 +40,7 @@ from bench.kernel.norm_linear import ADD_LINEAR, JOINED_LINEAR, NORM_LINEAR
 from bench.kernel.peers import LIBRARIES, PeerError, Peers
 from bench.kernel.report import figures, print_table, summary
 from bench.kernel.sampling import SAMPLING
-from bench.kernel.sparse import SPARSE_MLA
+from bench.kernel.sparse import SPARSE_MLA, crossover
 from pallas_kernels import backend
 
 OPERATIONS: dict[str, dict[str, list[Case]]] = {
@@ -182,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "matmul_TFLOP_per_s": round(1e-12 * ceiling["matmul_flop_per_s"], 2),
             },
             "largest_error_allowed": LARGEST_ERROR,
-            "summary": summary(rows),
+            "summary": summary(rows) | (crossover(rows) if arguments.operation == "sparse_mla" else {}),
             "start_and_compile_seconds": round(compile_seconds, 1),
             "seconds": round(time.perf_counter() - started, 1),
             "rows": rows,

@@ -1,5 +1,9 @@
-"""Rows of `bench kernel` for sparse attention: scoring, choosing and attending of one layer in one decode step."""
+"""Rows of `bench kernel` for sparse attention: scoring, choosing and attending of one layer in one decode step.
 
+Beside them dense attention over the same contexts, and from which context on it is the slower one.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,6 +13,7 @@ import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, paged_cache, shuffled_tables, softmax, spread, take
 from bench.kernel.case import Case, once
+from bench.kernel.mla import MlaValues
 from jaxspec.config import PAGE_SIZE
 from pallas_kernels.key_choice.api import choose_keys
 from pallas_kernels.key_choice.shapes import CONTEXTS, COUNT, HEAD_DIM, HEADS
@@ -85,8 +90,38 @@ class SparseMla(Case):
         return largest_error(exact(results[-1])[-1][heads], true)
 
 
+# Where dense attention is looked for that is as slow: requests of one query token, and their contexts.
+CROSSING_ROWS, CROSSING = 32, (3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
+
+
+def crossover(rows: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
+    """The least of the measured contexts from which on sparse attention is faster than dense, None if it is in none.
+
+    Args:
+        rows: measured ones; those of sparse attention have N. Nothing is returned where no context was measured with both.
+    """
+    wanted = {"B": CROSSING_ROWS, "H": SparseMla.H}
+    mine = [row for row in rows if "ours_us" in row and wanted.items() <= row.items()]
+    sparse, dense = ({row["S"]: row["ours_us"] for row in mine if ("N" in row) == has} for has in (True, False))
+    both = sorted(sparse.keys() & dense.keys())
+    if not both:
+        return {}
+    slower = [tokens for tokens in both if sparse[tokens] >= dense[tokens]]
+    faster = [tokens for tokens in both if not slower or tokens > slower[-1]]
+    return {"sparse_faster_from": faster[0] if faster else None}
+
+
+def _crossing(contexts: Sequence[int]) -> list[Case]:
+    dense = [MlaValues(CROSSING_ROWS, tokens, SparseMla.H, 1, SparseMla.calls) for tokens in contexts]
+    return [*(SparseMla(CROSSING_ROWS, tokens) for tokens in contexts), *dense]
+
+
 SPARSE_MLA: dict[str, list[Case]] = {
-    "all": [*(SparseMla(B, S) for B, S in CONTEXTS), SparseMla(32, 32768, shapes.WIDE_HEADS["glm-5"], HEADS["glm-5"])],
-    "quick": [SparseMla(32, 32768)],
-    "tiny": [SparseMla(2, 130, 2, 32, 64, 2), SparseMla(1, 70, 2, 64, 128, 2)],
+    "all": [
+        *(SparseMla(B, S) for B, S in CONTEXTS if B != CROSSING_ROWS),
+        *_crossing(CROSSING),
+        SparseMla(32, 32768, shapes.WIDE_HEADS["glm-5"], HEADS["glm-5"]),
+    ],
+    "quick": _crossing((16384, 32768)),
+    "tiny": [SparseMla(2, 130, 2, 32, 64, 2), SparseMla(1, 70, 2, 64, 128, 2), MlaValues(2, 130, 2, 1, 2)],
 }

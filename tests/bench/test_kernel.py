@@ -20,6 +20,7 @@ from bench.kernel.loop import Loop
 from bench.kernel.mla import DECODE, MlaDecode, MlaPrefill
 from bench.kernel.mla_query import MLA_QUERY
 from bench.kernel.moe import MOE, Moe
+from bench.kernel.sparse import crossover
 from pallas_kernels.backend import logger
 
 CEILINGS = {"read_bytes_per_s": 4e12, "matmul_flop_per_s": 7e14}
@@ -94,6 +95,27 @@ def test_one_wrong_vector_does_not_hide():
     assert largest_error(computed, true) == pytest.approx(0.1)
     computed[8, 1] = np.nan
     assert np.isnan(largest_error(computed, true))
+
+
+def test_crossover_of_sparse_and_dense_attention():
+    """From the context on from which no measured one is slower."""
+
+    def rows(sparse, dense, **more):
+        both = (({"N": 64}, sparse), ({"Q": 1}, dense))
+        return [
+            {"B": 32, "S": 1024 * n, "H": 128, "ours_us": us} | kind | more
+            for kind, times in both
+            for n, us in enumerate(times, 1)
+        ]
+
+    assert crossover(rows([9, 9, 9], [5, 10, 15])) == {"sparse_faster_from": 2048}
+    assert crossover(rows([4, 11, 9], [5, 10, 15])) == {"sparse_faster_from": 3072}
+    assert crossover(rows([4, 4, 4], [5, 10, 15])) == {"sparse_faster_from": 1024}
+    assert crossover(rows([9, 9, 15], [5, 8, 15])) == {"sparse_faster_from": None}
+    failed = {"B": 32, "S": 3072, "H": 128, "N": 64, "error": "none"}
+    assert crossover([failed, *rows([9, 9], [5, 10, 15])]) == {"sparse_faster_from": 2048}
+    for other in (rows([9], []), rows([], [5]), rows([1], [5], B=8), rows([1], [5], H=64)):
+        assert crossover(other) == {}
 
 
 def test_turns_and_medians():
