@@ -19,7 +19,7 @@ from jaxspec import LLM
 from jaxspec.config import EngineConfig, context_length, np_dtype
 from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
-from jaxspec.loading.engine import check_attention_kernels
+from jaxspec.loading.engine import check_attention_kernels, plan_engine
 from jaxspec.models.cache import cache_stored_as, page_bytes
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.decoder import CausalLM
@@ -36,6 +36,8 @@ from tests.caches import empty_cache, single_request
 from tests.convert.edits import edit_config, edit_tensors, tensors
 from tests.convert.quantised_checkpoints import quantise
 from tests.engine.scripted import numpy_params, one_device
+from tests.engine.test_recurrent_states import write_folder
+from tests.engine.test_sparse_backends import SIZES
 from tests.models.test_mtp import bound
 from tests.tiny_models import CONFIGS, tiny_checkpoint
 
@@ -160,11 +162,11 @@ def test_longer_contexts_are_asked_for_on_a_gpu():
             length(163841, on_gpu=on_gpu)
 
 
-# Widths that the kernels support.
-REAL_WIDTHS = {
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "index_n_heads": 32,
-    "index_head_dim": 128,
-}  # fmt: skip
+def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: str) -> None:
+    client = SimpleNamespace(process_index=lambda: 0)
+    said = {"platform": "gpu", "compute_capability": capability, "device_kind": "a GPU", "id": 0, "process_index": 0}
+    device = type("Device", (), said | {"client": client})()  # with a hash, as meshes ask of their devices
+    monkeypatch.setattr(jax, "devices", lambda: [device])
 
 
 @pytest.mark.parametrize(
@@ -180,9 +182,8 @@ REAL_WIDTHS = {
 )
 def test_gpus_choose_keys_in_kernels_or_not_at_all(capability, dtype, changes, refused, monkeypatch):
     """Plain XLA does it there where it is asked for, and nowhere by itself; no layer of shorter contexts needs to."""
-    device = SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a GPU")
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    sparse = read_config(CONFIGS["glm-dsa"] | REAL_WIDTHS | changes)
+    on_gpu(monkeypatch, capability)
+    sparse = read_config(CONFIGS["glm-dsa"] | SIZES | {"index_topk": COUNT} | changes)
     long, short = (
         [kind(config, np_dtype(dtype)) for kind in (CausalLM, NextN)]
         for config in (sparse, for_contexts(sparse, COUNT))
@@ -202,6 +203,31 @@ def test_gpus_choose_keys_in_kernels_or_not_at_all(capability, dtype, changes, r
             with pytest.raises(ConfigError, match=re.escape(message)):
                 check_attention_kernels(modules, config, dtype, shorter=COUNT)
     check_attention_kernels(long, EngineConfig(attention_backend="reference"), dtype, shorter=COUNT)
+
+
+def test_a_folder_on_a_gpu(tmp_path, monkeypatch):
+    """Is refused before its weights are read, with the contexts that would do; others end where they are asked to."""
+    on_gpu(monkeypatch, "9.0")
+    sizes = SIZES | {"index_topk": COUNT}
+    supported, other = tmp_path / "supported", tmp_path / "other"
+    for folder, heads in ((supported, 32), (other, 16)):
+        folder.mkdir()
+        write_folder(folder, "glm-dsa", **sizes | {"index_n_heads": heads})
+    for folder, options, context in (
+        (supported, {}, COUNT),
+        (supported, {"max_model_len": 300}, 300),
+        (other, {}, COUNT),
+        (other, {"max_model_len": COUNT}, COUNT),
+        (other, {"max_model_len": 300, "attention_backend": "reference"}, 300),
+    ):
+        plan = plan_engine(folder, EngineConfig(**options))
+        assert (plan.on_gpu, plan.dtype, plan.context) == (True, "bfloat16", context)
+        assert len(plan.caches[0].arrays) == 1 + (context > COUNT)
+    for folder, options, why in ((other, {}, "not 16 of 128"), (supported, {"dtype": "float32"}, "not in float32")):
+        with pytest.raises(
+            ConfigError, match=rf"{why}; use max_model_len \(--max-model-len\) of at most {COUNT}, where"
+        ):
+            plan_engine(folder, EngineConfig(max_model_len=COUNT + 1, **options))
 
 
 @pytest.mark.torch
