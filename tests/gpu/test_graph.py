@@ -24,6 +24,7 @@ from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import one_device
+from tests.engine.test_sparse_backends import SIZES as SPARSE_SIZES
 from tests.engine.tiny import HF_CONFIG, SETTINGS
 from tests.tiny_models import CONFIGS
 
@@ -91,6 +92,28 @@ def test_a_decode_step_of_grouped_queries_is_one_launch(variant, k, lookup, rows
     runner.warm_up()
     chosen = {name for name, ran in runner.kernels.items() if ran == {"mosaic"}}
     assert chosen >= {"gqa_decode", "moe", "moe_route"}
+    padding = StepPlan((), (), drafts=k)
+
+    def step():
+        runner.dispatch(padding)
+        runner.read()
+
+    events, launches = launches_of(step)
+    assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
+
+
+@pytest.mark.parametrize(("k", "rows"), [(0, 8), (3, 64)])
+def test_a_decode_step_over_chosen_keys_is_one_launch(k, rows):
+    """Also one of more tokens than its kernels take at a time."""
+    mesh = one_device()
+    weights = draw(CONFIGS["glm-dsa"] | SPARSE_SIZES, mesh, np.dtype(jax.numpy.bfloat16))
+    settings = dataclasses.replace(SETTINGS, max_num_seqs=rows, dtype="bfloat16", on_gpu=True, num_speculative_tokens=k)
+    draft = weights.draft if k else None
+    runner = Runner(
+        weights.model, weights.params, settings, mesh, draft=draft, buckets=(Bucket(0, 0, rows, "lean", k),)
+    )
+    runner.warm_up()
+    assert runner.kernels["key_choice"] == runner.kernels["mla_sparse"] == {"mosaic"}
     padding = StepPlan((), (), drafts=k)
 
     def step():
