@@ -122,9 +122,10 @@ class EngineConfig:
         "attention kernels: mosaic (Hopper, bfloat16), triton (Ampere or newer; for decoding, the rest runs as with auto), "
         "reference (plain XLA), or auto, the fastest that the device and the model support",
     )
-    moe_backend: Literal["auto", "mosaic", "reference"] = _option(
+    moe_backend: Literal["auto", "mosaic", "reference", "reference_w8a8"] = _option(
         "auto",
-        "kernels of routed experts and quantised MLPs: mosaic (Hopper, bfloat16), reference (plain XLA), or auto",
+        "kernels of routed experts and quantised MLPs: mosaic (Hopper, bfloat16), reference (plain XLA), reference_w8a8 "
+        "(plain XLA that rounds what FP8 weights multiply to FP8, as Hopper's kernels do), or auto",
     )
     tensor_parallel_size: int = _option(1, "devices over which attention heads and experts are split")
     data_parallel_size: int = _option(
@@ -287,7 +288,7 @@ _CHOICES = {
     "kv_cache_dtype": ("auto", "bf16", "fp8"),
     "synthetic_acceptance_pattern": ("first", "each"),
     "attention_backend": ("auto", "mosaic", "triton", "reference"),
-    "moe_backend": ("auto", "mosaic", "reference"),
+    "moe_backend": ("auto", "mosaic", "reference", "reference_w8a8"),
 }
 
 

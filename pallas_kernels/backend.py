@@ -11,6 +11,11 @@ import jax
 import jax.numpy as jnp
 
 BACKENDS = ("auto", "mosaic", "triton", "reference")
+# Plain XLA in the arithmetic of Hopper's kernels where weights are in FP8, whose activations are then FP8 too. Experts and
+# MLPs have it; it is for measuring on any device what these kernels make of a model.
+W8A8 = "reference_w8a8"
+# What asks for plain XLA by name.
+REFERENCES = ("reference", W8A8)
 logger = logging.getLogger("jaxspec.kernels")
 
 
@@ -26,6 +31,8 @@ class Backends:
     sees its own device's heads and experts.
 
     Attributes:
+        attention: one of BACKENDS.
+        moe: one of BACKENDS, or W8A8.
         needs_kernels: "auto" does not mean plain XLA for these operations. The small ones that have no option may use it.
     """
 
@@ -70,19 +77,25 @@ def current() -> Backends:
 
 
 def choose(
-    operation: str, wanted: str, unsupported_reasons: Mapping[str, str | None], *, same_as_auto: Collection[str] = ()
+    operation: str,
+    wanted: str,
+    unsupported_reasons: Mapping[str, str | None],
+    *,
+    same_as_auto: Collection[str] = (),
+    references: Collection[str] = ("reference",),
 ) -> str:
     """Chooses the implementation of one call, logs the choice and records it for `use`.
 
     Args:
         operation: its name in the log.
-        wanted: one of BACKENDS.
+        wanted: one of BACKENDS, or of `references`.
         unsupported_reasons: for each kernel, fastest first, why it does not support this call, or None if it does.
         same_as_auto: backends that have no kernel for this operation but for others of the same option; for this
             operation they mean "auto".
+        references: what this operation has in plain XLA, which supports every call.
 
     Returns:
-        A key of `unsupported_reasons`, or "reference".
+        A key of `unsupported_reasons`, or one of `references`.
 
     Raises:
         UnsupportedError: `wanted` does not support this call.
@@ -95,7 +108,8 @@ def choose(
                 "'reference', which is slow"
             )
     else:
-        _check_supported(operation, wanted, unsupported_reasons)
+        if wanted not in references:
+            _check_supported(operation, wanted, unsupported_reasons)
         chosen, why = wanted, "asked for"
     _log(operation, chosen, why)
     if (choices := _chosen.get()) is not None:
@@ -116,7 +130,7 @@ def _fastest(wanted: str, unsupported_reasons: Mapping[str, str | None]) -> tupl
 
 def _check_supported(operation: str, wanted: str, unsupported_reasons: Mapping[str, str | None]) -> None:
     reason = unsupported_reasons.get(wanted, f"there is no {wanted} kernel")
-    if wanted == "reference" or reason is None:
+    if reason is None:
         return
     supported = [name for name, other in unsupported_reasons.items() if other is None]
     *others, last = (repr(name) for name in ("auto", *supported, "reference"))

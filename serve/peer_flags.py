@@ -315,7 +315,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         "fa3",
     ),
     _flag("--enable-flashinfer-mla --enable-flashmla --disable-shared-experts-fusion", SGLANG, Ignored(_OWN_KERNELS)),
-    _flag("--moe-backend", VLLM, Same("auto, mosaic or reference"), "auto"),
+    _flag("--moe-backend", VLLM, Same("auto, mosaic, reference or reference_w8a8"), "auto"),
     _flag("--moe-runner-backend --moe-a2a-backend", SGLANG, Ignored(_OWN_KERNELS), "triton"),
     # --- speculation ---
     _flag(

@@ -1,31 +1,42 @@
 """`bench quantised`: what quantising costs the embedded demo model.
 
 The model is converted with each scheme of `jaxspec convert --quantization`, and served in float32, so that what differs is
-the weights; and unquantised with FP8 latents, where what differs is the cache. Held-out files (as in
-bench/accuracy/parity.py) are scored as prompts: nats a token, and how often the likeliest next token is that of the
-unquantised model. Beginnings of them are continued greedily with the quantised NextN layer's drafts; tokens a cycle count
-the bonus token.
+the weights; in FP8 also with activations in FP8, which is the arithmetic of Hopper's kernels (`backend.W8A8`); and
+unquantised with FP8 latents, where what differs is the cache. Held-out files (as in bench/accuracy/parity.py) are scored
+as prompts: nats a token, and how often the likeliest next token is that of the unquantised model. Beginnings of them are
+continued greedily with the quantised NextN layer's drafts; tokens a cycle count the bonus token.
 """
 
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from bench.harness import record
 
-# What is measured: its name, the scheme of the weights and --kv-cache-dtype. The first is what the others are held against.
-CASES: tuple[tuple[str, Literal["bf16", "fp8", "int4"], Literal["auto", "fp8"]], ...] = (
-    ("bf16", "bf16", "auto"),
-    ("fp8", "fp8", "auto"),
-    ("int4", "int4", "auto"),
-    ("fp8 cache", "bf16", "fp8"),
-)
+
+class Case(NamedTuple):
+    """What is measured: the scheme of the weights, --kv-cache-dtype and --moe-backend."""
+
+    weights: Literal["bf16", "fp8", "int4"]
+    cache: Literal["auto", "fp8"] = "auto"
+    moe: Literal["auto", "reference_w8a8"] = "auto"
+
+
+# The first is what the others are held against.
+CASES = {
+    "bf16": Case("bf16"),
+    "fp8": Case("fp8"),
+    "fp8, activations too": Case("fp8", moe="reference_w8a8"),
+    "int4": Case("int4"),
+    "fp8 cache": Case("bf16", cache="fp8"),
+}
 # Most that each may cost: nats a token, and the part of the tokens a cycle.
-BOUNDS = {"fp8": {"nats": 0.01, "tokens_a_cycle": 0.03}, "int4": {"nats": 0.05}, "fp8 cache": {"nats": 0.05}}
+_FP8 = {"nats": 0.01, "tokens_a_cycle": 0.03}
+BOUNDS = {"fp8": _FP8, "fp8, activations too": _FP8, "int4": {"nats": 0.05}, "fp8 cache": {"nats": 0.05}}
 LENGTH, PROMPT, ROWS = 128, 48, 8
 
 
@@ -51,11 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     chosen: dict[str, np.ndarray] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, scheme, cache in CASES:
-            converted = Path(folder) / scheme
+        for name, case in CASES.items():
+            converted = Path(folder) / case.weights
             if not converted.exists():
-                convert_checkpoint(source, converted, quantization=scheme)
-            figures, chosen[name] = measure(converted, windows, arguments, cache)
+                convert_checkpoint(source, converted, quantization=case.weights)
+            figures, chosen[name] = measure(converted, windows, arguments, case)
             agreement = round(float((chosen[name] == chosen["bf16"]).mean()), 4)
             rows.append({"scheme": name, **figures, "agreement": agreement})
             print(f"{name}: measured", flush=True)
@@ -90,7 +101,7 @@ def gates(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure(
-    folder: Path, windows: Sequence[Sequence[int]], arguments: argparse.Namespace, cache: Literal["auto", "fp8"]
+    folder: Path, windows: Sequence[Sequence[int]], arguments: argparse.Namespace, case: Case
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Figures of one model, and the likeliest token at each scored position."""
     from jaxspec.config import EngineConfig
@@ -100,7 +111,8 @@ def measure(
 
     config = EngineConfig(
         dtype="float32", max_model_len=256, max_num_seqs=ROWS, max_num_batched_tokens=128,
-        num_speculative_tokens=arguments.steps, adaptive_speculation=False, enable_prefix_caching=False, kv_cache_dtype=cache,
+        num_speculative_tokens=arguments.steps, adaptive_speculation=False, enable_prefix_caching=False,
+        kv_cache_dtype=case.cache, moe_backend=case.moe,
     )  # fmt: skip
     engine = build_engine(folder, config)[0]
     engine.warm_up()

@@ -57,7 +57,7 @@ from jaxspec.loading.mesh import make_mesh
 from jaxspec.models.cache import cache_stored_as
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import TENSOR_AXIS, count_parameters, num_ranks, schemes_of, with_shardings
-from pallas_kernels.backend import Backends
+from pallas_kernels.backend import REFERENCES, Backends
 
 # Below the number of steps (32) that jax lets a host run ahead of its device: past it, dispatch waits for the device.
 BURST = 24
@@ -266,7 +266,7 @@ def check_quantised_kernels(weights: Weights, kernels: dict[str, dict[str, list[
 
     ConfigError: on a GPU a step dequantises weights in plain XLA, which writes them out every time.
     """
-    plain = {op for ran in kernels.values() for op in ("moe", "mlp") if "reference" in ran.get(op, ())}
+    plain = {op for ran in kernels.values() for op in ("moe", "mlp") if {*REFERENCES} & {*ran.get(op, ())}}
     if gpu and schemes_of(weights.model) and plain:
         raise ConfigError(
             f"no kernel here reads the quantised weights of {' and '.join(sorted(plain))}: use --quantization bf16, for a "

@@ -65,7 +65,7 @@ from jaxspec.models.params import (
     schemes_of,
 )
 from jaxspec.progress import Progress
-from pallas_kernels.backend import Backends, UnsupportedError, hopper_unsupported_reason, use
+from pallas_kernels.backend import REFERENCES, Backends, UnsupportedError, hopper_unsupported_reason, use
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +328,7 @@ def check_kernels(folder: Path, modules: Collection[Any], dtype: Any, config: En
     Raises:
         ConfigError: naming the ways out.
     """
-    if config.moe_backend == "reference":
+    if config.moe_backend in REFERENCES:
         return
     sizes = {DATA_AXIS: config.data_parallel_size, TENSOR_AXIS: config.tensor_parallel_size}
     for module in modules:
@@ -353,10 +353,10 @@ def check_split_kernels(modules: Iterable[nnx.Module], config: EngineConfig, dty
     Raises:
         ConfigError: naming the way out.
     """
-    chosen = {"attention_backend": config.attention_backend}
+    chosen: dict[str, str] = {"attention_backend": config.attention_backend}
     if any(map(_has_experts, modules)):
         chosen["moe_backend"] = config.moe_backend
-    unasked = [option for option, backend in chosen.items() if backend != "reference"]
+    unasked = [option for option, backend in chosen.items() if backend not in REFERENCES]
     if unasked and (reason := hopper_unsupported_reason(np_dtype(dtype))):
         raise ConfigError(
             f"several GPUs would run this model on plain XLA: {reason}; ask for it, which is slow, with reference for "

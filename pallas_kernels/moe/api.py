@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.backend import choose, current
+from pallas_kernels.backend import REFERENCES, W8A8, choose, current
 from pallas_kernels.moe import combine, mosaic, one_token, quantised_mlp, reference, router, routing
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
@@ -89,8 +89,7 @@ def splits_router(x: jax.Array, weight: jax.Array) -> bool:
     choices = tuning.current()
     if not choices.norm_linear_tokens < x.shape[0] <= choices.router_tokens:
         return False
-    wanted = "auto" if current().moe == "mosaic" else current().moe
-    return choose("moe_router", wanted, {"mosaic": router.unsupported_reason(x, weight)}) == "mosaic"
+    return choose("moe_router", _wanted_beside(), {"mosaic": router.unsupported_reason(x, weight)}) == "mosaic"
 
 
 def logit_parts(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -219,13 +218,15 @@ def mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     Args:
         x: [T, H]. gate_up: [2, I, H]. down: [H, I].
     """
-    if unquantised_reason(gate_up, down):
-        reason = quantised_mlp.unsupported_reason(x, gate_up, down)
-        # The option is about experts; where it asks for their kernels, plain XLA may still run this.
-        wanted = "auto" if current().moe == "mosaic" else current().moe
-        if choose("mlp", wanted, {"mosaic": reason}) == "mosaic":
-            return quantised_mlp.mlp(x, gate_up, down)
-    return reference.swiglu(x, gate_up, down)
+    if not unquantised_reason(gate_up, down):
+        return reference.swiglu(x, gate_up, down)
+    reason = quantised_mlp.unsupported_reason(x, gate_up, down)
+    # The option is about experts; where it asks for their kernels, plain XLA may still run this.
+    wanted = "auto" if current().moe == "mosaic" else current().moe
+    backend = choose("mlp", wanted, {"mosaic": reason}, references=REFERENCES)
+    if backend == "mosaic":
+        return quantised_mlp.mlp(x, gate_up, down)
+    return reference.swiglu(x, gate_up, down, w8a8=backend == W8A8)
 
 
 def mlp_obstacle(dtype: Any, gate_up: Weight, down: Weight) -> str | None:
@@ -242,7 +243,8 @@ def mlp_obstacle(dtype: Any, gate_up: Weight, down: Weight) -> str | None:
 
 
 def _experts_backend(x: jax.Array, parameters: ExpertWeights) -> str:
-    return choose("moe", current().moe, {"mosaic": mosaic.unsupported_reason(x, parameters)})
+    reasons = {"mosaic": mosaic.unsupported_reason(x, parameters)}
+    return choose("moe", current().moe, reasons, references=REFERENCES)
 
 
 def _experts(
@@ -255,7 +257,7 @@ def _experts(
     residual: jax.Array | None,
 ) -> jax.Array:
     if backend != "mosaic":
-        out = reference.experts(x, parameters, weights, ids, live)
+        out = reference.experts(x, parameters, weights, ids, live, w8a8=backend == W8A8)
     elif one_token.supports(x, parameters):
         return one_token.experts(x, parameters, weights, ids, live, residual, k=ids.shape[1])
     else:
@@ -263,10 +265,13 @@ def _experts(
     return out if residual is None else residual + out
 
 
+def _wanted_beside() -> str:
+    """Of operations beside the experts, whose option it is: without a kernel they run in plain XLA instead of raising."""
+    return {"mosaic": "auto", W8A8: "reference"}.get(current().moe, current().moe)
+
+
 def _route_backend(logits: jax.Array, options: Routing) -> str:
-    # The option asks for a kernel for the experts: a routing without one runs in plain XLA instead of raising.
-    wanted = "auto" if current().moe == "mosaic" else current().moe
-    return choose("moe_route", wanted, {"mosaic": routing.unsupported_reason(logits, options)})
+    return choose("moe_route", _wanted_beside(), {"mosaic": routing.unsupported_reason(logits, options)})
 
 
 def _route(logits: jax.Array, bias: jax.Array | None, options: Routing) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,9 @@
 
 Every expert sees every token, and weights of 0 drop the experts that a token did not choose. That reads each expert once,
 as memory-bound decoding does anyway, and needs no sort.
+
+With `w8a8` activations are rounded to FP8 where their weight is in FP8, as the kernels of such weights round them
+(`fp8_matmul.py`). In float32 what is left between these and the kernels is the order of sums.
 """
 
 import jax
@@ -9,10 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.moe.activation import joined
+from pallas_kernels.moe.fp8_config import SCHEMES
 from pallas_kernels.moe.slots import SlotTables, max_slots
 from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant import activations
 from pallas_kernels.quant.reference import dequantise, linear
-from pallas_kernels.quant.values import Weight
+from pallas_kernels.quant.values import Weight, in_schemes
 
 # Bounds the [tokens, experts, inner] intermediate.
 TOKEN_BLOCK = 256
@@ -119,18 +124,44 @@ def slot_tables(ids: jax.Array, live: jax.Array, E: int, rows: int, *, all_token
     return lax.optimization_barrier(tables)
 
 
-def swiglu(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
+def _multiplied(x: jax.Array, weight: Weight, *, w8a8: bool) -> jax.Array:
+    """What a product with the weight has of x [..., in]."""
+    if not (w8a8 and in_schemes(SCHEMES, weight)):
+        return x
+    return activations.dequantise(activations.quantise(x)).astype(x.dtype)
+
+
+def swiglu(x: jax.Array, gate_up: Weight, down: Weight, *, w8a8: bool = False) -> jax.Array:
     """down(silu(gate x) * up x): [T, H] from x [T, H], gate_up [2, I, H] and down [H, I]."""
-    gate_up_T2I = linear(x, gate_up)
-    return linear(joined(gate_up_T2I[:, 0], gate_up_T2I[:, 1], None), down)
+    gate_up_T2I = linear(_multiplied(x, gate_up, w8a8=w8a8), gate_up)
+    inner_TI = joined(gate_up_T2I[:, 0], gate_up_T2I[:, 1], None)
+    return linear(_multiplied(inner_TI, down, w8a8=w8a8), down)
 
 
-def experts(x: jax.Array, parameters: ExpertWeights, weights: jax.Array, ids: jax.Array, live: jax.Array) -> jax.Array:
-    out = routed(x, parameters, weights, ids, live)
-    return out if parameters.shared is None else jnp.where(live[:, None], out + swiglu(x, *parameters.shared), 0)
+def experts(
+    x: jax.Array,
+    parameters: ExpertWeights,
+    weights: jax.Array,
+    ids: jax.Array,
+    live: jax.Array,
+    *,
+    w8a8: bool = False,
+) -> jax.Array:
+    out = routed(x, parameters, weights, ids, live, w8a8=w8a8)
+    if parameters.shared is None:
+        return out
+    return jnp.where(live[:, None], out + swiglu(x, *parameters.shared, w8a8=w8a8), 0)
 
 
-def routed(x: jax.Array, parameters: ExpertWeights, weights: jax.Array, ids: jax.Array, live: jax.Array) -> jax.Array:
+def routed(
+    x: jax.Array,
+    parameters: ExpertWeights,
+    weights: jax.Array,
+    ids: jax.Array,
+    live: jax.Array,
+    *,
+    w8a8: bool = False,
+) -> jax.Array:
     """The routed experts alone, of those that are here."""
     T = x.shape[0]
     gate_up, down = (dequantise(weight, x.dtype) for weight in (parameters.gate_up, parameters.down))
@@ -145,10 +176,11 @@ def routed(x: jax.Array, parameters: ExpertWeights, weights: jax.Array, ids: jax
 
     def block(args):
         x_TH, share_TE = args
-        gate_up_TEGI = jnp.einsum("th,egih->tegi", x_TH, gate_up)
+        gate_up_TEGI = jnp.einsum("th,egih->tegi", _multiplied(x_TH, parameters.gate_up, w8a8=w8a8), gate_up)
         if biases is not None:
             gate_up_TEGI += biases[0]
         inner_TEI = joined(gate_up_TEGI[:, :, 0], gate_up_TEGI[:, :, 1], parameters.clamp)
+        inner_TEI = _multiplied(inner_TEI, parameters.down, w8a8=w8a8)
         out_ETH = jnp.einsum("tei,ehi->eth", inner_TEI, down, preferred_element_type=jnp.float32)
         if biases is not None:
             out_ETH += biases[1][:, None]

@@ -1,7 +1,8 @@
 """Activations in FP8 for products with FP8 weights: e4m3 codes, and a float32 scale for each 128 columns of a token.
 
 A scale belongs to one token, so neighbours in a batch never change a token's codes. The groups are DeepGEMM's, whose scales
-of activations are the largest magnitude / 448 too (`per_token_cast_to_fp8`).
+of activations are the largest magnitude / 448 too (`per_token_cast_to_fp8`). The last group of a token may be smaller, as
+the last block of a weight is.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ class Codes(NamedTuple):
 
     Attributes:
         codes: float8_e4m3fn [..., tokens, columns].
-        scale: float32 [..., columns / GROUP, tokens], so that the scales that one step of a product needs lie together.
+        scale: float32 [..., groups, tokens], so that the scales that one step of a product needs lie together.
     """
 
     codes: jax.Array
@@ -39,13 +40,17 @@ def scale_and_inverse(largest: Any) -> tuple[Any, Any]:
 
 
 def quantise(x: jax.Array) -> Codes:
-    """Codes of x [..., tokens, columns], whose columns are a multiple of GROUP. NaN stays NaN, in its own token."""
+    """Codes of x [..., tokens, columns], and a scale for each GROUP of them or fewer. NaN stays NaN, in its own token."""
+    columns = x.shape[-1]
+    if missing := -columns % GROUP:  # zeros are the largest of no group
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
     groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, GROUP)
     scale, inverse = scale_and_inverse(jnp.abs(groups).max(axis=-1))
     codes = (groups * inverse[..., None]).astype(jnp.float8_e4m3fn).reshape(x.shape)
-    return Codes(codes, scale.swapaxes(-1, -2))
+    return Codes(codes[..., :columns], scale.swapaxes(-1, -2))
 
 
 def dequantise(x: Codes) -> jax.Array:
     """What codes stand for: float32 [..., tokens, columns]."""
-    return x.codes.astype(jnp.float32) * jnp.repeat(x.scale.swapaxes(-1, -2), GROUP, axis=-1)
+    scale = jnp.repeat(x.scale.swapaxes(-1, -2), GROUP, axis=-1)
+    return x.codes.astype(jnp.float32) * scale[..., : x.codes.shape[-1]]

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.moe import fp8_matmul, fp8_mlp, mosaic, quantised_mlp
+from pallas_kernels.backend import W8A8, Backends, use
+from pallas_kernels.moe import api, fp8_matmul, fp8_mlp, mosaic, quantised_mlp
 from pallas_kernels.moe.config import Config, Tiles
 from pallas_kernels.moe.dispatch import dispatch
 from pallas_kernels.moe.fp8_config import MULTIPLE, SCHEMES, configure_fp8, configure_mlp, padded_rows
@@ -231,13 +232,74 @@ def test_nan_stays_in_its_row_fp8():
         assert np.isfinite(got[[0, 2]]).all()
 
 
+@pytest.mark.parametrize("columns", [1, 64, 127, 128, 129, 300])
+def test_groups_of_activations_do_not_know_each_other(columns: int):
+    """Nor how many there are, nor how many columns the last one has: to the bit what each is alone, and beside zeros."""
+    x = np.random.default_rng(columns).normal(size=(2, 3, columns)) * 10.0 ** np.arange(-3, 3).reshape(2, 3, 1)
+    x = x.astype(jnp.bfloat16)
+    x[0, 1, -1] = np.nan
+    whole = activations.quantise(jnp.asarray(x))
+    assert whole.codes.shape == x.shape
+    assert whole.scale.shape == (2, -(-columns // GROUP), 3)
+    parts = [activations.quantise(jnp.asarray(x[..., at : at + GROUP])) for at in range(0, columns, GROUP)]
+    zeros = activations.quantise(jnp.asarray(np.pad(x, ((0, 0), (0, 0), (0, -columns % GROUP)))))
+    for codes, scale in (
+        (
+            np.concatenate([part.codes for part in parts], axis=-1),
+            np.concatenate([part.scale for part in parts], axis=1),
+        ),
+        (zeros.codes[..., :columns], zeros.scale),
+    ):
+        np.testing.assert_array_equal(np.asarray(whole.codes).view(np.uint8), np.asarray(codes).view(np.uint8))
+        np.testing.assert_array_equal(whole.scale, scale)
+    back = np.concatenate([activations.dequantise(part) for part in parts], axis=-1)
+    np.testing.assert_array_equal(activations.dequantise(whole), back)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize(("H", "inner"), [(192, 64), (256, 384)])
+def test_plain_xla_in_the_arithmetic_of_the_kernels(scheme: Scheme, H: int, inner: int):
+    """Activations are rounded before each product with weights in FP8, of routed and shared experts and of MLPs."""
+    T, E, k = 6, 4, 2
+    rng = np.random.default_rng(0)
+    pair = sized(scheme, E, 2, inner, H), sized(scheme, E, H, inner, seed=1)
+    dense = sized(scheme, 2, inner, H, seed=2), sized(scheme, H, inner, seed=3)
+    x = rng.normal(size=(T, H)).astype(np.float32)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
+    call = weights, ids, np.ones(T, bool)
+    with use(Backends(moe=W8A8)) as ran:
+        together = api.experts(x, ExpertWeights(*pair, dense), *call)
+        alone = api.mlp(x, *dense)
+    assert ran == {"moe": {W8A8}, "mlp": {W8A8}}
+    want = mlp_by_oracle(x, *dense)
+    assert ratio(np.asarray(alone), want) < 3e-3  # which rounds the results of experts, and all of them, to bfloat16
+    assert ratio(np.asarray(together), by_oracle(x, *pair, weights, ids) + want) < 3e-3
+    with use(Backends(moe="reference")):
+        assert ratio(np.asarray(api.mlp(x, *dense)), want) > 1e-2
+        assert ratio(np.asarray(api.experts(x, ExpertWeights(*pair), *call)), by_oracle(x, *pair, weights, ids)) > 1e-2
+
+
+def test_other_weights_multiply_activations_as_they_are():
+    """Also where FP8 is asked for: codes of four bits, and arrays."""
+    codes = drawn(INT4_G32, 2, 64, 64), drawn(INT4_G32, 64, 64, seed=1)
+    x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    for gate_up, down in (codes, [dequantise(weight, jnp.float32) for weight in codes]):
+        with use(Backends(moe=W8A8)):
+            rounded = api.mlp(x, gate_up, down)
+        with use(Backends(moe="reference")):
+            np.testing.assert_array_equal(rounded, api.mlp(x, gate_up, down))
+
+
 def test_activations_are_those_of_deepgemm():
-    """Codes and scales against float64; zeros have a scale, and NaN stays NaN."""
+    """Codes and scales against float64, with a last group of 64; zeros have a scale, and NaN stays NaN."""
     x = np.random.default_rng(0).normal(size=(5, 3 * GROUP)).astype(np.float32)
     x *= 10.0 ** np.arange(-3, 2)[:, None]
     x[0, :GROUP] = 0
     x[1, 5] = np.nan
-    got = activations.quantise(jnp.asarray(x))
+    x[:, -64:] = 0
+    ragged = activations.quantise(jnp.asarray(x[:, :-64]))
+    got = Codes(jnp.pad(ragged.codes, ((0, 0), (0, 64))), ragged.scale)
     groups = x.astype(np.float64).reshape(5, 3, GROUP)
     largest = np.abs(groups).max(axis=-1)
     np.testing.assert_allclose(got.scale.T, np.maximum(largest, activations.LEAST) / 448, rtol=1e-6)

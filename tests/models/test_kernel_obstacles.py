@@ -17,6 +17,7 @@ from jaxspec.models.layers import MLP
 from jaxspec.models.moe import MoESpec
 from jaxspec.models.params import TENSOR_AXIS, Declare, declared, kernel_obstacles, quantised, with_shardings
 from pallas_kernels import backend
+from pallas_kernels.backend import REFERENCES
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4, SCHEMES, Scheme
 
@@ -82,7 +83,8 @@ def test_weights_without_kernels_name_the_ways_out(
     request.getfixturevalue("on_hopper")
     for name in ("auto", "mosaic"):
         check(reason, moe_backend=name)
-    check(None, moe_backend="reference")
+    for name in REFERENCES:
+        check(None, moe_backend=name)
 
 
 @pytest.mark.usefixtures("on_hopper")
