@@ -80,9 +80,9 @@ class Watched:
 def test_penalties_count_what_the_prefix_cache_had(k, depth, mixed, usable):
     with options(tiny_runner(k), readout_depth=depth, mixed=mixed):
         watched = Watched(k, usable)
-        made = list(requests())
+        made, expected = list(requests()), want()
         before = compiles.total
-        assert_equal_runs(run(watched.engine, made), want())
+        assert_equal_runs(run(watched.engine, made), expected)
     assert compiles.total == before
     assert all(request.num_cached_tokens == 64 for request in made)
     # Those of presence and frequency count output alone: nothing but the step's own tokens.
