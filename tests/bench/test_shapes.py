@@ -214,7 +214,7 @@ def sparse_cases():
     return [first, *(pytest.param(*case, marks=pytest.mark.full) for case in rest)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "rows", "prompt", "drafts"), sparse_cases())
 def test_steps_that_choose_keys_run_our_kernels_on_hopper(name, rows, prompt, drafts, request):
     """In contexts of more than `index_topk` tokens: a dense layer and a mixture at real widths, with an indexer each, and the
@@ -230,7 +230,7 @@ def test_steps_that_choose_keys_run_our_kernels_on_hopper(name, rows, prompt, dr
     assert set(re.findall(r"custom_call @(\w+)", text)) - SHARDING == {"mosaic_gpu_v2"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [RECURRENT[0], pytest.param(RECURRENT[1], marks=pytest.mark.full)])
 def test_mixed_recurrent_steps_walk_over_chunks_in_a_kernel_where_it_is_chosen(name, request):
     with tuning.use(dataclasses.replace(tuning.of_device("NVIDIA H200"), delta_chunk_kernel=True)):

@@ -18,7 +18,7 @@ from tests.engine.test_transforms import ALL, poison_rules
 from tests.engine.tiny import VOCAB, cached, fill_cache, run, tiny_runner
 from tests.matrices import full
 
-SPECULATING = [0, pytest.param(3, marks=pytest.mark.slow)]
+SPECULATING = [0, pytest.param(3, marks=pytest.mark.long)]
 PENALTIES = (
     {"repetition_penalty": 1.8}, {"presence_penalty": 1.5}, {"repetition_penalty": 0.6}, {"frequency_penalty": 0.8},
     {"presence_penalty": -2.0}, ALL, {},
@@ -71,7 +71,7 @@ class Watched:
 @pytest.mark.parametrize(
     ("k", "depth", "mixed", "usable"),
     [
-        pytest.param(0, 0, True, None, marks=pytest.mark.slow),
+        pytest.param(0, 0, True, None, marks=pytest.mark.long),
         *(pytest.param(3, *each, marks=pytest.mark.long) for each in DRAFTING),
         *full(*((0, *each) for each in DRAFTING), (3, 0, True, None)),
         *full(*((k, *each) for k in (0, 3) for each in OTHERS)),

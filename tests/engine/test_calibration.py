@@ -96,7 +96,7 @@ def test_a_second_start_measures_nothing(tmp_path, measured, monkeypatch):
     assert Calibration(runner, VOCAB).unknown == every_pair(BUCKETS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_start_waits_for_the_first_buckets_only(measured, monkeypatch):
     """The others are measured when they are there and nothing runs; then all is known that a start that waits knows."""
     runner = make_runner()

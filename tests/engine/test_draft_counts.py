@@ -126,7 +126,7 @@ def test_text_does_not_depend_on_the_number_of_drafts_of_any_draft(draft):
     check(draft, random.Random(1).sample(EVERY, 60))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_perfect_draft_stays_perfect():
     """The draft reads a row's whole history from its cache: a key that a step without drafts left out would show."""
     ids, _, texts = plain_run()

@@ -179,7 +179,7 @@ def markov_texts(requests, successor):
     return texts
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("k", [3, pytest.param(7, marks=pytest.mark.full)])
 def test_an_exact_nextn_layer_is_accepted_at_every_position(k):
     """The layer passes the next token's embedding through, so its logits are the target's: the real code, all right."""

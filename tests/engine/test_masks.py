@@ -216,7 +216,7 @@ def test_constrained_rows_get_a_token_in_every_step(k):
     assert sum(request in step.plan.requests for step in steps) < 0.7 * len(steps)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_that_end_while_a_step_is_in_two_parts():
     """Stopped on the host by what is read meanwhile, or aborted between the parts: their rows say nothing more.
 

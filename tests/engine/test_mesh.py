@@ -289,7 +289,7 @@ def test_no_compile_after_warm_up_at_each_tp(name, devices):
     assert resolve(EngineConfig(), free_bytes=measured(rooms, 0), **options).num_pages == min(pages)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_count_together_what_one_device_counts():
     """The tokens of each expert, in steps of two parts too: a token is computed once, on whichever rank."""
     (one, *_), (two, *_) = served(SPLIT, 1), served(SPLIT, 2, 2)

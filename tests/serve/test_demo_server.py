@@ -36,7 +36,7 @@ def test_client(demo_server, check):
     check(demo_server.base_url)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_metrics_of_a_request(demo_server):
     body = {"prompt": PROMPTS, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_metrics": True}
     answer = demo_server.post("/v1/completions", body).json()
