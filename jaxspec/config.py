@@ -361,7 +361,7 @@ def context_length(config: EngineConfig, *, model_max_position: int, index_topk:
     """Tokens at which contexts end.
 
     Args:
-        index_topk: see `ModelConfig`. By default kernels, which are fastest where all tokens are attended to, get no more.
+        index_topk: see `ModelConfig`. By default a GPU's kernels get no more: longer contexts have to be asked for.
 
     Raises:
         ConfigError: the model does not take as many as were asked for.

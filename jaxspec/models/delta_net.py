@@ -225,7 +225,7 @@ class DeltaNet(nnx.Module):
         return comm.total(jnp.einsum("tkrv,hkrv->th", self.gated(read, z), self.out[...]))
 
     def kernels_missing(self, dtype: Any) -> str | None:  # noqa: ARG002 - states are float32
-        """See `NeedsKernels`. Prompts have no kernel anywhere: as those of other layers where only decoding has one."""
+        """See `NeedsKernels`. Prompts may run on plain XLA, as those of other layers where only decoding has a kernel."""
         state = self.cache_spec.arrays[0]
         reason = unsupported_reason(jax.ShapeDtypeStruct((1, 1, *state.shape), state.dtype))
         return reason and f"linear attention (gated delta rule) has no decode kernel here: {reason}"
