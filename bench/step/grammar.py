@@ -41,7 +41,7 @@ from bench.step.engines import build_engine, warm_up
 from bench.step.idle import idle_parts
 from bench.step.load import GREEDY, Load, count_kernels
 from bench.step.sizes import DEFAULT_TOKENS, Sizes, default_budget
-from bench.step.step import load_weights
+from bench.step.step import add_storage_arguments, load_weights
 from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, np_dtype, resolve_dtype
 from jaxspec.engine.buckets import Bucket
@@ -104,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=5, metavar="N", help="measurements of each batch (default: 5)")
     parser.add_argument("--readout-depth", type=int, choices=[1, 2, 3], default=1, help="how late steps are read")
     parser.add_argument("--layers", type=int, metavar="N", help="shrink a random model to N layers")
+    add_storage_arguments(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     record.add_arguments(parser)
 
@@ -324,7 +325,14 @@ def run(arguments: argparse.Namespace) -> int:
     mesh = mesh_of_one()
     dtype = resolve_dtype(EngineConfig(dtype=arguments.dtype), on_gpu=gpu)
     began = time.perf_counter()
-    weights = load_weights(arguments, mesh, np_dtype(dtype))
+    weights = load_weights(
+        arguments.model,
+        arguments.layers,
+        mesh,
+        np_dtype(dtype),
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+    )
     rows, steps = arguments.rows, arguments.steps or (64 if gpu else 8)
     context = arguments.context or (1024 if gpu else 128)
     batches = Batches(arguments.model, weights.model.config.vocab_size, rows, context)

@@ -54,7 +54,7 @@ from jaxspec.engine.state import state_shapes
 from jaxspec.errors import ConfigError
 from jaxspec.loading.engine import check_fp8_cache, check_fp8_kernels
 from jaxspec.loading.mesh import make_mesh
-from jaxspec.models.cache import cache_stored_as
+from jaxspec.models.cache import KVCacheDtype, cache_stored_as
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import TENSOR_AXIS, count_parameters, num_ranks, schemes_of, with_shardings
 from pallas_kernels.backend import REFERENCES, Backends
@@ -87,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-budget", type=int, metavar="TOKENS", help="max_num_batched_tokens (default: 8192; CPU: 256)"
     )
     parser.add_argument("--layers", type=int, metavar="N", help="shrink a random model to N layers")
+    add_storage_arguments(parser)
     add_layout_arguments(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument(
@@ -101,8 +102,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     record.add_arguments(parser)
 
 
-def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """What a random model's weights and KV are stored as, and over how many devices."""
+def add_storage_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a random model's weights and KV are stored as."""
     parser.add_argument(
         "--quantization",
         choices=["bf16", "fp8", "int4"],
@@ -112,6 +113,10 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-dtype", choices=["auto", "bf16", "fp8"], default="auto", help="as `jaxspec serve` has it"
     )
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Over how many devices."""
     parser.add_argument(
         "--tensor-parallel-size",
         "-tp",
@@ -130,27 +135,29 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_weights(arguments: argparse.Namespace, mesh: Mesh, dtype: np.dtype) -> Weights:
+def load_weights(
+    model: str, layers: int | None, mesh: Mesh, dtype: np.dtype, *, quantization: str, kv_cache_dtype: KVCacheDtype
+) -> Weights:
     """Raises:
 
     ConfigError: a folder, whose weights are what they are, is to have other layers or another quantisation.
     """
-    models.check_layers(arguments.model, arguments.layers)
-    if arguments.model in SHAPES:
-        hf = models.random_config(arguments.model, arguments.layers)
-        stored: dict[str, Any] = {"quantization": arguments.quantization, "kv_cache_dtype": arguments.kv_cache_dtype}
+    models.check_layers(model, layers)
+    if model in SHAPES:
+        hf = models.random_config(model, layers)
+        stored: dict[str, Any] = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
         weights = models.draw(hf, mesh, dtype, **stored)
-    elif arguments.quantization != "bf16":
+    elif quantization != "bf16":
         raise ConfigError(
-            f"--quantization {arguments.quantization} is for random models: convert {arguments.model} with "
+            f"--quantization {quantization} is for random models: convert {model} with "
             "jaxspec convert --quantization, and name the copy"
         )
     else:
-        weights = models.load(arguments.model, mesh, dtype)
+        weights = models.load(model, mesh, dtype)
     modules: list[Any] = [weights.model, *(weights.draft[:1] if weights.draft else ())]
     for module in modules:
-        cache_stored_as(module, arguments.kv_cache_dtype)
-    if arguments.kv_cache_dtype == "fp8":
+        cache_stored_as(module, kv_cache_dtype)
+    if kv_cache_dtype == "fp8":
         check_fp8_cache(weights.model.cache_specs())
         if jax.devices()[0].platform == "gpu":
             check_fp8_kernels(modules, dtype.name, Backends())
@@ -165,7 +172,14 @@ def run(arguments: argparse.Namespace) -> int:
     bandwidth = read_bandwidth(gpu)
     print(f"{jax.devices()[0].device_kind}: reads {bandwidth / 1e12:.3f} TB/s (sum of a large array)", flush=True)
     began = time.perf_counter()
-    weights = load_weights(arguments, mesh, np_dtype(dtype))
+    weights = load_weights(
+        arguments.model,
+        arguments.layers,
+        mesh,
+        np_dtype(dtype),
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+    )
     jax.block_until_ready((weights.params, weights.draft and weights.draft[1]))
     load_seconds = time.perf_counter() - began
     print(f"weights on the device in {load_seconds:.1f} s", flush=True)

@@ -1,4 +1,4 @@
-"""`bench grammar`: its arithmetic, its made-up words and its grammar, and a tiny run under `-m full`."""
+"""`bench grammar`: its arithmetic, its made-up words and its grammar, and a tiny run."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_blocked_windows_end_at_a_forbidden_draft():
         assert rule.blocked == blocked, drafts
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_tiny_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # it adds to them
     out = tmp_path / "grammar.json"
