@@ -20,6 +20,7 @@ from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import hopper_unsupported_reason
+from pallas_kernels.own_buffer import own_buffer
 from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, float_of, ordered
 from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
@@ -63,6 +64,7 @@ def logits_stats(
     """See api.py."""
     R, V = logits.shape
     parts = Parts(R, V, logits.dtype.itemsize, AT_ONCE)
+    temperature, cuts = own_buffer((temperature, cuts))
 
     def logits_stats(logits, temperature, *refs):
         cut_of, (best, column, top, total, tempered_total, lowest) = refs[:-6], refs[-6:]
@@ -200,6 +202,7 @@ def _best_of_row(
     parts = Parts(R, V, 4, 1)
     adjusts, bounded = residual is not None, tuning.current().bounded_draws
     outputs = 4 if adjusts else 2
+    rows, temperature, keys, likely, cuts = own_buffer((rows, temperature, keys, likely, cuts))
 
     def gumbel_argmax(logits, rows, temperature, keys, wanted, likely, *refs):
         given = Residual(*refs[:5]) if adjusts else None
@@ -298,7 +301,10 @@ def _best_of_row(
         pl.when((wanted[row] != 0) & is_dense)(lambda: finish(work(True)))
         pl.when((wanted[row] != 0) & jnp.logical_not(is_dense))(lambda: finish(work(False)))
 
-    extra = () if residual is None else residual._replace(dense=residual.dense.astype(i32))
+    extra: tuple[jax.Array, ...] = ()
+    if residual is not None:
+        log_z, excluded, q_rows = own_buffer((residual.log_z, residual.excluded, residual.q_rows))
+        extra = Residual(log_z, excluded, residual.dense.astype(i32), residual.log_q, q_rows)
     found = plgpu.kernel(
         gumbel_argmax,
         out_type=[jax.ShapeDtypeStruct((R, parts.count), f32)] * outputs,

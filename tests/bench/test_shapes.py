@@ -36,6 +36,7 @@ from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.mla_sparse import gathered
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4
+from tests.bench.lowered import misplaced_operands
 
 BF16 = np.dtype(jnp.bfloat16)
 # All layers, and parameters in billions without the MTP layer: 30.5 and 20.9 on the cards of Qwen3-30B-A3B and
@@ -153,8 +154,9 @@ def lowered_step(
     step = on_mesh(make_step(graphdefs, layout, settings), mesh, whole, (whole[1], PartitionSpec()))
     request.getfixturevalue("hopper")
     with use(Backends(needs_kernels=True)) as chosen:
-        lowered = jax.jit(step).trace(*abstract).lower(lowering_platforms=("cuda",))
-    return chosen, lowered.as_text()
+        text = jax.jit(step).trace(*abstract).lower(lowering_platforms=("cuda",)).as_text()
+    assert not misplaced_operands(text)
+    return chosen, text
 
 
 # Extras of some sizes: gpt-oss's width of 2880 goes without norms of ours, GLM's heads without a split projection.

@@ -49,6 +49,25 @@ def test_stats(R, V, dtype):
     np.testing.assert_allclose(got.log_z_tempered[sound], want.log_z_tempered[sound], rtol=1e-5)
 
 
+@pytest.mark.parametrize("first", [1, 8])
+def test_draws_of_windows_after_prompts(first):
+    """Rows of windows begin anywhere in what other kernels found for the rows of prompts and of windows."""
+    V, rows = max(SIZES), 17
+    logits = jax.random.normal(jax.random.key(2), (rows, V), jnp.bfloat16)
+    keys = jax.random.bits(jax.random.key(3), (rows, 2), jnp.uint32)
+    temperature, kept = temperatures_of(rows), cuts_of(logits)
+
+    def draw(implementation, logits, keys, temperature, kept):
+        every, wanted = jnp.arange(rows - first, dtype=jnp.int32), jnp.ones(rows - first, bool)
+        likely = implementation.logits_stats(logits, temperature, kept).argmax
+        logits, keys, temperature, likely, kept = (x[first:] for x in (logits, keys, temperature, likely, kept))
+        drawn = implementation.gumbel_argmax(logits, every, temperature, keys, wanted, likely, None, kept)
+        return drawn, implementation.logits_stats(logits, temperature, kept).argmax
+
+    got, want = (jax.jit(draw, static_argnums=0)(each, logits, keys, temperature, kept) for each in (mosaic, reference))
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("V", SIZES)
 @pytest.mark.parametrize("residual", [False, True])
