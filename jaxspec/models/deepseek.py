@@ -36,7 +36,7 @@ from jaxspec.models.sparse_mla import IndexerSpec, SparseMLASpec
 
 V2, V3, V32 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"
 GLM_LITE, GLM_DSA = "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"
-_NOT_RUN = "no GPU has run contexts over index_topk (2048) tokens yet"
+_NOT_RUN = "no GPU has run it in contexts over index_topk (2048) tokens yet"
 ARCHITECTURES = {
     V3: Published("DeepSeek-V3 and R1, Kimi-K2, Moonlight", mtp=True),
     V2: Published("DeepSeek-V2, V2-Lite"),
