@@ -25,6 +25,7 @@ from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.gated_delta.chunks import CHUNK, Chunks, Matrices, matrices, of_tokens
 from pallas_kernels.gated_delta.reference import Tokens
 from pallas_kernels.mosaic_attention import params
+from pallas_kernels.own_buffer import own_buffer
 
 ROWS = 64
 # Columns of a swizzled tile in shared memory; and a state's keys that registers hold.
@@ -69,7 +70,7 @@ def walk(states: jax.Array, each: Matrices, chunks: Chunks, *, interpret: Any = 
         bounds,
         by_head.wanted.swapaxes(2, 3),
         *(_two_parts(x) for x in (by_head.stale, by_head.queries, by_head.reads, by_head.keys)),
-        by_head.remains,
+        own_buffer(by_head.remains),
     )
     read_NKRCV = read_NHVC.swapaxes(2, 3).reshape(N, K, R, CHUNK, dv)
     return of_tokens(read_NKRCV, chunks), states.reshape(E, K, R, dv, dk)

@@ -18,12 +18,17 @@ def misplaced_operands(text: str) -> list[str]:
 
 
 def _first_byte(slice_: str) -> int:
-    """Where a slice begins in its array, as in "slice %1 [8:136, 0:4] : (tensor<136x4xf32>) -> ..."."""
+    """Where a slice begins in its array, as in "slice %1 [8:136, 0:4] : (tensor<136x4xf32>) -> ..."; 0 of one that is no
+    piece of memory."""
     ranges, shape = re.findall(r"\[(.*?)\] : \(tensor<(.*?)>", slice_)[0]
     *sizes, dtype = shape.split("x")
-    starts = [int(part.split(":")[0]) for part in ranges.split(", ")]
+    bounds = [[int(bound) for bound in part.split(":")] for part in ranges.split(", ")]
+    counts = [end - start for start, end, *_ in bounds]
+    cut = [axis for axis, size in enumerate(sizes) if counts[axis] != int(size)]
+    if math.prod(counts[: max(cut, default=0)]) > 1:
+        return 0
     strides = [math.prod(map(int, sizes[axis + 1 :])) for axis in range(len(sizes))]
-    return _ITEM_BYTES[dtype] * sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    return _ITEM_BYTES[dtype] * sum(start * stride for (start, *_), stride in zip(bounds, strides, strict=True))
 
 
 class _Module:
