@@ -12,7 +12,7 @@ def own_buffer(operands: Tree) -> Tree:
     """The arrays of a tree, none of which XLA passes to a kernel as a pointer into a larger array.
 
     XLA does so with slices of whole rows, wherever they begin, while Mosaic GPU refuses operands that do not begin at a
-    multiple of 256 bytes. So this is for small arrays with a value for each row, of which some caller has but a part: the
-    prompts' rows come before those of decode windows. What is no slice is passed as it is.
+    multiple of 256 bytes. So this is for small arrays that may be a part of others: rows of decode windows come after the
+    prompts' rows. What is no slice is passed as it is.
     """
     return jax.tree.map(lax.optimization_barrier, operands)

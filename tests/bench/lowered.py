@@ -4,13 +4,12 @@ import math
 import re
 
 ALIGNMENT = 256  # bytes
-_ITEM_BYTES = {"i1": 1, "i8": 1, "i32": 4, "ui32": 4, "f32": 4, "bf16": 2, "f16": 2, "f8E4M3FN": 1}
 _MOVES_NOTHING = ("reshape", "bitcast_convert")
 
 
 def misplaced_operands(text: str) -> list[str]:
-    """The slices that kernels of a StableHLO module are given and that begin elsewhere than at a multiple of 256 bytes, by
-    the functions that take them."""
+    """The slices that kernels of a StableHLO module are given as pieces of memory that begin elsewhere than at a multiple
+    of 256 bytes, by the functions that hold the kernels."""
     module = _Module(text)
     return sorted(
         {f"{caller}: {slice_}" for caller, slice_ in module.slices_of_kernels() if _first_byte(slice_) % ALIGNMENT}
@@ -28,7 +27,8 @@ def _first_byte(slice_: str) -> int:
     if math.prod(counts[: max(cut, default=0)]) > 1:
         return 0
     strides = [math.prod(map(int, sizes[axis + 1 :])) for axis in range(len(sizes))]
-    return _ITEM_BYTES[dtype] * sum(start * stride for (start, *_), stride in zip(bounds, strides, strict=True))
+    bits = int(re.findall(r"\d+", dtype)[0])
+    return max(1, bits // 8) * sum(start * stride for (start, *_), stride in zip(bounds, strides, strict=True))
 
 
 class _Module:
