@@ -8,7 +8,7 @@ one rank, but for those whose names say otherwise: ranks meet in mixtures of exp
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ Tree = TypeVar("Tree")
 
 _axis: ContextVar[str | None] = ContextVar("axis", default=None)
 _rank_axis: ContextVar[str | None] = ContextVar("rank_axis", default=None)
+_mailboxes: ContextVar[Mapping[str, jax.Array] | tuple[()]] = ContextVar("mailboxes", default=())
 
 
 @contextlib.contextmanager
@@ -40,6 +41,16 @@ def split_over(axis: str | None, rank_axis: str | None = None) -> Iterator[None]
         _rank_axis.reset(rank_token)
 
 
+@contextlib.contextmanager
+def through(mailboxes: Mapping[str, jax.Array] | tuple[()]) -> Iterator[None]:
+    """What is traced inside sends small things through these, by axis: see `pallas_kernels.peer_sum`."""
+    token = _mailboxes.set(mailboxes)
+    try:
+        yield
+    finally:
+        _mailboxes.reset(token)
+
+
 def is_split() -> bool:
     """Whether the models hold a part of their heads, experts and columns."""
     return _axis.get() is not None
@@ -52,12 +63,12 @@ def size() -> int:
 
 def total(part: jax.Array) -> jax.Array:
     """The sum of every device's part, the same bits on all of them."""
-    return part if (axis := _axis.get()) is None else peer_sum.total(part, axis)
+    return part if (axis := _axis.get()) is None else peer_sum.total(part, axis, _mailboxes_of(axis))
 
 
 def gather(part: jax.Array, *, axis: int) -> jax.Array:
     """All devices' parts of an array, one after the other along its `axis`, in the mesh's order."""
-    return part if (name := _axis.get()) is None else lax.all_gather(part, name, axis=axis, tiled=True)
+    return part if (name := _axis.get()) is None else peer_sum.gather(part, name, _mailboxes_of(name), along=axis)
 
 
 def own(whole: jax.Array, size: int, *, axis: int) -> jax.Array:
@@ -89,7 +100,7 @@ def first_expert(size: int) -> jax.Array | None:
 
 def rows_of_all_ranks(rows: jax.Array) -> jax.Array:
     """All ranks' arrays, one after the other along the first axis."""
-    return rows if (axis := _rank_axis.get()) is None else peer_sum.gather(rows, axis)
+    return rows if (axis := _rank_axis.get()) is None else peer_sum.gather(rows, axis, _mailboxes_of(axis))
 
 
 def numbers_of_all_ranks(tree: Tree) -> Tree:
@@ -101,27 +112,33 @@ def numbers_of_all_ranks(tree: Tree) -> Tree:
 def total_of_own_rows(part: jax.Array) -> jax.Array:
     """Of rows as `rows_of_all_ranks` gives them, those of this rank, summed over the ranks."""
     axis = _rank_axis.get()
-    return part if axis is None else peer_sum.scatter_sum(part, axis)
+    return part if axis is None else peer_sum.scatter_sum(part, axis, _mailboxes_of(axis))
 
 
 def everyones(tree: Tree) -> Tree:
     """Each array of every device, stacked along a new first axis: equal shapes of 32-bit numbers or truth values, gathered
     at once. All devices get the same bits. Only where `is_split`."""
     packed, unpacked = _packed(tree)
-    return unpacked(lax.all_gather(packed, _split_axis(), axis=0))
+    assert is_split()
+    return unpacked(gather(packed[None], axis=0))
 
 
 def owners(tree: Tree, mine: jax.Array) -> Tree:
     """Of arrays of 32-bit numbers the elements of the one device where they are `mine`, a mask of their shape, to the bit.
     Only where `is_split`."""
     packed, unpacked = _packed(tree)
-    return unpacked(lax.psum(jnp.where(mine[..., None], packed, 0), _split_axis()))
+    assert is_split()
+    return unpacked(total(jnp.where(mine[..., None], packed, 0)))
 
 
 def swap(columns: jax.Array) -> jax.Array:
     """From this device's columns [R, C] of all rows to all columns [R / n, n * C] of its share of the rows; n divides R.
     Only where `is_split`."""
     return lax.all_to_all(columns, _split_axis(), split_axis=0, concat_axis=1, tiled=True)
+
+
+def _mailboxes_of(axis: str) -> jax.Array | None:
+    return dict(_mailboxes.get()).get(axis)
 
 
 def _split_axis() -> str:

@@ -23,6 +23,7 @@ from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.kernel.loop import WARM_UP_LAUNCHES
 from jaxspec.errors import ConfigError
 from pallas_kernels.peer_sum import mosaic
+from pallas_kernels.peer_sum.mailbox import Mailboxes, open_mailboxes
 
 AXIS = "tensor"
 # Hidden size of Moonlight: 4 KB are one row, 128 KB 32 and 512 KB 128.
@@ -39,9 +40,11 @@ def _two_phase(part: jax.Array, axis: str) -> jax.Array:
     return lax.all_gather(lax.psum_scatter(flat, axis, tiled=True), axis, tiled=True).reshape(part.shape)
 
 
-WAYS: Mapping[str, Callable[[jax.Array, str], jax.Array]] = {
-    "xla": lax.psum,
-    "two_phase": _two_phase,
+# Of a part and this device's row of the mailboxes' addresses.
+Way = Callable[[jax.Array, jax.Array], jax.Array]
+WAYS: Mapping[str, Way] = {
+    "xla": lambda part, _: lax.psum(part, AXIS),
+    "two_phase": lambda part, _: _two_phase(part, AXIS),
     "peer_memory": mosaic.total,
 }
 
@@ -59,9 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     if len(devices) < 2:
         raise ConfigError("sums need several devices, and there is one")
     mesh = Mesh(np.array(devices), (AXIS,))
+    mailboxes = open_mailboxes(mesh, AXIS)
     rows: list[dict[str, Any]] = []
     for nbytes in arguments.bytes:
-        row = measure(mesh, nbytes, arguments.sums)
+        row = measure(mesh, mailboxes, nbytes, arguments.sums)
         rows.append(row)
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     names = ["bytes", *(f"{way}_us" for way in WAYS)]
@@ -74,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(mesh: Mesh, nbytes: int, sums: int) -> dict[str, Any]:
+def measure(mesh: Mesh, mailboxes: Mailboxes, nbytes: int, sums: int) -> dict[str, Any]:
     """Microseconds of each way's sum of `nbytes` on each device, wall time over a chain of `sums`.
 
     Raises:
@@ -93,18 +97,18 @@ def measure(mesh: Mesh, nbytes: int, sums: int) -> dict[str, Any]:
         if name == "peer_memory" and (reason := _obstacle(mesh, parts)):
             row[name] = reason
             continue
-        one = np.asarray(_chain(mesh, total, 1)(parts), np.float32)
+        one = np.asarray(_chain(mesh, total, 1)(parts, mailboxes.addresses), np.float32)
         error = float(np.abs(one.reshape(size, *shape) - exact).max() / np.abs(exact).max())
         if not error < MOST_ERROR:
             raise ConfigError(f"{name} sums {nbytes} bytes wrong: the largest error is {error:.3g} of the largest sum")
-        timers[name] = _timer(functools.partial(_chain(mesh, total, sums), parts), sums)
+        timers[name] = _timer(functools.partial(_chain(mesh, total, sums), parts, mailboxes.addresses), sums)
     seconds = turn_seconds(mesh.devices.flat[0].platform == "gpu")
     turns = {name: (timer, launches_for(timer, sums, seconds)) for name, timer in timers.items()}
     return row | {f"{name}_us": round(1e6 * value, 2) for name, value in rounds(turns).items()}
 
 
-def _on_each(mesh: Mesh, call: Callable[[jax.Array], jax.Array]) -> Any:
-    """Of parts that lie one after the other on their devices, the results likewise."""
+def _on_each(mesh: Mesh, call: Callable[..., jax.Array]) -> Any:
+    """Of arrays that lie one after the other on their devices, the results likewise."""
     each = PartitionSpec(AXIS)
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=each, out_specs=each, check_vma=False))
 
@@ -121,13 +125,13 @@ def _obstacle(mesh: Mesh, parts: jax.Array) -> str | None:
     return reasons[0]
 
 
-def _chain(mesh: Mesh, total: Callable[[jax.Array, str], jax.Array], sums: int) -> Any:
+def _chain(mesh: Mesh, total: Way, sums: int) -> Any:
     """So many sums, each of what the one before gives."""
 
-    def chain(part: jax.Array) -> jax.Array:
-        part = total(part, AXIS)
+    def chain(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
+        part = total(part, mailboxes)
         for _ in range(sums - 1):
-            part = total(part * jnp.bfloat16(1 / mesh.size), AXIS)
+            part = total(part * jnp.bfloat16(1 / mesh.size), mailboxes)
         return part
 
     return _on_each(mesh, chain)

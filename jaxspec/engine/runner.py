@@ -37,6 +37,7 @@ from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.params import num_ranks, of_ranks
 from jaxspec.progress import Progress
+from pallas_kernels.peer_sum.mailbox import open_mailboxes
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
 WARMUP_RUNS = 3
@@ -159,6 +160,10 @@ class Runner:
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most, mesh)
         with _naming_what_does_not_fit(settings):
             state = zeros()
+            # Kept here, because steps know their addresses only.
+            self._mailboxes = {axis: open_mailboxes(mesh, axis) for axis in shapes.mailboxes}
+            if self._mailboxes:
+                state = state._replace(mailboxes={axis: each.addresses for axis, each in self._mailboxes.items()})
         self.launcher = Launcher(self.executables, state, self._upload, self._count, self._copies)
         self.use_params((target, drafter))
         self._preparation = Preparation(self._load, self.compiler.compile, self._save)

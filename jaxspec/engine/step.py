@@ -113,10 +113,16 @@ def make_parts(
         capture = () if draft is None else draft.capture
         if probe:
             capture = tuple(range(len(target.layers) + 1))
-        with jax.named_scope("target"):
+        with jax.named_scope("target"), comm.through(state.mailboxes):
             return forward(target, state, inputs, settings, n=window, full=full, capture=capture, experts=probe)
 
     def choose_part(
+        params: tuple, state: StepState, flat_inputs: jax.Array, forwarded: Forwarded
+    ) -> tuple[StepState, StepArrays]:
+        with comm.through(state.mailboxes):
+            return choose_and_draft(params, state, flat_inputs, forwarded)
+
+    def choose_and_draft(
         params: tuple, state: StepState, flat_inputs: jax.Array, forwarded: Forwarded
     ) -> tuple[StepState, StepArrays]:
         target, draft = models(params)

@@ -1,58 +1,86 @@
-"""Sums and gathers of the rows that the devices of a mesh axis hold, inside a `jax.shard_map`.
+"""Sums and gathers of what the devices of a mesh axis hold, inside a `jax.shard_map`.
 
-Up to `Tuning.peer_sum_bytes` kernels read the others' rows through their memory, and a step's CUDA graph holds them. XLA's own
-collectives cut the graph in two.
+With mailboxes, and up to `Tuning.peer_sum_bytes`, kernels write into the others' memory, and a step's CUDA graph holds them.
+XLA's own collectives cut the graph in two.
 """
 
 import math
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose
 from pallas_kernels.peer_sum import mosaic
+from pallas_kernels.peer_sum.mailbox import ROW_BYTES
+from pallas_kernels.row import WARPGROUP
 
 
-def total(part: jax.Array, axis: str) -> jax.Array:
+def total(part: jax.Array, axis: str, mailboxes: jax.Array | None = None) -> jax.Array:
     """The sum of every device's part, the same bits on all of them.
 
     Args:
         part: equal shapes on all devices.
         axis: of the mesh.
+        mailboxes: this device's row of `Mailboxes.addresses` of that axis; None: there are none.
     """
-    return mosaic.total(part, axis) if _has_kernel(part, axis) else lax.psum(part, axis)
+    if mailboxes is None:
+        return lax.psum(part, axis)
+    if part.dtype == jnp.bfloat16:
+        return mosaic.total(part, mailboxes) if _has_kernel(part, axis) else lax.psum(part, axis)
+    if not _has_kernel(_rows_of(part), axis):
+        return lax.psum(part, axis)
+    first, *others = _gathered(part, mailboxes)
+    for other in others:
+        first = first + other
+    return first
 
 
-def scatter_sum(part: jax.Array, axis: str) -> jax.Array:
+def scatter_sum(part: jax.Array, axis: str, mailboxes: jax.Array | None = None) -> jax.Array:
     """Of `total` the rows of this device, of as many equal parts as there are devices.
 
     Args:
         part: [devices * T, ...], equal shapes on all devices.
-        axis: of the mesh.
+        axis, mailboxes: as of `total`.
 
     Returns:
         [T, ...].
     """
-    if _has_kernel(part, axis):
-        return mosaic.scatter_sum(part, axis)
+    if mailboxes is not None and part.dtype == jnp.bfloat16 and _has_kernel(part, axis):
+        return mosaic.scatter_sum(part, mailboxes)
     return lax.psum_scatter(part, axis, scatter_dimension=0, tiled=True)
 
 
-def gather(part: jax.Array, axis: str) -> jax.Array:
-    """All devices' rows, one part after the other.
+def gather(part: jax.Array, axis: str, mailboxes: jax.Array | None = None, *, along: int = 0) -> jax.Array:
+    """All devices' arrays, one after the other along the axis `along`.
 
     Args:
-        part: [T, ...], equal shapes on all devices.
-        axis: of the mesh.
-
-    Returns:
-        [devices * T, ...].
+        part: equal shapes on all devices.
+        axis, mailboxes: as of `total`.
     """
-    return mosaic.gather(part, axis) if _has_kernel(part, axis) else lax.all_gather(part, axis, axis=0, tiled=True)
+    if mailboxes is not None and _has_kernel(_rows_of(part), axis):
+        return jnp.concatenate(list(_gathered(part, mailboxes)), axis=along)
+    return lax.all_gather(part, axis, axis=along, tiled=True)
 
 
-def _has_kernel(part: jax.Array, axis: str) -> bool:
-    if math.prod(part.shape) * part.dtype.itemsize > tuning.current().peer_sum_bytes:
+def _gathered(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
+    """[devices, *shape of part], by the kernel."""
+    rows = _rows_of(part)
+    whole = mosaic.gather(rows, mailboxes).reshape(-1, rows.size)
+    return whole[:, : part.size].reshape(-1, *part.shape)
+
+
+def _rows_of(part: jax.Array) -> jax.Array:
+    """The numbers of an array as rows that kernels support, zeros after them."""
+    if part.ndim == 2 and part.shape[1] % WARPGROUP == 0:
+        return part
+    row = min(ROW_BYTES // part.dtype.itemsize, -(-part.size // WARPGROUP) * WARPGROUP)
+    rows = -(-part.size // row)
+    return jnp.pad(part.reshape(-1), (0, rows * row - part.size)).reshape(rows, row)
+
+
+def _has_kernel(rows: jax.Array, axis: str) -> bool:
+    if math.prod(rows.shape) * rows.dtype.itemsize > tuning.current().peer_sum_bytes:
         return False
-    return choose("peer_sum", "auto", {"mosaic": mosaic.unsupported_reason(part, axis)}) == "mosaic"
+    return choose("peer_sum", "auto", {"mosaic": mosaic.unsupported_reason(rows, axis)}) == "mosaic"

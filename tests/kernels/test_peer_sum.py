@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import tuning
-from pallas_kernels.peer_sum import api, mosaic, reference
+from pallas_kernels.peer_sum import api, mailbox, mosaic, reference
 
 ON_EACH = PartitionSpec("tensor")
 
@@ -51,32 +52,113 @@ def test_two_phases_are_the_sum(devices):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "T", "H", "kernels"),
-    [("total", 2, 1, 2048, 1), ("total", 2, 512, 2048, 1), ("total", 4, 128, 7168, 2), ("scatter_sum", 2, 8, 2048, 1),
-     ("gather", 2, 8, 2048, 1)],
+    ("name", "devices", "T", "H", "dtype", "kernels"),
+    [("total", 2, 1, 2048, "bfloat16", 1), ("total", 2, 512, 2048, "bfloat16", 1), ("total", 4, 128, 7168, "bfloat16", 2),
+     ("scatter_sum", 2, 8, 2048, "bfloat16", 1), ("gather", 4, 8, 2048, "bfloat16", 1), ("gather", 2, 1, 384, "int32", 1)],
 )  # fmt: skip
-def test_lowers_for_cuda(name, devices, T, H, kernels):
-    """Inside a shard_map, as kernels that ask for the other devices' addresses and no collective of XLA's."""
-    part = jax.ShapeDtypeStruct((devices * T, H), jnp.bfloat16)
-    text = over(devices, getattr(mosaic, name)).trace(part).lower(lowering_platforms=("cuda",)).as_text()
+def test_lowers_for_cuda(name, devices, T, H, dtype, kernels):
+    """Inside a shard_map, as ordinary kernels, which graphs hold, and no collective of XLA's."""
+    part = jax.ShapeDtypeStruct((devices * T, H), dtype)
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",))
+    addresses = jax.ShapeDtypeStruct((devices, 2 * devices + 1), jnp.int32)
+    call = jax.shard_map(
+        getattr(mosaic, name), mesh=mesh, in_specs=(ON_EACH, ON_EACH), out_specs=ON_EACH, check_vma=False
+    )
+    text = jax.jit(call).trace(part, addresses).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == kernels
+    assert "uses_xla_collective_metadata = true" not in text
     assert not any(each in text for each in ("all_reduce", "all_gather", "reduce_scatter"))
 
 
-def test_only_small_sums_ask_for_the_kernel(monkeypatch):
-    """By bytes, and where it runs."""
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels that run anywhere: the reference, of one more than there is, to be told apart."""
     monkeypatch.setattr(mosaic, "hopper_unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(mosaic, "total", lambda part, axis: reference.total(part, axis) + 1)  # to be told apart
+    for name in ("total", "scatter_sum", "gather"):
+        call = getattr(reference, name)
+        monkeypatch.setattr(mosaic, name, lambda part, _, call=call: call(part, "tensor") + 1)
+
+
+MAILBOXES = jnp.zeros((1, 5), jnp.int32)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_only_small_sums_ask_for_the_kernel():
+    """By bytes, by mailboxes, and by whether a kernel supports the rows."""
     small, large = jnp.ones((4, 128), jnp.bfloat16), jnp.ones((8, 128), jnp.bfloat16)
     odd = jnp.ones((4, 100), jnp.bfloat16)
+
+    def through(part, axis):
+        return api.total(part, axis, MAILBOXES)
+
     with tuning.use(dataclasses.replace(tuning.current(), peer_sum_bytes=2 * 128 * 2)):
         for part, want in ((small, 3), (large, 2), (odd, 2)):
-            np.testing.assert_array_equal(over(2, api.total)(part), np.full(part.shape, want))
-    np.testing.assert_array_equal(over(2, api.total)(small), np.full(small.shape, 2))
+            np.testing.assert_array_equal(over(2, through)(part), np.full(part.shape, want))
+        np.testing.assert_array_equal(over(2, api.total)(small), np.full(small.shape, 2))
+    np.testing.assert_array_equal(over(2, through)(small), np.full(small.shape, 2))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", [(6,), (4, 3), (2, 128), (2, 3, 5)])
+@pytest.mark.parametrize("along", [0, -1])
+def test_numbers_of_any_shape_go_through_the_kernel_as_rows(shape, along):
+    part = jnp.asarray(np.random.default_rng(len(shape)).integers(-9, 9, (2 * shape[0], *shape[1:])), jnp.int32)
+
+    def gathered(part, axis):
+        return api.gather(part, axis, MAILBOXES, along=along)
+
+    def summed(part, axis):
+        return api.total(part, axis, MAILBOXES)
+
+    with tuning.use(dataclasses.replace(tuning.current(), peer_sum_bytes=1 << 20)):
+        got, total = over(2, gathered)(part), over(2, summed)(part)
+    want = over(2, lambda part, axis: lax.all_gather(part, axis, axis=along % part.ndim, tiled=True) + 1)(part)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(total, over(2, lax.psum)(part) + 2)
+
+
+@pytest.mark.parametrize(("shape", "names"), [((4,), ("tensor",)), ((2, 2), ("data", "tensor"))])
+def test_each_device_has_the_addresses_along_its_axis(shape, names, monkeypatch):
+    """And its own place among them. Where they point to is zeros."""
+    monkeypatch.setattr(mailbox, "MOST_ROWS", 1)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), names)
+    for along, axis in enumerate(names):
+        opened = mailbox.open_mailboxes(mesh, axis)
+        assert opened.addresses.shape == mailbox.addresses_shape(mesh, axis).shape
+        assert opened.addresses.sharding == mailbox.addresses_shape(mesh, axis).sharding
+        at = {each.device: each.data.unsafe_buffer_pointer() for each in opened.memory.addressable_shards}
+        rows = {each.device: np.asarray(each.data)[0] for each in opened.addresses.addressable_shards}
+        for place, device in np.ndenumerate(mesh.devices):
+            group = np.moveaxis(mesh.devices, along, 0)[(slice(None), *place[:along], *place[along + 1 :])]
+            *words, rank = rows[device].view(np.uint32).tolist()
+            assert rank == place[along]
+            assert [low | high << 32 for low, high in zip(words[::2], words[1::2], strict=True)] == [
+                at[d] for d in group
+            ]
+        assert not np.asarray(opened.memory).any()
+
+
+def test_no_mailboxes_where_nothing_was_measured_or_no_kernel_runs(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+    assert mailbox.axes_reached(mesh) == ()
+    with tuning.use(dataclasses.replace(tuning.current(), peer_sum_bytes=1)):
+        assert mailbox.axes_reached(mesh) == ()
+        monkeypatch.setattr(mailbox, "hopper_unsupported_reason", lambda *_: None)
+        assert mailbox.axes_reached(mesh) == ("data", "tensor")
+        assert mailbox.axes_reached(Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "tensor"))) == ("data",)
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        assert mailbox.axes_reached(mesh) == ()
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"), [((4, 128, 2), "3 axes"), ((4, 100), "multiple of 128"), ((4, 128), "GPU")]
+    ("shape", "message"),
+    [
+        ((4, 128, 2), "3 axes"),
+        ((4, 100), "multiple of 128"),
+        ((4, 128), "GPU"),
+        ((2, 16384), "bytes"),
+        ((8192, 128), "rows"),
+    ],
 )
 def test_what_the_kernel_lacks(shape, message):
     reasons = []
