@@ -10,7 +10,7 @@ one rank, but for those whose names say otherwise: ranks meet in mixtures of exp
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,19 @@ def size() -> int:
 def total(part: jax.Array) -> jax.Array:
     """The sum of every device's part, the same bits on all of them."""
     return part if (axis := _axis.get()) is None else peer_sum.total(part, axis, _mailboxes_of(axis))
+
+
+class Part(NamedTuple):
+    """[T, H], or parts [parts, T, H], of which the sum over all devices is meant."""
+
+    array: jax.Array
+
+
+def add_total(x: jax.Array, part: jax.Array, norm_weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array | None]:
+    """x [T, H] + `total` of [T, H] or of parts [parts, T, H]; and the RMS norm of the sum, where it costs nothing. Only where
+    `is_split`."""
+    axis = _split_axis()
+    return peer_sum.add_total(x, part, axis, _mailboxes_of(axis), norm_weight, eps=eps)
 
 
 def gather(part: jax.Array, *, axis: int) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from jaxspec.models.cache import CacheSpec, LayerCache
-from jaxspec.models.layers import RMSNorm
+from jaxspec.models.layers import Attended, RMSNorm
 from jaxspec.models.metadata import LiveRows, StepMetadata
 
 
@@ -25,7 +25,7 @@ class Attention(Protocol):
         meta: StepMetadata,
         rope: Any,
         norm: RMSNorm | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[Attended, LayerCache]:
         """Writes the cache of all T tokens, then attends: [T, input_dim], `norm` of it if given, -> [T, H].
 
         The result, and that of `catch_up`, may be in parts: [parts, T, H] as `norm_linear.api.linear_to_add` makes them.
@@ -34,7 +34,7 @@ class Attention(Protocol):
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: Any
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[Attended, LayerCache]:
         """Writes the cache of all T tokens but attends for the R live ones only, each like a decode window of one.
 
         [T, input_dim], normed -> [R, H].

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.keymap import KeyMap, Piece
-from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
+from jaxspec.models.layers import MLP, Attended, DenseSpec, RMSNorm, Stream, added
 from jaxspec.models.moe import MoE, MoESpec
 from jaxspec.models.params import Declare
-from pallas_kernels.norm_linear.reference import whole
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,17 @@ class GatedSharedMoE(nnx.Module):
     def add_to(
         self,
         x_TH: jax.Array,
-        attended_TH: jax.Array,
+        attended: Attended,
         norm: RMSNorm,
         live_T: jax.Array,
         following: RMSNorm | None = None,  # noqa: ARG002
     ) -> Stream:
         """See `ResidualMLP`."""
-        normed_TH = norm(x_TH + whole(attended_TH))
+        normed_TH = norm(x_TH + added(attended))
         gate_T = jax.nn.sigmoid(jnp.einsum("th,h->t", normed_TH, self.gate[...]))
-        stream = self.routed.add_to(x_TH, attended_TH, norm, live_T)
+        stream = self.routed.add_to(x_TH, attended, norm, live_T)
         return Stream(stream.x + gate_T[:, None] * self.shared(normed_TH))
 
-    def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> Any:
+    def chosen_experts(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> Any:
         """See `ResidualMLP`."""
-        return self.routed.chosen_experts(x_TH, attended_TH, norm)
+        return self.routed.chosen_experts(x_TH, attended, norm)

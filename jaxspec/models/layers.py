@@ -16,10 +16,14 @@ from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare, declared
 from pallas_kernels.moe.api import mlp, mlp_obstacle
 from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear
-from pallas_kernels.norm_linear.reference import rms_norm, whole
+from pallas_kernels.norm_linear.reference import project, rms_norm, whole
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
 RopeTables = tuple[jax.Array, jax.Array]
+
+# What attention adds to the residual stream: [T, H]; parts [parts, T, H] of it, see `norm_linear.api.linear_to_add`; or such of
+# one device.
+Attended = jax.Array | comm.Part
 
 # Up to this many tokens projections that share an input are one matmul, for which XLA reads the weights as if they were
 # one array; with more it would copy them together in every step.
@@ -63,10 +67,20 @@ class RMSNorm(nnx.Module):
         return norm_linear(x_TH, self.factor, weights, eps=self.eps)[2]
 
     def add_into(
-        self, x_TH: jax.Array, delta_TH: jax.Array, *weights: jax.Array
+        self, x_TH: jax.Array, delta: Attended, *weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
         """x + delta, its norm, and the linear maps of the norm."""
-        return norm_linear(x_TH, self.factor, weights, eps=self.eps, delta=delta_TH)
+        if not isinstance(delta, comm.Part):
+            return norm_linear(x_TH, self.factor, weights, eps=self.eps, delta=delta)
+        x_TH, normed_TH = comm.add_total(x_TH, delta.array, self.factor, self.eps)
+        if normed_TH is None:
+            return norm_linear(x_TH, self.factor, weights, eps=self.eps)
+        return x_TH, normed_TH, project(normed_TH, weights)
+
+
+def added(attended: Attended) -> jax.Array:
+    """What it adds, [T, H]."""
+    return comm.total(whole(attended.array)) if isinstance(attended, comm.Part) else whole(attended)
 
 
 class Stream(NamedTuple):
@@ -91,7 +105,7 @@ class ResidualMLP(Protocol):
     def add_to(
         self,
         x_TH: jax.Array,
-        attended_TH: jax.Array,
+        attended: Attended,
         norm: RMSNorm,
         live_T: jax.Array,
         following: RMSNorm | None = None,
@@ -99,13 +113,12 @@ class ResidualMLP(Protocol):
         """The residual stream after the block: x + attended, and the MLP of its norm added.
 
         Args:
-            attended_TH: or parts [parts, T, H] of it, see `norm_linear.api.linear_to_add`.
             live_T: false for padding tokens, whose rows are never read.
             following: the norm that the stream is read through next, if by one only.
         """
         ...
 
-    def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array | None:
+    def chosen_experts(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> jax.Array | None:
         """The routed experts that `add_to` sends each token to, int32 [T, top_k]; None where there are none."""
         ...
 
@@ -151,16 +164,22 @@ class MLP(nnx.Module):
     def add_to(
         self,
         x_TH: jax.Array,
-        attended_TH: jax.Array,
+        attended: Attended,
         norm: RMSNorm,
         live_T: jax.Array,  # noqa: ARG002
-        following: RMSNorm | None = None,  # noqa: ARG002
+        following: RMSNorm | None = None,
     ) -> Stream:
         """See `ResidualMLP`."""
-        x_TH = x_TH + whole(attended_TH)
-        return Stream(x_TH + self(norm(x_TH)))
+        if not isinstance(attended, comm.Part):
+            x_TH = x_TH + whole(attended)
+            return Stream(x_TH + self(norm(x_TH)))
+        x_TH, normed_TH, _ = norm.add_into(x_TH, attended)
+        if following is None or self.scale != 1:
+            return Stream(x_TH + self(normed_TH))
+        part_TH = mlp(normed_TH, self.gate_up[...], self.down[...])
+        return Stream(*comm.add_total(x_TH, part_TH, following.factor, following.eps))
 
-    def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> None:
+    def chosen_experts(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> None:
         """See `ResidualMLP`."""
 
 

@@ -12,7 +12,7 @@ from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import Index, KeyMap, Piece, Pieces, nested, norm_weight
-from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope, worth_merging
+from jaxspec.models.layers import Attended, RMSNorm, RopeTables, apply_rope, worth_merging
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.kv_write.api import latent_writer, write_latent
@@ -21,7 +21,6 @@ from pallas_kernels.mla_decode.api import decoder, mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill, prefiller
 from pallas_kernels.mla_query.api import mla_query, write_and_query
 from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add
-from pallas_kernels.norm_linear.reference import whole
 from pallas_kernels.quant.reference import linear
 from pallas_kernels.split_kv import PAGE
 
@@ -138,7 +137,7 @@ class MLA(nnx.Module):
         meta: StepMetadata,
         rope: RopeTables,
         norm: RMSNorm | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[Attended, LayerCache]:
         """Writes the T new latents, then attends: [T, input_dim], `norm` of it if given, -> [T, H] and the new cache."""
         latents = from_arrays(cache)
         q_TX, kv_a_TX = self.project(x_TH, norm)
@@ -164,7 +163,7 @@ class MLA(nnx.Module):
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[Attended, LayerCache]:
         """See `Attention`."""
         cos, sin = rope
         if self.q_lora_rank:
@@ -205,12 +204,11 @@ class MLA(nnx.Module):
             return q_TND.reshape(T, -1), outs[0]
         return outs[0].reshape(T, -1), outs[-1]
 
-    def project_out(self, out_TNV: jax.Array) -> jax.Array:
-        """Values of the heads -> what attention adds to the residual stream, [T, H], or parts of it."""
+    def project_out(self, out_TNV: jax.Array) -> Attended:
+        """Values of the heads -> what attention adds to the residual stream."""
         if self.mla.output_scale == 1:
             added = linear_to_add(out_TNV, self.o[...])
-            # Devices tell each other one array, not each of its parts.
-            return comm.total(whole(added)) if comm.is_split() else added
+            return comm.Part(added) if comm.is_split() else added
         return comm.total(jnp.einsum("tnv,hnv->th", out_TNV, self.o[...])) * self.mla.output_scale
 
     def attend_prefill(

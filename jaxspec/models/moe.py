@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxspec import comm
 from jaxspec.models.keymap import KeyMap, Piece
-from jaxspec.models.layers import MLP, DenseSpec, RMSNorm, Stream
+from jaxspec.models.layers import MLP, Attended, DenseSpec, RMSNorm, Stream
 from jaxspec.models.params import Declare, QuantisedParam, declared
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import (
@@ -104,13 +104,13 @@ class MoE(nnx.Module):
     def add_to(
         self,
         x_TH: jax.Array,
-        attended_TH: jax.Array,
+        attended: Attended,
         norm: RMSNorm,
         live_T: jax.Array,
         following: RMSNorm | None = None,
     ) -> Stream:
         """See `ResidualMLP`. Padding tokens are routed to no expert."""
-        x_TH, normed_TH, logits = self._logits(x_TH, attended_TH, norm)
+        x_TH, normed_TH, logits = self._logits(x_TH, attended, norm)
         spec = self.spec
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
         parameters = self._parameters(lambda weight: weight[...])
@@ -122,7 +122,9 @@ class MoE(nnx.Module):
         if comm.is_split():
             parameters = replace(parameters, first=comm.first(parameters.down.shape[0]))
             out_TH = routed_experts(normed_TH, parameters, logits, bias_E, live_T, **self._routing())
-            return Stream(x_TH + comm.total(out_TH))
+            if following is None:
+                return Stream(x_TH + comm.total(out_TH))
+            return Stream(*comm.add_total(x_TH, out_TH, following.factor, following.eps))
         norm_after = (following.factor, following.eps) if following else None
         return Stream(
             *add_routed_experts(x_TH, normed_TH, parameters, logits, bias_E, live_T, norm_after, **self._routing())
@@ -164,17 +166,17 @@ class MoE(nnx.Module):
             clamp=self.spec.clamp,
         )
 
-    def chosen_experts(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> jax.Array:
+    def chosen_experts(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""
-        _, _, logits = self._logits(x_TH, attended_TH, norm)
+        _, _, logits = self._logits(x_TH, attended, norm)
         return self._route(logits, x_TH.shape[0])[1]
 
-    def _logits(self, x_TH: jax.Array, attended_TH: jax.Array, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _logits(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x + attended, its norm, and the router's logits float32 [T, E], or their `logit_parts`."""
         if not self.spec.biases and splits_router(x_TH, self.router[...]):
-            x_TH, normed_TH, _ = norm.add_into(x_TH, attended_TH)
+            x_TH, normed_TH, _ = norm.add_into(x_TH, attended)
             return x_TH, normed_TH, logit_parts(normed_TH, self.router[...])
-        x_TH, normed_TH, (logits_TE,) = norm.add_into(x_TH, attended_TH, self.router[...])
+        x_TH, normed_TH, (logits_TE,) = norm.add_into(x_TH, attended, self.router[...])
         return x_TH, normed_TH, logits_TE + self.logit_bias[...] if self.spec.biases else logits_TE
 
     def _routing(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jax import lax
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig
 from jaxspec.models.keymap import Index, KeyMap, Piece, nested
-from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope
+from jaxspec.models.layers import Attended, RMSNorm, RopeTables, apply_rope
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.mla import MLA, MLASpec, halves
 from jaxspec.models.params import Declare
@@ -166,7 +166,7 @@ class SparseMLA(MLA):
         meta: StepMetadata,
         rope: RopeTables,
         norm: RMSNorm | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[Attended, LayerCache]:
         """See `Attention`."""
         x_TH = norm(x_TH) if norm else x_TH
         cache = self.write_keys(x_TH, cache, meta, rope)
@@ -174,7 +174,7 @@ class SparseMLA(MLA):
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[Attended, LayerCache]:
         """See `Attention`."""
         cache = self.write_keys(x_TH, cache, meta, rope)
         rows = jnp.arange(live.tokens.shape[0], dtype=jnp.int32)
@@ -205,8 +205,8 @@ class SparseMLA(MLA):
         bounds_T: jax.Array,
         rope: RopeTables,
         choices: list[jax.Array] | None,
-    ) -> jax.Array:
-        """What attention adds to the residual stream, [T, H].
+    ) -> Attended:
+        """What attention adds to the residual stream.
 
         Args:
             tables, rows_T, bounds_T: see `choose_keys`.

@@ -17,10 +17,15 @@ def needs_separate_weights(T: int) -> bool:
     return tuning.current().norm_linear_tokens >= T
 
 
-def norms_apart(T: int) -> bool:
-    """Whether the norm of T tokens is best made where the residual stream is written, apart from what reads the norm."""
+def norms_apart(T: int, *, from_tokens: int | None = None) -> bool:
+    """Whether the norm of T tokens is best made where the residual stream is written, apart from what reads the norm.
+
+    Args:
+        from_tokens: the fewest for which it is, if that does not depend on `Tuning.norm_linear_tokens`.
+    """
     choices = tuning.current()
-    return choices.norm_linear_tokens < T <= choices.row_kernel_tokens and current().attention != "reference"
+    least = choices.norm_linear_tokens + 1 if from_tokens is None else from_tokens
+    return least <= T <= choices.row_kernel_tokens and current().attention != "reference"
 
 
 def joins_linears(x: jax.Array, weights: tuple[jax.Array, ...]) -> bool:

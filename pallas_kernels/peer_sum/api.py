@@ -5,6 +5,7 @@ XLA's own collectives cut the graph in two.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,13 @@ from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose
+from pallas_kernels.norm_linear.api import norms_apart
+from pallas_kernels.norm_linear.reference import whole
 from pallas_kernels.peer_sum import mosaic
-from pallas_kernels.peer_sum.mailbox import ROW_BYTES
 from pallas_kernels.row import WARPGROUP
+
+# Of what has no rows of its own.
+_NUMBERS_OF_A_ROW = 1024
 
 
 def total(part: jax.Array, axis: str, mailboxes: jax.Array | None = None) -> jax.Array:
@@ -35,6 +40,26 @@ def total(part: jax.Array, axis: str, mailboxes: jax.Array | None = None) -> jax
     for other in others:
         first = first + other
     return first
+
+
+def add_total(
+    x: jax.Array, part: jax.Array, axis: str, mailboxes: jax.Array | None, norm_weight: jax.Array, *, eps: float
+) -> tuple[jax.Array, jax.Array | None]:
+    """The residual stream with `total` added, and its RMS norm where one kernel makes both.
+
+    Args:
+        x: [T, H], the same on all devices. norm_weight: [H].
+        part: [T, H], or [parts, T, H], whose sum is rounded before the devices' are added.
+        axis, mailboxes: as of `total`.
+
+    Returns:
+        x + total [T, H]; the norm [T, H], or None.
+    """
+    if mailboxes is not None and norms_apart(x.shape[0], from_tokens=1) and part.dtype == x.dtype == jnp.bfloat16:
+        one = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if norm_weight.dtype == x.dtype and _has_kernel(one, axis) and mosaic.in_one_phase(one, axis):
+            return mosaic.add_total(x, part, norm_weight, mailboxes, eps=eps)
+    return x + total(whole(part), axis, mailboxes), None
 
 
 def scatter_sum(part: jax.Array, axis: str, mailboxes: jax.Array | None = None) -> jax.Array:
@@ -75,12 +100,12 @@ def _rows_of(part: jax.Array) -> jax.Array:
     """The numbers of an array as rows that kernels support, zeros after them."""
     if part.ndim == 2 and part.shape[1] % WARPGROUP == 0:
         return part
-    row = min(ROW_BYTES // part.dtype.itemsize, -(-part.size // WARPGROUP) * WARPGROUP)
+    row = min(_NUMBERS_OF_A_ROW, -(-part.size // WARPGROUP) * WARPGROUP)
     rows = -(-part.size // row)
     return jnp.pad(part.reshape(-1), (0, rows * row - part.size)).reshape(rows, row)
 
 
-def _has_kernel(rows: jax.Array, axis: str) -> bool:
+def _has_kernel(rows: Any, axis: str) -> bool:
     if math.prod(rows.shape) * rows.dtype.itemsize > tuning.current().peer_sum_bytes:
         return False
     return choose("peer_sum", "auto", {"mosaic": mosaic.unsupported_reason(rows, axis)}) == "mosaic"

@@ -16,32 +16,34 @@ from pallas_kernels.backend import hopper_unsupported_reason
 
 # Whose memory NVLink reaches in one host.
 MOST_DEVICES = 8
-# Of a call, on each device.
-MOST_ROWS = 2048
-ROW_BYTES = 1 << 14
-# Rows of one call lie apart from those of the call before: a power of two.
+# Of one device's part in a call.
+MOST_BYTES = 8 << 20
+# What one call sends lies apart from what the call before sent: a power of two.
 SIDES = 2
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in a mailbox of so many devices, in bytes: calls int32 [MOST_ROWS] in which each row has taken part;
-    flags int32 [devices, MOST_ROWS], the newest call of which each device has sent each row; rows [SIDES, devices, MOST_ROWS,
-    ROW_BYTES]."""
+    """Where things lie in a mailbox of so many devices, in bytes.
+
+    calls, int32: how many there were. ended, int32: blocks of the running call that have ended. words, int32 [SIDES, devices,
+    MOST_BYTES / 4, 2]: what each device has sent, each word with the number of the call that sent it.
+    """
 
     devices: int
 
-    @property
-    def flags(self) -> int:
-        return 4 * MOST_ROWS
+    calls = 0
+    ended = 4
+    words = 256
 
     @property
-    def rows(self) -> int:
-        return self.flags + 4 * MOST_ROWS * self.devices
+    def of_a_sender(self) -> int:
+        """Bytes between what one device has sent and the next."""
+        return 2 * MOST_BYTES
 
     @property
     def size(self) -> int:
-        return self.rows + SIDES * self.devices * MOST_ROWS * ROW_BYTES
+        return self.words + SIDES * self.devices * self.of_a_sender
 
 
 @dataclass(frozen=True)

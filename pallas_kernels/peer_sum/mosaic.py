@@ -1,43 +1,37 @@
 """Mosaic GPU kernels in which every device writes rows to the others: `peer_sum`, `peer_scatter_sum`, `peer_gather` in traces.
 
-A warpgroup has one row of each device's result. It writes its row into all mailboxes, then a flag; waits for the flags of all
-devices in its own mailbox; and reads what came with them. Flags count calls, so that none is ever taken back, and rows of two
-calls in turn lie apart: a device that is in its next call has been told by all others that they have ended the one before it.
-So no barrier and no memory but the mailboxes is shared, and what a kernel reads and writes otherwise is its device's own.
+A warpgroup has one row of each device's result, and its threads never wait for each other: each writes its columns into the
+others' mailboxes, and reads what their threads have written into its own. A word travels with the number of the call in one
+store of 64 bits, so that who finds the number has the word: no fence, and no flag that comes after. (NCCL calls this LL.)
+
+What two calls in turn send lies apart. A device that is in its next call but one has ended the call between, for which the
+others have sent something, and so have ended the call before that: nothing is written where somebody may still read. Numbers of
+calls have 32 bits. When they come round, after days of steps, a word that nobody has written for exactly so long would count.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, memref
+from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.peer_sum.mailbox import MOST_DEVICES, MOST_ROWS, ROW_BYTES, SIDES, Layout
-from pallas_kernels.row import PARAMS, WARPGROUP, row_unsupported_reason
+from pallas_kernels.compat import load
+from pallas_kernels.peer_sum.mailbox import MOST_BYTES, MOST_DEVICES, SIDES, Layout
+from pallas_kernels.row import PARAMS, WARPGROUP, f32, inverse_rms, normed_row, row_unsupported_reason, whole_row
 
 # Over more than two devices, larger sums write less in two phases: each device adds up a part of the rows, then gathers all.
 MOST_BYTES_AT_ONCE = 1 << 19
 
 _c = mgpu.utils.c
-_SIGNAL = "{ .reg .pred p; setp.eq.s32 p, $0, $1; @p st.release.sys.global.u32 [$2], $3; }"
-_WAIT = """{
-.reg .pred p; .reg .s32 seen;
-setp.ne.s32 p, $0, $1;
-@p bra ready;
-again:
-ld.acquire.sys.global.u32 seen, [$2];
-sub.s32 seen, seen, $3;
-setp.lt.s32 p, seen, 0;
-@p bra again;
-ready:
-}"""
 
 
 def unsupported_reason(part: jax.Array, axis: str) -> str | None:
@@ -46,13 +40,11 @@ def unsupported_reason(part: jax.Array, axis: str) -> str | None:
         return f"it needs rows, and the part has {part.ndim} axes"
     if (reason := row_unsupported_reason(part.shape[1])) is not None:
         return reason
-    if part.shape[1] * part.dtype.itemsize > ROW_BYTES:
-        return f"a row has at most {ROW_BYTES} bytes, not {part.shape[1] * part.dtype.itemsize}"
-    if part.shape[0] > MOST_ROWS:
-        return f"it supports at most {MOST_ROWS} rows, not {part.shape[0]}"
+    if (size := part.shape[0] * _room(part.shape[1] * part.dtype.itemsize)) > MOST_BYTES:
+        return f"a mailbox holds at most {MOST_BYTES} bytes of each device, not {size}"
     if (devices := lax.axis_size(axis)) > MOST_DEVICES:
         return f"it writes to the memory of at most {MOST_DEVICES} devices, not of {devices}"
-    return hopper_unsupported_reason(jnp.bfloat16)
+    return hopper_unsupported_reason()
 
 
 @jax.jit
@@ -60,166 +52,276 @@ def total(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
     """As `api.total`, [T, H] in bfloat16. Jitted, so that the layers of a model share one lowering."""
     T, H = part.shape
     devices = _devices(mailboxes)
-    if devices > 2 and T % devices == 0 and T * H * part.dtype.itemsize > MOST_BYTES_AT_ONCE:
+    if _in_two_phases(part, devices):
         return gather(scatter_sum(part, mailboxes), mailboxes)
 
     def peer_sum(part: Any, mailboxes: Any, summed: Any) -> None:
-        _exchange(part, mailboxes, summed, _add, devices)
+        t = lax.axis_index("row")
+        own = load(part, (t, pl.ds(0, H)), layout=whole_row(H))
+        summed[t, :] = _sum_of(_exchange([own], own, mailboxes, t, devices, T))
 
-    return _by_rows(peer_sum, part, mailboxes, T, T)
+    return _by_rows(peer_sum, T, jax.ShapeDtypeStruct((T, H), part.dtype))(part, mailboxes.reshape(-1))
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def add_total(
+    x: jax.Array, part: jax.Array, norm_weight: jax.Array, mailboxes: jax.Array, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """x + the total of all devices' parts and its norm, [T, H] each, rounded like `total` and `add_norm` after it.
+
+    Args:
+        x: [T, H], the same on all devices. norm_weight: [H].
+        part: [T, H], or [parts, T, H], whose sum is rounded before it is told.
+    """
+    T, H = x.shape
+    devices, whole = _devices(mailboxes), whole_row(H)
+
+    def peer_add_norm(x: Any, part: Any, norm_weight: Any, mailboxes: Any, summed: Any, normed: Any) -> None:
+        t = lax.axis_index("row")
+        pieces = [(i,) for i in range(part.shape[0])] if len(part.shape) == 3 else [()]
+        # All loads come first, so that they are in flight together.
+        own = [load(part, (*piece, t, pl.ds(0, H)), layout=whole) for piece in pieces]
+        row = load(x, (t, pl.ds(0, H)), layout=whole)
+        weight = load(norm_weight, (pl.ds(0, H),), layout=whole)
+        told = _sum_of(own) if own[1:] else own[0]
+        row = row + _sum_of(_exchange([told], told, mailboxes, t, devices, T))
+        summed[t, :] = row
+        normed[t, :] = normed_row(row, inverse_rms(row, eps), weight)
+
+    kernel = _by_rows(peer_add_norm, T, (jax.ShapeDtypeStruct((T, H), x.dtype),) * 2)
+    return kernel(x, part, norm_weight, mailboxes.reshape(-1))
 
 
 @jax.jit
 def scatter_sum(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
     """As `api.scatter_sum`: [T, H] of parts [devices * T, H]."""
-    devices = _devices(mailboxes)
+    devices, H = _devices(mailboxes), part.shape[1]
     T = part.shape[0] // devices
 
     def peer_scatter_sum(part: Any, mailboxes: Any, summed: Any) -> None:
-        _exchange(part, mailboxes, summed, _add, devices, apart=T)
+        t = lax.axis_index("row")
+        places = [*(device * T for device in range(devices)), mailboxes[2 * devices] * T]
+        *given, own = (load(part, (place + t, pl.ds(0, H)), layout=whole_row(H)) for place in places)
+        summed[t, :] = _sum_of(_exchange(given, own, mailboxes, t, devices, T))
 
-    return _by_rows(peer_scatter_sum, part, mailboxes, T, T)
+    return _by_rows(peer_scatter_sum, T, jax.ShapeDtypeStruct((T, H), part.dtype))(part, mailboxes.reshape(-1))
 
 
 @jax.jit
 def gather(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
     """As `api.gather`: [devices * T, H] of parts [T, H], of any dtype of 2 or 4 bytes."""
-    T = part.shape[0]
+    T, H = part.shape
     devices = _devices(mailboxes)
 
     def peer_gather(part: Any, mailboxes: Any, whole: Any) -> None:
-        _exchange(part, mailboxes, whole, None, devices)
+        t = lax.axis_index("row")
+        own = load(part, (t, pl.ds(0, H)), layout=_row_layout(H, part.dtype))
+        for device, row in enumerate(_exchange([own], own, mailboxes, t, devices, T)):
+            whole[device * T + t, :] = row
 
-    return _by_rows(peer_gather, part, mailboxes, T, devices * T)
+    return _by_rows(peer_gather, T, jax.ShapeDtypeStruct((devices * T, H), part.dtype))(part, mailboxes.reshape(-1))
+
+
+def in_one_phase(part: Any, axis: str) -> bool:
+    """Whether `total` of [T, H] is one exchange."""
+    return not _in_two_phases(part, lax.axis_size(axis))
+
+
+def _in_two_phases(part: Any, devices: int) -> bool:
+    return devices > 2 and part.shape[0] % devices == 0 and part.size * part.dtype.itemsize > MOST_BYTES_AT_ONCE
+
+
+def _room(row_bytes: int) -> int:
+    """Bytes of the words of a row: each thread has one at least."""
+    return max(row_bytes, 4 * WARPGROUP)
 
 
 def _devices(mailboxes: jax.Array) -> int:
     return (mailboxes.shape[-1] - 1) // 2
 
 
-def _by_rows(kernel: Callable[..., None], part: jax.Array, mailboxes: jax.Array, rows: int, results: int) -> jax.Array:
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((results, part.shape[1]), part.dtype),
-        grid=(rows,),
-        grid_names=("row",),
-        compiler_params=PARAMS,
-    )(part, mailboxes.reshape(-1))
+def _by_rows(kernel: Callable[..., None], rows: int, out_type: Any) -> Callable[..., Any]:
+    return plgpu.kernel(kernel, out_type=out_type, grid=(rows,), grid_names=("row",), compiler_params=PARAMS)
+
+
+def _row_layout(H: int, dtype: Any) -> Any:
+    """Up to 16 bytes a load."""
+    return plgpu.Layout.WG_STRIDED((H,), vec_size=math.gcd(H // WARPGROUP, 16 // jnp.dtype(dtype).itemsize))
+
+
+def _sum_of(rows: Sequence[jax.Array]) -> jax.Array:
+    """Rows added in float32 in their order, and rounded once."""
+    first, *others = (row.astype(f32) for row in rows)
+    for other in others:
+        first = first + other
+    return first.astype(rows[0].dtype)
 
 
 def _exchange(
-    part: Any,
-    mailboxes: Any,
-    out: Any,
-    add: Callable[[Sequence[Any]], Any] | None,
-    devices: int,
-    *,
-    apart: int = 0,
-) -> None:
-    """One row's warpgroup, of as many as `out` has rows (or, without `add`, rows of each device).
+    given: Sequence[jax.Array], own: jax.Array, mailboxes: Any, t: jax.Array, devices: int, T: int
+) -> Sequence[jax.Array]:
+    """What all devices tell this one of a row, in their order, `own` in its own place.
 
     Args:
-        add: makes row t of `out` of what all devices sent; None: each is a row of its own.
-        apart: rows of `part` between those that one warpgroup sends to one device and to the next.
+        given: rows [H] that each device is told, or the one that all are.
+        mailboxes: reference of `Mailboxes.addresses` of this device, [2 * devices + 1].
+        t: the warpgroup's row, int32 [], of T, the blocks of the grid.
     """
+    (H,), dtype = own.shape, own.dtype
+    layout, row_layout = Layout(devices), _row_layout(H, dtype)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
-    def body(_: Any, part: ir.Value, mailboxes: ir.Value, out: ir.Value) -> None:
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        layout = Layout(devices)
-        (rows, H), dtype = ir.MemRefType(out.type).shape, ir.MemRefType(out.type).element_type
-        T = rows if add is not None else rows // devices
-        row_bytes = H * mgpu.utils.bitwidth(dtype) // 8
-        vec_size = math.gcd(H // WARPGROUP, 16 * 8 // mgpu.utils.bitwidth(dtype))
-
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, *[row_layout] * (1 + len(given))),
+        return_type=(plgpu.ShapeDtypeStruct((H,), dtype, layout=row_layout),) * devices,
+    )
+    def exchange(_: Any, mailboxes: ir.Value, t: Any, own: Any, *given: Any) -> tuple[Any, ...]:
         def number(i: int) -> ir.Value:
             return memref.load(mailboxes, [_c(i, ir.IndexType.get())])
 
-        def wide(x: ir.Value) -> ir.Value:
-            return arith.extui(i64, x)
-
-        def times(x: ir.Value, factor: int) -> ir.Value:
-            return arith.muli(wide(x), _c(factor, i64))
-
-        def row_at(address: ir.Value) -> ir.Value:
-            pointer = llvm.inttoptr(llvm.PointerType.get(), address)
-            return mgpu.utils.ptr_as_memref(pointer, ir.MemRefType.get((H,), dtype))
-
-        def load(address: ir.Value) -> Any:
-            signed = True if isinstance(dtype, ir.IntegerType) else None
-            return mgpu.FragmentedArray.load_strided(row_at(address), is_signed=signed, vec_size=vec_size)
-
-        def address_of(ref: ir.Value) -> ir.Value:
-            return llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref))
-
         bases = [
-            arith.ori(wide(number(2 * d)), arith.shli(wide(number(2 * d + 1)), _c(32, i64))) for d in range(devices)
+            arith.ori(_wide(number(2 * d)), arith.shli(_wide(number(2 * d + 1)), _c(32, _i64())))
+            for d in range(devices)
         ]
-        rank, own = number(2 * devices), bases[0]
+        rank, base = number(2 * devices), bases[0]
         for d in range(1, devices):
-            mine = arith.cmpi(arith.CmpIPredicate.eq, rank, _c(d, i32))
-            own = arith.select(mine, bases[d], own)
-        t = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))
-        thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
+            base = arith.select(_equal(rank, d), bases[d], base)
+        thread = arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
+        calls: Any = llvm.inline_asm(
+            _i32(), [base], f"ld.global.b32 $0, [$1+{layout.calls}];", "=r,l,~{memory}", has_side_effects=True
+        )
+        call = arith.addi(calls, _c(1, _i32()))
+        side = arith.andi(call, _c(SIDES - 1, _i32()))
+        # The words of this thread in a row, of each of its registers: twice as many bytes, with the numbers of the call.
+        register = own.registers.flat[0]
+        register_bytes, row_bytes = 4 * len(_words(register)), H * jnp.dtype(dtype).itemsize
+        first = arith.addi(_times(t.registers.item(), 2 * _room(row_bytes)), _times(thread, 2 * register_bytes))
+        first = arith.addi(first, arith.addi(_times(side, devices * layout.of_a_sender), _c(layout.words, _i64())))
+        stride = 2 * register_bytes * WARPGROUP
 
-        def calls_at(base: ir.Value) -> ir.Value:
-            return arith.addi(base, times(t, 4))
-
-        def flag_at(base: ir.Value, sender: ir.Value) -> ir.Value:
-            place = arith.addi(times(sender, MOST_ROWS), wide(t))
-            offset = arith.muli(place, _c(4, i64))
-            return arith.addi(arith.addi(base, offset), _c(layout.flags, i64))
-
-        calls: Any = llvm.inline_asm(i32, [calls_at(own)], "ld.global.u32 $0, [$1];", "=r,l,~{memory}", has_side_effects=True)
-        call = arith.addi(calls, _c(1, i32))
-        side = arith.andi(call, _c(SIDES - 1, i32))
-
-        def slot_at(base: ir.Value, sender: ir.Value) -> ir.Value:
-            place = arith.addi(times(side, devices), wide(sender))
-            place = arith.addi(arith.muli(place, _c(MOST_ROWS, i64)), wide(t))
-            offset = arith.muli(place, _c(ROW_BYTES, i64))
-            return arith.addi(arith.addi(base, offset), _c(layout.rows, i64))
-
-        def number_of(d: int) -> ir.Value:
-            return _c(d, i32)
-
-        given: dict[ir.Value, Any] = {}
-        for d, base in enumerate(bases):
-            row = _plus(t, d * apart)
-            if row not in given:
-                given[row] = load(arith.addi(address_of(part), times(row, row_bytes)))
-            given[row].store_untiled(row_at(slot_at(base, rank)), optimized=False)
-        mgpu.utils.warpgroup_barrier()  # all threads have written, and read the number of calls
-        for d, base in enumerate(bases):
-            args = [thread, number_of(d), flag_at(base, rank), call]
-            llvm.inline_asm(None, args, _SIGNAL, "r,r,l,r,~{memory}", has_side_effects=True)
-        for d in range(devices):
-            args = [thread, number_of(d), flag_at(own, number_of(d)), call]
-            llvm.inline_asm(None, args, _WAIT, "r,r,l,r,~{memory}", has_side_effects=True)
+        for d, row in enumerate(given if given[1:] else given * devices):
+            to = arith.addi(bases[d], arith.addi(first, _times(rank, layout.of_a_sender)))
+            _send(row, to, stride, call, unless=_equal(rank, d))
+        came = tuple(
+            _receive(own, arith.addi(base, _plus(first, d * layout.of_a_sender)), stride, call, unless=_equal(rank, d))
+            for d in range(devices)
+        )
+        # The last block to end counts the call: all have read the number by then.
         mgpu.utils.warpgroup_barrier()
-        came = [load(slot_at(own, number_of(d))) for d in range(devices)]
-        if add is None:
-            for d, row in enumerate(came):
-                place = times(_plus(t, d * T), row_bytes)
-                row.store_untiled(row_at(arith.addi(address_of(out), place)), optimized=False)
-        else:
-            place = times(t, row_bytes)
-            add(came).store_untiled(row_at(arith.addi(address_of(out), place)), optimized=False)
-        args = [thread, number_of(0), calls_at(own), call]
-        ended = "{ .reg .pred p; setp.eq.s32 p, $0, $1; @p st.global.u32 [$2], $3; }"
-        llvm.inline_asm(None, args, ended, "r,r,l,r,~{memory}", has_side_effects=True)
+        ptx = _END.format(calls=layout.calls, ended=layout.ended)
+        args = [thread, base, _c(T - 1, _i32()), call]
+        llvm.inline_asm(None, args, ptx, "r,l,r,r,~{memory}", has_side_effects=True)
+        return came
 
-    body(part, mailboxes, out)
+    return exchange(mailboxes, t, own, *given)
+
+
+_END = """{{
+.reg .pred p; .reg .b32 before, none;
+setp.ne.s32 p, $0, 0;
+@p bra out;
+atom.acq_rel.gpu.global.inc.u32 before, [$1+{ended}], $2;
+setp.ne.s32 p, before, $2;
+@p bra out;
+st.global.b32 [$1+{calls}], $3;
+out:
+}}"""
+
+
+def _send(row: Any, to: ir.Value, stride: int, call: ir.Value, *, unless: ir.Value) -> None:
+    """Stores this thread's registers of a row, each word with the number of the call, `stride` bytes between registers."""
+    for i, register in enumerate(row.registers.flat):
+        words = _words(register)
+        for place, pair in _pairs(words):
+            pairs = ", ".join(f"pair{j}" for j in range(len(pair)))
+            packed = " ".join(f"mov.b64 pair{j}, {{${2 + j}, $1}};" for j in range(len(pair)))
+            vector = f"st.relaxed.sys.global{'.v2' if len(pair) == 2 else ''}.b64"
+            at = f"${2 + len(pair)}+{i * stride + 8 * place}"
+            ptx = (
+                f"{{ .reg .pred p; .reg .b64 {pairs}; setp.eq.s32 p, $0, 0; {packed} "
+                f"@p {vector} [{at}], {{{pairs}}}; }}"
+            )
+            args = [arith.extui(_i32(), unless), call, *pair, to]
+            kinds = ",".join(["r", "r", *"r" * len(pair), "l", "~{memory}"])
+            llvm.inline_asm(None, args, ptx, kinds, has_side_effects=True)
+
+
+def _receive(like: Any, at: ir.Value, stride: int, call: ir.Value, *, unless: ir.Value) -> Any:
+    """The row that was stored so in this device's mailbox; `like` itself, a row of this shape, if `unless`."""
+    places = [(i, place, len(pair)) for i, r in enumerate(like.registers.flat) for place, pair in _pairs(_words(r))]
+    count = sum(size for *_, size in places)
+    loads, found, n = [], [], 0
+    for i, place, size in places:
+        pairs = ", ".join(f"pair{j}" for j in range(n, n + size))
+        loads.append(
+            f"ld.relaxed.sys.global{'.v2' if size == 2 else ''}.b64 {{{pairs}}}, [${count}+{i * stride + 8 * place}];"
+        )
+        for j in range(n, n + size):
+            found.append(
+                f"mov.b64 {{${j}, seen}}, pair{j}; setp.ne.and.s32 late, seen, ${count + 1}, others; @late bra again;"
+            )
+        n += size
+    names = ", ".join(f"pair{j}" for j in range(count))
+    ptx = "\n".join(
+        [
+            "{", f".reg .pred others, late; .reg .b64 {names}; .reg .b32 seen;",
+            f"setp.eq.s32 others, ${count + 2}, 0;", "again:", *loads, *found, "}",
+        ]
+    )  # fmt: skip
+    struct = llvm.StructType.get_literal([_i32()] * count)
+    kinds = ",".join([*["=&r"] * count, "l", "r", "r", "~{memory}"])
+    args = [at, call, arith.extui(_i32(), unless)]
+    got: Any = llvm.inline_asm(struct if count > 1 else _i32(), args, ptx, kinds, has_side_effects=True)
+    words = iter([llvm.extractvalue(_i32(), got, [j]) for j in range(count)] if count > 1 else [got])
+    registers = like.registers.copy()
+    for i, register in enumerate(like.registers.flat):
+        came = _from_words([next(words) for _ in _words(register)], register.type)
+        registers.flat[i] = arith.select(unless, register, came)
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=like.is_signed)
+
+
+def _words(register: ir.Value) -> list[ir.Value]:
+    """The bits of a vector, as int32."""
+    kind = ir.VectorType(register.type)
+    bits = kind.shape[0] * mgpu.utils.bitwidth(kind.element_type)
+    if bits < 32:
+        whole = vector.bitcast(ir.VectorType.get((1,), ir.IntegerType.get_signless(bits)), register)
+        return [arith.extui(_i32(), vector.extract(whole, [], [0]))]
+    words = vector.bitcast(ir.VectorType.get((bits // 32,), _i32()), register)
+    return [vector.extract(words, [], [i]) for i in range(bits // 32)]
+
+
+def _from_words(words: Sequence[ir.Value], kind: ir.Type) -> ir.Value:
+    bits = ir.VectorType(kind).shape[0] * mgpu.utils.bitwidth(ir.VectorType(kind).element_type)
+    if bits < 32:
+        short = ir.IntegerType.get_signless(bits)
+        return vector.bitcast(kind, vector.broadcast(ir.VectorType.get((1,), short), arith.trunci(short, words[0])))
+    return vector.bitcast(kind, vector.from_elements(ir.VectorType.get((len(words),), _i32()), list(words)))
+
+
+def _pairs(words: Sequence[ir.Value]) -> list[tuple[int, list[ir.Value]]]:
+    """Two words and two numbers a store, where there are two: the place of the first, and the words."""
+    return [(i, list(words[i : i + 2])) for i in range(0, len(words), 2)]
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64() -> ir.Type:
+    return ir.IntegerType.get_signless(64)
+
+
+def _wide(x: ir.Value) -> ir.Value:
+    return arith.extui(_i64(), x)
+
+
+def _times(x: ir.Value, factor: int) -> ir.Value:
+    return arith.muli(_wide(x), _c(factor, _i64()))
+
+
+def _equal(x: ir.Value, number: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, x, _c(number, x.type))
 
 
 def _plus(x: ir.Value, number: int) -> ir.Value:
     return arith.addi(x, _c(number, x.type)) if number else x
-
-
-def _add(rows: Sequence[Any]) -> Any:
-    """Rows of all devices, added in float32 in the order of the devices, and rounded once."""
-    f32 = ir.F32Type.get()
-    first, *others = (row.astype(f32) for row in rows)
-    for other in others:
-        first = first + other
-    return first.astype(rows[0].mlir_dtype)

@@ -35,6 +35,7 @@ from jaxspec.models.registry import read_config
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.mla_sparse import gathered
+from pallas_kernels.peer_sum import mailbox
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4
 from tests.bench.lowered import misplaced_operands
 
@@ -299,6 +300,21 @@ def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request):
     assert told(text, "all_gather") < config.vocab_size
     windows = rows * (1 + DRAFTS) if config.nextn_layers else rows
     assert told(text, "all_reduce") == (prompt + windows) * config.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "rows"),
+    [("moonlight", 1, 32), *(pytest.param("moonlight", *c, marks=pytest.mark.full) for c in ((1, 1), (2, 32)))],
+)
+def test_a_decode_step_of_two_gpus_tells_everything_through_mailboxes(name, ranks, rows, request, monkeypatch):
+    """With them no collective of XLA's is in a step, plain or with drafts, which would cut its graph."""
+    mesh = make_mesh(2 // ranks, ranks)
+    monkeypatch.setattr(mailbox, "axes_reached", lambda mesh: [axis for axis in mesh.shape if mesh.shape[axis] > 1])
+    with tuning.use(dataclasses.replace(tuning.of_device("NVIDIA H200"), peer_sum_bytes=1 << 21)):
+        model = CausalLM(target(name, 2).config, BF16)
+        chosen, text = lowered_step(request, model, rows, 0, mesh, data_parallel_size=ranks)
+    assert chosen["peer_sum"] == {"mosaic"}
+    assert not re.findall(r"all_reduce|all_gather|reduce_scatter|all_to_all", text)
 
 
 @pytest.mark.full

@@ -31,10 +31,6 @@ ROWS, TOKENS = 4, 24
 ROUNDING = 2**-5
 
 
-class MoreLaunchesError(Exception):
-    """A step is in pieces."""
-
-
 @pytest.fixture(autouse=True)
 def two_gpus() -> None:
     if len(jax.devices()) < 2:
@@ -77,11 +73,6 @@ def runner_with_kernels(devices: int, k: int, drafts: int = 0, rows: int = ROWS)
     return runner
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=MoreLaunchesError,
-    reason="XLA launches each sum over devices apart, and records none in a graph",
-)
 @pytest.mark.parametrize("k", [0, 3])
 def test_decode_is_one_graph_on_two_devices(k):
     """Launched once on each."""
@@ -93,8 +84,7 @@ def test_decode_is_one_graph_on_two_devices(k):
         runner.read()
 
     events, launches = launches_of(step)
-    if launches != 2 * STEPS:
-        raise MoreLaunchesError(f"{events} kernels in {launches} launches of {STEPS} steps")
+    assert launches == 2 * STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
 
 
 def decoded(runner: Runner, prompts: list[list[int]], at_once: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -9,6 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from pallas_kernels.norm_linear.add_norm import add_norm
+from pallas_kernels.norm_linear.reference import whole
 from pallas_kernels.peer_sum import mosaic, reference
 from pallas_kernels.peer_sum.mailbox import open_mailboxes
 from tests.kernels.test_peer_sum import ON_EACH
@@ -91,6 +93,34 @@ def test_scattered_and_gathered(mesh, both, T):
     ):
         want, got = both(part, function)
         np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize(("T", "width"), [(1, H), (32, H), (7, 7168)])
+def test_added_and_normed(mesh, mailboxes, T, width, pieces):
+    """To the bit what the sum and the kernel for sums and norms make of it; parts of a part are rounded before it is told."""
+    n = mesh.size
+    part = parts(mesh, pieces * T, T, width).reshape(n * pieces, T, width)
+    x, weight = (
+        jnp.asarray(np.random.default_rng(i).standard_normal(s), jnp.bfloat16)
+        for i, s in enumerate([(T, width), width])
+    )
+
+    def separate(part, _):
+        summed = reference.total(whole(part), "tensor")
+        return add_norm(x, summed, weight, eps=1e-6)
+
+    def joined(part, boxes):
+        return mosaic.add_total(x, part if pieces > 1 else part[0], weight, boxes, eps=1e-6)
+
+    want, got = (
+        jax.jit(
+            jax.shard_map(each, mesh=mesh, in_specs=(ON_EACH, ON_EACH), out_specs=(ON_EACH, ON_EACH), check_vma=False)
+        )(part, mailboxes.addresses)
+        for each in (separate, joined)
+    )
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
 @pytest.mark.parametrize(("T", "width"), [(1, 128), (3, 384), (2, 4096)])

@@ -1,6 +1,7 @@
 """Sums over devices: the reference on CPU devices, and the kernel as far as it can be seen without GPUs."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,21 @@ def test_lowers_for_cuda(name, devices, T, H, dtype, kernels):
     assert not any(each in text for each in ("all_reduce", "all_gather", "reduce_scatter"))
 
 
+@pytest.mark.parametrize(("T", "pieces"), [(1, 1), (32, 4)])
+def test_a_sum_with_the_norm_after_it_lowers_to_one_kernel(T, pieces):
+    H = 2048
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    part = jax.ShapeDtypeStruct((2 * pieces, T, H), jnp.bfloat16)
+    x, weight = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((T, H), (H,)))
+    call = jax.shard_map(
+        functools.partial(mosaic.add_total, eps=1e-6), mesh=mesh,
+        in_specs=(PartitionSpec(), ON_EACH, PartitionSpec(), ON_EACH), out_specs=PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+    boxes = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    text = jax.jit(call).trace(x, part, weight, boxes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == 1
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """Kernels that run anywhere: the reference, of one more than there is, to be told apart."""
@@ -120,7 +136,7 @@ def test_numbers_of_any_shape_go_through_the_kernel_as_rows(shape, along):
 @pytest.mark.parametrize(("shape", "names"), [((4,), ("tensor",)), ((2, 2), ("data", "tensor"))])
 def test_each_device_has_the_addresses_along_its_axis(shape, names, monkeypatch):
     """And its own place among them. Where they point to is zeros."""
-    monkeypatch.setattr(mailbox, "MOST_ROWS", 1)
+    monkeypatch.setattr(mailbox, "MOST_BYTES", 4)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), names)
     for along, axis in enumerate(names):
         opened = mailbox.open_mailboxes(mesh, axis)
@@ -156,8 +172,8 @@ def test_no_mailboxes_where_nothing_was_measured_or_no_kernel_runs(monkeypatch):
         ((4, 128, 2), "3 axes"),
         ((4, 100), "multiple of 128"),
         ((4, 128), "GPU"),
-        ((2, 16384), "bytes"),
-        ((8192, 128), "rows"),
+        ((16384, 2048), "bytes"),
+        ((65536, 128), "bytes"),
     ],
 )
 def test_what_the_kernel_lacks(shape, message):
