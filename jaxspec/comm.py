@@ -111,21 +111,24 @@ def first_expert(size: int) -> jax.Array | None:
     return lax.axis_index(axes) * size if axes else None
 
 
-def rows_of_all_ranks(rows: jax.Array) -> jax.Array:
-    """All ranks' arrays, one after the other along the first axis."""
-    return rows if (axis := _rank_axis.get()) is None else peer_sum.gather(rows, axis, _mailboxes_of(axis))
-
-
-def numbers_of_all_ranks(tree: Tree) -> Tree:
-    """`rows_of_all_ranks` of arrays of one shape and of 32-bit numbers, to the bit and gathered at once."""
-    packed, unpacked = _packed(tree)
-    return unpacked(rows_of_all_ranks(packed))
+def rows_of_all_ranks(*rows: jax.Array) -> tuple[jax.Array, ...]:
+    """Of each array [T, columns] those of all ranks, one after the other along the first axis. Only where `has_ranks`."""
+    axis = _ranks()
+    return peer_sum.gather_rows(rows, axis, _mailboxes_of(axis))
 
 
 def total_of_own_rows(part: jax.Array) -> jax.Array:
-    """Of rows as `rows_of_all_ranks` gives them, those of this rank, summed over the ranks."""
-    axis = _rank_axis.get()
-    return part if axis is None else peer_sum.scatter_sum(part, axis, _mailboxes_of(axis))
+    """Of rows as `rows_of_all_ranks` gives them, those of this rank, summed over the ranks. Only where `has_ranks`."""
+    axis = _ranks()
+    return peer_sum.scatter_sum(part, axis, _mailboxes_of(axis))
+
+
+def add_total_of_own_rows(
+    x: jax.Array, part: jax.Array, beside: jax.Array | None, norm_weight: jax.Array, eps: float
+) -> tuple[jax.Array, jax.Array | None]:
+    """x [T, H] + (`total_of_own_rows` + beside), and the RMS norm of the sum, where it costs nothing."""
+    axis = _ranks()
+    return peer_sum.scatter_add(x, part, beside, axis, _mailboxes_of(axis), norm_weight, eps=eps)
 
 
 def everyones(tree: Tree) -> Tree:
@@ -152,6 +155,12 @@ def swap(columns: jax.Array) -> jax.Array:
 
 def _mailboxes_of(axis: str) -> jax.Array | None:
     return dict(_mailboxes.get()).get(axis)
+
+
+def _ranks() -> str:
+    axis = _rank_axis.get()
+    assert axis is not None
+    return axis
 
 
 def _split_axis() -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxspec import comm
 from jaxspec.models.keymap import KeyMap, Piece
@@ -117,8 +118,13 @@ class MoE(nnx.Module):
         if comm.has_ranks():
             shared = parameters.shared
             routed = replace(parameters, shared=None, first=comm.first_expert(parameters.down.shape[0]))
-            out_TH = self._of_all_ranks(normed_TH, routed, logits, live_T)
-            return Stream(x_TH + comm.total(out_TH if shared is None else out_TH + mlp(normed_TH, *shared)))
+            out_AH = self._of_all_ranks(normed_TH, routed, logits, live_T)
+            beside_TH = None if shared is None else mlp(normed_TH, *shared)
+            if following is not None and not comm.is_split():
+                added = comm.add_total_of_own_rows(x_TH, out_AH, beside_TH, following.factor, following.eps)
+                return Stream(*added)
+            out_TH = comm.total_of_own_rows(out_AH)
+            return Stream(x_TH + comm.total(out_TH if beside_TH is None else out_TH + beside_TH))
         if comm.is_split():
             parameters = replace(parameters, first=comm.first(parameters.down.shape[0]))
             out_TH = routed_experts(normed_TH, parameters, logits, bias_E, live_T, **self._routing())
@@ -133,16 +139,20 @@ class MoE(nnx.Module):
     def _of_all_ranks(
         self, x_TH: jax.Array, parameters: ExpertWeights, logits: jax.Array, live_T: jax.Array
     ) -> jax.Array:
-        """What experts give each of this rank's tokens, of one device of the rank: [T, H], a part of the sum over them.
+        """What this device's experts give the tokens of all ranks: [A, H], a part of the sum over devices.
 
-        Each device runs its experts on the tokens of all ranks. A token's experts are chosen on its own rank.
+        A token's experts are chosen on its own rank.
         """
-        E = self.spec.num_experts
+        E, K = self.spec.num_experts, self.spec.top_k
         weights_TK, ids_TK = self._route(logits, x_TH.shape[0])
         # No expert has the id E. So the others know which tokens are padding.
-        weights_AK, ids_AK = comm.numbers_of_all_ranks((weights_TK, jnp.where(live_T[:, None], ids_TK, E)))
-        x_AH = comm.rows_of_all_ranks(x_TH)
-        return comm.total_of_own_rows(experts(x_AH, parameters, weights_AK, ids_AK, ids_AK[:, 0] < E))
+        ids_TK = jnp.where(live_T[:, None], ids_TK, E)
+        numbers_TN = jnp.concatenate([lax.bitcast_convert_type(weights_TK, jnp.int32), ids_TK], axis=1)
+        # Rows as long as kernels that tell them want them.
+        numbers_TN = jnp.pad(numbers_TN, ((0, 0), (0, -2 * K % 128)))
+        x_AH, numbers_AN = comm.rows_of_all_ranks(x_TH, numbers_TN)
+        weights_AK, ids_AK = lax.bitcast_convert_type(numbers_AN[:, :K], jnp.float32), numbers_AN[:, K : 2 * K]
+        return experts(x_AH, parameters, weights_AK, ids_AK, ids_AK[:, 0] < E)
 
     def _route(self, logits: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
         """Weights float32 and ids int32 [T, top_k] of what `_logits` gives."""

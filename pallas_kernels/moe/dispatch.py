@@ -34,14 +34,18 @@ def dispatch(
         all_tokens: every slot has all T <= rows tokens.
     """
     T, k = ids.shape
-    padded = -(-T * k // BLOCK) * BLOCK
-    ids_N = jnp.where(live[:, None], ids, E).reshape(-1)
-    ids_N = jnp.pad(ids_N, (0, padded - T * k), constant_values=E).reshape(-1, BLOCK)
+    ids_N = assigned_blocks(ids, live, E)
     tables = dispatch_assigned(ids_N, k, E, rows, slots, all_tokens=all_tokens, interpret=interpret)
     place = tables.place[:T]
     if all_tokens:
         place = jnp.where(live[:, None], place + jnp.arange(T, dtype=jnp.int32)[:, None], 0)
     return tables._replace(place=place)
+
+
+def assigned_blocks(ids: jax.Array, live: jax.Array, E: int) -> jax.Array:
+    """Ids [T, k] of live tokens as `routing.assign` gives them, [chunks, BLOCK]; E for no expert."""
+    flat = jnp.where(live[:, None], ids, E).reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % BLOCK), constant_values=E).reshape(-1, BLOCK)
 
 
 def dispatch_assigned(

@@ -17,7 +17,7 @@ from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.moe import gather, quantised_mlp
 from pallas_kernels.moe.combine import combine_and_norm
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
-from pallas_kernels.moe.dispatch import copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
+from pallas_kernels.moe.dispatch import assigned_blocks, copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
 from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, padded_rows
 from pallas_kernels.moe.fp8_matmul import fp8_experts
@@ -78,10 +78,18 @@ def experts(
         ids = ids - parameters.first
         mine = (ids >= 0) & (ids < E)
         ids = jnp.where(mine, ids, E)
+    k, width = ids.shape[1], -(-ids.shape[1] // 8) * 8
+    if not config.all_tokens and tuning.current().copying_tokens >= x.shape[0] and not is_fp8(parameters):
+        assigned = assigned_blocks(jnp.pad(ids, ((0, 0), (0, width - k)), constant_values=E), live, E)
+        if copies_tokens(assigned, width, x.shape[1]):
+            sizes = width, E, config.rows, config.slots
+            tables, copied = dispatch_and_copy(assigned, _ordered(x, parameters), *sizes, interpret=interpret)
+            rows = _expert_rows(x, copied, parameters, weights, tables, config, interpret)
+            return combine(rows, live, k, mine).astype(x.dtype)
     tables = dispatch(ids, live, E, config.rows, config.slots, all_tokens=config.all_tokens, interpret=interpret)
     slots_x = _slot_inputs(x, parameters, tables, config, interpret)
     rows = _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
-    return combine(rows, live, ids.shape[1], mine).astype(x.dtype)
+    return combine(rows, live, k, mine).astype(x.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("routing", "config", "interpret"))

@@ -5,6 +5,7 @@ XLA's own collectives cut the graph in two.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,10 +56,10 @@ def add_total(
     Returns:
         x + total [T, H]; the norm [T, H], or None.
     """
-    if mailboxes is not None and norms_apart(x.shape[0], from_tokens=1) and part.dtype == x.dtype == jnp.bfloat16:
-        one = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        if norm_weight.dtype == x.dtype and _has_kernel(one, axis) and mosaic.in_one_phase(one, axis):
-            return mosaic.add_total(x, part, norm_weight, mailboxes, eps=eps)
+    one = jax.ShapeDtypeStruct(x.shape, part.dtype)
+    joins = mailboxes is not None and _joins(x, one, norm_weight) and mosaic.in_one_phase(one, axis)
+    if mailboxes is not None and joins and _has_kernel(one, axis):
+        return mosaic.add_total(x, part, norm_weight, mailboxes, eps=eps)
     return x + total(whole(part), axis, mailboxes), None
 
 
@@ -77,6 +78,38 @@ def scatter_sum(part: jax.Array, axis: str, mailboxes: jax.Array | None = None) 
     return lax.psum_scatter(part, axis, scatter_dimension=0, tiled=True)
 
 
+def scatter_add(
+    x: jax.Array,
+    part: jax.Array,
+    beside: jax.Array | None,
+    axis: str,
+    mailboxes: jax.Array | None,
+    norm_weight: jax.Array,
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array | None]:
+    """As `add_total`, of `scatter_sum` + beside.
+
+    Args:
+        x, beside: [T, H] of this device. part: [devices * T, H]. norm_weight: [H].
+    """
+    if mailboxes is not None and _joins(x, part, norm_weight) and _has_kernel(part, axis):
+        return mosaic.scatter_add(x, part, beside, norm_weight, mailboxes, eps=eps)
+    summed = scatter_sum(part, axis, mailboxes)
+    return x + (summed if beside is None else summed + beside), None
+
+
+def gather_rows(parts: Sequence[jax.Array], axis: str, mailboxes: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    """`gather` of several arrays [T, columns], whose dtypes have 2 or 4 bytes."""
+    if mailboxes is None:
+        return tuple(lax.all_gather(part, axis, tiled=True) for part in parts)
+    width = sum(part.shape[1] * part.dtype.itemsize for part in parts) // 2
+    together = jax.ShapeDtypeStruct((parts[0].shape[0], -(-width // WARPGROUP) * WARPGROUP), jnp.bfloat16)
+    if any(part.shape[1] % WARPGROUP for part in parts) or not _has_kernel(together, axis):
+        return tuple(lax.all_gather(part, axis, tiled=True) for part in parts)
+    return mosaic.gather(parts, mailboxes)
+
+
 def gather(part: jax.Array, axis: str, mailboxes: jax.Array | None = None, *, along: int = 0) -> jax.Array:
     """All devices' arrays, one after the other along the axis `along`.
 
@@ -92,7 +125,7 @@ def gather(part: jax.Array, axis: str, mailboxes: jax.Array | None = None, *, al
 def _gathered(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
     """[devices, *shape of part], by the kernel."""
     rows = _rows_of(part)
-    whole = mosaic.gather(rows, mailboxes).reshape(-1, rows.size)
+    whole = mosaic.gather([rows], mailboxes)[0].reshape(-1, rows.size)
     return whole[:, : part.size].reshape(-1, *part.shape)
 
 
@@ -103,6 +136,11 @@ def _rows_of(part: jax.Array) -> jax.Array:
     row = min(_NUMBERS_OF_A_ROW, -(-part.size // WARPGROUP) * WARPGROUP)
     rows = -(-part.size // row)
     return jnp.pad(part.reshape(-1), (0, rows * row - part.size)).reshape(rows, row)
+
+
+def _joins(x: jax.Array, part: Any, norm_weight: jax.Array) -> bool:
+    """Whether one kernel adds what the devices tell to the residual stream x, and norms it."""
+    return norms_apart(x.shape[0], from_tokens=1) and part.dtype == x.dtype == norm_weight.dtype == jnp.bfloat16
 
 
 def _has_kernel(rows: Any, axis: str) -> bool:

@@ -12,7 +12,7 @@ calls have 32 bits. When they come round, after days of steps, a word that nobod
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -53,12 +53,13 @@ def total(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
     T, H = part.shape
     devices = _devices(mailboxes)
     if _in_two_phases(part, devices):
-        return gather(scatter_sum(part, mailboxes), mailboxes)
+        return gather([scatter_sum(part, mailboxes)], mailboxes)[0]
 
     def peer_sum(part: Any, mailboxes: Any, summed: Any) -> None:
         t = lax.axis_index("row")
         own = load(part, (t, pl.ds(0, H)), layout=whole_row(H))
-        summed[t, :] = _sum_of(_exchange([own], own, mailboxes, t, devices, T))
+        (came,) = _exchange([Told([own], own)], mailboxes, t, devices, T)
+        summed[t, :] = _sum_of(came)
 
     return _by_rows(peer_sum, T, jax.ShapeDtypeStruct((T, H), part.dtype))(part, mailboxes.reshape(-1))
 
@@ -84,7 +85,8 @@ def add_total(
         row = load(x, (t, pl.ds(0, H)), layout=whole)
         weight = load(norm_weight, (pl.ds(0, H),), layout=whole)
         told = _sum_of(own) if own[1:] else own[0]
-        row = row + _sum_of(_exchange([told], told, mailboxes, t, devices, T))
+        (came,) = _exchange([Told([told], told)], mailboxes, t, devices, T)
+        row = row + _sum_of(came)
         summed[t, :] = row
         normed[t, :] = normed_row(row, inverse_rms(row, eps), weight)
 
@@ -102,24 +104,64 @@ def scatter_sum(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
         t = lax.axis_index("row")
         places = [*(device * T for device in range(devices)), mailboxes[2 * devices] * T]
         *given, own = (load(part, (place + t, pl.ds(0, H)), layout=whole_row(H)) for place in places)
-        summed[t, :] = _sum_of(_exchange(given, own, mailboxes, t, devices, T))
+        (came,) = _exchange([Told(given, own)], mailboxes, t, devices, T)
+        summed[t, :] = _sum_of(came)
 
     return _by_rows(peer_scatter_sum, T, jax.ShapeDtypeStruct((T, H), part.dtype))(part, mailboxes.reshape(-1))
 
 
-@jax.jit
-def gather(part: jax.Array, mailboxes: jax.Array) -> jax.Array:
-    """As `api.gather`: [devices * T, H] of parts [T, H], of any dtype of 2 or 4 bytes."""
-    T, H = part.shape
-    devices = _devices(mailboxes)
+@functools.partial(jax.jit, static_argnames="eps")
+def scatter_add(
+    x: jax.Array,
+    part: jax.Array,
+    beside: jax.Array | None,
+    norm_weight: jax.Array,
+    mailboxes: jax.Array,
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """x + (`scatter_sum` + beside) and its norm, [T, H] each, rounded in this order.
 
-    def peer_gather(part: Any, mailboxes: Any, whole: Any) -> None:
+    Args:
+        x, beside: [T, H] of this device. part: [devices * T, H]. norm_weight: [H].
+    """
+    T, H = x.shape
+    devices, whole = _devices(mailboxes), whole_row(H)
+
+    def peer_scatter_add_norm(x: Any, part: Any, norm_weight: Any, mailboxes: Any, *refs: Any) -> None:
+        *others, summed, normed = refs
         t = lax.axis_index("row")
-        own = load(part, (t, pl.ds(0, H)), layout=_row_layout(H, part.dtype))
-        for device, row in enumerate(_exchange([own], own, mailboxes, t, devices, T)):
-            whole[device * T + t, :] = row
+        places = [*(device * T for device in range(devices)), mailboxes[2 * devices] * T]
+        *given, own = (load(part, (place + t, pl.ds(0, H)), layout=whole) for place in places)
+        row, *added = (load(ref, (t, pl.ds(0, H)), layout=whole) for ref in (x, *others))
+        weight = load(norm_weight, (pl.ds(0, H),), layout=whole)
+        (came,) = _exchange([Told(given, own)], mailboxes, t, devices, T)
+        total = _sum_of(came)
+        for each in added:
+            total = total + each
+        row = row + total
+        summed[t, :] = row
+        normed[t, :] = normed_row(row, inverse_rms(row, eps), weight)
 
-    return _by_rows(peer_gather, T, jax.ShapeDtypeStruct((devices * T, H), part.dtype))(part, mailboxes.reshape(-1))
+    kernel = _by_rows(peer_scatter_add_norm, T, (jax.ShapeDtypeStruct((T, H), x.dtype),) * 2)
+    return kernel(x, part, norm_weight, mailboxes.reshape(-1), *(() if beside is None else (beside,)))
+
+
+@jax.jit
+def gather(parts: Sequence[jax.Array], mailboxes: jax.Array) -> tuple[jax.Array, ...]:
+    """As `api.gather`: each [devices * T, H] of parts [T, H], of any dtypes of 2 or 4 bytes, at once."""
+    T, devices = parts[0].shape[0], _devices(mailboxes)
+
+    def peer_gather(*refs: Any) -> None:
+        given, mailboxes, wholes = refs[: len(parts)], refs[len(parts)], refs[len(parts) + 1 :]
+        t = lax.axis_index("row")
+        own = [load(ref, (t, pl.ds(0, ref.shape[1])), layout=_row_layout(ref.shape[1], ref.dtype)) for ref in given]
+        for whole, came in zip(wholes, _exchange([Told([o], o) for o in own], mailboxes, t, devices, T), strict=True):
+            for device, row in enumerate(came):
+                whole[device * T + t, :] = row
+
+    out = tuple(jax.ShapeDtypeStruct((devices * T, part.shape[1]), part.dtype) for part in parts)
+    return tuple(_by_rows(peer_gather, T, out)(*parts, mailboxes.reshape(-1)))
 
 
 def in_one_phase(part: Any, axis: str) -> bool:
@@ -157,24 +199,41 @@ def _sum_of(rows: Sequence[jax.Array]) -> jax.Array:
     return first.astype(rows[0].dtype)
 
 
+class Told(NamedTuple):
+    """Rows of one array.
+
+    Attributes:
+        given: [H] that each device is told, or the one that all are.
+        own: [H], which takes this device's place among those that come.
+    """
+
+    given: Sequence[jax.Array]
+    own: jax.Array
+
+
 def _exchange(
-    given: Sequence[jax.Array], own: jax.Array, mailboxes: Any, t: jax.Array, devices: int, T: int
-) -> Sequence[jax.Array]:
-    """What all devices tell this one of a row, in their order, `own` in its own place.
+    told: Sequence[Told], mailboxes: Any, t: jax.Array, devices: int, T: int
+) -> Sequence[Sequence[jax.Array]]:
+    """What all devices tell this one of a row of each array, in their order.
 
     Args:
-        given: rows [H] that each device is told, or the one that all are.
         mailboxes: reference of `Mailboxes.addresses` of this device, [2 * devices + 1].
         t: the warpgroup's row, int32 [], of T, the blocks of the grid.
     """
-    (H,), dtype = own.shape, own.dtype
-    layout, row_layout = Layout(devices), _row_layout(H, dtype)
+    layout, layouts = Layout(devices), [_row_layout(own.shape[0], own.dtype) for _, own in told]
+    rooms = [2 * _room(own.shape[0] * own.dtype.itemsize) for _, own in told]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, *[row_layout] * (1 + len(given))),
-        return_type=(plgpu.ShapeDtypeStruct((H,), dtype, layout=row_layout),) * devices,
-    )
-    def exchange(_: Any, mailboxes: ir.Value, t: Any, own: Any, *given: Any) -> tuple[Any, ...]:
+        arg_types=(
+            plgpu.RefType(), plgpu.Layout.WG_SPLAT,
+            [(row, [row] * len(given)) for row, (given, _) in zip(layouts, told, strict=True)],
+        ),
+        return_type=[
+            [plgpu.ShapeDtypeStruct(own.shape, own.dtype, layout=row)] * devices
+            for row, (_, own) in zip(layouts, told, strict=True)
+        ],
+    )  # fmt: skip
+    def exchange(_: Any, mailboxes: ir.Value, t: Any, rows: Sequence[tuple[Any, Sequence[Any]]]) -> Any:
         def number(i: int) -> ir.Value:
             return memref.load(mailboxes, [_c(i, ir.IndexType.get())])
 
@@ -191,20 +250,26 @@ def _exchange(
         )
         call = arith.addi(calls, _c(1, _i32()))
         side = arith.andi(call, _c(SIDES - 1, _i32()))
-        # The words of this thread in a row, of each of its registers: twice as many bytes, with the numbers of the call.
-        register = own.registers.flat[0]
-        register_bytes, row_bytes = 4 * len(_words(register)), H * jnp.dtype(dtype).itemsize
-        first = arith.addi(_times(t.registers.item(), 2 * _room(row_bytes)), _times(thread, 2 * register_bytes))
-        first = arith.addi(first, arith.addi(_times(side, devices * layout.of_a_sender), _c(layout.words, _i64())))
-        stride = 2 * register_bytes * WARPGROUP
+        first = arith.addi(_times(side, devices * layout.of_a_sender), _times(t.registers.item(), sum(rooms)))
 
-        for d, row in enumerate(given if given[1:] else given * devices):
-            to = arith.addi(bases[d], arith.addi(first, _times(rank, layout.of_a_sender)))
-            _send(row, to, stride, call, unless=_equal(rank, d))
-        came = tuple(
-            _receive(own, arith.addi(base, _plus(first, d * layout.of_a_sender)), stride, call, unless=_equal(rank, d))
-            for d in range(devices)
-        )
+        def at(i: int) -> ir.Value:
+            """Where this thread's words of array i begin, after the beginning of a sender's. What the threads store at once
+            lies side by side: NVLink carries whole sectors."""
+            return arith.addi(
+                _times(thread, _bytes_of_a_store(rows[i][0])), _plus(first, layout.words + sum(rooms[:i]))
+            )
+
+        for i, (_, given) in enumerate(rows):
+            for d, row in enumerate(given if given[1:] else [*given] * devices):
+                to = arith.addi(bases[d], arith.addi(at(i), _times(rank, layout.of_a_sender)))
+                _send(row, to, call, unless=_equal(rank, d))
+        came = [
+            [
+                _receive(own, arith.addi(base, _plus(at(i), d * layout.of_a_sender)), call, unless=_equal(rank, d))
+                for d in range(devices)
+            ]
+            for i, (own, _) in enumerate(rows)
+        ]
         # The last block to end counts the call: all have read the number by then.
         mgpu.utils.warpgroup_barrier()
         ptx = _END.format(calls=layout.calls, ended=layout.ended)
@@ -212,7 +277,7 @@ def _exchange(
         llvm.inline_asm(None, args, ptx, "r,l,r,r,~{memory}", has_side_effects=True)
         return came
 
-    return exchange(mailboxes, t, own, *given)
+    return exchange(mailboxes, t, [(own, [*given]) for given, own in told])
 
 
 _END = """{{
@@ -227,34 +292,35 @@ out:
 }}"""
 
 
-def _send(row: Any, to: ir.Value, stride: int, call: ir.Value, *, unless: ir.Value) -> None:
-    """Stores this thread's registers of a row, each word with the number of the call, `stride` bytes between registers."""
-    for i, register in enumerate(row.registers.flat):
-        words = _words(register)
-        for place, pair in _pairs(words):
-            pairs = ", ".join(f"pair{j}" for j in range(len(pair)))
-            packed = " ".join(f"mov.b64 pair{j}, {{${2 + j}, $1}};" for j in range(len(pair)))
-            vector = f"st.relaxed.sys.global{'.v2' if len(pair) == 2 else ''}.b64"
-            at = f"${2 + len(pair)}+{i * stride + 8 * place}"
-            ptx = (
-                f"{{ .reg .pred p; .reg .b64 {pairs}; setp.eq.s32 p, $0, 0; {packed} "
-                f"@p {vector} [{at}], {{{pairs}}}; }}"
-            )
-            args = [arith.extui(_i32(), unless), call, *pair, to]
-            kinds = ",".join(["r", "r", *"r" * len(pair), "l", "~{memory}"])
-            llvm.inline_asm(None, args, ptx, kinds, has_side_effects=True)
+def _bytes_of_a_store(row: Any) -> int:
+    return 8 * len(_pairs(row)[0])
 
 
-def _receive(like: Any, at: ir.Value, stride: int, call: ir.Value, *, unless: ir.Value) -> Any:
-    """The row that was stored so in this device's mailbox; `like` itself, a row of this shape, if `unless`."""
-    places = [(i, place, len(pair)) for i, r in enumerate(like.registers.flat) for place, pair in _pairs(_words(r))]
-    count = sum(size for *_, size in places)
-    loads, found, n = [], [], 0
-    for i, place, size in places:
-        pairs = ", ".join(f"pair{j}" for j in range(n, n + size))
-        loads.append(
-            f"ld.relaxed.sys.global{'.v2' if size == 2 else ''}.b64 {{{pairs}}}, [${count}+{i * stride + 8 * place}];"
+def _send(row: Any, to: ir.Value, call: ir.Value, *, unless: ir.Value) -> None:
+    """Stores this thread's columns of a row, each word with the number of the call."""
+    stride = WARPGROUP * _bytes_of_a_store(row)
+    for i, pair in enumerate(_pairs(row)):
+        pairs = ", ".join(f"pair{j}" for j in range(len(pair)))
+        packed = " ".join(f"mov.b64 pair{j}, {{${2 + j}, $1}};" for j in range(len(pair)))
+        store = (
+            f"st.relaxed.sys.global{'.v2' if len(pair) == 2 else ''}.b64 [${2 + len(pair)}+{i * stride}], {{{pairs}}};"
         )
+        ptx = f"{{ .reg .pred p; .reg .b64 {pairs}; setp.eq.s32 p, $0, 0; {packed} @p {store} }}"
+        args = [arith.extui(_i32(), unless), call, *pair, to]
+        kinds = ",".join(["r", "r", *"r" * len(pair), "l", "~{memory}"])
+        llvm.inline_asm(None, args, ptx, kinds, has_side_effects=True)
+
+
+def _receive(like: Any, at: ir.Value, call: ir.Value, *, unless: ir.Value) -> Any:
+    """The row that was stored so in this device's mailbox; `like` itself, a row of this shape, if `unless`."""
+    stride = WARPGROUP * _bytes_of_a_store(like)
+    sizes = [len(pair) for pair in _pairs(like)]
+    count = sum(sizes)
+    loads, found, n = [], [], 0
+    for i, size in enumerate(sizes):
+        pairs = ", ".join(f"pair{j}" for j in range(n, n + size))
+        vector = ".v2" if size == 2 else ""
+        loads.append(f"ld.relaxed.sys.global{vector}.b64 {{{pairs}}}, [${count}+{i * stride}];")
         for j in range(n, n + size):
             found.append(
                 f"mov.b64 {{${j}, seen}}, pair{j}; setp.ne.and.s32 late, seen, ${count + 1}, others; @late bra again;"
@@ -298,9 +364,10 @@ def _from_words(words: Sequence[ir.Value], kind: ir.Type) -> ir.Value:
     return vector.bitcast(kind, vector.from_elements(ir.VectorType.get((len(words),), _i32()), list(words)))
 
 
-def _pairs(words: Sequence[ir.Value]) -> list[tuple[int, list[ir.Value]]]:
-    """Two words and two numbers a store, where there are two: the place of the first, and the words."""
-    return [(i, list(words[i : i + 2])) for i in range(0, len(words), 2)]
+def _pairs(row: Any) -> list[list[ir.Value]]:
+    """This thread's words of a row, as each store takes them: two, or one where a register has no more."""
+    words = [_words(register) for register in row.registers.flat]
+    return [several[i : i + 2] for several in words for i in range(0, len(several), 2)]
 
 
 def _i32() -> ir.Type:

@@ -63,7 +63,7 @@ NAMES = ("total", "scatter_sum", "gather")
 
 
 def _call(kernel, boxes, part):
-    return kernel(part, boxes)
+    return kernel([part], boxes)[0] if kernel is mosaic.gather else kernel(part, boxes)
 
 
 def parts(mesh: Mesh, T: int, seed: int, width: int = H) -> jax.Array:
@@ -118,6 +118,34 @@ def test_added_and_normed(mesh, mailboxes, T, width, pieces):
             jax.shard_map(each, mesh=mesh, in_specs=(ON_EACH, ON_EACH), out_specs=(ON_EACH, ON_EACH), check_vma=False)
         )(part, mailboxes.addresses)
         for each in (separate, joined)
+    )
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
+
+@pytest.mark.parametrize("with_beside", [False, True])
+@pytest.mark.parametrize("T", [1, 32])
+def test_what_ranks_tell_each_other(mesh, mailboxes, T, with_beside):
+    """Rows and numbers in one kernel, and the scattered sum with what is added to it and the norm in another."""
+    n, rng = mesh.size, np.random.default_rng(T)
+    numbers = jax.device_put(rng.integers(-(2**31), 2**31, (n * T, 128)).astype(np.int32), NamedSharding(mesh, ON_EACH))
+    x, beside, part = (parts(mesh, rows, seed) for seed, rows in enumerate((T, T, n * T)))
+    weight = jnp.asarray(rng.standard_normal(H), jnp.bfloat16)
+
+    def with_reference(x, numbers, beside, part, _):
+        told = reference.scatter_sum(part, "tensor")
+        summed = add_norm(x, told + beside if with_beside else told, weight, eps=1e-6)
+        return reference.gather(x, "tensor"), reference.gather(numbers, "tensor"), *summed
+
+    def with_kernels(x, numbers, beside, part, boxes):
+        gathered = mosaic.gather([x, numbers], boxes)
+        return *gathered, *mosaic.scatter_add(x, part, beside if with_beside else None, weight, boxes, eps=1e-6)
+
+    want, got = (
+        jax.jit(jax.shard_map(each, mesh=mesh, in_specs=ON_EACH, out_specs=ON_EACH, check_vma=False))(
+            x, numbers, beside, part, mailboxes.addresses
+        )
+        for each in (with_reference, with_kernels)
     )
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))

@@ -62,8 +62,13 @@ def test_lowers_for_cuda(name, devices, T, H, dtype, kernels):
     part = jax.ShapeDtypeStruct((devices * T, H), dtype)
     mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",))
     addresses = jax.ShapeDtypeStruct((devices, 2 * devices + 1), jnp.int32)
+    kernel = getattr(mosaic, name)
     call = jax.shard_map(
-        getattr(mosaic, name), mesh=mesh, in_specs=(ON_EACH, ON_EACH), out_specs=ON_EACH, check_vma=False
+        kernel if name != "gather" else lambda part, boxes: kernel([part], boxes)[0],
+        mesh=mesh,
+        in_specs=(ON_EACH, ON_EACH),
+        out_specs=ON_EACH,
+        check_vma=False,
     )
     text = jax.jit(call).trace(part, addresses).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == kernels
@@ -86,13 +91,40 @@ def test_a_sum_with_the_norm_after_it_lowers_to_one_kernel(T, pieces):
     assert text.count("@mosaic_gpu_v2(") == 1
 
 
+def test_what_ranks_tell_each_other_lowers_to_one_kernel_each_way():
+    """Rows and numbers at once; the scattered sum with the norm after it."""
+    T, H, n = 32, 2048, 4
+    mesh = Mesh(np.array(jax.devices()[:n]), ("tensor",))
+    x, numbers, part = (
+        jax.ShapeDtypeStruct((rows, columns), dtype)
+        for rows, columns, dtype in ((n * T, H, jnp.bfloat16), (n * T, 128, jnp.int32), (n * n * T, H, jnp.bfloat16))
+    )
+    weight, boxes = jax.ShapeDtypeStruct((H,), jnp.bfloat16), jax.ShapeDtypeStruct((n, 2 * n + 1), jnp.int32)
+    whole = PartitionSpec()
+
+    def there(x, numbers, boxes):
+        return mosaic.gather([x, numbers], boxes)
+
+    def back(x, part, beside, weight, boxes):
+        return mosaic.scatter_add(x, part, beside, weight, boxes, eps=1e-6)
+
+    for call, specs, given in (
+        (there, (ON_EACH,) * 3, (x, numbers, boxes)),
+        (back, (ON_EACH, ON_EACH, ON_EACH, whole, ON_EACH), (x, part, x, weight, boxes)),
+    ):
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=ON_EACH, check_vma=False)
+        text = jax.jit(mapped).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2(") == 1
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """Kernels that run anywhere: the reference, of one more than there is, to be told apart."""
     monkeypatch.setattr(mosaic, "hopper_unsupported_reason", lambda *_: None)
-    for name in ("total", "scatter_sum", "gather"):
+    for name in ("total", "scatter_sum"):
         call = getattr(reference, name)
         monkeypatch.setattr(mosaic, name, lambda part, _, call=call: call(part, "tensor") + 1)
+    monkeypatch.setattr(mosaic, "gather", lambda parts, _: tuple(reference.gather(p, "tensor") + 1 for p in parts))
 
 
 MAILBOXES = jnp.zeros((1, 5), jnp.int32)
