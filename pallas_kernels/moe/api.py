@@ -158,13 +158,14 @@ def routed_experts(
     options = Routing(top_k, num_groups, top_groups, normalize, scale)
     backend = _experts_backend(x, parameters)
     route_backend = _route_backend(logits, options)
-    if backend != "mosaic" or route_backend != "mosaic" or parameters.first is not None:
-        weights, ids = (a[: x.shape[0]] for a in _route_on(route_backend, logits, bias, options))
-        return _experts(backend, x, parameters, weights, ids, live, residual)
-    if one_token.supports(x, parameters):
+    kernels = backend == route_backend == "mosaic"
+    if kernels and one_token.supports(x, parameters):
         # With their padding: to cut them to k would be two launches.
         weights, ids, zero = routing.route_padded(logits, bias, live, routing=options)
         return one_token.experts(x, parameters, weights, ids, live, residual, zero, k=top_k)
+    if not kernels or parameters.first is not None:
+        weights, ids = (a[: x.shape[0]] for a in _route_on(route_backend, logits, bias, options))
+        return _experts(backend, x, parameters, weights, ids, live, residual)
     out = mosaic.routed_experts(x, parameters, logits, bias, live, routing=options)
     return out if residual is None else residual + out
 

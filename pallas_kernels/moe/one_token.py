@@ -43,7 +43,7 @@ def supports(x: jax.Array, parameters: ExpertWeights) -> bool:
     T, H = x.shape
     inner, S = parameters.gate_up.shape[2], parameters.shared_inner
     fits = T == 1 and inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
-    plain = not parameters.special and not parameters.quantised and parameters.first is None
+    plain = not parameters.special and not parameters.quantised
     return current().one_token_experts and fits and plain
 
 
@@ -122,15 +122,17 @@ def experts(
     """
     gate_up, down, shared = parameters.arrays()
     E, _, inner, H = gate_up.shape
+    first = parameters.first
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = blocks or getattr(jax.devices()[0], "core_count", None) or 132
     z = Sizes(E, k, H, inner, parameters.shared_inner, grid)
     inputs = [ids, live_flags(live), weights, x, *([] if residual is None else [residual])]
+    inputs += [] if first is None else [first.reshape(1)]
     inputs += [gate_up.reshape(E, 2, inner, -1, z.up_cut.columns), down.reshape(E, H, -1, z.down_cut.columns)]
     if shared is not None:
         inputs += [shared[0].reshape(2, z.S, -1, z.up_cut.columns), shared[1].reshape(H, -1, z.down_cut.columns)]
     h, out = (jax.ShapeDtypeStruct(shape, bf16) for shape in ((z.S + k * inner,), (1, H)))
-    kernel = functools.partial(_kernel, z, residual is not None, interpret)
+    kernel = functools.partial(_kernel, z, residual is not None, first is not None, interpret)
     if interpret:
         h_up = plgpu.kernel(out_type=h, **kernel("up"))(*inputs)
         return plgpu.kernel(out_type=out, **kernel("down"))(*inputs, h_up)
@@ -139,21 +141,38 @@ def experts(
     return result
 
 
-def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any]:
+def _choices_here(ids: Any, first: Any, E: int, k: int) -> tuple[jax.Array, list[tuple[Any, Any, Any]]]:
+    """How many of the token's choices are among the E experts from `first` on; None: all are.
+
+    Returns:
+        Also of each choice its expert here, how many before it are here, and whether it is.
+    """
+    if first is None:
+        return i32(k), []
+    count, out = i32(0), []
+    for j in range(k):
+        e = ids[0, j] - first[0]
+        counts = (e >= 0) & (e < E)
+        out.append((e, count, counts))
+        count = count + jnp.where(counts, i32(1), i32(0))
+    return count, out
+
+
+def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str) -> dict[str, Any]:
     """Arguments of `plgpu.kernel` for one or both halves of the work: "up" writes h [S + k * inner], "down" out [1, H].
 
-    The body's references are ids, live flags, weights and x; the residual [1, H] if `adds`; gate_up [E, 2, inner, parts,
+    The body's references are ids, live flags, weights and x; the residual [1, H] if `adds`; the first expert's id [1] if some
+    are `elsewhere`; gate_up [E, 2, inner, parts,
     columns] and down [E, H, parts, columns]; if S, the shared experts' [2, S, parts, columns] and [H, parts, columns]; then
     h for "up", h and out for "down", and the counter, h and out for both.
     """
     E, k, H, inner, S, grid, up_cut, down_cut = z.E, z.k, z.H, z.inner, z.S, z.grid, z.up_cut, z.down_cut
-    # Stages of a row of gate and up; of a row of down over all experts; and those of it that are shared or one expert's.
-    up_stages, down_stages = H // up_cut.depth, (S + k * inner) // down_cut.depth
-    shared_stages, expert_stages = S // down_cut.depth, inner // down_cut.depth
+    # Stages of a row of gate and up; and of a row of down those that are shared or one expert's.
+    up_stages, shared_stages, expert_stages = H // up_cut.depth, S // down_cut.depth, inner // down_cut.depth
 
     def moe_one_token(ids, live, weights, x, *refs, up_s, up_full, up_free, down_s, down_full, down_free):
         residual = refs[0] if adds else None
-        given = refs[int(adds) :]
+        first, given = (refs[int(adds)], refs[1 + int(adds) :]) if elsewhere else (None, refs[int(adds) :])
         (gate_up, down), given = given[:2], given[2:]
         (shared_gate_up, shared_down), given = (given[:2], given[2:]) if S else ((None, None), given)
         counter, h, out = {"up": (None, *given, None), "down": (None, *given), "updown": given}["".join(halves)]
@@ -163,15 +182,27 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
             """How many of `items`, dealt out in turn, are this block's."""
             return lax.div(items - block + (grid - 1), i32(grid))
 
-        mine_up = share((S + k * inner) // ROWS) if "up" in halves else i32(0)
+        reached, here = _choices_here(ids, first, E, k)
+        # Of a row of down over all choices that are here.
+        down_stages = shared_stages + reached * expert_stages
+        divisor = lax.max(down_stages, i32(1))
+
+        def choice(place):
+            """The place-th choice that is here, as its place among all of them and its expert."""
+            if first is None:
+                # Clamped, because any other number would read past the weights.
+                return place, lax.max(lax.min(ids[0, place], i32(E - 1)), i32(0))
+            j, e = i32(0), i32(0)
+            for i, (each, before, counts) in enumerate(here):
+                it = counts & (before == place)
+                j, e = jnp.where(it, i32(i), j), jnp.where(it, each, e)
+            return j, e
+
+        mine_up = share(lax.div(S + reached * inner, i32(ROWS))) if "up" in halves else i32(0)
         mine_down = share(H // ROWS) if "down" in halves else i32(0)
 
         def row_of(item):
             return (block + item * grid) * ROWS
-
-        def expert(j):
-            """The token's j-th choice, clamped, because any other number would read past the weights."""
-            return lax.max(lax.min(ids[0, j], i32(E - 1)), i32(0))
 
         @pl.when(warpgroup == CONSUMERS)
         def _produce():
@@ -188,12 +219,12 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
 
                 @pl.when(row >= S)
                 def _of_a_choice():
-                    e, mine = expert(lax.div(row - S, i32(inner))), pl.ds(lax.rem(row - S, i32(inner)), ROWS)
+                    e, mine = choice(lax.div(row - S, i32(inner)))[1], pl.ds(lax.rem(row - S, i32(inner)), ROWS)
                     plgpu.copy_gmem_to_smem(gate_up.at[e, :, mine, at], up_s.at[s], up_full.at[s])
 
             def fill_down(step):
-                mine, s = pl.ds(row_of(lax.div(step, i32(down_stages))), ROWS), lax.rem(step, i32(down_cut.stages))
-                stage = lax.rem(step, i32(down_stages))
+                mine, s = pl.ds(row_of(lax.div(step, divisor)), ROWS), lax.rem(step, i32(down_cut.stages))
+                stage = lax.rem(step, divisor)
 
                 if S:
 
@@ -205,7 +236,7 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                 @pl.when(stage >= shared_stages)
                 def _of_a_choice():
                     place = stage - shared_stages
-                    e = expert(lax.div(place, i32(expert_stages)))
+                    e = choice(lax.div(place, i32(expert_stages)))[1]
                     at = pl.ds(lax.rem(place, i32(expert_stages)) * down_cut.parts, down_cut.parts)
                     plgpu.copy_gmem_to_smem(down.at[e, mine, at], down_s.at[s], down_full.at[s])
 
@@ -272,11 +303,12 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                     def piece(stages, first):
                         """Products of `stages` stages of a row, from `first` on, with h; still to be summed over columns."""
                         total: Any = None
-                        for stage in range(first, first + stages):
-                            s = lax.rem(item * down_stages + stage, i32(down_cut.stages))
+                        for stage in range(stages):
+                            s = lax.rem(item * down_stages + first + stage, i32(down_cut.stages))
                             plgpu.barrier_wait(down_full.at[s])
                             for part in range(down_cut.parts):
-                                at = pl.ds((stage * down_cut.parts + part) * down_cut.columns, down_cut.columns)
+                                at = ((first + stage) * down_cut.parts + part) * down_cut.columns
+                                at = pl.ds(at, down_cut.columns)
                                 vector = load(h, (at,), layout=layout.reduce(0)).astype(f32)
                                 tile = load(down_s, (s, my_rows, part, slice(None)), layout=layout)
                                 product = row_products(tile, vector, layout)
@@ -284,12 +316,19 @@ def _kernel(z: Sizes, adds: bool, interpret: Any, *halves: str) -> dict[str, Any
                             give_back(down_free, s)
                         return total
 
-                    total: Any = piece(shared_stages, 0) if S else None
-                    for j in range(k):
-                        weight = lax.broadcast_in_dim(weights[0, j], (WARPS, down_cut.columns), ())
+                    def of_choice(j):
+                        weight = lax.broadcast_in_dim(weights[0, choice(j)[0]], (WARPS, down_cut.columns), ())
                         each = piece(expert_stages, shared_stages + j * expert_stages)
-                        each = each * plgpu.layout_cast(weight, layout)
-                        total = each if total is None else total + each
+                        return each * plgpu.layout_cast(weight, layout)
+
+                    total: Any = piece(shared_stages, 0) if S else None
+                    if first is None:
+                        for j in range(k):
+                            total = of_choice(j) if total is None else total + of_choice(j)
+                    else:
+                        if total is None:
+                            total = plgpu.layout_cast(jnp.zeros((WARPS, down_cut.columns), f32), layout)
+                        total = lax.fori_loop(0, reached, lambda j, total: total + of_choice(j), total)
                     # The experts' sum is rounded before the residual is added, as in the reference.
                     routed = total.sum(axis=1)
                     kept = plgpu.layout_cast(jnp.zeros((WARPS,), f32), layout.reduce(1))

@@ -73,6 +73,28 @@ def test_interpreted_without_races(H, E, k, inner, S, adds):
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize(("first", "S"), [(0, 192), (3, 64), (3, 0), (6, 64), (6, 0)])
+def test_of_experts_here_and_elsewhere_only_those_here_are_read(first, S):
+    """One of three, two, or none of the token's experts; with shared ones and without."""
+    H, E, inner, ids = 128, 3, 64, np.array([[4, 1, 5]], np.int32)
+    gate_up, down, shared = layer(H, E, inner, S)
+    x = jnp.linspace(-1, 1, H, dtype=jnp.bfloat16)[None]
+    weights = np.array([[0.5, 0.25, 0.75]], np.float32)
+    unused = ~np.isin(first + np.arange(E), ids)[:, None, None]
+    holes = jnp.where(unused[..., None], jnp.nan, gate_up), jnp.where(unused, jnp.nan, down)
+    begins, live = jnp.array(first, jnp.int32), jnp.array([True])
+    got = one_token.experts(
+        x, ExpertWeights(*holes, shared, first=begins), weights, ids, live, k=3, blocks=2, interpret=detect_races()
+    )
+    assert_no_races(got, kernels=2)
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32), (x, gate_up, down, shared))
+    want = reference.experts(exact[0], ExpertWeights(*exact[1:], first=begins), weights, ids, live)
+    assert np.any(np.asarray(want)) == (first < 6 or S > 0)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=8e-3 * max(1e-3, float(jnp.abs(want).max())))
+
+
+@interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("sigmoid", [True, False])
 def test_routing_and_experts_give_what_the_reference_does(sigmoid, live):
@@ -100,8 +122,9 @@ SHAPES = LAYERS | {"no shared experts": LAYERS["demo"]._replace(shared=0)}
 DEFAULT = ("demo", "deepseek-v3", "no shared experts")
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("model", members(SHAPES, DEFAULT))
-def test_lowers_for_the_gpu(model):
+def test_lowers_for_the_gpu(model, elsewhere):
     """Two launches and no kernel of XLA's, from the router's logits to the residual stream after the layer."""
     H, E, k, inner, S = SHAPES[model]
 
@@ -111,14 +134,16 @@ def test_lowers_for_the_gpu(model):
     f32 = functools.partial(shape, dtype=jnp.float32)
     routing = Routing(k, 1, 1, True, 2.0)
 
-    def block(x, gate_up, down, logits, bias, live, shared):
+    def block(x, gate_up, down, logits, bias, live, shared, first):
         weights, ids, zero = route_padded(logits, bias, live, routing=routing)
-        return one_token.experts(x, ExpertWeights(gate_up, down, shared), weights, ids, live, x, zero, k=k)
+        parameters = ExpertWeights(gate_up, down, shared, first=first)
+        return one_token.experts(x, parameters, weights, ids, live, x, zero, k=k)
 
     shared = (shape(2, S, H), shape(H, S)) if S else None
     traced = jax.jit(block).trace(
-        shape(1, H), shape(E, 2, inner, H), shape(E, H, inner), f32(1, E), f32(E), shape(1, dtype=jnp.bool_), shared
-    )
+        shape(1, H), shape(E, 2, inner, H), shape(E, H, inner), f32(1, E), f32(E), shape(1, dtype=jnp.bool_), shared,
+        shape(dtype=jnp.int32) if elsewhere else None,
+    )  # fmt: skip
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 2
     assert not any(name in text for name in ("dot_general", "stablehlo.gather", "stablehlo.add", "stablehlo.slice"))
