@@ -32,7 +32,10 @@ READ, MATMUL = 4.41e12, 680e12
 READ_SHARE = {None: 0.9, "fp8_block": 0.85, "fp8_channel": 0.85, "int4_g32": 0.57, "nvfp4": 0.57, "mxfp4": 0.57}
 # The part of MATMUL that matmuls of many tokens and attention over many heads reach (docs/performance.md).
 MATMUL_SHARE, ATTENTION_SHARE = 0.6, 0.79
-# A sum over devices as XLA makes it now: 14 to 21 us up to 512 KB over two H200s; bytes a second of a link, one way.
+# A sum through mailboxes, over two H200s (`bench comm`): what it takes whatever its size, and bytes a second that a device
+# writes, of which every other word is the number of a call. Up to MAILED bytes.
+MAIL_SECONDS, MAIL_LINK, MAILED = 4.1e-6, 322e9, 2 << 20
+# Larger ones as XLA makes them: 14 to 21 us up to 512 KB; bytes a second of a link, one way.
 SUM_SECONDS, LINK = 18e-6, 392e9
 # What samplers exchange in a pass: statistics of logits, what each device would draw, the chosen tokens' logits, and of windows
 # the drafts' probabilities; a draft's statistics and draws at once. Bytes a token of the largest of these.
@@ -203,8 +206,17 @@ class _Pass:
 
 
 def sum_seconds(size: float, devices: int) -> float:
-    """Of one sum of `size` bytes over devices: a start, and what a ring sends over each link."""
-    return SUM_SECONDS + 2 * (devices - 1) / devices * size / LINK if devices > 1 else 0.0
+    """Of one sum of `size` bytes over devices."""
+    if devices == 1:
+        return 0.0
+    others = devices - 1
+    if size > MAILED:
+        # A ring, in which each link carries two parts of all but one device.
+        return SUM_SECONDS + 2 * others / devices * size / LINK
+    # At once, or in two phases.
+    return min(
+        MAIL_SECONDS + 2 * others * size / MAIL_LINK, 2 * (MAIL_SECONDS + 2 * others / devices * size / MAIL_LINK)
+    )
 
 
 def _between(measured: Mapping[int, float], rows: int) -> float:

@@ -28,8 +28,9 @@ from pallas_kernels.compat import load
 from pallas_kernels.peer_sum.mailbox import MOST_BYTES, MOST_DEVICES, SIDES, Layout
 from pallas_kernels.row import PARAMS, WARPGROUP, f32, inverse_rms, normed_row, row_unsupported_reason, whole_row
 
-# Over more than two devices, larger sums write less in two phases: each device adds up a part of the rows, then gathers all.
-MOST_BYTES_AT_ONCE = 1 << 19
+# Over more than two devices a sum in two phases writes less: each device adds up a part of the rows, then gathers all. In the
+# time of the second call, and of the kernel that then makes the norm, a device writes about so many bytes.
+BYTES_OF_A_PHASE = 2_000_000
 
 _c = mgpu.utils.c
 
@@ -170,7 +171,10 @@ def in_one_phase(part: Any, axis: str) -> bool:
 
 
 def _in_two_phases(part: Any, devices: int) -> bool:
-    return devices > 2 and part.shape[0] % devices == 0 and part.size * part.dtype.itemsize > MOST_BYTES_AT_ONCE
+    if part.shape[0] % devices:
+        return False
+    at_once, in_two = devices - 1, 2 * (devices - 1) / devices
+    return 2 * (at_once - in_two) * part.size * part.dtype.itemsize > BYTES_OF_A_PHASE
 
 
 def _room(row_bytes: int) -> int:
