@@ -210,7 +210,7 @@ class Runner:
 
     @property
     def num_pending(self) -> int:
-        """Buckets that threads still prepare; larger ones serve in their place."""
+        """Buckets that do not serve yet; larger ones do in their place."""
         return self._preparation.num_pending
 
     def compile_ahead(self) -> None:
@@ -230,7 +230,8 @@ class Runner:
             announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
                 at the same time as `progress`.
             wait_for_all: False: on a GPU only the `first_buckets` are ready then, and the rest follow after `go_on`.
-                Their first runs are steps of requests, or `install_prepared`'s. (A CPU has few buckets, and no cores to spare.)
+                Their first runs are `install_prepared`'s, or steps of requests that never pause. (A CPU has few buckets, and no
+                cores to spare.)
 
         Raises:
             ConfigError: the steps do not fit in memory.
@@ -353,7 +354,8 @@ class Runner:
     def dispatch(self, plan: StepPlan) -> None:
         """Starts a step; its output comes from `read`, in order. Of a split one, only the forward pass: see `choose`."""
         assert self._begun is None
-        for late, executable in self._preparation.take():
+        self._preparation.working(busy=True)
+        for late, executable in self._preparation.take_under_load():
             self._install(late, executable)
         if plan.split:
             bucket = bucket_for(self.split_ready, plan)
@@ -399,6 +401,7 @@ class Runner:
     def read(self) -> StepOutput:
         """Waits for the oldest step that was dispatched and not read."""
         step = self._queue.popleft()
+        self._preparation.working(busy=bool(self.in_flight))
         scores = None if step.scores is None else unpack(np.asarray(step.scores), step.plan)
         if self.expert_load is not None:
             self.expert_load = replace(self.expert_load, words=step.arrays.expert_load)

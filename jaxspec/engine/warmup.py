@@ -1,8 +1,9 @@
 """Before the first request: every bucket's executable is loaded or compiled, and run on padding.
 
 A server need not wait for all of them. It is ready with those that hold every plan and the usual numbers of decode rows;
-threads get the others, and the runner takes each into its table between two steps. Until then the next larger bucket
-serves.
+threads get the others while no request runs, and the runner takes each into its table between two steps. Until then the
+next larger bucket serves. Loading, tracing and first runs stop steps for tens of milliseconds and more, so under requests that
+never pause there is one of each at a time, and some seconds between them.
 """
 
 import atexit
@@ -32,6 +33,11 @@ FIRST_DECODE_ROWS = (1, 8)
 _SWITCH_SECONDS = 0.0001
 # As `nice` counts, of threads that compile while steps run.
 _LOW_PRIORITY = 10
+# Requests that follow each other within so long are one load.
+_QUIET_SECONDS = 0.5
+# Under a load that does not end, from one executable that is got, or first run, to the next.
+_PATIENCE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
 # Most that the end of the process waits for a compilation, which cannot be interrupted.
 _STOP_SECONDS = 30
 
@@ -76,7 +82,7 @@ class Preparation:
 
     Attributes:
         num_kept: buckets whose executables an earlier start had compiled, of those that `run` prepared.
-        num_pending: buckets that the threads that `go_on` starts have still to prepare.
+        num_pending: buckets that the threads that `go_on` starts have still to prepare, and those that `take` has not given.
     """
 
     def __init__(
@@ -92,7 +98,23 @@ class Preparation:
         self._unsaved: list[tuple[Bucket, Executable]] = []
         self._threads: list[threading.Thread] = []
         self._begun: dict[concurrent.futures.Future[tuple[Executable, bool]], Bucket] = {}
-        self.num_kept = self.num_pending = 0
+        self.num_kept = self._num_preparing = 0
+        # Since when no request runs, None while one does; and when an executable was last got, or taken, under load.
+        self._quiet_since: float | None = time.monotonic()
+        self._last_got = self._last_taken = time.monotonic()
+        self._turns = threading.Lock()
+
+    @property
+    def num_pending(self) -> int:
+        with self._counting:
+            return self._num_preparing + self._prepared.qsize()
+
+    def working(self, *, busy: bool) -> None:
+        """Says whether steps of requests run: threads begin nothing then but at long intervals."""
+        if busy:
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = time.monotonic()
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
         """Threads get these already; `run` takes them when they are there. Not on a CPU: see `run`."""
@@ -173,18 +195,23 @@ class Preparation:
 
         Not on a CPU, where what is kept may not be written while something compiles.
         """
-        self.num_pending = len(buckets)
+        self._num_preparing = len(buckets)
         waiting: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
         for bucket in buckets:
             waiting.put(bucket)
         started, numbers = time.monotonic(), itertools.count(1)
+        self._last_got = self._last_taken = started
+        self._quiet_since = started
 
         def work() -> None:
             _give_way()
-            self.save()
             with compiles.apart(), contextlib.suppress(queue.Empty):
                 while not self._stopping.is_set():
                     bucket = waiting.get_nowait()
+                    self._await_turn()
+                    if self._stopping.is_set():
+                        return
+                    self.save()
                     how = self._prepare(bucket)
                     numbered = f"{how} {next(numbers)} of {len(buckets)} while serving"
                     logger.info("%s, after %.1f s: %s", numbered, time.monotonic() - started, bucket)
@@ -198,6 +225,18 @@ class Preparation:
         for thread in self._threads:
             thread.start()
 
+    def _await_turn(self) -> None:
+        """Until no request has run for a while, or one thread after the other has waited long enough."""
+        with self._turns:
+            while not self._stopping.is_set():
+                now, quiet_since = time.monotonic(), self._quiet_since
+                if quiet_since is not None and now - quiet_since >= _QUIET_SECONDS:
+                    return
+                if now - self._last_got >= _PATIENCE_SECONDS:
+                    self._last_got = now
+                    return
+                self._stopping.wait(_POLL_SECONDS)
+
     def _prepare(self, bucket: Bucket) -> str:
         kept = self._load(bucket)
         if kept is None:
@@ -208,11 +247,11 @@ class Preparation:
         except Exception:
             logger.exception("a step could not be compiled while serving: larger ones go on serving in its place")
             with self._counting:
-                self.num_pending -= 1
+                self._num_preparing -= 1
             return "failed"
         with self._counting:
             self._prepared.put((bucket, executable))
-            self.num_pending -= 1
+            self._num_preparing -= 1
         if kept is None:
             self._save(bucket, executable)
         return "loaded" if kept else "compiled"
@@ -232,6 +271,13 @@ class Preparation:
         while len(out) < most and not self._prepared.empty():
             out.append(self._prepared.get())
         return out
+
+    def take_under_load(self) -> list[tuple[Bucket, Executable]]:
+        """One of these at most, and none again for a while: its first runs will be steps of requests."""
+        if self._prepared.empty() or (now := time.monotonic()) - self._last_taken < _PATIENCE_SECONDS:
+            return []
+        self._last_taken = now
+        return self.take(1)
 
 
 def _give_way() -> None:

@@ -15,7 +15,7 @@ from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig, RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, Stream, rope_tables
+from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, Stream, added, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.quant.reference import linear
@@ -66,8 +66,11 @@ class Block(nnx.Module):
                 out_TH, cache = self.attention(x_TH, cache, meta, rope, norm=self.input_norm)
             else:
                 out_TH, cache = self.attention(stream.normed, cache, meta, rope)
-        if experts is not None and (ids_TK := self.mlp.chosen_experts(x_TH, out_TH, self.post_norm)) is not None:
-            experts.append(ids_TK)
+        if experts is not None:
+            if isinstance(out_TH, comm.Part):
+                out_TH = added(out_TH)  # read twice, and told once
+            if (ids_TK := self.mlp.chosen_experts(x_TH, out_TH, self.post_norm)) is not None:
+                experts.append(ids_TK)
         with jax.named_scope("mlp"):
             return self.mlp.add_to(x_TH, out_TH, self.post_norm, meta.live, following), cache
 

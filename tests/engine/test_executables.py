@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxspec.compat import CompileCounter
 from jaxspec.compile_cache import FileStore
 from jaxspec.config import Settings
-from jaxspec.engine import fingerprint
+from jaxspec.engine import fingerprint, warmup
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executables import Executable, ExecutableStore
@@ -205,14 +205,54 @@ def test_the_rest_come_from_threads_and_a_failure_is_logged(caplog):
     preparation.run((A,), lambda *_: None)
     preparation.go_on((C, B))
     deadline = time.monotonic() + 30
-    while preparation.num_pending and time.monotonic() < deadline:
+    while preparation.num_pending > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     preparation.stop()
+    assert preparation.num_pending == 1  # it does not serve yet
     assert preparation.take() == [(B, "made 2")]
     assert preparation.take() == []
     assert preparation.num_pending == 0
     assert kept == {A: "made 1", B: "made 2"}
     assert "larger ones go on serving" in caplog.text
+
+
+def test_while_requests_run_nothing_is_prepared(monkeypatch):
+    """Nor just after, and all of it once they have ended for a while."""
+    monkeypatch.setattr(warmup, "_QUIET_SECONDS", 0.2)
+    made = []
+    preparation = Preparation({}.get, lambda bucket: made.append(time.monotonic()) or bucket, lambda *_: None)
+    preparation.go_on((A, B, C))
+    for _ in range(10):
+        preparation.working(busy=True)
+        preparation.working(busy=False)
+        time.sleep(0.05)
+    assert not made
+    ended = time.monotonic()
+    deadline = ended + 30
+    while len(made) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    preparation.stop()
+    assert len(made) == 3
+    assert min(made) >= ended - 0.1 + 0.2 - 0.05
+    assert preparation.num_pending == 3
+
+
+def test_under_a_load_without_end_executables_come_one_by_one(monkeypatch):
+    """Got at intervals by any thread, and taken at intervals."""
+    monkeypatch.setattr(warmup, "_PATIENCE_SECONDS", 0.3)
+    made = []
+    preparation = Preparation({}.get, lambda bucket: made.append(time.monotonic()) or bucket, lambda *_: None)
+    preparation.go_on((A, B))
+    preparation.working(busy=True)
+    taken, deadline = [], time.monotonic() + 30
+    while len(taken) < 2 and time.monotonic() < deadline:
+        taken += [time.monotonic() for _ in preparation.take_under_load()]
+        time.sleep(0.01)
+    preparation.stop()
+    assert preparation.num_pending == 0
+    for times in (made, taken):
+        first, second = times
+        assert second - first >= 0.29
 
 
 @pytest.mark.long
