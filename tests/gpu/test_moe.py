@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.moe import api, mosaic, reference, router
+from pallas_kernels.moe import api, mosaic, one_token, reference, router
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import configure
 from pallas_kernels.moe.dispatch import dispatch
@@ -213,6 +213,35 @@ def test_one_token(shape, shared_inner, live):
         assert jnp.isnan(poisoned).all()
     else:
         np.testing.assert_array_equal(poisoned, residual)
+
+
+@pytest.mark.parametrize(("shape", "shared_inner"), [("moonlight", 2 * 1408), ("odd", 0)])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_one_token_of_several_devices(shape, shared_inner, devices):
+    """What each makes of its experts, and of its part of the shared ones, is the whole."""
+    H, E, _, _ = SHAPES[shape]
+    gate_up, down = layer(shape)
+    shared = shared_experts(shape, shared_inner) if shared_inner else None
+    _, routing = ROUTINGS[shape]
+    logits, bias = routers(shape, 1, sigmoid=True)
+    x, live, total = jax.random.normal(jax.random.key(2), (1, H), jnp.bfloat16), jnp.ones(1, bool), 0.0
+    with use(Backends(moe="mosaic")), tuning.use(tuning.Tuning(one_token_experts=True)):
+        for device in range(devices):
+            mine = slice(device * E // devices, (device + 1) * E // devices)
+            part = slice(device * shared_inner // devices, (device + 1) * shared_inner // devices)
+            parameters = ExpertWeights(
+                gate_up[mine], down[mine], None if shared is None else (shared[0][:, part], shared[1][:, part]),
+                first=jnp.int32(mine.start),
+            )  # fmt: skip
+            assert one_token.supports(x, parameters)
+            got = jax.jit(lambda x, p: api.routed_experts(x, p, logits, bias, live, **dataclasses.asdict(routing)))
+            total += np.asarray(got(x, parameters), np.float32)
+    with jax.default_matmul_precision("highest"):
+        exact = np.asarray(
+            want(x.astype(jnp.float32), gate_up, down, *by_reference(logits, bias, routing), live, shared)
+        )
+    error = np.linalg.norm(total - exact) / np.linalg.norm(exact)
+    assert error <= 1e-2, f"relative error {error:.2e}"
 
 
 def test_one_token_after_another():
