@@ -3,7 +3,7 @@
 A server need not wait for all of them. It is ready with those that hold every plan and the usual numbers of decode rows;
 threads get the others while no request runs, and the runner takes each into its table between two steps. Until then the
 next larger bucket serves. Loading, tracing and first runs stop steps for tens of milliseconds and more, so under requests that
-never pause there is one of each at a time, and some seconds between them.
+never pause they begin one by one, seconds apart.
 """
 
 import atexit
@@ -35,8 +35,8 @@ _SWITCH_SECONDS = 0.0001
 _LOW_PRIORITY = 10
 # Requests that follow each other within so long are one load.
 _QUIET_SECONDS = 0.5
-# Under a load that does not end, from one executable that is got, or first run, to the next.
-_PATIENCE_SECONDS = 10.0
+# Under a load that does not end: until the first executable is got and run, and from each to the next.
+_PATIENCE_SECONDS, _PACE_SECONDS = 5.0, 2.0
 _POLL_SECONDS = 0.05
 # Most that the end of the process waits for a compilation, which cannot be interrupted.
 _STOP_SECONDS = 30
@@ -200,7 +200,7 @@ class Preparation:
         for bucket in buckets:
             waiting.put(bucket)
         started, numbers = time.monotonic(), itertools.count(1)
-        self._last_got = self._last_taken = started
+        self._last_got = self._last_taken = started + _PATIENCE_SECONDS - _PACE_SECONDS
         self._quiet_since = started
 
         def work() -> None:
@@ -232,7 +232,7 @@ class Preparation:
                 now, quiet_since = time.monotonic(), self._quiet_since
                 if quiet_since is not None and now - quiet_since >= _QUIET_SECONDS:
                     return
-                if now - self._last_got >= _PATIENCE_SECONDS:
+                if now - self._last_got >= _PACE_SECONDS:
                     self._last_got = now
                     return
                 self._stopping.wait(_POLL_SECONDS)
@@ -274,7 +274,7 @@ class Preparation:
 
     def take_under_load(self) -> list[tuple[Bucket, Executable]]:
         """One of these at most, and none again for a while: its first runs will be steps of requests."""
-        if self._prepared.empty() or (now := time.monotonic()) - self._last_taken < _PATIENCE_SECONDS:
+        if self._prepared.empty() or (now := time.monotonic()) - self._last_taken < _PACE_SECONDS:
             return []
         self._last_taken = now
         return self.take(1)

@@ -239,9 +239,11 @@ def test_while_requests_run_nothing_is_prepared(monkeypatch):
 
 def test_under_a_load_without_end_executables_come_one_by_one(monkeypatch):
     """Got at intervals by any thread, and taken at intervals."""
-    monkeypatch.setattr(warmup, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(warmup, "_PATIENCE_SECONDS", 0.6)
+    monkeypatch.setattr(warmup, "_PACE_SECONDS", 0.3)
     made = []
     preparation = Preparation({}.get, lambda bucket: made.append(time.monotonic()) or bucket, lambda *_: None)
+    began = time.monotonic()
     preparation.go_on((A, B))
     preparation.working(busy=True)
     taken, deadline = [], time.monotonic() + 30
@@ -252,6 +254,7 @@ def test_under_a_load_without_end_executables_come_one_by_one(monkeypatch):
     assert preparation.num_pending == 0
     for times in (made, taken):
         first, second = times
+        assert first - began >= 0.59
         assert second - first >= 0.29
 
 
