@@ -7,6 +7,9 @@ from jax import lax
 
 Tree = TypeVar("Tree")
 
+# Of operands, in bytes.
+ALIGNMENT = 256
+
 
 def own_buffer(operands: Tree) -> Tree:
     """The arrays of a tree, none of which XLA passes to a kernel as a pointer into a larger array.
@@ -16,3 +19,9 @@ def own_buffer(operands: Tree) -> Tree:
     prompts' rows. What is no slice is passed as it is.
     """
     return jax.tree.map(lax.optimization_barrier, operands)
+
+
+def own_rows(rows: jax.Array) -> jax.Array:
+    """`own_buffer` of an array [R, V] that may be large, where a slice of its rows may begin elsewhere: where a row is no
+    multiple of 256 bytes, as some vocabularies' parts on several devices are not."""
+    return own_buffer(rows) if rows.shape[1] * rows.dtype.itemsize % ALIGNMENT else rows

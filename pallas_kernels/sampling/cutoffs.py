@@ -23,7 +23,7 @@ from jax import lax
 
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.meet import meet
-from pallas_kernels.own_buffer import own_buffer
+from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling import lists
 from pallas_kernels.sampling.keys import LEAST_KEY, float_of, ordered, probability, weight
 from pallas_kernels.sampling.parts import WARPGROUP, Parts, resident_parts
@@ -130,7 +130,7 @@ def cutoffs(logits: jax.Array, bounds: Bounds, *, interpret: Any = False) -> jax
     # Counters that blocks meet at, one for each pass, must be 0 at the start.
     _, cuts, _ = run_in_place(
         cutoffs,
-        (logits, *own_buffer(bounds)),
+        (own_rows(logits), *own_buffer(bounds)),
         [jnp.zeros((R, MOST_ROUNDS), i32)],
         [jax.ShapeDtypeStruct((R,), i32), jax.ShapeDtypeStruct((R, 2, THRESHOLDS + 2, WARPGROUP), i32)],
         scratch_types={"buffer": lists.BUFFER},

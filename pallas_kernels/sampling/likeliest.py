@@ -16,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.own_buffer import own_rows
 from pallas_kernels.sampling import lists
 from pallas_kernels.sampling.keys import LEAST_KEY, float_of, ordered
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts, resident_parts
@@ -143,7 +144,7 @@ def _best_of_parts(logits: jax.Array, count: int, wanted: jax.Array, interpret: 
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
         ),
-    )(logits, wanted.astype(i32))
+    )(own_rows(logits), wanted.astype(i32))
     values, ids = (each.reshape(R, -1) for each in best)
     return values, ids
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.own_buffer import own_buffer
+from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, float_of, ordered
 from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
@@ -64,7 +64,7 @@ def logits_stats(
     """See api.py."""
     R, V = logits.shape
     parts = Parts(R, V, logits.dtype.itemsize, AT_ONCE)
-    temperature, cuts = own_buffer((temperature, cuts))
+    logits, (temperature, cuts) = own_rows(logits), own_buffer((temperature, cuts))
 
     def logits_stats(logits, temperature, *refs):
         cut_of, (best, column, top, total, tempered_total, lowest) = refs[:-6], refs[-6:]
@@ -202,6 +202,7 @@ def _best_of_row(
     parts = Parts(R, V, 4, 1)
     adjusts, bounded = residual is not None, tuning.current().bounded_draws
     outputs = 4 if adjusts else 2
+    logits = own_rows(logits)
     rows, temperature, keys, likely, cuts = own_buffer((rows, temperature, keys, likely, cuts))
 
     def gumbel_argmax(logits, rows, temperature, keys, wanted, likely, *refs):

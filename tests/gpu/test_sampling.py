@@ -49,10 +49,12 @@ def test_stats(R, V, dtype):
     np.testing.assert_allclose(got.log_z_tempered[sound], want.log_z_tempered[sound], rtol=1e-5)
 
 
+@pytest.mark.parametrize("V", [max(SIZES), 129280 // 4])
 @pytest.mark.parametrize("first", [1, 8])
-def test_draws_of_windows_after_prompts(first):
-    """Rows of windows begin anywhere in what other kernels found for the rows of prompts and of windows."""
-    V, rows = max(SIZES), 17
+def test_draws_of_windows_after_prompts(first, V):
+    """Rows of windows begin anywhere in what other kernels found for the rows of prompts and windows; and logits of a part of
+    a vocabulary, whose rows are no multiple of 256 bytes, in all logits."""
+    rows = 17
     logits = jax.random.normal(jax.random.key(2), (rows, V), jnp.bfloat16)
     keys = jax.random.bits(jax.random.key(3), (rows, 2), jnp.uint32)
     temperature, kept = temperatures_of(rows), cuts_of(logits)
