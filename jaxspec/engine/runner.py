@@ -92,6 +92,7 @@ class Runner:
         bucket_seconds: what a step in each bucket takes, where it was measured: plans run in the cheapest.
         ready: the buckets that have their step, in the table's order.
         split: the buckets whose step may also run in two parts. split_ready: those for which both are there.
+        mailboxes: of the devices, by axis of the mesh. Steps know their addresses only, so they live as long as the runner.
         expert_load: as of the newest step that was read; None where it is not counted.
 
     Args:
@@ -160,10 +161,9 @@ class Runner:
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most, mesh)
         with _naming_what_does_not_fit(settings):
             state = zeros()
-            # Kept here, because steps know their addresses only.
-            self._mailboxes = {axis: open_mailboxes(mesh, axis) for axis in shapes.mailboxes}
-            if self._mailboxes:
-                state = state._replace(mailboxes={axis: each.addresses for axis, each in self._mailboxes.items()})
+            self.mailboxes = {axis: open_mailboxes(mesh, axis) for axis in shapes.mailboxes}
+            if self.mailboxes:
+                state = state._replace(mailboxes={axis: each.addresses for axis, each in self.mailboxes.items()})
         self.launcher = Launcher(self.executables, state, self._upload, self._count, self._copies)
         self.use_params((target, drafter))
         self._preparation = Preparation(self._load, self.compiler.compile, self._save)

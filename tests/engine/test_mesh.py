@@ -40,6 +40,7 @@ from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
 from pallas_kernels.moe import reference
 from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.peer_sum import mailbox
 from pallas_kernels.quant.schemes import SCHEMES
 from tests.engine.grammar_requests import grammar_requests
 from tests.engine.scripted import numpy_params, one_bucket, warmed, with_caches_of
@@ -318,6 +319,19 @@ def test_residual_bits_equal_on_every_device(name, devices):
 
 
 @pytest.mark.slow
+def test_peer_buffers_keep_their_address(monkeypatch):
+    """Steps pass the addresses of mailboxes on, and each device's stay where they were opened. (Here nothing writes there.)"""
+    monkeypatch.setattr(mailbox, "axes_reached", lambda _: ("tensor",))
+    monkeypatch.setattr(mailbox, "MOST_BYTES", 1 << 10)
+    runner, ids, _ = served(CASES["mla, nextn"], 2)
+    assert any(ids.values())
+    at = [shard.data.unsafe_buffer_pointer() for shard in runner.mailboxes["tensor"].memory.addressable_shards]
+    for rank, row in enumerate(np.asarray(runner.state.mailboxes["tensor"])):
+        *words, own = row.view(np.uint32).tolist()
+        assert own == rank
+        assert [low | high << 32 for low, high in zip(words[::2], words[1::2], strict=True)] == at
+
+
 def test_hlo_has_only_declared_collectives():
     """None on one device. On two a sum for each embedding, two a block, one for the drafts' probabilities and one for the
     chosen tokens'; a gather of statistics, one for prompt rows' draws and one for windows', and one a draft for both. What
