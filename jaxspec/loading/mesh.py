@@ -37,7 +37,7 @@ def make_mesh(tensor_parallel_size: int, data_parallel_size: int = 1) -> Mesh:
 def choose_devices(
     devices: Sequence[Any], processes: int, tensor_parallel_size: int, data_parallel_size: int = 1
 ) -> list[Any]:
-    """The first devices in jax's order, which is the one that Mosaic's remote references count in.
+    """The first devices in jax's order.
 
     Of several processes, as many of each, in the order of their ranks.
 
