@@ -28,7 +28,7 @@ class Attention(Protocol):
     ) -> tuple[Attended, LayerCache]:
         """Writes the cache of all T tokens, then attends: [T, input_dim], `norm` of it if given, -> [T, H].
 
-        The result, and that of `catch_up`, may be in parts: [parts, T, H] as `norm_linear.api.linear_to_add` makes them.
+        The result, and that of `catch_up`, may be in parts, and of one device: see `Attended`.
         """
         ...
 

@@ -162,9 +162,8 @@ def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str)
     """Arguments of `plgpu.kernel` for one or both halves of the work: "up" writes h [S + k * inner], "down" out [1, H].
 
     The body's references are ids, live flags, weights and x; the residual [1, H] if `adds`; the first expert's id [1] if some
-    are `elsewhere`; gate_up [E, 2, inner, parts,
-    columns] and down [E, H, parts, columns]; if S, the shared experts' [2, S, parts, columns] and [H, parts, columns]; then
-    h for "up", h and out for "down", and the counter, h and out for both.
+    are `elsewhere`; gate_up [E, 2, inner, parts, columns] and down [E, H, parts, columns]; if S, the shared experts' [2, S,
+    parts, columns] and [H, parts, columns]; then h for "up", h and out for "down", and the counter, h and out for both.
     """
     E, k, H, inner, S, grid, up_cut, down_cut = z.E, z.k, z.H, z.inner, z.S, z.grid, z.up_cut, z.down_cut
     # Stages of a row of gate and up; and of a row of down those that are shared or one expert's.

@@ -116,7 +116,7 @@ def exchange(told: Sequence[Told], mailboxes: Any, t: jax.Array, devices: int, T
 
 
 _END = """{{
-.reg .pred p; .reg .b32 before, none;
+.reg .pred p; .reg .b32 before;
 setp.ne.s32 p, $0, 0;
 @p bra out;
 atom.acq_rel.gpu.global.inc.u32 before, [$1+{ended}], $2;

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.moe import api, dispatch, gather, mosaic, reference
 from pallas_kernels.moe.activation import Clamp
@@ -112,6 +113,19 @@ def test_interpreted(T):
 def test_parts_of_the_experts_add_up(T):
     """Every token's expert runs on one of the devices, and a device without any of its experts adds its shared part alone."""
     check(T, 8, 2, 128, 128, shared_inner=256, parts=2)
+
+
+@interpreted
+def test_parts_add_up_where_the_tables_kernel_copies_the_tokens():
+    """As on an H200, where one kernel makes the slot tables and copies; dead tokens are copied nowhere."""
+    jax.clear_caches()  # what was traced without the choice has no such kernel
+    names = []
+    with tuning.use(Tuning(copying_tokens=128)), pytest.MonkeyPatch.context() as patch:
+        copy = mosaic.dispatch_and_copy
+        patch.setattr(mosaic, "dispatch_and_copy", lambda *a, **options: names.append("copied") or copy(*a, **options))
+        check(24, 8, 3, 128, 128, shared_inner=256, parts=2)
+    assert names
+    jax.clear_caches()
 
 
 @interpreted
