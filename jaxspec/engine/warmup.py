@@ -142,8 +142,9 @@ class Preparation:
         """
         started = time.monotonic()
         done, told = itertools.count(1), threading.Lock()
-        begun, self._begun = self._begun, {}
-        assert set(begun.values()) <= set(buckets)
+        # What is no longer wanted, because the table was cut since, ends by itself.
+        begun = {future: bucket for future, bucket in self._begun.items() if bucket in buckets}
+        self._begun = {}
 
         def used(bucket: Bucket, executable: Executable) -> None:
             use(bucket, executable)
