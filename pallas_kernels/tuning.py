@@ -45,6 +45,7 @@ class Tuning:
         delta_chunk_kernel: whether prompts of the gated delta rule walk over their chunks in a kernel of ours.
         bounded_draws: whether a draw takes logarithms only of columns that may win.
         peer_sum_bytes: sums over several devices of up to this many bytes are a kernel of ours, in the step's graph; 0: none.
+        host_readback: whether steps write their output into the host's memory.
     """
 
     split_overhead_pages: int = 5
@@ -61,6 +62,7 @@ class Tuning:
     delta_chunk_kernel: bool = False
     bounded_draws: bool = False
     peer_sum_bytes: int = 0
+    host_readback: bool = False
 
 
 _current: ContextVar[Tuning | None] = ContextVar("tuning", default=None)

@@ -19,6 +19,7 @@ from jaxspec.engine.plan import NO_ID, StepPlan
 from jaxspec.engine.request import Request
 from jaxspec.engine.state import PARAMS_F, PARAMS_I, STOP_IDS
 from jaxspec.sampling.params import MAX_LOGIT_BIAS
+from pallas_kernels.readback.host_memory import ENTRY_WORDS, Entry
 
 
 def bucket_for(table: tuple[Bucket, ...], plan: StepPlan, seconds: Mapping[Bucket, float] | None = None) -> Bucket:
@@ -38,6 +39,7 @@ class StepInputs(NamedTuple):
     """The unpacked array. Padding rows have slot 0; padding deltas and resets too.
 
     Attributes:
+        readback: int32 [READBACK_FIELDS], begins with `Entry.words` of where the step writes its output, or with zeros.
         chunk_ids: int32 [P].
         prefill: int32 [E, PREFILL_FIELDS]; its columns are `PrefillRow`'s fields, by the names below.
         decode_slots: int32 [D].
@@ -47,6 +49,7 @@ class StepInputs(NamedTuple):
         biases: int32 [E, 2 * MAX_LOGIT_BIAS] of the same rows: ids, values as bits. No rows in a "lean" bucket.
     """
 
+    readback: jax.Array
     chunk_ids: jax.Array
     prefill: jax.Array
     decode_slots: jax.Array
@@ -119,6 +122,8 @@ class StepInputs(NamedTuple):
         return self.biases[:, MAX_LOGIT_BIAS:]
 
 
+# Three are used. With these what follows begins at a multiple of 256 bytes, as Mosaic GPU's kernels want their operands.
+READBACK_FIELDS = 64
 PREFILL_FIELDS = 7
 # Where a reset record's parts begin.
 RESET_INTS = 1 + PARAMS_F
@@ -143,7 +148,7 @@ class InputLayout:
         # as the longest request has.
         deltas = pages_for(b.prefill_tokens, self.page_size) + 2 * b.rows + self.max_pages * (b.prefill_tokens > 0)
         return (
-            (b.prefill_tokens,), (b.prefill_rows, PREFILL_FIELDS), (b.decode_rows,), (deltas, 3),
+            (READBACK_FIELDS,), (b.prefill_tokens,), (b.prefill_rows, PREFILL_FIELDS), (b.decode_rows,), (deltas, 3),
             (b.prefill_rows, RESET_FIELDS), (b.prefill_rows * (b.variant == "full"), 2 * MAX_LOGIT_BIAS),
         )  # fmt: skip
 
@@ -160,9 +165,17 @@ class InputLayout:
             offset += count
         return StepInputs(*parts)
 
-    def pack_ranks(self, plan: StepPlan, max_slots: int) -> np.ndarray:
-        """The int32 array [ranks * size] of a plan that fits the bucket: `pack` of each rank's, which has so many slots."""
-        return np.concatenate([self.pack(part, rank * max_slots) for rank, part in enumerate(plan.parts)])
+    def pack_ranks(self, plan: StepPlan, max_slots: int, entry: Entry | None = None) -> np.ndarray:
+        """The int32 array [ranks * size] of a plan that fits the bucket: `pack` of each rank's, which has so many slots.
+
+        Args:
+            entry: where the step writes its output, if it does.
+        """
+        each = [self.pack(part, rank * max_slots) for rank, part in enumerate(plan.parts)]
+        if entry is not None:
+            for rank, flat in enumerate(each):
+                self.split(flat).readback[:ENTRY_WORDS] = entry.words(rank)
+        return np.concatenate(each)
 
     def pack(self, plan: StepPlan, first_slot: int = 0) -> np.ndarray:
         """The int32 array [size] of one rank's plan that fits the bucket. `first_slot`: the rank's padding slot."""

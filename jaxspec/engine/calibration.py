@@ -96,13 +96,14 @@ def numbers_of_rows(bucket: Bucket) -> list[int]:
 def step_seconds(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> float:
     """Of a step with so many busy rows, on the state of `busy_state`."""
     inputs = np.tile(busy_inputs(runner, bucket, rows, vocab_size), runner.settings.data_parallel_size)
-    runner.run_packed(bucket, inputs).packed.block_until_ready()
+    runner.run_packed(bucket, inputs)
+    runner.wait()
     times = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
         for _ in range(STEPS):
-            arrays = runner.run_packed(bucket, inputs)
-        arrays.packed.block_until_ready()
+            runner.run_packed(bucket, inputs)
+        runner.wait()
         times.append((time.perf_counter() - started) / STEPS)
     return min(times)
 

@@ -40,6 +40,7 @@ class Compiler:
         store: where executables are kept, under the names that `key` gives.
         skip_dead: see `make_step`.
         probe: see `Runner`.
+        readback: see `make_step`.
     """
 
     graphdefs: tuple[nnx.GraphDef, nnx.GraphDef | None]
@@ -51,6 +52,7 @@ class Compiler:
     store: ExecutableStore
     skip_dead: bool
     probe: bool
+    readback: bool
 
     def compile(self, bucket: Bucket) -> Executable:
         """The step of a bucket, or the part of one, compiled anew.
@@ -61,10 +63,13 @@ class Compiler:
         step: Any
         if bucket.part == "whole":
             step = make_step(
-                self.graphdefs, self.layouts[bucket], self.settings, probe=self.probe, skip_dead=self.skip_dead
-            )
+                self.graphdefs, self.layouts[bucket], self.settings,
+                probe=self.probe, skip_dead=self.skip_dead, readback=self.readback,
+            )  # fmt: skip
         else:
-            both = make_parts(self.graphdefs, self.layouts[bucket], self.settings, skip_dead=self.skip_dead)
+            both = make_parts(
+                self.graphdefs, self.layouts[bucket], self.settings, skip_dead=self.skip_dead, readback=self.readback
+            )
             step = both[bucket.part == "choose"]
         size = self.settings.data_parallel_size * self.layouts[bucket].size
         inputs = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=of_ranks(self.mesh))
@@ -112,7 +117,7 @@ class Compiler:
         """Under which something that follows from a bucket's step is kept; None if it cannot be kept."""
         return self.store.key(
             what, self.graphdefs, self._leaves, self.state, bucket, self.settings, self.mesh, self.probe, self.skip_dead,
-            _xla_options(bucket),
+            self.readback, _xla_options(bucket),
         )  # fmt: skip
 
     def handed_bytes(self, bucket: Bucket) -> int:

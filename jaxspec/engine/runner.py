@@ -29,7 +29,7 @@ from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.scoring import following_ids, unpack, wants_scores
 from jaxspec.engine.state import StepState, compile_zeros, state_shapes
 from jaxspec.engine.state_copies import StateCopies
-from jaxspec.engine.step import StepArrays
+from jaxspec.engine.step import StepArrays, packed_columns, top_columns
 from jaxspec.engine.step_output import StepOutput
 from jaxspec.engine.warmup import Preparation, first_buckets
 from jaxspec.errors import ConfigError, flagged
@@ -37,26 +37,34 @@ from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.params import num_ranks, of_ranks
 from jaxspec.progress import Progress
+from jaxspec.sampling.params import MAX_LOGPROBS
 from pallas_kernels.peer_sum.mailbox import open_mailboxes
+from pallas_kernels.readback import api as readback
+from pallas_kernels.readback.host_memory import Entry, HostMemory
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
 WARMUP_RUNS = 3
+# Steps that may be dispatched and not read: benchmarks let more run ahead than an engine does.
+MOST_UNREAD = 64
 
 
 class _Dispatched:
     """A step that runs.
 
     Attributes:
-        arrays: its outputs, on their way to the host. top: likeliest ids, which most plans never copy: no row wants any.
+        arrays: its outputs, on their way to the host.
+        wants_top: a row wants the likeliest ids, which most plans never copy.
+        entry: where it writes its output, if it does.
     """
 
-    def __init__(self, plan: StepPlan, bucket: Bucket, arrays: StepArrays):
-        self.plan, self.bucket, self.arrays = plan, bucket, arrays
-        self.top = arrays.top if any(request.params.logprobs for request in plan.requests) else None
+    def __init__(self, plan: StepPlan, bucket: Bucket, arrays: StepArrays, entry: Entry | None):
+        self.plan, self.bucket, self.arrays, self.entry = plan, bucket, arrays, entry
+        self.wants_top = any(request.params.logprobs for request in plan.requests)
         self.scores: jax.Array | None = None
-        arrays.packed.copy_to_host_async()
-        if self.top is not None:
-            self.top.copy_to_host_async()
+        if arrays.packed is not None:
+            arrays.packed.copy_to_host_async()
+        if self.wants_top and arrays.top is not None:
+            arrays.top.copy_to_host_async()
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class _Begun:
     plan: StepPlan
     bucket: Bucket
     inputs: np.ndarray
+    entry: Entry | None
 
 
 def bind(module: Any, params: dict) -> tuple[nnx.GraphDef, nnx.State]:
@@ -145,9 +154,11 @@ class Runner:
         zeros = self.store.load_or_make(self.store.key("zeros", shapes), lambda: compile_zeros(shapes))
         shapes_of = {b: InputLayout(b, settings.page_size, settings.max_pages) for b in (*self.buckets, *split)}
         self.layouts = shapes_of | {part: shapes_of[b] for b in split for part in parts(b)}
+        # One process alone reads what its devices write.
+        self._host_memory = None if probe or group is not None or not readback.is_used() else self._memory_for_output()
         self.compiler = Compiler(
             self.graphdefs, jax.tree.map(_shape_of, (target, drafter)), shapes, self.layouts, settings, mesh,
-            store=self.store, skip_dead=skip_dead, probe=probe,
+            store=self.store, skip_dead=skip_dead, probe=probe, readback=self._host_memory is not None,
         )  # fmt: skip
         self.ready: tuple[Bucket, ...] = ()
         self.split_ready: tuple[Bucket, ...] = ()
@@ -308,7 +319,7 @@ class Runner:
         if bucket.part == "whole":
             for _ in range(WARMUP_RUNS):
                 ran = self.run_padding(bucket)
-                ran.packed.block_until_ready()
+                self.wait()
             if ran.hidden is not None and bucket.prefill_tokens in self.launcher.scores:
                 following = np.zeros(ran.hidden.shape[0], np.int32)
                 self._score(bucket, ran.hidden, following).block_until_ready()
@@ -318,8 +329,8 @@ class Runner:
             inputs = self._padding(bucket)
             for _ in range(WARMUP_RUNS):
                 for part in parts(bucket):
-                    ran = self._run(part, inputs)
-                ran.packed.block_until_ready()
+                    self._run(part, inputs)
+                self.wait()
 
     def run_padding(self, bucket: Bucket) -> StepArrays:
         """A step without requests, which touches page 0 and slot 0 only."""
@@ -359,8 +370,8 @@ class Runner:
             self._install(late, executable)
         if plan.split:
             bucket = bucket_for(self.split_ready, plan)
-            inputs = self.layouts[bucket].pack_ranks(plan, self.settings.max_slots)
-            self._begun = _Begun(plan, bucket, inputs)
+            inputs, entry = self._packed(bucket, plan)
+            self._begun = _Begun(plan, bucket, inputs, entry)
             self._run(parts(bucket)[0], inputs)
             return
         scored = any(map(wants_scores, plan.prefill))
@@ -372,8 +383,8 @@ class Runner:
                 for packed in self._count.packed(row):
                     self.launcher.launch(Order(Kind.COUNTS, 0, (packed,)))
         self._copy_states(plan, lambda row, slot: (row.restored, slot) if row.restored else None)
-        inputs = self.layouts[bucket].pack_ranks(plan, self.settings.max_slots)
-        step = _Dispatched(plan, bucket, self._run(bucket, inputs))
+        inputs, entry = self._packed(bucket, plan)
+        step = _Dispatched(plan, bucket, self._run(bucket, inputs), entry)
         self._copy_states(plan, lambda row, slot: (slot, row.kept) if row.kept else None)
         if scored:
             following = following_ids(plan, bucket.prefill_tokens)
@@ -396,7 +407,7 @@ class Runner:
         begun, self._begun = self._begun, None
         assert begun is not None
         arrays = self._run(parts(begun.bucket)[1], begun.inputs)
-        self._queue.append(_Dispatched(begun.plan, begun.bucket, arrays))
+        self._queue.append(_Dispatched(begun.plan, begun.bucket, arrays, begun.entry))
 
     def read(self) -> StepOutput:
         """Waits for the oldest step that was dispatched and not read."""
@@ -405,7 +416,34 @@ class Runner:
         scores = None if step.scores is None else unpack(np.asarray(step.scores), step.plan)
         if self.expert_load is not None:
             self.expert_load = replace(self.expert_load, words=step.arrays.expert_load)
-        return StepOutput.of(step.plan, step.bucket, step.arrays, top=step.top, scores=scores)
+        packed, top = self._output_of(step)
+        return StepOutput.of(step.plan, step.bucket, packed, step.arrays, top=top, scores=scores)
+
+    def wait(self) -> None:
+        """Until everything that was launched has run."""
+        self.state.seq_len.block_until_ready()
+
+    def _memory_for_output(self) -> HostMemory:
+        """For as many steps as may be unread at once."""
+        words = max(bucket.rows * (self._columns(bucket) + top_columns(bucket)) for bucket in self.buckets)
+        return HostMemory(MOST_UNREAD, self.settings.data_parallel_size, words)
+
+    def _columns(self, bucket: Bucket) -> int:
+        return packed_columns(bucket.window, self.settings.num_speculative_tokens)
+
+    def _packed(self, bucket: Bucket, plan: StepPlan) -> tuple[np.ndarray, Entry | None]:
+        """The input of a plan's step, and where that writes its output, if it does."""
+        entry = None if self._host_memory is None else self._host_memory.take()
+        return self.layouts[bucket].pack_ranks(plan, self.settings.max_slots, entry), entry
+
+    def _output_of(self, step: _Dispatched) -> tuple[np.ndarray, np.ndarray | None]:
+        """`packed` of `StepArrays`, and `top` where a row wants it. Waits for them."""
+        if self._host_memory is None or step.entry is None:
+            return np.asarray(step.arrays.packed), np.asarray(step.arrays.top) if step.wants_top else None
+        bucket, columns = step.bucket, self._columns(step.bucket)
+        words = self._host_memory.wait(step.entry, bucket.rows * (columns + top_columns(bucket)), self.state.seq_len)
+        packed, top = np.split(words, [bucket.rows * columns], axis=1)
+        return packed.reshape(-1, columns), top.reshape(-1, bucket.window, 2 * MAX_LOGPROBS) if step.wants_top else None
 
     def _prepare_score(self, bucket: Bucket) -> None:
         """What scores a chunk of so many tokens; where a step has all parameters of sampling."""

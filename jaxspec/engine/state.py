@@ -16,6 +16,7 @@ from jaxspec.models.params import num_ranks, of_ranks, partition_spec
 from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from jaxspec.sampling.penalties import mask_words
 from pallas_kernels.peer_sum import mailbox
+from pallas_kernels.readback import api as readback
 
 # The model's own end-of-text ids share the row with the request's.
 STOP_IDS = MAX_STOP_TOKEN_IDS + 4
@@ -61,6 +62,8 @@ class StepState(NamedTuple):
         looked_up: bool [S] the drafts were looked up and not drawn: a point mass. () unless both kinds occur.
         expert_load: int32 [1, 2, L, E] how many tokens each mixture layer has sent to each expert (see `ExpertLoad`); () unless
             that is counted.
+        written: int32 [1] what `pallas_kernels.readback.api.write` gave of the newest step; () where steps do not write into
+            the host's memory.
         mailboxes: where the devices along an axis of the mesh write to each other, by axis (see
             `pallas_kernels.peer_sum.mailbox`); () where they do not. Every step passes it on.
     """
@@ -84,6 +87,7 @@ class StepState(NamedTuple):
     history: LayerCache = ()
     looked_up: Any = ()
     expert_load: Any = ()
+    written: Any = ()
     mailboxes: Any = ()
 
 
@@ -136,6 +140,8 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
             shapes["looked_up"] = shape((S,), jnp.bool_)
     if settings.expert_load_metrics:
         shapes["expert_load"] = shape(load_dims(model, num_ranks(mesh)), jnp.int32)
+    if readback.is_used():
+        shapes["written"] = shape((num_ranks(mesh),), jnp.int32)
     if axes := mailbox.axes_reached(mesh):
         shapes["mailboxes"] = {axis: mailbox.addresses_shape(mesh, axis) for axis in axes}
     return StepState(**shapes)

@@ -1,6 +1,7 @@
 """The jitted step: the target reads prompt chunks and decode windows, every row chooses, the draft proposes.
 
-All state passed from step to step stays on the device; the host only reads the packed output. A step is one executable, or
+All state passed from step to step stays on the device; the host only reads the packed output, or finds it in its own memory,
+where the step has written it. A step is one executable, or
 two where rows may choose only once the host knows more than it did when the forward pass could begin.
 """
 
@@ -14,13 +15,16 @@ from jax import lax
 
 from jaxspec import comm
 from jaxspec.config import Settings
-from jaxspec.engine.batch import InputLayout, StepInputs
+from jaxspec.engine.batch import READBACK_FIELDS, InputLayout, StepInputs
+from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.choose import advance, choose
 from jaxspec.engine.drafting import propose
 from jaxspec.engine.forward import forward
 from jaxspec.engine.handoff import Chosen, Drafted, Forwarded
 from jaxspec.engine.state import StepState
 from jaxspec.sampling.columns import Columns
+from jaxspec.sampling.params import MAX_LOGPROBS
+from pallas_kernels.readback import api as readback_api
 
 # The counts of accepted and of verified drafts share the packed output's flags column, eight bits each.
 ACCEPTED_SHIFT, VERIFIED_SHIFT, FIELD = 8, 16, 255
@@ -43,16 +47,17 @@ class StepArrays(NamedTuple):
     """The outputs of a step that the host may read. Rows are the bucket's, prompt rows first; each rank has such outputs.
 
     Attributes:
-        packed: int32 [rows, 2 + 2n + k]: tokens emitted, flags and counts of drafts, ids, log-probabilities as bits, the new
-            drafts.
-        top: int32 [rows, n, 2 * MAX_LOGPROBS]: likeliest ids, log-probabilities as bits; None in a "lean" bucket.
+        packed: int32 [rows, `packed_columns`]: tokens emitted, flags and counts of drafts, ids, log-probabilities as bits, the
+            new drafts.
+        top: int32 [rows, n, 2 * MAX_LOGPROBS]: likeliest ids, log-probabilities as bits; None in a "lean" bucket. Neither
+            is there where the step writes both into the host's memory, `packed` first.
         hidden: [P, H] of the prompt tokens after the final norm, for `jaxspec.engine.scoring`; None in a "lean" bucket and
             without prompts.
         probe: where it was asked for.
         expert_load: a copy of the state's, () where it is not counted.
     """
 
-    packed: jax.Array
+    packed: jax.Array | None
     top: jax.Array | None
     hidden: jax.Array | None
     probe: Probe | None
@@ -71,14 +76,18 @@ def make_step(
     *,
     probe: bool = False,
     skip_dead: bool = True,
+    readback: bool = False,
 ) -> Step:
     """The step of one bucket: (params, state, inputs int32 [size]) -> (state, StepArrays).
 
     Args:
         graphdefs: of the target and of the model that drafts, if one does.
         skip_dead: in the draft's catch-up, attend for the rows that draft only (False for tests and benchmarks).
+        readback: the output goes into the host's memory, where the inputs say.
     """
-    forward_part, choose_part = make_parts(graphdefs, layout, settings, probe=probe, skip_dead=skip_dead)
+    forward_part, choose_part = make_parts(
+        graphdefs, layout, settings, probe=probe, skip_dead=skip_dead, readback=readback
+    )
 
     def step(params: tuple, state: StepState, flat_inputs: jax.Array) -> tuple[StepState, StepArrays]:
         state, forwarded = forward_part(params, state, flat_inputs)
@@ -94,6 +103,7 @@ def make_parts(
     *,
     probe: bool = False,
     skip_dead: bool = True,
+    readback: bool = False,
 ) -> tuple[ForwardPart, ChoosePart]:
     """The step of one bucket in two parts, which follow each other with the same inputs.
 
@@ -151,10 +161,32 @@ def make_parts(
             seen = Probe(residuals, logits_TV, forwarded.experts, drafted)
         P = layout.bucket.prefill_tokens
         hidden = forwarded.hidden[:P] if P and full else None
-        packed = pack_output(chosen, drafts_of(state, inputs))
-        return state, StepArrays(packed, pack_top(chosen), hidden, seen, state.expert_load)
+        packed, top = pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen)
+        if readback:
+            state = state._replace(written=write_to_host(packed, top, flat_inputs))
+            return state, StepArrays(None, None, hidden, seen, state.expert_load)
+        return state, StepArrays(packed, top, hidden, seen, state.expert_load)
 
     return forward_part, choose_part
+
+
+def write_to_host(packed: jax.Array, top: jax.Array | None, flat_inputs: jax.Array) -> jax.Array:
+    """int32 [1], ready when the output is where the inputs say. Of the devices of a rank, which all have it, one writes it."""
+    assert StepInputs._fields[0] == "readback", "the inputs begin with where to write"
+    words = packed.reshape(-1) if top is None else jnp.concatenate([packed.reshape(-1), top.reshape(-1)])
+    if comm.is_split():
+        return readback_api.write(words, jnp.where(comm.first(1) == 0, flat_inputs[:READBACK_FIELDS], 0))
+    return readback_api.write(words, flat_inputs)
+
+
+def packed_columns(window: int, k: int) -> int:
+    """Columns of `StepArrays.packed` with windows of so many tokens, in an engine of k drafts."""
+    return 2 + 2 * window + k
+
+
+def top_columns(bucket: Bucket) -> int:
+    """Words of a row of `StepArrays.top`; none in a "lean" bucket."""
+    return bucket.window * 2 * MAX_LOGPROBS if bucket.variant == "full" else 0
 
 
 def drafts_of(state: StepState, inputs: StepInputs) -> jax.Array:

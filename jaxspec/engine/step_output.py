@@ -46,17 +46,18 @@ class StepOutput:
         cls,
         plan: StepPlan,
         bucket: Bucket,
+        packed: np.ndarray,
         arrays: StepArrays,
         *,
-        top: jax.Array | None,
+        top: np.ndarray | None,
         scores: Scores | None,
     ) -> "StepOutput":
-        """From the device's arrays: of all ranks' rows, one after the other. Waits for them.
+        """From what the device gave: of all ranks' rows, one after the other. Waits for the other arrays.
 
         Args:
-            top: of the arrays, where it is wanted.
+            packed, top: as in `StepArrays`; top where it is wanted.
         """
-        rows, n = _rows_of(plan, bucket, arrays.packed), bucket.window
+        rows, n = _rows_of(plan, bucket, packed), bucket.window
         top_ids, top_bits = (None, None) if top is None else np.split(_rows_of(plan, bucket, top), 2, axis=2)
         return cls(
             plan,

@@ -150,9 +150,12 @@ def lowered_step(
     bound = (bind(m, nest(with_shardings(m, mesh))) if m else (None, None) for m in (model, draft))
     graphdefs, params = zip(*bound, strict=True)
     inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    abstract = params, state_shapes(model, settings, mesh, draft=draft), inputs
+    state = state_shapes(model, settings, mesh, draft=draft)._replace(
+        written=jax.ShapeDtypeStruct((1,), jnp.int32, sharding=inputs.sharding)
+    )
+    abstract = params, state, inputs
     whole = specs(abstract)
-    step = on_mesh(make_step(graphdefs, layout, settings), mesh, whole, (whole[1], PartitionSpec()))
+    step = on_mesh(make_step(graphdefs, layout, settings, readback=True), mesh, whole, (whole[1], PartitionSpec()))
     request.getfixturevalue("hopper")
     with use(Backends(needs_kernels=True)) as chosen:
         text = jax.jit(step).trace(*abstract).lower(lowering_platforms=("cuda",)).as_text()

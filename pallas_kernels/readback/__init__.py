@@ -1,0 +1,1 @@
+"""A step's output written straight into the host's memory."""
