@@ -134,8 +134,11 @@ def alone(runner):
     return found
 
 
-def check(runner, want, engine, rng):
-    """Runs every request with drafts that are right, wrong or illegal by turns; returns how many were accepted."""
+def check(runner, want, engine, rng, *, atol=2e-4):
+    """Runs every request with drafts that are right, wrong or illegal by turns; returns how many were accepted.
+
+    atol: of log-probabilities.
+    """
     texts = {name: ids for name, (ids, _, _) in want.items()}
 
     def draft_of(request, index):
@@ -155,7 +158,7 @@ def check(runner, want, engine, rng):
                 ends[out.request_id] = out.finish_reason
     for name, (want_ids, want_logprobs, want_end) in want.items():
         assert (ids[name], ends[name].value) == (want_ids, want_end), name
-        np.testing.assert_allclose(logprobs[name], want_logprobs, atol=2e-4)
+        np.testing.assert_allclose(logprobs[name], want_logprobs, atol=atol)
     return accepted
 
 
