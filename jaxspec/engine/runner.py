@@ -44,8 +44,9 @@ from pallas_kernels.readback.host_memory import Entry, HostMemory
 
 # A CUDA graph is recorded after an executable's first run, and replayed from the third on.
 WARMUP_RUNS = 3
-# Steps that may be dispatched and not read: benchmarks let more run ahead than an engine does.
-MOST_UNREAD = 64
+# Steps that may be dispatched and not read, where their output takes no more memory than this, in bytes: benchmarks let more
+# run ahead than an engine does.
+MOST_UNREAD, MOST_OUTPUT_BYTES = 64, 16 << 20
 
 
 class _Dispatched:
@@ -425,8 +426,10 @@ class Runner:
 
     def _memory_for_output(self) -> HostMemory:
         """For as many steps as may be unread at once."""
+        ranks = self.settings.data_parallel_size
         words = max(bucket.rows * (self._columns(bucket) + top_columns(bucket)) for bucket in self.buckets)
-        return HostMemory(MOST_UNREAD, self.settings.data_parallel_size, words)
+        fit = MOST_OUTPUT_BYTES // HostMemory.bytes_of_entry(ranks, words)
+        return HostMemory(max(self.settings.readout_depth + 2, min(MOST_UNREAD, fit)), ranks, words)
 
     def _columns(self, bucket: Bucket) -> int:
         return packed_columns(bucket.window, self.settings.num_speculative_tokens)

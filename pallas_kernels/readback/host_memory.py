@@ -55,6 +55,10 @@ class HostMemory:
         assert self.memory.shape == shape
         self._taken = self._read = 0
 
+    @staticmethod
+    def bytes_of_entry(ranks: int, words: int) -> int:
+        return ranks * words * 2 * np.dtype(np.int32).itemsize
+
     def take(self) -> Entry:
         """The next entry, with a number that none has had for two thousand million steps."""
         assert self._taken - self._read < len(self.memory), "more steps are unread than there are entries"
