@@ -26,6 +26,7 @@ ROOMS = {
         "grammar": "steps of which half the rows have a grammar, over those of the same batch without, by kind of row",
         "lookup": "tokens/s of drafts that are looked up, beside MTP and none, on traces of agents with given answers",
         "adaptive": "throughput of drafting that follows the load, beside no drafts and fixed numbers of them",
+        "compiled": "the kernels of a step, counted by compiling it for a GPU that need not be there",
         "plan": "bytes and expected steps of DeepSeek-V3 and Kimi-K2 on 1 to 8 H200s, computed and not measured",
         "timeline": "a step log (jaxspec serve --log-steps FILE) as an SVG picture, with a summary",
     },

@@ -93,7 +93,7 @@ class Compiler:
             with self._exact(), use(self._backends) as chosen:
                 with _tracing:
                     lowered = jitted.lower(*given)
-                compiled = lowered.compile(_xla_options(bucket))
+                compiled = lowered.compile(xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
         return Executable(compiled, {name: frozenset(ran) for name, ran in chosen.items()})
@@ -117,7 +117,7 @@ class Compiler:
         """Under which something that follows from a bucket's step is kept; None if it cannot be kept."""
         return self.store.key(
             what, self.graphdefs, self._leaves, self.state, bucket, self.settings, self.mesh, self.probe, self.skip_dead,
-            self.readback, _xla_options(bucket),
+            self.readback, xla_options(bucket),
         )  # fmt: skip
 
     def handed_bytes(self, bucket: Bucket) -> int:
@@ -149,7 +149,7 @@ class Compiler:
         return contextlib.nullcontext()
 
 
-def _xla_options(bucket: Bucket) -> dict[str, str | bool]:
+def xla_options(bucket: Bucket) -> dict[str, str | bool]:
     # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
     # themselves where it pays: see `worth_merging`.
     merged = bucket.tokens <= MOST_MERGED_TOKENS
