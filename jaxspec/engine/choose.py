@@ -24,6 +24,7 @@ from jaxspec.engine.state import (
     SEED_HIGH,
     SEED_LOW,
     SEEDED,
+    STOP_IDS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -228,7 +229,8 @@ def _first_stop(
     A stop is one of the row's `stop_ids_R` [R, STOP_IDS], or the request's last position.
     """
     index_n = jnp.arange(ids_Rn.shape[1], dtype=jnp.int32)
-    stops_Rn = (stop_ids_R[:, None] == ids_Rn[..., None]).any(axis=2)
+    # One after the other: so XLA needs no kernel for them alone.
+    stops_Rn = functools.reduce(jnp.logical_or, [ids_Rn == stop_ids_R[:, i, None] for i in range(STOP_IDS)])
     stops_Rn |= rows.positions[:, None] + index_n + 1 >= rows.params_i[:, MAX_LEN][:, None]
     stops_Rn &= index_n <= accepted_R[:, None]
     stopped_R = stops_Rn.any(axis=1)

@@ -45,7 +45,9 @@ def forward(
     if settings.expert_load_metrics:
         state = state._replace(expert_load=add_load(state.expert_load, output.experts, meta.live))
     captured = dict(zip(capture, output.captured, strict=True))
-    logits_RV = target.logits(output.hidden[logit_rows(inputs, n)])
+    # Without prompts all rows choose, in their order.
+    hidden_RH = output.hidden[logit_rows(inputs, n)] if inputs.chunk_ids.size else output.hidden
+    logits_RV = target.logits(hidden_RH)
     chosen = output.experts if experts else ()
     return state._replace(kv=output.cache), Forwarded(meta, output.hidden, captured, chosen, logits_RV)
 

@@ -91,7 +91,9 @@ class Stream(NamedTuple):
 
     def norm(self, following: RMSNorm) -> jax.Array:
         """The norm that follows, [T, H]."""
-        return following(self.x) if self.normed is None else self.normed
+        if self.normed is not None:
+            return self.normed
+        return norm_linear(self.x, following.factor, (), eps=following.eps)[1]
 
 
 class ResidualMLP(Protocol):

@@ -193,8 +193,8 @@ class MLA(nnx.Module):
         """
         T, inputs = x_TH.shape
         weights = (self.qkv_a[...],) if self.q_lora_rank else (self.q[...], self.kv_a[...])
-        if norm is None and joins_linears(x_TH, weights):
-            outs: tuple[jax.Array, ...] = (joined_linear(x_TH, weights),)
+        if joins_linears(x_TH, weights):
+            outs: tuple[jax.Array, ...] = (joined_linear(norm(x_TH) if norm else x_TH, weights),)
         else:
             if not self.q_lora_rank and worth_merging(T):
                 weights = (jnp.concatenate([weight.reshape(-1, inputs) for weight in weights]),)

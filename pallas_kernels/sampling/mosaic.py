@@ -57,6 +57,19 @@ def _first_of_best(best: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.A
     return top, -jnp.where(best == top, -column, f32(-MOST_IDS)).max()
 
 
+def _joined(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Of two parts of a row: the largest logit, the lowest column with it; the largest, and the sum of exponentials over it,
+    plain and tempered; the least."""
+    best, column, *sums, lowest = one
+    other_best, other_column, *others, other_lowest = other
+    later = (other_best > best) | (other_best == best) & (other_column < column)
+    out = [jnp.where(later, other_best, best), jnp.where(later, other_column, column)]
+    for top, total, other_top, other_total in zip(sums[::2], sums[1::2], others[::2], others[1::2], strict=True):
+        highest = jnp.maximum(top, other_top)
+        out += [highest, total * jnp.exp(top - highest) + other_total * jnp.exp(other_top - highest)]
+    return *out, jnp.minimum(lowest, other_lowest)
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def logits_stats(
     logits: jax.Array, temperature: jax.Array, cuts: jax.Array | None = None, *, interpret: Any = False
@@ -136,15 +149,16 @@ def logits_stats(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
         ),
     )(logits, temperature, *(() if cuts is None else (cuts,)))
-    winner = jnp.argmax(best, axis=1)[:, None]
-    highest = top.max(axis=1, keepdims=True)
-    shrink = jnp.exp(top - highest)
-    log_z = highest[:, 0] + jnp.log((total * shrink).sum(axis=1))
-    tempered_shrink = jnp.exp((top - highest) / temperature[:, None])
-    log_z_tempered = highest[:, 0] / temperature + jnp.log((tempered_total * tempered_shrink).sum(axis=1))
-    finite = jnp.isfinite(log_z) & (lowest.min(axis=1) > -jnp.inf)
-    ids = jnp.take_along_axis(column, winner, axis=1)[:, 0].astype(i32)
-    return LogitsStats(ids, log_z, log_z_tempered, finite)
+    # One reduction, which is one kernel of XLA's.
+    _, column, top, total, tempered_top, tempered_total, lowest = lax.reduce(
+        (best, column.astype(i32), top, total, top / temperature[:, None], tempered_total, lowest),
+        (f32(-jnp.inf), i32(MOST_IDS), f32(LOWEST), f32(0), f32(LOWEST), f32(0), f32(jnp.inf)),
+        _joined,
+        (1,),
+    )
+    log_z = top + jnp.log(total)
+    finite = jnp.isfinite(log_z) & (lowest > -jnp.inf)
+    return LogitsStats(column, log_z, tempered_top + jnp.log(tempered_total), finite)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))

@@ -36,7 +36,7 @@ def check(got, want):
 @interpreted
 @pytest.mark.parametrize(
     ("T", "H", "outs", "experts", "adds"),
-    [(1, 256, [(2, 8), (16,)], 0, False), (3, 512, [], 12, True), (8, 768, [(8,)], 4, True)],
+    [(1, 256, [(2, 8), (16,)], 0, False), (1, 512, [], 0, False), (3, 512, [], 12, True), (8, 768, [(8,)], 4, True)],
 )
 def test_interpreted_without_races(T, H, outs, experts, adds):
     x, gain, weights, delta = inputs(T, H, outs, experts)
@@ -53,6 +53,7 @@ def test_interpreted_without_races(T, H, outs, experts, adds):
     ("T", "H", "outs", "experts", "adds"),
     [
         (1, *READERS["moonlight, attention"], False),
+        (1, 2048, [], 0, False),
         (4, *READERS["moonlight, router"], True),
         (1, *READERS["deepseek-v3, both"], True),
         pytest.param(8, *READERS["deepseek-v3, both"], True, marks=pytest.mark.full),
