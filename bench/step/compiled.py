@@ -1,8 +1,8 @@
 """`bench compiled`: the kernels of a step, counted where there is no GPU.
 
-XLA compiles a step for a GPU that is only described, an H200 of the sizes below, with random shapes of no values. What is
-listed is the compiled module's schedule: our kernels, and those that XLA makes of the rest. Nothing runs, so XLA chooses
-matmuls without timing them: on a device it may split one that it leaves whole here, or the other way round.
+XLA compiles a step for a GPU that is only described, an H200 of the sizes below, from shapes alone. What is listed is
+the compiled module's schedule: our kernels, and those that XLA makes of the rest; loops are not looked into. Nothing runs, so
+XLA chooses matmuls without timing them: on a device it may split one that it leaves whole here, or the other way round.
 
 It needs jax's CUDA plugin without its libraries: `pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt`, of the version of
 jaxlib.
@@ -38,6 +38,7 @@ from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN
 from jaxspec.models.params import nest, with_shardings
 from jaxspec.models.registry import read_config
+from pallas_kernels.readback import api as readback
 
 KIND = "NVIDIA H200"
 # XLA's GpuTargetConfigProto.
@@ -97,8 +98,7 @@ def compiled_text(model: CausalLM, draft: NextN | None, settings: Settings, buck
         (target_def, draft_def), params = zip(*bound, strict=True)
         leaves, structure = jax.tree.flatten(params)
         state = state_shapes(model, settings, mesh, draft=draft)
-        state = state._replace(written=jax.ShapeDtypeStruct((1,), jnp.int32, sharding=state.seq_len.sharding))
-        step = make_step((target_def, draft_def), layout, settings, readback=True)
+        step = make_step((target_def, draft_def), layout, settings, readback=readback.is_used())
 
         def flat_step(leaves: list[jax.Array], *rest: Any) -> Any:
             return step(jax.tree.unflatten(structure, leaves), *rest)

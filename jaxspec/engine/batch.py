@@ -171,16 +171,24 @@ class InputLayout:
         Args:
             entry: where the step writes its output, if it does.
         """
-        each = [self.pack(part, rank * max_slots) for rank, part in enumerate(plan.parts)]
-        if entry is not None:
-            for rank, flat in enumerate(each):
-                self.split(flat).readback[:ENTRY_WORDS] = entry.words(rank)
-        return np.concatenate(each)
+        return np.concatenate(
+            [
+                self.pack(part, rank * max_slots, None if entry is None else entry.words(rank))
+                for rank, part in enumerate(plan.parts)
+            ]
+        )
 
-    def pack(self, plan: StepPlan, first_slot: int = 0) -> np.ndarray:
-        """The int32 array [size] of one rank's plan that fits the bucket. `first_slot`: the rank's padding slot."""
+    def pack(self, plan: StepPlan, first_slot: int = 0, readback: np.ndarray | None = None) -> np.ndarray:
+        """The int32 array [size] of one rank's plan that fits the bucket.
+
+        Args:
+            first_slot: the rank's padding slot.
+            readback: `Entry.words` of the rank, where the step writes its output.
+        """
         flat = np.zeros(self.size, np.int32)
         views = self.split(flat)
+        if readback is not None:
+            views.readback[:ENTRY_WORDS] = readback
         offset = 0
         for e, row in enumerate(plan.prefill):
             slot = row.request.slot - first_slot

@@ -15,6 +15,7 @@ from jax.experimental import io_callback
 
 from jaxspec.engine import runner as runners
 from jaxspec.engine import step
+from jaxspec.engine.buckets import parts
 from jaxspec.engine.runner import Runner
 from jaxspec.models.decoder import CausalLM
 from pallas_kernels.readback import host_memory
@@ -43,10 +44,12 @@ def written(monkeypatch):
     monkeypatch.setattr(step.readback_api, "write", lambda words, to: io_callback(_write, number, words, to))
 
 
-@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("written")
-def test_every_text_is_that_of_plain_decoding(k):
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 3])
+def test_every_text_is_that_of_plain_decoding(k, request):
     """With grammars, whose steps choose late, read at once or late, in mixed steps or not, under retraction."""
+    want = solo(True)  # of steps that copy, as other tests find it too
+    request.getfixturevalue("written")
     settings = dataclasses.replace(SETTINGS, num_speculative_tokens=k, readout_depth=3)
     runner = Runner(
         CausalLM(tiny_config("tiny"), jnp.float32), target_params("tiny"), settings, one_device(),
@@ -55,24 +58,27 @@ def test_every_text_is_that_of_plain_decoding(k):
     runner.warm_up()
     ran = runner.run_padding(runner.buckets[0])
     assert (ran.packed, ran.top) == (None, None)
+    # Nothing of a decode step is new memory.
+    assert not jax.tree.leaves(runner.executable(parts(runner.split[0])[1]).out_info[1])
     fill_cache(runner, np.nan)
     preempted = 0
     for depth, mixed, usable in ((0, True, 6), (1, True, 6), (2, False, None), (3, True, 6)):
         with options(runner, readout_depth=depth, mixed=mixed):
             engine = make_engine(runner, usable)
             plans = record_plans(engine)
-            check(runner, solo(True), engine, random.Random(0))
+            check(runner, want, engine, random.Random(0))
         assert any(plan.split for plan in plans) == (depth > 0)
         preempted += engine.stats().num_preemptions
     assert preempted > 0
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("written")
 @pytest.mark.parametrize(("case", "ranks"), [(MTP, 1), (SPLIT, 2)], ids=["a rank", "two ranks"])
-def test_two_devices_write_what_one_copies(case, ranks):
+def test_two_devices_write_what_one_copies(case, ranks, request):
     """Of the devices of a rank one writes; each rank has a place of its own. Some requests want alternatives."""
-    _, want, want_logprobs = served(case, 1)
+    one, want, want_logprobs = served(case, 1)
+    assert one.run_padding(one.buckets[0]).packed is not None
+    request.getfixturevalue("written")
     runner, ids, logprobs = served.__wrapped__(case, 2, ranks)
     assert runner.run_padding(runner.buckets[0]).packed is None
     assert ids == want
