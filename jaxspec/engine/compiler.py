@@ -84,7 +84,7 @@ class Compiler:
         forward_only = bucket.part == "forward"
         try:
             handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
-            given = (self._leaves, self.state, inputs, *handed)
+            given = (self._leaves, self.state, *(() if bucket.part == "choose" else (inputs,)), *handed)
             # What the host reads is on every device of its rank, like the inputs.
             out = (self.state, *handed) if forward_only else (self.state, inputs)
             function = on_mesh(flat_forward if forward_only else flat_step, self.mesh, specs(given), specs(out))

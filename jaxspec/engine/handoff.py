@@ -25,6 +25,8 @@ class Forwarded(NamedTuple):
         experts: where asked for, the experts that each mixture layer chose, int32 [T, top_k].
         logits: [E + D * n, V] of the rows that choose: the last token of each chunk, then all window tokens. The only one
             of these of which several devices have their columns each; the others are the same on all.
+        inputs: int32 [size] what the step was given: the host brings it once, whether the step has one part or two. None until
+            the pass is over.
     """
 
     meta: StepMetadata
@@ -32,6 +34,7 @@ class Forwarded(NamedTuple):
     captured: dict[int, jax.Array]
     experts: tuple[jax.Array, ...]
     logits: jax.Array
+    inputs: jax.Array | None = None
 
 
 def on_devices(shapes: Forwarded, mesh: Mesh) -> Forwarded:

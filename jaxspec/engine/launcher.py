@@ -59,7 +59,8 @@ class Launcher:
         self.send = send
 
     def step_order(self, bucket: Bucket, inputs: np.ndarray) -> Order:
-        return Order(Kind.STEP, self._places[bucket], (inputs,))
+        """Of a step, or of a part of one: the second gets from the first what that was given."""
+        return Order(Kind.STEP, self._places[bucket], () if bucket.part == "choose" else (inputs,))
 
     def launch(self, order: Order, hidden: jax.Array | None = None) -> Any:
         """Launches an order.
@@ -87,12 +88,12 @@ class Launcher:
                 self._put(StepState._fields[order.which], *order.arrays)
         return None
 
-    def _step(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays | Forwarded:
-        # A NumPy array: the call itself copies it, with less host time than a separate `device_put`.
+    def _step(self, bucket: Bucket, *inputs: np.ndarray) -> StepArrays | Forwarded:
+        # NumPy arrays: the call itself copies them, with less host time than a separate `device_put`.
         if bucket.part == "forward":
-            return self._forward(bucket, inputs)
-        handed = () if bucket.part == "whole" else (self._handed[replace(bucket, part="whole")],)
-        self.state, arrays = self.steps[bucket](self.leaves, self.state, inputs, *handed)
+            return self._forward(bucket, *inputs)
+        given = inputs if bucket.part == "whole" else (self._handed[replace(bucket, part="whole")],)
+        self.state, arrays = self.steps[bucket](self.leaves, self.state, *given)
         return arrays
 
     def _forward(self, bucket: Bucket, inputs: np.ndarray) -> Forwarded:

@@ -18,7 +18,8 @@ _NUMBER = struct.Struct("<Q")
 class Kind(enum.IntEnum):
     """Of orders.
 
-    STEP: of the bucket `which`, in the launcher's order, or one of the two parts of one: int32 [size of its layout].
+    STEP: of the bucket `which`, in the launcher's order, or one of the two parts of one: int32 [size of its layout], or
+        nothing for the second part.
     MASKS, COUNTS, STATES: what `MaskUpload`, `CountUpload` and `StateCopies` take.
     SCORE: of a chunk of `which` tokens: int32 [which], the ids that follow, see `jaxspec.engine.scoring`.
     PUT: the field `which` of the state: its values. Not between steps of requests: it waits.

@@ -66,7 +66,7 @@ class StepArrays(NamedTuple):
 
 Step = Callable[[Any, StepState, jax.Array], tuple[StepState, StepArrays]]
 ForwardPart = Callable[[Any, StepState, jax.Array], tuple[StepState, Forwarded]]
-ChoosePart = Callable[[Any, StepState, jax.Array, Forwarded], tuple[StepState, StepArrays]]
+ChoosePart = Callable[[Any, StepState, Forwarded], tuple[StepState, StepArrays]]
 
 
 def make_step(
@@ -91,7 +91,7 @@ def make_step(
 
     def step(params: tuple, state: StepState, flat_inputs: jax.Array) -> tuple[StepState, StepArrays]:
         state, forwarded = forward_part(params, state, flat_inputs)
-        return choose_part(params, state, flat_inputs, forwarded)
+        return choose_part(params, state, forwarded)
 
     return step
 
@@ -105,10 +105,10 @@ def make_parts(
     skip_dead: bool = True,
     readback: bool = False,
 ) -> tuple[ForwardPart, ChoosePart]:
-    """The step of one bucket in two parts, which follow each other with the same inputs.
+    """The step of one bucket in two parts, which follow each other.
 
     (params, state, inputs) -> (state, Forwarded) reads and writes the target's KV and nothing else that tells what the rows
-    hold; (params, state, inputs, Forwarded) -> (state, StepArrays) chooses and drafts. Between the two only masks may change.
+    hold; (params, state, Forwarded) -> (state, StepArrays) chooses and drafts. Between the two only masks may change.
     Arguments as in `make_step`.
     """
     full, window = layout.bucket.variant == "full", layout.bucket.window
@@ -124,13 +124,15 @@ def make_parts(
         if probe:
             capture = tuple(range(len(target.layers) + 1))
         with jax.named_scope("target"), comm.through(state.mailboxes):
-            return forward(target, state, inputs, settings, n=window, full=full, capture=capture, experts=probe)
+            state, forwarded = forward(
+                target, state, inputs, settings, n=window, full=full, capture=capture, experts=probe
+            )
+        return state, forwarded._replace(inputs=flat_inputs)
 
-    def choose_part(
-        params: tuple, state: StepState, flat_inputs: jax.Array, forwarded: Forwarded
-    ) -> tuple[StepState, StepArrays]:
+    def choose_part(params: tuple, state: StepState, forwarded: Forwarded) -> tuple[StepState, StepArrays]:
+        assert forwarded.inputs is not None
         with comm.through(state.mailboxes):
-            return choose_and_draft(params, state, flat_inputs, forwarded)
+            return choose_and_draft(params, state, forwarded.inputs, forwarded)
 
     def choose_and_draft(
         params: tuple, state: StepState, flat_inputs: jax.Array, forwarded: Forwarded
@@ -163,17 +165,23 @@ def make_parts(
         hidden = forwarded.hidden[:P] if P and full else None
         packed, top = pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen)
         if readback:
-            state = state._replace(written=write_to_host(packed, top, flat_inputs))
+            state = state._replace(written=write_to_host(packed, top, flat_inputs, state.written))
             return state, StepArrays(None, None, hidden, seen, state.expert_load)
         return state, StepArrays(packed, top, hidden, seen, state.expert_load)
 
     return forward_part, choose_part
 
 
-def write_to_host(packed: jax.Array, top: jax.Array | None, flat_inputs: jax.Array) -> jax.Array:
-    """int32 [1], ready when the output is where the inputs say. Of the devices of a rank, which all have it, one writes it."""
+def write_to_host(packed: jax.Array, top: jax.Array | None, flat_inputs: jax.Array, before: jax.Array) -> jax.Array:
+    """int32 [1], ready when the output is where the inputs say. Of the devices of a rank, which all have it, one writes it.
+
+    Args:
+        before: what the step before gave, whose place the result takes.
+    """
     assert StepInputs._fields[0] == "readback", "the inputs begin with where to write"
     words = packed.reshape(-1) if top is None else jnp.concatenate([packed.reshape(-1), top.reshape(-1)])
+    # What nothing reads would be no argument of the executable: the result would lie elsewhere in each step.
+    words, _ = lax.optimization_barrier((words, before))
     if comm.is_split():
         return readback_api.write(words, jnp.where(comm.first(1) == 0, flat_inputs[:READBACK_FIELDS], 0))
     return readback_api.write(words, flat_inputs)

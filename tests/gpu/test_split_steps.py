@@ -125,6 +125,8 @@ def test_both_parts_do_what_the_whole_step_does(k, make):
         exact = runner.settings.dtype == "float32"
         np.testing.assert_allclose(parts.logprobs, whole.logprobs, atol=1e-4 if exact else 5e-2)
         for name, got, want in zip(after._fields, runner.state, after, strict=True):
+            if name == "written":  # the number of the step
+                continue
             tolerance = (1e-2 if exact else 5e-2) if name in ("kv", "draft_kv", "draft_log_q") else 0
             for arrays in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 ours, theirs = (np.asarray(array.astype(jnp.float32)) for array in arrays)
