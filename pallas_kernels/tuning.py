@@ -42,6 +42,8 @@ class Tuning:
         joined_linear_tokens: as `row_kernel_tokens`, of the projections that read a norm made there.
         wide_values_tokens: up to this many tokens in windows of MLA, merging split requests and the up-projection of values
             are one kernel. Up to 4 they are another kernel in any case.
+        head_kernel_tokens: up to this many tokens, the norms and the rotation of grouped-query attention's heads and the writes
+            to its caches are one kernel of ours.
         delta_chunk_kernel: whether prompts of the gated delta rule walk over their chunks in a kernel of ours.
         bounded_draws: whether a draw takes logarithms only of columns that may win.
         peer_sum_bytes: sums over several devices of up to this many bytes are a kernel of ours, in the step's graph; 0: none.
@@ -59,6 +61,7 @@ class Tuning:
     split_linear_tokens: int = 0
     joined_linear_tokens: int = 0
     wide_values_tokens: int = 0
+    head_kernel_tokens: int = 0
     delta_chunk_kernel: bool = False
     bounded_draws: bool = False
     peer_sum_bytes: int = 0

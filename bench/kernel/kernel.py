@@ -32,6 +32,7 @@ from bench.harness.trace import keep_graphs
 from bench.kernel import gqa, mla
 from bench.kernel.case import LARGEST_ERROR, Case
 from bench.kernel.gated_delta import GATED_DELTA, GATED_DELTA_PROMPTS
+from bench.kernel.gqa_write import GQA_WRITE
 from bench.kernel.kv_write import KV_WRITE
 from bench.kernel.loop import Loop, device_seconds
 from bench.kernel.mla_query import MLA_QUERY
@@ -50,6 +51,7 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "sparse_mla": SPARSE_MLA,
     "gqa_decode": gqa.DECODE,
     "gqa_prefill": gqa.PREFILL,
+    "gqa_write": GQA_WRITE,
     "gated_delta": GATED_DELTA,
     "gated_delta_prompts": GATED_DELTA_PROMPTS,
     "kv_write": KV_WRITE,

@@ -90,6 +90,7 @@ KERNELS = (
     Watched("mla_prefill", "test_mla_prefill.py::test_against_the_reference[99-starts6-chunks6-4]"),
     Watched("gqa_decode", "test_gqa.py::test_decode_windows[mosaic-1]"),
     Watched("gqa_decode_merge", "test_gqa.py::test_decode_windows[mosaic-2]"),
+    Watched("gqa_write", "test_gqa_write.py::test_rows[qwen3-30b-a3b-4]"),
     Watched("gqa_prefill", "test_gqa.py::test_prefill[starts0-chunks0-22-1-1-64]"),
     Watched("moe_router", "test_moe.py::test_router_on_tensor_cores[moonlight-2048-2]"),
     Watched("moe_route", "test_moe.py::test_routed_as_the_reference[odd-True-9]"),

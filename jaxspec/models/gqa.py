@@ -11,12 +11,16 @@ from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, ParamPath, Piece, nested, norm_weight
-from jaxspec.models.layers import RMSNorm, RopeTables, apply_rope
+from jaxspec.models.layers import Attended, RMSNorm, RopeTables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare, fits
 from pallas_kernels.gqa_decode.api import gqa_decode
 from pallas_kernels.gqa_prefill.api import gqa_prefill
+from pallas_kernels.gqa_write.api import write_heads
+from pallas_kernels.gqa_write.reference import HeadNorms, place
 from pallas_kernels.kv_write.api import write_kv
+from pallas_kernels.norm_linear.api import linear_to_add
+from pallas_kernels.norm_linear.reference import whole
 from pallas_kernels.quant.reference import linear
 
 
@@ -128,22 +132,24 @@ class GQA(nnx.Module):
         meta: StepMetadata,
         rope: RopeTables,
         norm: RMSNorm | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[Attended, LayerCache]:
         """Writes the T new keys and values, then attends.
 
         [T, input_dim], `norm` of it if given, -> [T, H] and the new cache.
         """
         weights = (self.qkv[...], *([self.gate[...]] if self.spec.gated else []))
         qkv_TKxD, *gate = norm.into(x_TH, *weights) if norm else (linear(x_TH, weight) for weight in weights)
-        if self.spec.bias:
-            qkv_TKxD += self.qkv_bias[...]
-        q_TKGD, k_TKD = (
-            self._place("q_norm", qkv_TKxD[:, :, :-2], rope),
-            self._place("k_norm", qkv_TKxD[:, :, -2], rope),
+        bias = self.qkv_bias[...] if self.spec.bias else None
+        norms = None
+        if self.spec.qk_norm:
+            biased_TKxD = qkv_TKxD if bias is None else qkv_TKxD + bias
+            q, q_square_T = self._norm("q_norm", biased_TKxD[:, :, :-2])
+            k, k_square_T = self._norm("k_norm", biased_TKxD[:, :, -2])
+            norms = HeadNorms(q, k, q_square_T, k_square_T)
+        (keys, values), (cos, sin) = cache, rope
+        keys, values, q_TKGD = write_heads(
+            keys, values, qkv_TKxD, bias, norms, cos, sin, meta.pages, meta.offsets, eps=self.spec.norm_eps
         )
-        v_TKD = qkv_TKxD[:, :, -1]
-        keys, values = cache
-        keys, values = write_kv(keys, values, k_TKD, v_TKD, meta.pages, meta.offsets)
 
         P = meta.num_prefill_tokens
         parts = []
@@ -168,7 +174,7 @@ class GQA(nnx.Module):
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[Attended, LayerCache]:
         """See `Attention`."""
         x_RH = x_TH[live.tokens]
         q_RKGD = linear(x_RH, self.qkv[...][:, :-2])
@@ -190,14 +196,17 @@ class GQA(nnx.Module):
         keys, values = cache
         return write_kv(keys, values, k_TKD, v_TKD, meta.pages, meta.offsets)
 
-    def _place(self, norm: str, x: jax.Array, rope: RopeTables) -> jax.Array:
+    def _place(self, name: str, x: jax.Array, rope: RopeTables) -> jax.Array:
         """Queries [T, K, G, D] or keys [T, K, D], normed and rotated."""
-        dims = self.spec.norm_dims
-        if self.spec.qk_norm == "whole":
-            x = getattr(self, norm).of_part(x.reshape(x.shape[0], -1)).reshape(x.shape)
-        elif norm in dims:
-            x = getattr(self, norm)(x.reshape(*x.shape[:1], -1, dims[norm])).reshape(x.shape)
-        return apply_rope(x, *rope)
+        factor, square_T = self._norm(name, x) if self.spec.qk_norm else (None, None)
+        return place(x, factor, square_T, *rope, self.spec.norm_eps)
+
+    def _norm(self, name: str, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """What `HeadNorms` has for queries or for keys."""
+        norm: RMSNorm = getattr(self, name)
+        if self.spec.qk_norm == "head":
+            return norm.factor, None
+        return norm.of_heads(x)
 
     def _softmax(self) -> dict[str, Any]:
         """How the kernels weigh keys."""
@@ -205,11 +214,13 @@ class GQA(nnx.Module):
         sinks = self.sinks[...] if spec.sinks else None
         return {"scale": spec.softmax_scale, "window": spec.window, "sinks": sinks}
 
-    def _output(self, attended_TKGD: jax.Array, gate_TKGD: jax.Array | None = None) -> jax.Array:
+    def _output(self, attended_TKGD: jax.Array, gate_TKGD: jax.Array | None = None) -> Attended:
         if gate_TKGD is not None:
             attended_TKGD = attended_TKGD * jax.nn.sigmoid(gate_TKGD)
-        out_TH = comm.total(jnp.einsum("tkgd,hkgd->th", attended_TKGD, self.o[...]))
-        return out_TH + self.o_bias[...] if self.spec.out_bias else out_TH
+        added = linear_to_add(attended_TKGD, self.o[...])
+        if self.spec.out_bias:
+            return comm.total(whole(added)) + self.o_bias[...]
+        return comm.Part(added) if comm.is_split() else added
 
 
 @dataclass(frozen=True)

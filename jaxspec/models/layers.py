@@ -55,12 +55,12 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., dim] -> [..., dim]
         return rms_norm(x, self.factor, self.eps)
 
-    def of_part(self, x: jax.Array) -> jax.Array:
-        """This device's columns of the norm over those of all devices, [..., part of dim] -> the same."""
-        if not comm.is_split():
-            return self(x)
-        squares = comm.total(jnp.square(x.astype(jnp.float32)).sum(axis=-1, keepdims=True))
-        return rms_norm(x, comm.own(self.factor, x.shape[-1], axis=0), self.eps, squares / self.weight[...].size)
+    def of_heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of this device's heads [T, *heads]: their factors [*heads], and the mean [T] of the squares of all devices' heads."""
+        _, *heads = x.shape
+        squares_T1 = comm.total(jnp.square(x.astype(jnp.float32)).sum(axis=range(1, x.ndim))[:, None])
+        factor = comm.own(self.factor, math.prod(heads), axis=0) if comm.is_split() else self.factor
+        return factor.reshape(heads), squares_T1[:, 0] / self.weight[...].size
 
     def into(self, x_TH: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """The linear maps of the norm: [T, dim] with weights [*out, dim] -> [T, *out] each."""
@@ -239,16 +239,3 @@ def rope_tables(config: RopeConfig, positions_T: jax.Array) -> RopeTables:
     inv, factor = rope_frequencies(config)
     angles = positions_T.astype(jnp.float32)[:, None] * inv
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the first `dim` columns of the last axis by halves in float32; the others pass (partial rotary).
-
-    x [T, ..., >= dim], cos and sin [T, dim / 2] -> x's dtype.
-    """
-    dim = 2 * cos.shape[-1]
-    shape = (x.shape[0], *(1,) * (x.ndim - 2), cos.shape[-1])
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
-    a, b = jnp.split(x[..., :dim].astype(jnp.float32), 2, axis=-1)
-    turned = [part.astype(x.dtype) for part in (a * cos - b * sin, b * cos + a * sin)]
-    return jnp.concatenate([*turned, x[..., dim:]] if x.shape[-1] > dim else turned, axis=-1)

@@ -12,7 +12,7 @@ from jaxspec import comm
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import Index, KeyMap, Piece, Pieces, nested, norm_weight
-from jaxspec.models.layers import Attended, RMSNorm, RopeTables, apply_rope, worth_merging
+from jaxspec.models.layers import Attended, RMSNorm, RopeTables, worth_merging
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.kv_write.api import latent_writer, write_latent
@@ -22,6 +22,7 @@ from pallas_kernels.mla_prefill.api import mla_prefill, prefiller
 from pallas_kernels.mla_query.api import mla_query, write_and_query
 from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add
 from pallas_kernels.quant.reference import linear
+from pallas_kernels.rope import apply_rope
 from pallas_kernels.split_kv import PAGE
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxspec.models.cache import CacheArray, CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig
 from jaxspec.models.keymap import Index, KeyMap, Piece, nested
-from jaxspec.models.layers import Attended, RMSNorm, RopeTables, apply_rope
+from jaxspec.models.layers import Attended, RMSNorm, RopeTables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.mla import MLA, MLASpec, halves
 from jaxspec.models.params import Declare
@@ -27,6 +27,7 @@ from pallas_kernels.latents import from_arrays
 from pallas_kernels.mla_query.api import mla_query
 from pallas_kernels.mla_sparse import api as sparse_attention
 from pallas_kernels.quant.reference import linear
+from pallas_kernels.rope import apply_rope
 from pallas_kernels.split_kv import PAGE
 
 INDEXER = "indexer"

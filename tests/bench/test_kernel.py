@@ -140,7 +140,7 @@ def test_kernel_seconds_of_a_trace():
 
 
 # Or whose rows count bytes alone.
-WITHOUT_MATMULS = {"gated_delta", "gated_delta_prompts", "kv_write", "norm_linear", "sampling"}
+WITHOUT_MATMULS = {"gated_delta", "gated_delta_prompts", "gqa_write", "kv_write", "norm_linear", "sampling"}
 
 
 @pytest.mark.long
@@ -152,6 +152,7 @@ WITHOUT_MATMULS = {"gated_delta", "gated_delta_prompts", "kv_write", "norm_linea
         "mla_prefill",
         "gqa_decode",
         "gqa_prefill",
+        "gqa_write",
         "gated_delta",
         "gated_delta_prompts",
         "kv_write",

@@ -8,10 +8,11 @@ from jaxspec.models.config import RopeConfig
 from jaxspec.models.gpt_oss import StackedMoESpec
 from jaxspec.models.gqa import GQASpec
 from jaxspec.models.keymap import fill
-from jaxspec.models.layers import apply_rope, rope_frequencies, rope_tables
+from jaxspec.models.layers import rope_frequencies, rope_tables
 from jaxspec.models.params import Declare
 from jaxspec.models.registry import read_config
 from pallas_kernels.moe.api import route_sigmoid
+from pallas_kernels.rope import apply_rope
 from tests.caches import empty_cache, single_request
 from tests.engine.scripted import numpy_params
 from tests.models.test_mtp import bound
