@@ -42,6 +42,11 @@ class EngineConfig:
     enable_mixed_batch: bool = _option(
         True, "let a step prefill and decode; without it a step does one or the other, prompts first"
     )
+    max_prefill_delay_steps: int = _option(
+        0,
+        "with data_parallel_size: most steps for which new prompts wait until every rank has one, while others decode; a step "
+        "lasts as long as the rank with the most to do, so that prompts of all ranks had better share one",
+    )
     readout_depth: int | None = _option(
         None,
         "steps that may be queued on the device before the output of an earlier one is read, 0 to 3 "
@@ -272,6 +277,7 @@ _WHOLE_NUMBERS = {
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**24),
     "num_gpu_blocks_override": (2, 2**31 - 1),
+    "max_prefill_delay_steps": (0, 2**16),
     "readout_depth": (0, MAX_READOUT_DEPTH),
     "state_snapshots": (1, 2**16),
     "state_interval": (PAGE_SIZE, 2**24),
@@ -304,6 +310,7 @@ class Settings:
         window: most tokens of a decode row: the newest one and its drafts.
         max_pages: pages that the longest request can hold: columns of the page table.
         mixed: prompt chunks and decode rows may share a step.
+        max_prefill_delay_steps: see `scheduler.PrefillDelay`.
         readout_depth: most steps that may be unread when the next one is dispatched.
         state_snapshots: states that are kept for later requests, of a model whose layers do not keep all in pages.
         state_interval: the first number of tokens after which a prompt is cut to keep its state: see `snapshots.next_cut`.
@@ -323,6 +330,7 @@ class Settings:
     synthetic_acceptance_length: float | None = None
     synthetic_acceptance_pattern: Literal["first", "each"] = "first"
     mixed: bool = True
+    max_prefill_delay_steps: int = 0
     readout_depth: int = 0
     prefix_caching: bool = True
     state_snapshots: int = 0
@@ -406,6 +414,11 @@ def resolve(
     _check_speculation(config, max_num_seqs, max_num_batched_tokens, rejects=rejects)
     prefix_caching = config.enable_prefix_caching is not False
     _check_states(config, prefix_caching, paged)
+    if config.max_prefill_delay_steps and config.data_parallel_size == 1:
+        raise ConfigError(
+            f"{flagged('max_prefill_delay_steps')} is for prompts of several ranks: leave it out, or raise "
+            f"{flagged('data_parallel_size')} above 1"
+        )
     num_pages = pool_pages(
         config.num_gpu_blocks_override,
         max_num_seqs=max_num_seqs,
@@ -425,6 +438,7 @@ def resolve(
         synthetic_acceptance_length=config.synthetic_acceptance_length,
         synthetic_acceptance_pattern=config.synthetic_acceptance_pattern,
         mixed=config.enable_mixed_batch,
+        max_prefill_delay_steps=config.max_prefill_delay_steps,
         readout_depth=int(on_gpu) if config.readout_depth is None else config.readout_depth,
         prefix_caching=prefix_caching,
         state_snapshots=(config.state_snapshots or max_num_seqs) if prefix_caching and not paged else 0,

@@ -206,6 +206,12 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
         VLLM,
         Refused("a prompt is one chunk where --max-num-batched-tokens is at least --max-model-len"),
     ),
+    _flag("--prefill-delayer-max-delay-passes", SGLANG, Alias("--max-prefill-delay-steps"), "30"),
+    _flag(
+        "--enable-prefill-delayer",
+        SGLANG,
+        Switch("max_prefill_delay_steps", 30, "--max-prefill-delay-steps 30"),
+    ),
     _flag("--enable-mixed-chunk", SGLANG, Switch("enable_mixed_batch", True, "--enable-mixed-batch")),
     _flag("--enable-prefix-caching --no-enable-prefix-caching", VLLM, Same()),
     _flag("--disable-radix-cache", SGLANG, Switch("enable_prefix_caching", False, "--no-enable-prefix-caching")),

@@ -22,7 +22,7 @@ from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduler import Scheduler, plan_step, rank_for
+from jaxspec.engine.scheduler import PrefillDelay, Scheduler, plan_step, rank_for
 from jaxspec.engine.scoring import record_scores
 from jaxspec.engine.step_log import StepObserver, StepTimes
 from jaxspec.engine.step_output import StepOutput
@@ -103,6 +103,7 @@ class Engine:
             Scheduler(runner.settings, runner.buckets, control=self.control, rank=rank)
             for rank in range(runner.settings.data_parallel_size)
         )
+        self._delay = PrefillDelay(runner.settings.max_prefill_delay_steps)
         length = self.settings.synthetic_acceptance_length
         self.accept_probability = probability_for(length, self.settings.num_speculative_tokens) if length else 0.0
         self._requests: dict[str, Request] = {}
@@ -266,7 +267,7 @@ class Engine:
         started: list[Request] = []
         while self.runner.in_flight <= self.settings.readout_depth and not self.runner.begun:
             began = time.monotonic()
-            plan = plan_step(self.ranks, self.runner.split_ready)
+            plan = plan_step(self.ranks, self.runner.split_ready, self._delay)
             if plan is None:
                 break
             started += [row.request for row in plan.prefill if row.request.first_scheduled_time is None]

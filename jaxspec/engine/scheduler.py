@@ -48,6 +48,33 @@ def reserved_slots(known: int, *, k: int = 0, verified: int = 0, unread_most: in
 MOST_AHEAD = 4
 
 
+class PrefillDelay:
+    """Lets the prompts of several ranks begin in the same step.
+
+    A step lasts as long as the rank with the most to do. Where one rank's prompt runs while others only decode, these wait for
+    it, and in the next step it may be the other way round. So new prompts wait, while requests decode, until every rank has
+    one; but not where the step has prompt tokens in any case, as of a prompt in chunks: two ranks that were a chunk apart would
+    otherwise wait for each other by turns.
+
+    Args:
+        most_steps: for so many steps in a row prompts wait, no longer.
+    """
+
+    def __init__(self, most_steps: int):
+        self._most = most_steps
+        self._waited = 0
+
+    def holds(self, ranks: Sequence["Scheduler"]) -> bool:
+        """Whether prompts wait in the next step, in which there are rows that decode."""
+        begin = [rank.can_begin for rank in ranks]
+        started = any(r.state is RequestState.PREFILL for rank in ranks for r in rank.running)
+        if started or not any(begin) or all(begin) or self._waited >= self._most:
+            self._waited = 0
+            return False
+        self._waited += 1
+        return True
+
+
 class _Rows(NamedTuple):
     """What a rank is going to run in the next step."""
 
@@ -114,6 +141,11 @@ class Scheduler:
         started = [r for r in self.running if r.state is RequestState.PREFILL]
         return started + self.waiting[: max(self._max_prefill_rows - len(started), 0)]
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether a waiting request may get a slot, if there are pages for it."""
+        return bool(self.waiting and self._free_slots and (self.admits or not self.running))
+
     def add(self, request: Request) -> None:
         """Queues a request, whether new or preempted."""
         request.rank = self._rank
@@ -134,17 +166,17 @@ class Scheduler:
         ready = [r for r in decoding if not self._waits(r)] if waiting else decoding
         return ready, [r for r in waiting if r.constraint]
 
-    def plan_rows(self, ready: list[Request], drafts: int) -> "_Rows | None":
-        """Rows for the next step, with their pages, of those that may decode and of prompts.
+    def plan_rows(self, ready: list[Request], drafts: int, *, prompts: bool) -> "_Rows | None":
+        """Rows for the next step, with their pages, of those that may decode and, unless they wait, of prompts.
 
         None where one lacks a page while steps are unread: the victim is known once all are read.
         """
         budget = self.settings.max_num_batched_tokens
-        prefill = [] if self.settings.mixed else self._plan_prefill(budget)
+        prefill = [] if self.settings.mixed or not prompts else self._plan_prefill(budget)
         decode = [] if prefill else self._plan_decode(ready, budget, drafts)
         if decode is None:
             return None
-        if self.settings.mixed:
+        if self.settings.mixed and prompts:
             prefill = self._plan_prefill(budget - len(decode) * (drafts + 1))
         return _Rows(prefill, decode)
 
@@ -313,7 +345,7 @@ class Scheduler:
 
         found_pages: most pages that may come from the prefix cache.
         """
-        if not self._free_slots or (self.running and not self.admits):
+        if not self.can_begin:
             return False
         found, node, known = self._find(request)
         if len(found) > found_pages:
@@ -403,17 +435,28 @@ class Scheduler:
         return deltas
 
 
-def plan_step(ranks: Sequence[Scheduler], split: tuple[Bucket, ...] = ()) -> StepPlan | None:
+def plan_step(
+    ranks: Sequence[Scheduler], split: tuple[Bucket, ...] = (), delay: PrefillDelay | None = None
+) -> StepPlan | None:
     """The next step of all ranks, see `Scheduler.plan`.
 
     A rank plans its rows as if it were alone, and some may have none. But what they run is one executable: the number of
     drafts is the same for all, and rows choose late on all of them or on none.
+
+    Args:
+        delay: lets prompts wait for those of other ranks (default: they never do).
     """
     candidates = [rank.decodable() for rank in ranks]
     if not split or any(r.state is RequestState.PREFILL for rank in ranks for r in rank.running):
         candidates = [(ready, []) for ready, _ in candidates]
-    drafts = _choose_drafts(ranks, [[*ready, *early] for ready, early in candidates])
-    rows = [rank.plan_rows(ready, drafts) for rank, (ready, _) in zip(ranks, candidates, strict=True)]
+    decodable = [[*ready, *early] for ready, early in candidates]
+    held = delay is not None and any(decodable) and delay.holds(ranks)
+    drafts = _choose_drafts(ranks, decodable, prompts=not held)
+    rows = [rank.plan_rows(ready, drafts, prompts=not held) for rank, (ready, _) in zip(ranks, candidates, strict=True)]
+    if held and not any(
+        own.decode for own in rows if own
+    ):  # what could have decoded had no pages, and waits itself now
+        rows = [own and rank.plan_rows([], drafts, prompts=True) for rank, own in zip(ranks, rows, strict=True)]
     late = False
     if not any(own.prefill for own in rows if own):
         for rank, own, (_, early) in zip(ranks, rows, candidates, strict=True):
@@ -433,15 +476,15 @@ def plan_step(ranks: Sequence[Scheduler], split: tuple[Bucket, ...] = ()) -> Ste
     )
 
 
-def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]]) -> int:
-    """The number of drafts of the next step, of each rank's rows that may decode and the prompts that may begin."""
-    prompts = [r for rank in ranks for r in rank.prompts]
-    if prompts and not ranks[0].settings.mixed:
+def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]], *, prompts: bool) -> int:
+    """The number of drafts of the next step, of each rank's rows that may decode and, unless they wait, of prompts."""
+    begin = [r for rank in ranks for r in rank.prompts] if prompts else []
+    if begin and not ranks[0].settings.mixed:
         ready = [[] for _ in ranks]
     decode = [r for own in ready for r in own]
-    requests = [*decode, *prompts]
+    requests = [*decode, *begin]
     full = any(r.needs_full for r in requests)
-    choices = ranks[0].draft_choices[bool(prompts), full]
+    choices = ranks[0].draft_choices[bool(begin), full]
     if len(choices) == 1 or not requests:
         return choices[-1]
     return ranks[0].control.choose(
@@ -449,7 +492,7 @@ def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]]) -> in
             slots=[r.slot for r in decode],
             wanted=[r.num_drafts for r in decode],
             most=max(r.num_drafts for r in requests),
-            prompts=bool(prompts),
+            prompts=bool(begin),
             full=full,
             choices=choices,
             ranks=tuple(map(len, ready)),

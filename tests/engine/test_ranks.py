@@ -13,11 +13,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxspec.compat import compiles
-from jaxspec.config import EngineConfig
+from jaxspec.config import EngineConfig, resolve
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.plan import StepPlan, joined
-from jaxspec.engine.request import Request
+from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner, bind
 from jaxspec.engine.scheduler import MOST_AHEAD
 from jaxspec.engine.step_output import StepOutput
@@ -298,3 +298,77 @@ def test_ranks_load_a_checkpoint():
         for more in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True})
     )
     assert one == ranks
+
+
+# --- prompts that wait for those of other ranks ---
+
+
+def delayed(steps: int) -> tuple[Engine, Iterator[Request]]:
+    """Two ranks, each with a request that decodes, and further requests by turns for both."""
+    settings = dataclasses.replace(
+        SETTINGS, page_size=8, max_model_len=96, num_pages=49, max_num_batched_tokens=16, data_parallel_size=2,
+        max_prefill_delay_steps=steps,
+    )  # fmt: skip
+    engine = Engine(MockRanks(settings, VOCAB), vocab_size=VOCAB)
+    made = (Request(f"r{i}", [100 + i] * 8, SamplingParams(max_tokens=60, seed=i, ignore_eos=True)) for i in range(99))
+    first = [next(made), next(made)]
+    engine.add(*first)
+    for _ in range(3):
+        engine.step()
+    assert [request.rank for request in first] == [0, 1]
+    return engine, made
+
+
+def prompts_of_next_step(engine: Engine) -> list[list[str]]:
+    """By rank; every decoding request runs beside them."""
+    before = len(engine.runner.plans)
+    decoding = {request.id for rank in engine.ranks for request in rank.running if request.state is RequestState.DECODE}
+    engine.step()
+    (plan,) = engine.runner.plans[before:]
+    assert {request.id for part in plan.parts for request in part.decode} == decoding
+    return [[row.request.id for row in part.prefill] for part in plan.parts]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_prompts_of_two_ranks_begin_together(steps):
+    """The first waits for the second, and no longer than it may."""
+    engine, made = delayed(steps)
+    engine.add(next(made))
+    assert prompts_of_next_step(engine) == [[], []]
+    engine.add(next(made))
+    assert prompts_of_next_step(engine) == [["r2"], ["r3"]]
+    engine.add(next(made))
+    assert [prompts_of_next_step(engine) for _ in range(steps)] == [[[], []]] * steps
+    assert prompts_of_next_step(engine) == [["r4"], []]
+
+
+def test_nothing_waits_where_a_prompt_runs_in_any_case_or_nothing_decodes():
+    engine, made = delayed(50)
+    long = Request("long", list(range(40)), SamplingParams(max_tokens=9, seed=1))
+    engine.add(long, next(made))
+    assert prompts_of_next_step(engine) == [["long"], ["r2"]]
+    engine.add(next(made))  # joins the second chunk, though the other rank has none that could begin
+    assert prompts_of_next_step(engine) == [["long"], ["r3"]]
+    finished(engine)
+    alone = next(made)
+    engine.add(alone)
+    assert prompts_of_next_step(engine)[alone.rank] == [alone.id]
+
+
+def test_without_a_delay_each_prompt_begins_at_once():
+    engine, made = delayed(0)
+    for _ in range(2):
+        request = next(made)
+        engine.add(request)
+        assert prompts_of_next_step(engine)[request.rank] == [request.id]
+
+
+def test_a_delay_needs_several_ranks():
+    with pytest.raises(ConfigError, match=r"raise data_parallel_size .* above 1"):
+        resolve(
+            EngineConfig(max_prefill_delay_steps=3),
+            model_max_position=64,
+            page_bytes=1,
+            free_bytes=1 << 20,
+            on_gpu=False,
+        )

@@ -174,7 +174,7 @@ def check_schedule(seed: int, ranks: int) -> collections.Counter:
         mixed=rng.random() < 0.7 or ranks > 1, readout_depth=rng.randint(0, 3), prefix_caching=rng.random() < 0.7,
         adaptive_drafts=k > 0 and rng.random() < 0.6, on_gpu=rng.random() < 0.5,  # there the table has gaps
         state_snapshots=rng.choice([0, 0, 1, 3, 8]), state_interval=rng.choice([PAGE, 3 * PAGE, CONTEXT]),
-        data_parallel_size=ranks,
+        data_parallel_size=ranks, max_prefill_delay_steps=rng.choice([0, 1, 3, 50]) if ranks > 1 else 0,
     )  # fmt: skip
     engine = make_engine(settings, eos_token_ids=(EOS,), control=AnyDrafts(seed))
     if rng.random() < 0.7:
