@@ -52,6 +52,7 @@ gpu_device_info {{
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 patch: 0 }} device_description_str: "{KIND}"
 """
+PROMPTS = 8
 _KERNELS = ("fusion", "custom-call", "copy", "sort", "scatter", "reduce", "dynamic-update-slice")
 _INSTRUCTION = re.compile(rf"\s+(?:ROOT )?%?([\w.\-]+) = .*? ({'|'.join(_KERNELS)})\(")
 _OP_NAME, _CALLED = re.compile(r'op_name="([^"]*)"'), re.compile(r"calls=%?([\w.\-]+)")
@@ -81,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layers = "of the model; the kernels of the last one are taken for those of all that are left out (default: 3)"
     parser.add_argument("--layers", type=int, default=3, metavar="N", help=layers)
     parser.add_argument("--rows", type=numbers, default=[1, 32, 128], metavar="N,N,...", help="default: 1,32,128")
+    prompts = "prompt tokens beside them, of up to 8 requests (default: 0)"
+    parser.add_argument("--prompt-tokens", type=int, default=0, metavar="N", help=prompts)
     tokens = f"drafted by an MTP layer (default: 0; {DEFAULT_TOKENS} for a cycle)"
     parser.add_argument("--tokens", type=int, default=0, metavar="K", help=tokens)
     parser.add_argument("--variant", choices=["lean", "full"], default="lean", help="of the sampler (default: lean)")
@@ -151,13 +154,13 @@ def run(arguments: argparse.Namespace) -> int:
     settings = resolve(
         EngineConfig(
             max_model_len=4096, max_num_seqs=most, num_gpu_blocks_override=2048, num_speculative_tokens=k,
-            max_num_batched_tokens=max(2048, most * (k + 1)),
+            max_num_batched_tokens=max(2048, arguments.prompt_tokens + most * (k + 1)),
         ),
         model_max_position=model.config.max_position, page_bytes=0, free_bytes=0, on_gpu=True,
     )  # fmt: skip
     results = []
     for rows in arguments.rows:
-        bucket = Bucket(0, 0, rows, arguments.variant, k)
+        bucket = Bucket(arguments.prompt_tokens, PROMPTS * bool(arguments.prompt_tokens), rows, arguments.variant, k)
         found = kernels(compiled_text(model, draft, settings, bucket, device))
         each = per_layer(found)
         last = each.get(layers - 1, 0)
@@ -180,7 +183,8 @@ def run(arguments: argparse.Namespace) -> int:
     header = ["rows", f"kernels of {whole} layers", "a layer", f"of the first {layers} layers", "besides"]
     print(record.table(header, lines))
     result = {"benchmark": "compiled", "model": arguments.model, "layers": whole, "compiled_layers": layers} | {
-        "drafted_tokens": k, "variant": arguments.variant, "device_described": KIND, "rows": results,
+        "drafted_tokens": k, "prompt_tokens": arguments.prompt_tokens, "variant": arguments.variant, "device_described": KIND,
+        "rows": results,
     }  # fmt: skip
     record.write(f"compiled_{arguments.model}", result, arguments)
     return 0
