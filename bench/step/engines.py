@@ -74,7 +74,7 @@ def build_engine(
     if lean and adaptive:
         buckets = tuple(b for b in table if b.variant == "lean") or table
     else:
-        buckets = measured_buckets(table, rows, full=full) if lean else table
+        buckets = measured_buckets(table, rows, sizes.context, full=full) if lean else table
     runner = Runner(
         weights.model,
         weights.params,
@@ -96,8 +96,11 @@ def decode_bucket(buckets: tuple[Bucket, ...], rows: int, *, full: bool = False)
     )
 
 
-def measured_buckets(table: tuple[Bucket, ...], rows: Sequence[int], *, full: bool = False) -> tuple[Bucket, ...]:
-    """The bucket of each row count's decode steps, and the largest one for prompts; with `full`, of both variants."""
+def measured_buckets(
+    table: tuple[Bucket, ...], rows: Sequence[int], context: int, *, full: bool = False
+) -> tuple[Bucket, ...]:
+    """The bucket of each row count's decode steps, the largest one for prompts, and where a single row is measured that of
+    one prompt of `context` tokens; with `full`, of both variants."""
     variants = ("lean", "full") if full else ("lean",)
     decode = {decode_bucket(table, n, full=variant == "full") for n in rows for variant in variants}
     largest = {
@@ -107,7 +110,14 @@ def measured_buckets(table: tuple[Bucket, ...], rows: Sequence[int], *, full: bo
         )
         for variant in variants
     }
-    return tuple(sorted(decode | largest))
+    one = set[Bucket]()
+    if rows[0] == 1:
+        tokens, k = min(context, max(b.prefill_tokens for b in largest)), table[0].drafts
+        one = {
+            choose_bucket(table, prefill_tokens=tokens, prefill_rows=1, decode_rows=0, full=variant == "full", drafts=k)
+            for variant in variants
+        }
+    return tuple(sorted(decode | largest | one))
 
 
 def warm_up(engines: Mapping[str, Engine]) -> dict[str, float]:

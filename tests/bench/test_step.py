@@ -317,11 +317,16 @@ def test_kernels_of_a_trace():
 
 def test_only_measured_buckets_are_compiled():
     decode = [Bucket(0, 0, rows, variant) for rows in (1, 4, 8, 16) for variant in ("lean", "full")]
-    prompts = [Bucket(tokens, 8, 16, variant) for tokens in (256, 8192) for variant in ("lean", "full")]
-    chosen = measured_buckets(tuple(decode + prompts), (1, 3, 16))
-    assert chosen == (*(Bucket(0, 0, rows, "lean") for rows in (1, 4, 16)), Bucket(8192, 8, 16, "lean"))
-    both = measured_buckets(tuple(decode + prompts), (1, 3, 16), full=True)
+    prompts = [Bucket(tokens, 8, 16, variant) for tokens in (256, 1024, 8192) for variant in ("lean", "full")]
+    table = tuple(decode + prompts)
+    plain = [Bucket(0, 0, rows, "lean") for rows in (1, 4, 16)]
+    chosen = measured_buckets(table, (1, 3, 16), 1000)
+    assert chosen == (*plain, Bucket(1024, 8, 16, "lean"), Bucket(8192, 8, 16, "lean"))
+    both = measured_buckets(table, (1, 3, 16), 1000, full=True)
     assert set(both) == {dataclasses.replace(b, variant=v) for b in chosen for v in ("lean", "full")}
+    # A single prompt over the budget comes in chunks, and no single prompt is measured without a single row.
+    assert measured_buckets(table, (1, 3, 16), 10_000) == (*plain, Bucket(8192, 8, 16, "lean"))
+    assert measured_buckets(table, (3, 16), 1000) == (*plain[1:], Bucket(8192, 8, 16, "lean"))
 
 
 def step_arguments(**given) -> argparse.Namespace:
