@@ -71,7 +71,7 @@ class Columns:
     def draw(
         self,
         logits: jax.Array,
-        rows: jax.Array,
+        rows: jax.Array | None,
         temperature: jax.Array,
         keys: jax.Array,
         wanted: jax.Array,
@@ -89,11 +89,10 @@ class Columns:
         self, logits: jax.Array, temperature: jax.Array, keys: jax.Array, wanted: jax.Array
     ) -> tuple[LogitsStats, jax.Array]:
         """`stats` of each row and a `draw` from it, joined at once."""
-        every = jnp.arange(logits.shape[0], dtype=jnp.int32)
         own = logits_stats(logits, temperature)
         if not comm.is_split():
-            return own, gumbel_argmax(logits, every, temperature, keys, wanted, own.argmax)
-        drawn = self._own_draw(logits, every, temperature, keys, wanted, own.argmax, None, None)
+            return own, gumbel_argmax(logits, None, temperature, keys, wanted, own.argmax)
+        drawn = self._own_draw(logits, None, temperature, keys, wanted, own.argmax, None, None)
         stats, drawn = comm.everyones((_with_highest(logits, own), drawn))
         return self._joined_stats(stats), self._joined_draw(drawn, None)
 
@@ -153,7 +152,7 @@ class Columns:
     def _own_draw(
         self,
         logits: jax.Array,
-        rows: jax.Array,
+        rows: jax.Array | None,
         temperature: jax.Array,
         keys: jax.Array,
         wanted: jax.Array,

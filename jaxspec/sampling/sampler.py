@@ -112,6 +112,5 @@ def sample(
     greedy = rows.temperature == 0
     keys = noise_keys(rows.seeds, positions, jnp.full(R, int(Stream.BONUS), jnp.int32))
     kept = cuts_of(logits, rows, stats, columns=columns) if full else None
-    every = jnp.arange(R, dtype=jnp.int32)
-    drawn = columns.draw(logits, every, temperature, keys, ~greedy, stats.argmax, cuts=kept)
+    drawn = columns.draw(logits, None, temperature, keys, ~greedy, stats.argmax, cuts=kept)
     return jnp.where(greedy, stats.argmax, drawn)

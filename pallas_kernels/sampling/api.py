@@ -30,7 +30,7 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, cuts: jax.Array | No
 
 def gumbel_argmax(
     logits: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | None,
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
@@ -44,7 +44,7 @@ def gumbel_argmax(
 
     Args:
         logits: [N, V].
-        rows: int32 [R] the row of logits of each draw.
+        rows: int32 [R] the row of logits of each draw; None: one draw of each row, in order.
         temperature: float32 [R], above 0.
         keys: uint32 [R, 2] threefry keys.
         wanted: bool [R]; where it is False, the result may be any id.
@@ -62,7 +62,7 @@ def gumbel_argmax(
 
 def gumbel_best(
     logits: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | None,
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,

@@ -164,7 +164,7 @@ def logits_stats(
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def gumbel_argmax(
     logits: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | None,
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
@@ -184,7 +184,7 @@ def gumbel_argmax(
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def gumbel_best(
     logits: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | None,
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
@@ -201,7 +201,7 @@ def gumbel_best(
 
 def _best_of_row(
     logits: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | None,
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
@@ -212,24 +212,26 @@ def _best_of_row(
     interpret: Any,
 ) -> Drawn:
     """`gumbel_best`; with `first_column` None the columns are counted from 0."""
-    R, V = rows.shape[0], logits.shape[1]
+    R, V = temperature.shape[0], logits.shape[1]
     parts = Parts(R, V, 4, 1)
     adjusts, bounded = residual is not None, tuning.current().bounded_draws
     outputs = 4 if adjusts else 2
     logits = own_rows(logits)
     rows, temperature, keys, likely, cuts = own_buffer((rows, temperature, keys, likely, cuts))
 
-    def gumbel_argmax(logits, rows, temperature, keys, wanted, likely, *refs):
+    def gumbel_argmax(logits, temperature, keys, wanted, likely, *refs):
         given = Residual(*refs[:5]) if adjusts else None
         others, outs = list(refs[5 * adjusts : -outputs]), refs[-outputs:]
         cut_of = None if cuts is None else others.pop(0)
+        row_of = None if rows is None else others.pop(0)
         first = None if first_column is None else others.pop(0)
         row, part = lax.axis_index("row"), lax.axis_index("part")
         warp: Any = {"layout": parts.layout, "emulated": bool(interpret)}
 
         def work(dense):
             """Best values and their columns: of p and, if `dense`, of max(0, p - q)."""
-            source, divisor, key = rows[row], temperature[row], (keys[row, 0], keys[row, 1])
+            source = row if row_of is None else row_of[row]
+            divisor, key = temperature[row], (keys[row, 0], keys[row, 1])
             log_z = given.log_z[row] if given and dense else None
             cut = None if cut_of is None else cut_of[source]
 
@@ -332,13 +334,13 @@ def _best_of_row(
         ),
     )(
         logits,
-        rows,
         temperature,
         lax.bitcast_convert_type(keys, i32),
         wanted.astype(i32),
         likely,
         *extra,
         *(() if cuts is None else (cuts,)),
+        *(() if rows is None else (rows,)),
         *(() if first_column is None else (first_column[None],)),
     )
 

@@ -127,9 +127,16 @@ def gumbel(keys: jax.Array, size: int, first_column: jax.Array | None = None) ->
     return jax.vmap(draw)(keys)
 
 
+def _of_draws(logits: jax.Array, rows: jax.Array | None, cuts: jax.Array | None) -> jax.Array:
+    """What each draw's row of logits keeps, [R, V]."""
+    if rows is None:
+        return kept(logits, cuts)
+    return kept(logits[rows], None if cuts is None else cuts[rows])
+
+
 def gumbel_argmax(
     logits: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | None,
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
@@ -139,7 +146,7 @@ def gumbel_argmax(
 ) -> jax.Array:
     del wanted, likely  # All rows cost the same here.
     V = logits.shape[1]
-    tempered = kept(logits[rows], None if cuts is None else cuts[rows]) / temperature[:, None]
+    tempered = _of_draws(logits, rows, cuts) / temperature[:, None]
     noise = gumbel(keys, V)
     if residual is None:
         return jnp.argmax(tempered + noise, axis=1).astype(jnp.int32)
@@ -158,7 +165,7 @@ def gumbel_argmax(
 
 def gumbel_best(
     logits: jax.Array,
-    rows: jax.Array,
+    rows: jax.Array | None,
     temperature: jax.Array,
     keys: jax.Array,
     wanted: jax.Array,
@@ -173,7 +180,7 @@ def gumbel_best(
         return Best(jnp.argmax(scores, axis=1).astype(jnp.int32), scores.max(axis=1))
 
     V = logits.shape[1]
-    tempered = kept(logits[rows], None if cuts is None else cuts[rows]) / temperature[:, None]
+    tempered = _of_draws(logits, rows, cuts) / temperature[:, None]
     noise = gumbel(keys, V, first_column)
     if residual is None:
         return Drawn(best(tempered + noise), None)

@@ -60,6 +60,17 @@ def test_draws_interpreted(residual):
 
 
 @interpreted
+def test_a_draw_of_each_row_needs_no_rows():
+    logits, _, temperature, keys, wanted, likely, _ = draws(V, jnp.bfloat16, residual=False)
+    of_each = (x[:3] for x in (temperature, keys, wanted))
+    rest = (*of_each, likely)
+    got = mosaic.gumbel_argmax(logits, None, *rest, interpret=detect_races())
+    np.testing.assert_array_equal(got, reference.gumbel_argmax(logits, jnp.arange(3), *rest))
+    np.testing.assert_array_equal(got, reference.gumbel_argmax(logits, None, *rest))
+    assert_no_races(got)
+
+
+@interpreted
 @pytest.mark.parametrize("residual", [False, True])
 def test_only_what_is_kept_is_drawn(residual):
     case = draws(V, jnp.bfloat16, residual=residual)
