@@ -44,8 +44,7 @@ class EngineConfig:
     )
     max_prefill_delay_steps: int = _option(
         0,
-        "with data_parallel_size: most steps for which new prompts wait until every rank has one, while others decode; a step "
-        "lasts as long as the rank with the most to do, so that prompts of all ranks had better share one",
+        "with data_parallel_size: most steps for which new prompts wait, while others decode, until every rank has one",
     )
     readout_depth: int | None = _option(
         None,
@@ -310,7 +309,7 @@ class Settings:
         window: most tokens of a decode row: the newest one and its drafts.
         max_pages: pages that the longest request can hold: columns of the page table.
         mixed: prompt chunks and decode rows may share a step.
-        max_prefill_delay_steps: see `scheduler.PrefillDelay`.
+        max_prefill_delay_steps: see `PrefillDelay`.
         readout_depth: most steps that may be unread when the next one is dispatched.
         state_snapshots: states that are kept for later requests, of a model whose layers do not keep all in pages.
         state_interval: the first number of tokens after which a prompt is cut to keep its state: see `snapshots.next_cut`.

@@ -25,6 +25,7 @@ from bench.harness.arguments import names_among
 from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.kernel.case import LARGEST_ERROR, Case
 from bench.kernel.gated_delta import GatedDeltaPrompts
+from bench.kernel.gqa_write import GqaWrite
 from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode, MlaValues
 from bench.kernel.moe import Moe, MoeBlock, MoeShared
@@ -33,6 +34,8 @@ from bench.kernel.sampling import Sampling
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
 from pallas_kernels.gated_delta import shapes as gated_delta
+from pallas_kernels.gqa_decode.shapes import Heads
+from pallas_kernels.gqa_write.shapes import TOKENS
 from pallas_kernels.mla_decode.shapes import CONTEXTS, HEADS, WINDOWS
 from pallas_kernels.tuning import Tuning
 
@@ -96,6 +99,9 @@ CHOICES: dict[str, Choice] = {
             *(MlaValues(B, 1024, HEADS["moonlight"], 4) for B in (64, 128)),
         ),
         (MlaValues(2, 70, 2, 4, 2),),
+    ),
+    "head_kernel_tokens": Choice(
+        (0, 32, 128, 512), tuple(GqaWrite(T) for T in TOKENS), (GqaWrite(5, Heads(2, 4, 64), 4, 3),)
     ),
     "delta_chunk_kernel": Choice(
         (False, True),

@@ -19,10 +19,12 @@ from jaxspec.engine.expert_load import ExpertLoad
 from jaxspec.engine.handoff import FLAG_NAN
 from jaxspec.engine.masks import write_masks
 from jaxspec.engine.output import FinishReason, RequestOutput
+from jaxspec.engine.placement import rank_for
 from jaxspec.engine.plan import StepPlan
+from jaxspec.engine.prefill_delay import PrefillDelay
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner
-from jaxspec.engine.scheduler import PrefillDelay, Scheduler, plan_step, rank_for
+from jaxspec.engine.scheduler import Scheduler, plan_step
 from jaxspec.engine.scoring import record_scores
 from jaxspec.engine.step_log import StepObserver, StepTimes
 from jaxspec.engine.step_output import StepOutput

@@ -10,8 +10,8 @@ Rows whose masks follow from an unread step wait for it, unless the step may cho
 
 Each step has one number of drafts, which `DraftControl` chooses before the rows are: a window has so many tokens more.
 
-Where requests are split over ranks, each rank has a `Scheduler` with pages, slots and a prefix index of its own. `rank_for`
-says which gets a new request, which stays there; `plan_step` plans one step for all.
+Where requests are split over ranks, each rank has a `Scheduler` with pages, slots and a prefix index of its own. A request
+stays on the rank that `placement.rank_for` has given it to; `plan_step` plans one step for all.
 """
 
 import bisect
@@ -24,6 +24,7 @@ from jaxspec.engine.buckets import Bucket, draft_choices
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts, Load
 from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, joined, pages_needed
+from jaxspec.engine.prefill_delay import PrefillDelay
 from jaxspec.engine.prefix_cache import Match, PrefixCache
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.snapshots import Snapshots, next_cut
@@ -41,38 +42,6 @@ def reserved_slots(known: int, *, k: int = 0, verified: int = 0, unread_most: in
         unread_most: most tokens that steps add which have been dispatched but not read.
     """
     return known + unread_most + k + max(verified - 1, 0)
-
-
-# A rank may have half as many requests more than the one with the fewest, and these, before prefix hits no longer count: a
-# hit saves a prompt once, but every step lasts as long as the rank with the most rows needs.
-MOST_AHEAD = 4
-
-
-class PrefillDelay:
-    """Lets the prompts of several ranks begin in the same step.
-
-    A step lasts as long as the rank with the most to do. Where one rank's prompt runs while others only decode, these wait for
-    it, and in the next step it may be the other way round. So new prompts wait, while requests decode, until every rank has
-    one; but not where the step has prompt tokens in any case, as of a prompt in chunks: two ranks that were a chunk apart would
-    otherwise wait for each other by turns.
-
-    Args:
-        most_steps: for so many steps in a row prompts wait, no longer.
-    """
-
-    def __init__(self, most_steps: int):
-        self._most = most_steps
-        self._waited = 0
-
-    def holds(self, ranks: Sequence["Scheduler"]) -> bool:
-        """Whether prompts wait in the next step, in which there are rows that decode."""
-        begin = [rank.can_begin for rank in ranks]
-        started = any(r.state is RequestState.PREFILL for rank in ranks for r in rank.running)
-        if started or not any(begin) or all(begin) or self._waited >= self._most:
-            self._waited = 0
-            return False
-        self._waited += 1
-        return True
 
 
 class _Rows(NamedTuple):
@@ -498,22 +467,6 @@ def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]], *, pr
             ranks=tuple(map(len, ready)),
         )
     )
-
-
-def rank_for(ranks: Sequence[Scheduler], request: Request) -> Scheduler:
-    """Which rank a new request is for: of those that are not far ahead in requests the one that has most of its beginning,
-    then the one with the shortest queue, the most free pages and the fewest requests. Only there its prefix is found later."""
-    if len(ranks) == 1:
-        return ranks[0]
-    requests = [len(rank.running) + len(rank.waiting) for rank in ranks]
-    most = min(requests) * 3 // 2 + MOST_AHEAD
-
-    def worth(rank: int) -> tuple[int, int, int, int]:
-        scheduler = ranks[rank]
-        pages = scheduler.prefix_pages(request)
-        return pages, -len(scheduler.waiting), scheduler.pages.num_free, -requests[rank]
-
-    return ranks[max((rank for rank, number in enumerate(requests) if number <= most), key=worth)]
 
 
 def _is_scored(request: Request) -> bool:

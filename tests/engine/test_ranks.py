@@ -16,10 +16,10 @@ from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, resolve
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.on_mesh import on_mesh, specs
+from jaxspec.engine.placement import MOST_AHEAD
 from jaxspec.engine.plan import StepPlan, joined
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner, bind
-from jaxspec.engine.scheduler import MOST_AHEAD
 from jaxspec.engine.step_output import StepOutput
 from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM
