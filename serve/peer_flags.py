@@ -210,7 +210,7 @@ PEER_FLAGS: tuple[PeerFlag, ...] = (
     _flag(
         "--enable-prefill-delayer",
         SGLANG,
-        Switch("max_prefill_delay_steps", 30, "--max-prefill-delay-steps 30"),
+        Ignored("prompts wait where --max-prefill-delay-steps says for how long"),
     ),
     _flag("--enable-mixed-chunk", SGLANG, Switch("enable_mixed_batch", True, "--enable-mixed-batch")),
     _flag("--enable-prefix-caching --no-enable-prefix-caching", VLLM, Same()),

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     layers = "of the model; the kernels of the last one are taken for those of all that are left out (default: 3)"
     parser.add_argument("--layers", type=int, default=3, metavar="N", help=layers)
     parser.add_argument("--rows", type=numbers, default=[1, 32, 128], metavar="N,N,...", help="default: 1,32,128")
-    prompts = "prompt tokens beside them, of up to 8 requests (default: 0)"
+    prompts = f"prompt tokens beside them, of up to {PROMPTS} requests (default: 0)"
     parser.add_argument("--prompt-tokens", type=int, default=0, metavar="N", help=prompts)
     tokens = f"drafted by an MTP layer (default: 0; {DEFAULT_TOKENS} for a cycle)"
     parser.add_argument("--tokens", type=int, default=0, metavar="K", help=tokens)

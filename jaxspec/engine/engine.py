@@ -105,7 +105,8 @@ class Engine:
             Scheduler(runner.settings, runner.buckets, control=self.control, rank=rank)
             for rank in range(runner.settings.data_parallel_size)
         )
-        self._delay = PrefillDelay(runner.settings.max_prefill_delay_steps)
+        most = runner.settings.max_prefill_delay_steps
+        self._delay = PrefillDelay(most) if most else None
         length = self.settings.synthetic_acceptance_length
         self.accept_probability = probability_for(length, self.settings.num_speculative_tokens) if length else 0.0
         self._requests: dict[str, Request] = {}

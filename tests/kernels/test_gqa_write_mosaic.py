@@ -76,10 +76,11 @@ def test_interpreted_without_races(heads, rotated, norm, bias):
 
 
 @pytest.mark.parametrize("T", TOKENS)
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "glm-4.5-air", "minimax-m2", "qwen3.5-35b-a3b", "gpt-oss"])
+@pytest.mark.parametrize("name", HEADS)
 def test_lowers_for_cuda(name, T):
     heads = HEADS[name]
-    norm = {"qwen3-30b-a3b": "head", "minimax-m2": "whole", "qwen3.5-35b-a3b": "centred"}.get(name)
+    norms = {"qwen3-30b-a3b": "head", "qwen3-235b-a22b": "head", "minimax-m2": "whole", "qwen3.5-35b-a3b": "centred"}
+    norm = norms.get(name)
     args = arguments(T, heads, ROTATED.get(name, heads.columns), norm, bias=norm is None)
     f = jax.jit(functools.partial(mosaic.write_heads, eps=EPS), donate_argnums=(0, 1))
     text = f.trace(*empty_caches(heads), *args).lower(lowering_platforms=("cuda",)).as_text()
