@@ -1,7 +1,7 @@
 """Rows of `bench kernel` and `bench tune` for a norm with the projections that read it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, rounded
 from bench.kernel.case import Case, once
+from pallas_kernels import tuning
 from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add, norm_linear
 from pallas_kernels.norm_linear.shapes import READERS, TOKENS
 
@@ -60,6 +61,10 @@ class NormLinear(Case):
 class JoinedLinear(NormLinear):
     """The same projections of tokens that are normed already."""
 
+    @property
+    def outputs(self) -> int:
+        return sum(self.outs)
+
     def many(self, inputs: Any, results: Any) -> Any:
         del results
         tokens, _, weights = inputs
@@ -92,8 +97,12 @@ class AddLinear(Case):
     labels: ClassVar[tuple[str, ...]] = ("T", "H")
 
     @property
+    def columns(self) -> int:
+        return math.prod(self.heads)
+
+    @property
     def bytes(self) -> float:
-        return 2.0 * self.H * math.prod(self.heads)
+        return 2.0 * self.H * self.columns
 
     def inputs(self) -> Any:
         deviation = math.prod(self.heads) ** -0.5
@@ -119,18 +128,47 @@ class AddLinear(Case):
         return max(largest_error(exact(got), want) for got, want in zip(results[-1], (summed, normed), strict=True))
 
 
+@dataclass(frozen=True)
+class JoinedLinearWith(JoinedLinear):
+    """The same with the kernel (1) or in plain XLA (0), whatever is chosen for the device."""
+
+    kernel: int = 1
+    labels: ClassVar[tuple[str, ...]] = ("T", "H", "outputs", "kernel")
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        with tuning.use(replace(tuning.current(), joined_linear_tokens=self.T * self.kernel)):
+            return super().many(inputs, results)
+
+
+@dataclass(frozen=True)
+class AddLinearWith(AddLinear):
+    """The same with the kernel (1) or in plain XLA (0), whatever is chosen for the device."""
+
+    kernel: int = 1
+    labels: ClassVar[tuple[str, ...]] = ("T", "H", "columns", "kernel")
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        with tuning.use(replace(tuning.current(), split_linear_tokens=self.T * self.kernel)):
+            return super().many(inputs, results)
+
+
 NORM_LINEAR: dict[str, list[Case]] = {
     "all": [NormLinear(T) for T in TOKENS],
     "quick": [NormLinear(1)],
     "tiny": [NormLinear(T, 32, (8, 4), 3) for T in (1, 3)],
 }
+# The projections of Moonlight and GLM-4.7-Flash (queries and latents), Qwen3-30B-A3B and MiniMax-M2: hidden size, outputs.
+_JOINED = (2048, (3072, 576)), (768, (5120,)), (2048, (1344,)), (2048, (5120,)), (3072, (8192,))
+# The output projections of the same, and of GLM-4.5-Air: hidden size, heads.
+_ADDED = (2048, (16, 128)), (2048, (20, 256)), (2048, (32, 128)), (3072, (48, 128)), (4096, (96, 128))
+_TOKENS = (4, 32, 64, 128)
 JOINED_LINEAR: dict[str, list[Case]] = {
-    "all": [JoinedLinear(T) for T in (4, 16, 32, 64, 128)],
-    "quick": [JoinedLinear(32)],
-    "tiny": [JoinedLinear(3, 32, (8, 4), 3)],
+    "all": [JoinedLinearWith(T, H, outs, 12, kernel) for H, outs in _JOINED for T in _TOKENS for kernel in (1, 0)],
+    "quick": [JoinedLinearWith(32, kernel=kernel) for kernel in (1, 0)],
+    "tiny": [JoinedLinearWith(3, 32, (8, 4), 3, kernel) for kernel in (1, 0)],
 }
 ADD_LINEAR: dict[str, list[Case]] = {
-    "all": [AddLinear(T) for T in (1, 4, 16, 32, 64, 128)],
-    "quick": [AddLinear(32)],
-    "tiny": [AddLinear(3, 32, (2, 8), 3)],
+    "all": [AddLinearWith(T, H, heads, 8, kernel) for H, heads in _ADDED for T in _TOKENS for kernel in (1, 0)],
+    "quick": [AddLinearWith(32, kernel=kernel) for kernel in (1, 0)],
+    "tiny": [AddLinearWith(3, 32, (2, 8), 3, kernel) for kernel in (1, 0)],
 }

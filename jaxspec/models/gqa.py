@@ -19,7 +19,7 @@ from pallas_kernels.gqa_prefill.api import gqa_prefill
 from pallas_kernels.gqa_write.api import write_heads
 from pallas_kernels.gqa_write.reference import HeadNorms, place
 from pallas_kernels.kv_write.api import write_kv
-from pallas_kernels.norm_linear.api import linear_to_add
+from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add
 from pallas_kernels.norm_linear.reference import whole
 from pallas_kernels.quant.reference import linear
 
@@ -138,7 +138,12 @@ class GQA(nnx.Module):
         [T, input_dim], `norm` of it if given, -> [T, H] and the new cache.
         """
         weights = (self.qkv[...], *([self.gate[...]] if self.spec.gated else []))
-        qkv_TKxD, *gate = norm.into(x_TH, *weights) if norm else (linear(x_TH, weight) for weight in weights)
+        # XLA would need kernels to take apart what several weights give.
+        if len(weights) == 1 and joins_linears(x_TH, weights):
+            qkv_TX = joined_linear(norm(x_TH) if norm else x_TH, weights)
+            qkv_TKxD, gate = qkv_TX.reshape(-1, *self.qkv.shape[:-1]), []
+        else:
+            qkv_TKxD, *gate = norm.into(x_TH, *weights) if norm else (linear(x_TH, weight) for weight in weights)
         bias = self.qkv_bias[...] if self.spec.bias else None
         norms = None
         if self.spec.qk_norm:

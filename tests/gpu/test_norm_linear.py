@@ -50,7 +50,7 @@ def test_sum_and_norm(H, T):
 
 
 @pytest.mark.parametrize("T", [2, 4, 32, 128])
-@pytest.mark.parametrize(("H", "columns"), [(2048, 2048), (128, 512)])
+@pytest.mark.parametrize(("H", "columns"), [(2048, 2048), (128, 512), (2048, 5120), (3072, 6144)])
 def test_parts_of_a_linear_map(H, columns, T):
     x, _, (weight,), delta = inputs(T, columns, ((H,),))
     x = x.reshape(T, -1, 128)
@@ -71,8 +71,10 @@ def test_parts_of_a_linear_map(H, columns, T):
 
 
 @pytest.mark.parametrize("T", [2, 4, 32, 128])
-def test_linear_maps_side_by_side(T):
-    H, outs, _ = READERS["moonlight, attention"]
+@pytest.mark.parametrize(
+    ("H", "outs"), [READERS["moonlight, attention"][:2], (768, ((20, 256),)), (3072, ((8, 8, 128),))]
+)
+def test_linear_maps_side_by_side(H, outs, T):
     x, _, weights, _ = inputs(T, H, outs)
     run = jax.jit(joined_linear.joined_linear)
     for _ in range(3):  # the third run is a recorded graph's

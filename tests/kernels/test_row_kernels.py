@@ -45,15 +45,15 @@ def test_add_norm():
 
 
 @interpreted
-@pytest.mark.parametrize("T", [4, 16])
-def test_split_linear(T):
+@pytest.mark.parametrize(("T", "columns"), [(4, 256), (16, 256), (16, 1280)])
+def test_split_linear(T, columns):
     """The sum of the parts is the linear map, to 16 bits of each; `add_norm` adds it as it adds the whole."""
     rng = np.random.default_rng(T)
-    x, weight = bf16(rng, T, 4, 256), bf16(rng, 128, 4, 256)
+    x, weight = bf16(rng, T, 4, columns), bf16(rng, 128, 4, columns)
     x = x.at[1, 0, 0].set(jnp.nan)
     parts = split_linear.split_linear(x, weight, interpret=detect_races())
     assert_no_races(parts)
-    assert parts.shape == (4, T, 128)
+    assert parts.shape == (8, T, 128)
     exact = (np.asarray(a, np.float64).reshape(a.shape[0], -1) for a in (x, weight))
     want = np.matmul(next(exact), next(exact).T)
     got = np.asarray(parts, np.float64).sum(axis=0)
