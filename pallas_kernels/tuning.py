@@ -41,7 +41,7 @@ class Tuning:
         split_linear_tokens: as `row_kernel_tokens`, of the linear map before such a sum, whose parts the sum adds up.
         joined_linear_tokens: as `row_kernel_tokens`, of the projections that read a norm made there.
         wide_values_tokens: up to this many tokens in windows of MLA, merging split requests and the up-projection of values
-            are one kernel. Up to 4 they are another kernel in any case.
+            are one kernel, where all its blocks run at once. Up to 4 they are another kernel in any case.
         head_kernel_tokens: up to this many tokens, the norms and the rotation of grouped-query attention's heads and the writes
             to its caches are one kernel of ours.
         delta_chunk_kernel: whether prompts of the gated delta rule walk over their chunks in a kernel of ours.

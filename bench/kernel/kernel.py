@@ -47,6 +47,7 @@ from pallas_kernels import backend
 OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "mla_decode": mla.DECODE,
     "mla_decode_fp8": mla.DECODE_FP8,
+    "mla_values": mla.VALUES,
     "mla_prefill": mla.PREFILL,
     "sparse_mla": SPARSE_MLA,
     "gqa_decode": gqa.DECODE,

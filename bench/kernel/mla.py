@@ -25,6 +25,7 @@ from bench.kernel.case import Case, once
 from jaxspec.config import PAGE_SIZE
 from pallas_kernels.latents import GROUP, dequantise, quantise
 from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode.reference import values
 from pallas_kernels.mla_decode.shapes import (
     CACHED,
     CONTEXTS,
@@ -113,12 +114,14 @@ class MlaDecodeFp8(MlaDecode):
 class MlaValues(MlaDecode):
     """The same with the up-projection of values, in turn by many layers."""
 
+    V: int = VALUE
+
     def inputs(self) -> Any:
-        weights = [normal(500 + i, (self.H, VALUE, LATENT), LATENT**-0.5) for i in range(self.calls)]
+        weights = [normal(500 + i, (self.H, self.V, LATENT), LATENT**-0.5) for i in range(self.calls)]
         return super().inputs(), weights
 
     def results(self) -> Any:
-        return [jax.ShapeDtypeStruct((self.B, self.Q, self.H, VALUE), jnp.bfloat16)] * self.calls
+        return [jax.ShapeDtypeStruct((self.B, self.Q, self.H, self.V), jnp.bfloat16)] * self.calls
 
     def many(self, inputs: Any, results: Any) -> Any:
         del results
@@ -131,6 +134,22 @@ class MlaValues(MlaDecode):
         heads = spread(self.H, 16)
         true = np.einsum("qhl,hvl->qhv", self.attended(attention, heads), exact(weights[-1])[heads], optimize=True)
         return largest_error(exact(results[-1])[-1][:, heads], true)
+
+
+@dataclass(frozen=True)
+class MlaValuesWith(MlaValues):
+    """The same with the values from our kernels (1) or from XLA's matmul (0), whatever is chosen for the device."""
+
+    kernel: int = 1
+    labels: ClassVar[tuple[str, ...]] = ("B", "H", "Q", "V", "kernel")
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        if self.kernel:
+            return super().many(inputs, results)
+        (qs, cache, tables, bounds), weights = inputs
+        attend = once(lambda *args: mla_decode(*args, scale=SCALE, value_dim=LATENT))
+        project = once(values)
+        return [project(attend(q, cache, tables, bounds), w_uv) for q, w_uv in zip(qs, weights, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -206,6 +225,17 @@ DECODE: dict[str, list[Case]] = {
 }
 DECODE_FP8: dict[str, list[Case]] = {
     rows: [MlaDecodeFp8(**vars(case)) for case in cases] for rows, cases in DECODE.items()
+}
+# Heads, value columns, and requests with the tokens of their windows.
+_VALUES = [
+    (H, V, B, Q)
+    for H, V in ((HEADS["moonlight"], VALUE), (24, WIDE_VALUE))
+    for B, Q in ((8, 1), (32, 1), (64, 1), (128, 1), (32, 4), (128, 4))
+]
+VALUES: dict[str, list[Case]] = {
+    "all": [MlaValuesWith(B, 1024, H, Q, 8, V, k) for H, V, B, Q in _VALUES for k in (1, 0)],
+    "quick": [MlaValuesWith(32, 1024, HEADS["moonlight"], 1, 8, kernel=k) for k in (1, 0)],
+    "tiny": [MlaValuesWith(2, 70, 2, 4, 2, 64, k) for k in (1, 0)],
 }
 _GLM = {"H": WIDE_HEADS["glm-4.7-flash"], "nope": WIDE_NOPE, "value": WIDE_VALUE}
 PREFILL: dict[str, list[Case]] = {

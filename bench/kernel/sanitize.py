@@ -73,7 +73,7 @@ class Watched:
 KERNELS = (
     Watched("norm_linear", "test_norm_linear.py::test_sizes[2048-outs0-0-1]"),
     Watched("add_norm", "test_norm_linear.py::test_sum_and_norm[128-2]"),
-    Watched("joined_linear", "test_norm_linear.py::test_linear_maps_side_by_side[4]"),
+    Watched("joined_linear", "test_norm_linear.py::test_linear_maps_side_by_side[2048-outs0-4]"),
     Watched("split_linear", "test_norm_linear.py::test_parts_of_a_linear_map[2048-2048-4]"),
     Watched("kv_write", "test_kv_write.py::test_rows[8]"),
     Watched("gated_delta", "test_gated_delta.py::test_windows[Qwen3.5-35B-A3B-5-4-4]"),
@@ -85,6 +85,7 @@ KERNELS = (
     Watched("mla_decode_merge", "test_mla_decode.py::test_windows[mosaic-3]"),
     Watched("mla_decode_values", "test_mla_decode.py::test_values_in_the_merging_kernel[mosaic-lengths3-2]"),
     Watched("mla_decode_wide_values", "test_mla_decode.py::test_values_in_the_merging_kernel[mosaic-lengths6-4]"),
+    Watched("mla_decode_head_values", "test_mla_decode.py::test_values_of_each_head[lengths2-4-16-128]"),
     Watched("mla_decompress", "test_mla_prefill.py::test_decompression[4]"),
     Watched("key_scores", "test_dsa.py::test_scores[64]"),
     Watched("mla_prefill", "test_mla_prefill.py::test_against_the_reference[99-starts6-chunks6-4]"),

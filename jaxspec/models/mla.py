@@ -17,7 +17,7 @@ from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.kv_write.api import latent_writer, write_latent
 from pallas_kernels.latents import GROUP, Latents, from_arrays
-from pallas_kernels.mla_decode.api import decoder, mla_decode
+from pallas_kernels.mla_decode.api import decoder, head_rows, mla_decode
 from pallas_kernels.mla_prefill.api import mla_prefill, prefiller
 from pallas_kernels.mla_query.api import mla_query, write_and_query
 from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add
@@ -146,8 +146,9 @@ class MLA(nnx.Module):
         kv_norm, w_uk, places = self.kv_norm, self.w_uk[...], (meta.pages, meta.offsets)
         P = meta.num_prefill_tokens
         if P == 0:
+            rows = head_rows(meta.decode_bounds.shape[1], w_uk.shape[0])
             latents, q_TNC = write_and_query(
-                latents, kv_a_TX, kv_norm.factor, q_TX, w_uk, cos, sin, *places, eps=kv_norm.eps
+                latents, kv_a_TX, kv_norm.factor, q_TX, w_uk, cos, sin, *places, eps=kv_norm.eps, head_rows=rows
             )
             out_TNV = self.attend_decode(q_TNC, latents, meta.decode_tables, meta.decode_bounds)
         else:
@@ -201,7 +202,10 @@ class MLA(nnx.Module):
                 weights = (jnp.concatenate([weight.reshape(-1, inputs) for weight in weights]),)
             outs = norm.into(x_TH, *weights) if norm else tuple(linear(x_TH, weight) for weight in weights)
         if self.q_lora_rank:
-            (q_TND,) = self.q_norm.into(outs[0][:, : self.q_lora_rank], self.q_b[...])
+            q_a_TQ, weights = outs[0][:, : self.q_lora_rank], (self.q_b[...],)
+            if joins_linears(q_a_TQ, weights):
+                return joined_linear(self.q_norm(q_a_TQ), weights), outs[0]
+            (q_TND,) = self.q_norm.into(q_a_TQ, *weights)
             return q_TND.reshape(T, -1), outs[0]
         return outs[0].reshape(T, -1), outs[-1]
 
@@ -231,13 +235,12 @@ class MLA(nnx.Module):
         )
 
     def attend_decode(self, q_TNC: jax.Array, latents: Latents, tables: jax.Array, bounds_Dn: jax.Array) -> jax.Array:
-        """Absorbed queries [D·n, N, latent + rope] of D windows -> [D·n, N, v_dim]."""
-        T, N, C = q_TNC.shape
-        q = q_TNC.reshape(*bounds_Dn.shape, N, C)
+        """Absorbed queries [D·n, at least N, latent + rope] of D windows -> [D·n, N, v_dim]."""
+        q = q_TNC.reshape(*bounds_Dn.shape, *q_TNC.shape[1:])
         out = mla_decode(
             q, latents, tables, bounds_Dn, self.w_uv[...], scale=self.mla.softmax_scale, value_dim=self.mla.kv_lora_rank
         )
-        return out.reshape(T, N, self.mla.v_dim)
+        return out.reshape(-1, *out.shape[2:])
 
 
 def fp8_without_kernels(model: nnx.Module, dtype: Any) -> set[str]:

@@ -22,7 +22,8 @@ def mla_decode(
     Every query head shares the one latent "key"; the value is the latent's first `value_dim` columns.
 
     Args:
-        q: [B, n, H, C] queries in latent space, C = latent rank + rope dim.
+        q: [B, n, H, C] queries in latent space, C = latent rank + rope dim. There may be more of them than heads in w_uv: the
+            rest are padding, which may be NaN.
         latent: [pages, page_size, C] the layer's cache, or `Fp8Latents` of that shape.
         page_tables: int32 [B, max_pages]; entries past a request's length may name any page.
         bounds: int32 [B, n], exclusive: query (b, r) sees the keys at positions < bounds[b, r]. At least 1.
@@ -44,7 +45,12 @@ def mla_decode(
         out = triton.mla_decode(q, latent, page_tables, bounds, scale=scale)
     else:
         out = reference.mla_decode(q, latent, page_tables, bounds, scale=scale, value_dim=value_dim)
-    return out if w_uv is None else reference.values(out, w_uv)
+    return out if w_uv is None else reference.values(out[:, :, : w_uv.shape[0]], w_uv)
+
+
+def head_rows(n: int, H: int) -> int:
+    """How many queries of a token, with H heads, are best handed to `mla_decode` in windows of n: more need no copy."""
+    return mosaic.padded_rows(H) if n == 1 else H
 
 
 def decoder(q: jax.Array, latent: Latents, value_dim: int) -> str:

@@ -9,7 +9,7 @@ tile: 64 keys of 576 columns, of which the first 512 are the values too, so each
   With latents in FP8 all of the warpgroup, which converts codes to bfloat16 on their way (`fp8_pages`).
 
 Requests whose context is split over several thread blocks have partial outputs with their log-sum-exp, which a second kernel
-merges into the output.
+merges into the output. With few tokens it makes the values too (`values.py`, `wide_values.py`), else `head_values.py` does.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jax import lax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.latents import Fp8Latents, Latents
-from pallas_kernels.mla_decode import fp8_pages, reference, values, wide_values
+from pallas_kernels.mla_decode import fp8_pages, head_values, reference, values, wide_values
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
 
@@ -78,7 +78,7 @@ def mla_decode(
     B, n, H, _ = q.shape
     live = n * H
     blocks = -(-live // ROWS)
-    rows = -(-live // 8) * 8 if blocks == 1 else ROWS
+    rows = padded_rows(live) // blocks
     padding = blocks * rows - live
     sms = sms or jax.devices()[0].core_count
     items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms)
@@ -95,11 +95,20 @@ def mla_decode(
     if splits.shape[0] and w_uv is not None:
         for ending in (values, wide_values):
             if ending.supports(B * n, w_uv):
-                return ending.merged_values(out, partial, lse, splits, w_uv, n, interpret)
+                return ending.merged_values(out, partial, lse, splits, w_uv, (n, H), interpret)
     if splits.shape[0]:
         out = merge("mla_decode_merge", out, partial, lse, splits, live, interpret)
+    if w_uv is not None and live == blocks * rows and head_values.supports(B * n, w_uv):
+        of_tokens = head_values.head_values(out.reshape(B * n, H, VALUE_DIM), w_uv, interpret=interpret)
+        return of_tokens.reshape(B, n, *w_uv.shape[:2])
     out = out[:, :live].reshape(B, n, H, VALUE_DIM)
-    return out if w_uv is None else reference.values(out, w_uv)
+    return out if w_uv is None else reference.values(out[:, :, : w_uv.shape[0]], w_uv)
+
+
+def padded_rows(rows: int) -> int:
+    """Of a request, with those of padding: whole blocks, or one of whole granules of TMA's."""
+    unit = 8 if rows <= ROWS else ROWS
+    return -(-rows // unit) * unit
 
 
 @functools.cache

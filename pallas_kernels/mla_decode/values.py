@@ -34,20 +34,20 @@ def merged_values(
     lse: jax.Array,
     splits: jax.Array,
     w_uv: jax.Array,
-    tokens: int,
+    window: tuple[int, int],
     interpret: Any,
 ) -> jax.Array:
     """Values [B, tokens, H, V] of attention outputs, merged where requests are split.
 
     Args:
-        out: [B, rows, L], of which the first tokens * H rows count, for requests that are one item.
+        out: [B, rows, L], of which the rows of the window count, for requests that are one item.
         partial, lse: see `Merging`.
         splits: see `split_kv.Schedule`.
         w_uv: [H, V, L].
-        tokens: of each request.
+        window: tokens of each request, and rows of a token, at least H.
     """
     B, L = out.shape[0], out.shape[2]
-    H, V, _ = w_uv.shape
+    (H, V, _), (tokens, head_rows) = w_uv.shape, window
     merging, columns = Merging(partial, lse, B), range(0, L, COLUMNS)
 
     def mla_decode_values(whole, partial, lse, splits, w_uv, values, weights_s, row_s, w_s, arrived):
@@ -60,7 +60,7 @@ def merged_values(
         for split in range(splits.shape[0]):
             mine = (splits[split, 0] == request) & (splits[split, 2] > 0)
             first, n = (jnp.where(mine, splits[split, j], old) for j, old in ((1, first), (2, n)))
-        row = token * H + head
+        row = token * head_rows + head
 
         @pl.when(n > 0)
         def _():

@@ -1,4 +1,4 @@
-"""As `values.py`, for more tokens: merging split requests and the up-projection of values in one kernel, on tensor cores.
+"""As `values.py`, for some tokens more: merging split requests and the up-projection of values in one kernel, on tensor cores.
 
 A block has one head, GRANULE tokens and 64 rows of the head's weights, which TMA brings while it merges. All its tokens are
 merged at the same time, AT_ONCE items of each in flight. Blocks of the same tokens repeat the merge, from the L2 cache.
@@ -20,14 +20,16 @@ M = 64  # Rows of a wgmma: rows of the weights.
 GRANULE = 8  # Of a wgmma's columns, the tokens.
 # Items of a token that are loaded at once, about as many as a request of a step of 32 rows has.
 AT_ONCE = 4
+# Blocks that run at once. With more of them merging apart, once for all of a head's rows, and then `head_values` are faster.
+MOST_BLOCKS = 264
 WGMMA = plgpu.Layout.WGMMA
 
 
 def supports(tokens: int, w_uv: jax.Array) -> bool:
     """Whether the kernel runs this many tokens and these weights [H, V, L], and is the faster one."""
-    _, V, L = w_uv.shape
+    H, V, L = w_uv.shape
     fits = tokens % GRANULE == 0 and V % M == 0 and L % WARPGROUP == 0 and w_uv.dtype == bf16
-    return fits and tokens <= current().wide_values_tokens
+    return fits and tokens <= current().wide_values_tokens and H * V // M * tokens // GRANULE <= MOST_BLOCKS
 
 
 def items_of_requests(splits: jax.Array, requests: int) -> jax.Array:
@@ -42,12 +44,12 @@ def merged_values(
     lse: jax.Array,
     splits: jax.Array,
     w_uv: jax.Array,
-    tokens: int,
+    window: tuple[int, int],
     interpret: Any,
 ) -> jax.Array:
     """As `values.merged_values`."""
     B, L = out.shape[0], out.shape[2]
-    H, V, _ = w_uv.shape
+    (H, V, _), (tokens, head_rows) = w_uv.shape, window
     block_rows = partial.shape[0] * ROWS // lse.shape[0]
     row_layout = plgpu.Layout.WG_STRIDED((L,), vec_size=L // WARPGROUP)
 
@@ -55,7 +57,7 @@ def merged_values(
         head, part, first_token = lax.axis_index("head"), lax.axis_index("part"), lax.axis_index("group") * GRANULE
         plgpu.copy_gmem_to_smem(w_uv.at[head, pl.ds(part * M, M)], w_s, arrived)
         requests = [lax.div(first_token + i, i32(tokens)) for i in range(GRANULE)]
-        rows = [lax.rem(first_token + i, i32(tokens)) * H + head for i in range(GRANULE)]
+        rows = [lax.rem(first_token + i, i32(tokens)) * head_rows + head for i in range(GRANULE)]
         lse_rows = [lax.div(row, i32(block_rows)) * ROWS + lax.rem(row, i32(block_rows)) for row in rows]
         firsts, counts = ([items[request, j] for request in requests] for j in range(2))
         # Of requests in one piece; for others uninitialised, and not used.

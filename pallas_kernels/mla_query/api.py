@@ -39,6 +39,7 @@ def write_and_query(
     offsets: jax.Array,
     *,
     eps: float,
+    head_rows: int | None = None,
 ) -> tuple[Latents, jax.Array]:
     """`kv_write.api.write_latent` and `mla_query` for the same tokens: one launch where Mosaic GPU kernels run both.
 
@@ -46,10 +47,12 @@ def write_and_query(
         kv_a: [T, at least L + R], of which the last columns go to the cache.
         q: [T, at least H * (D + R)], of which the first columns are the heads' queries. May be the same array as kv_a, as
             one matmul makes both: XLA needs launches to split its result.
+        head_rows: see `mla_decode.api.head_rows`.
         others: as in `write_latent` and `mla_query`.
 
     Returns:
-        The cache with the tokens written; the queries.
+        The cache with the tokens written; the queries, from the kernel with `head_rows` heads, of which those past the last
+        are uninitialised.
 
     Raises:
         UnsupportedError: the requested attention backend does not support this call.
@@ -58,7 +61,9 @@ def write_and_query(
     queries = jax.ShapeDtypeStruct((T, H, D + R), q.dtype)
     written = jax.ShapeDtypeStruct((T, latent.shape[2]), kv_a.dtype)
     if kv_write.latent_writer(latent, written, norm_weight) == _chosen(queries, w_uk) == "mosaic":
-        return mosaic.write_and_query(latent, kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, eps=eps)
+        return mosaic.write_and_query(
+            latent, kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, eps=eps, head_rows=head_rows
+        )
     kv_a = kv_a[:, kv_a.shape[1] - written.shape[1] :]
     latent = kv_write.write_latent(latent, kv_a, norm_weight, cos, sin, pages, offsets, eps=eps)
     return latent, mla_query(q[:, : H * (D + R)].reshape(queries.shape), w_uk, cos, sin)

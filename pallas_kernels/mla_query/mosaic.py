@@ -74,7 +74,7 @@ def mla_query(q: jax.Array, w_uk: jax.Array, cos: jax.Array, sin: jax.Array, *, 
     return run(q, w_uk, cos, sin)[:T]
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "head_rows", "interpret"))
 def write_and_query(
     latent: Latents,
     kv_a: jax.Array,
@@ -87,12 +87,13 @@ def write_and_query(
     offsets: jax.Array,
     *,
     eps: float,
+    head_rows: int | None = None,
     interpret: Any = False,
 ) -> tuple[Latents, jax.Array]:
     """See api.py. Each token's latent is a block of the same launch."""
     T = q.shape[0]
     q, cos, sin = _whole(q, cos, sin)
-    kernel = Kernel.of(q.shape[0], *w_uk.shape[:2])
+    kernel = Kernel.of(q.shape[0], w_uk.shape[0], w_uk.shape[1], head_rows)
     writers = -(-T // (kernel.token_blocks * kernel.H))
 
     def mla_write_and_query(kv_a, norm_weight, q, w_uk, cos, sin, pages, offsets, *latent_and_out, **scratch):
@@ -135,6 +136,7 @@ class Kernel:
 
     Attributes:
         token_blocks: blocks of tokens.
+        head_rows: rows of the result for a token's heads.
         columns: tokens of a block.
         width: latent columns of a tile, of which a head has `tiles`.
         row_tiles: tiles of ROWS tokens in a block, for the rotation.
@@ -144,6 +146,7 @@ class Kernel:
     T: int
     H: int
     nope: int
+    head_rows: int
     token_blocks: int
     columns: int
     width: int
@@ -152,17 +155,17 @@ class Kernel:
     parts: int
 
     @classmethod
-    def of(cls, T: int, H: int, nope: int) -> "Kernel":
+    def of(cls, T: int, H: int, nope: int, head_rows: int | None = None) -> "Kernel":
         token_blocks = -(-T // MOST_COLUMNS)
         columns = -(-T // (token_blocks * GRANULE)) * GRANULE
         width = 2 * M if token_blocks * H * (LATENT // (2 * M)) >= WIDE_FROM else M
         tiles, row_tiles = LATENT // width, columns // ROWS
         parts = tiles + -(-row_tiles // TILES_AT_ONCE)
-        return cls(T, H, nope, token_blocks, columns, width, tiles, row_tiles, parts)
+        return cls(T, H, nope, head_rows or H, token_blocks, columns, width, tiles, row_tiles, parts)
 
     @property
     def out_type(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.T, self.H, LATENT + ROPE), jnp.bfloat16)
+        return jax.ShapeDtypeStruct((self.T, self.head_rows, LATENT + ROPE), jnp.bfloat16)
 
     @property
     def scratch_types(self) -> dict[str, Any]:
@@ -176,7 +179,10 @@ class Kernel:
         }
 
     def body(self, part, q, w_uk, cos, sin, out, *, w_s, x_s, out_s, arrived):
-        """The work of a block: q [T, at least H * (nope + 64)], w_uk [H, nope, 512], cos, sin [T, 32], out [T, H, 576]."""
+        """The work of a block.
+
+        q [T, at least H * (nope + 64)], w_uk [H, nope, 512], cos, sin [T, 32], out [T, head_rows, 576].
+        """
         first, head = lax.axis_index("tokens") * self.columns, lax.axis_index("head")
 
         @pl.when(part < self.tiles)

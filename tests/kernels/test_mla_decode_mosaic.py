@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
-from pallas_kernels.mla_decode import mosaic, reference, wide_values
-from pallas_kernels.mla_decode.api import mla_decode
+from pallas_kernels.mla_decode import head_values, mosaic, reference, wide_values
+from pallas_kernels.mla_decode.api import head_rows, mla_decode
 from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE, VALUE, WIDE_VALUE
 from pallas_kernels.mla_decode.values import supports
 from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
@@ -96,20 +96,58 @@ def test_values_in_the_merging_kernel(lengths, n, sms):
     assert_no_races((got, out), kernels=2)
 
 
+@interpreted
+@pytest.mark.parametrize(
+    ("lengths", "wide"), [((70, 200), 0), ((70, 200, 64, 333, 1, 9, 20, 130), 0), ((9, 200) * 4, 8)]
+)
+def test_padding_of_heads_is_not_read(lengths, wide):
+    """In each of the three ways that end in values: queries past the heads may be NaN."""
+    rng = np.random.default_rng(3)
+    H, V = 5, 64
+    pool, tables = paged_pool(rng, lengths, CACHED)
+    q = jnp.asarray(rng.standard_normal((len(lengths), 1, H, CACHED)), jnp.bfloat16)
+    padded = jnp.pad(q, ((0, 0), (0, 0), (0, head_rows(1, H) - H), (0, 0)), constant_values=jnp.nan)
+    assert padded.shape[2] == 8
+    w_uv = jnp.asarray(rng.standard_normal((H, V, LATENT)) / LATENT**0.5, jnp.bfloat16)
+    rest = jnp.asarray(pool, jnp.bfloat16), tables, window_bounds(lengths, 1), w_uv
+    with tuning.use(Tuning(wide_values_tokens=wide)):
+        got, want = (mosaic.mla_decode(x, *rest, scale=SCALE, sms=9, interpret=detect_races()) for x in (padded, q))
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+    assert not jnp.isnan(got).any()
+    plain = mla_decode(padded, *rest, scale=SCALE, value_dim=LATENT)
+    np.testing.assert_array_equal(plain.astype(jnp.float32), mla_decode(q, *rest, scale=SCALE, value_dim=LATENT))
+    assert_no_races((got, want), kernels=2)
+
+
+@interpreted
+@pytest.mark.parametrize(("T", "heads", "rows", "V"), [(8, 2, 3, 64), (24, 2, 2, 128), (136, 1, 1, 64)])
+def test_values_of_each_head(T, heads, rows, V):
+    """More tokens than a block has, more rows than heads, and a NaN that stays in its token and head."""
+    rng = np.random.default_rng(T)
+    out = jnp.asarray(rng.standard_normal((T, rows, LATENT)), jnp.bfloat16).at[3, 0, 5].set(jnp.nan)
+    w_uv = jnp.asarray(rng.standard_normal((heads, V, LATENT)) / LATENT**0.5, jnp.bfloat16)
+    got = head_values.head_values(out, w_uv, interpret=detect_races())
+    assert_no_races(got)
+    want = np.einsum("thl,hvl->thv", *(np.asarray(a, np.float64) for a in (out[:, :heads], w_uv)))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert relative_error(jnp.nan_to_num(got), np.nan_to_num(want)) < 4e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batch", "n", "V", "most"),
-    [(1, 4, VALUE, 0), *full((8, 1, VALUE, 0), (1, 4, WIDE_VALUE, 0), (32, 1, VALUE, 128)), (32, 4, WIDE_VALUE, 128)],
+    ("batch", "n", "V", "kernels"),
+    [(1, 4, VALUE, 2), *full((8, 1, WIDE_VALUE, 2), (1, 4, WIDE_VALUE, 2), (33, 1, VALUE, 2)), (32, 4, WIDE_VALUE, 3)],
 )
-def test_lowers_for_cuda_with_values(batch, n, V, most):
+def test_lowers_for_cuda_with_values(batch, n, V, kernels):
+    """In the kernel that merges, or in one of their own; XLA's where tokens are no whole granules."""
     call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
     shapes = ((batch, n, 16, CACHED), jnp.bfloat16), ((99, 64, CACHED), jnp.bfloat16), ((batch, 9), jnp.int32)
     shapes += ((batch, n), jnp.int32), ((16, V, LATENT), jnp.bfloat16)
     args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    with tuning.use(Tuning(wide_values_tokens=most)):
+    with tuning.use(Tuning(wide_values_tokens=128)):
         text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2(") == 2
-    assert ("dot_general" in text) == (batch * n > max(4, most))
+    assert text.count("@mosaic_gpu_v2(") == kernels
+    assert ("dot_general" in text) == (batch == 33)
 
 
 @pytest.mark.slow
