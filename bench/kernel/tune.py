@@ -101,7 +101,7 @@ CHOICES: dict[str, Choice] = {
         (MlaValues(2, 70, 2, 4, 2),),
     ),
     "head_kernel_tokens": Choice(
-        (0, 32, 128, 512), tuple(GqaWrite(T) for T in TOKENS), (GqaWrite(5, Heads(2, 4, 64), 4, 3),)
+        (0, 128, 512, 2048, 8192), tuple(GqaWrite(T) for T in TOKENS), (GqaWrite(5, Heads(2, 4, 64), 4, 3),)
     ),
     "delta_chunk_kernel": Choice(
         (False, True),

@@ -11,7 +11,7 @@ from pallas_kernels.gqa_decode.shapes import HEADS
 from pallas_kernels.gqa_write import mosaic, reference
 from pallas_kernels.gqa_write.shapes import ROTATED, TOKENS
 from tests.kernels.paged_cases import relative_error
-from tests.kernels.test_gqa_write_mosaic import EPS, arguments, empty_caches
+from tests.kernels.test_gqa_write_mosaic import EPS, PAGE, arguments, empty_caches
 
 pytestmark = pytest.mark.gpu
 
@@ -22,16 +22,18 @@ NORMS = {"qwen3-30b-a3b": "head", "minimax-m2": "whole", "qwen3.5-35b-a3b": "cen
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "glm-4.5-air", "minimax-m2", "qwen3.5-35b-a3b", "gpt-oss"])
 def test_rows(name, T):
     """Queries and the rows written are right, and no other is touched, except page 0 with its padding tokens."""
-    heads, norm = HEADS[name], NORMS.get(name)
-    *args, pages, offsets = arguments(T, heads, ROTATED.get(name, heads.columns), norm, bias=norm is None, pages=20)
+    heads, norm, pages_in_all = HEADS[name], NORMS.get(name), 20 + T // PAGE
+    *args, pages, offsets = arguments(
+        T, heads, ROTATED.get(name, heads.columns), norm, bias=norm is None, pages=pages_in_all
+    )
     padding = np.arange(T) % 5 == 4
     pages, offsets = (jnp.where(padding, 0, place) for place in (pages, offsets))
     # A new function each time, so that tests share no compiled code.
     run = jax.jit(lambda *a: mosaic.write_heads(*a, eps=EPS), donate_argnums=(0, 1))
-    keys, values = (jnp.copy(cache) for cache in empty_caches(heads, 20))
+    keys, values = (jnp.copy(cache) for cache in empty_caches(heads, pages_in_all))
     for _ in range(3):  # the third run is a recorded graph's
         keys, values, queries = run(keys, values, *args, pages, offsets)
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (empty_caches(heads, 20), args))
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), (empty_caches(heads, pages_in_all), args))
     want = jax.jit(functools.partial(reference.write_heads, eps=EPS))(*exact[0], *exact[1], pages, offsets)
     live = np.asarray(pages)[~padding], np.asarray(offsets)[~padding]
     for got, theirs in zip((keys, values), want[:2], strict=True):

@@ -21,10 +21,10 @@ PAGES, PAGE = 3, 64
 
 
 def arguments(T: int, heads: Heads, rotated: int, norm: str | None, *, bias: bool = False, pages: int = PAGES) -> tuple:
-    """Of `write_heads`, after the caches."""
+    """Of `write_heads`, after the caches. No token lies in page 0, where padding tokens go."""
     rng = np.random.default_rng(T)
     (K, G, D), angles = heads[:3], rng.uniform(0, 6, (T, rotated // 2))
-    places = rng.permutation(pages * PAGE)[:T]
+    places = PAGE + rng.permutation((pages - 1) * PAGE)[:T]
 
     def bf16(*shape: int, low: float = -2.0) -> jax.Array:
         return jnp.asarray(rng.uniform(low, 2, shape), jnp.bfloat16)
@@ -81,7 +81,7 @@ def test_lowers_for_cuda(name, T):
     heads = HEADS[name]
     norms = {"qwen3-30b-a3b": "head", "qwen3-235b-a22b": "head", "minimax-m2": "whole", "qwen3.5-35b-a3b": "centred"}
     norm = norms.get(name)
-    args = arguments(T, heads, ROTATED.get(name, heads.columns), norm, bias=norm is None)
+    args = arguments(T, heads, ROTATED.get(name, heads.columns), norm, bias=norm is None, pages=1 + -(-T // PAGE))
     f = jax.jit(functools.partial(mosaic.write_heads, eps=EPS), donate_argnums=(0, 1))
     text = f.trace(*empty_caches(heads), *args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == 1
