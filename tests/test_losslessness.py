@@ -55,10 +55,12 @@ def log_p_of_texts(runner, length):
 
 def logged_windows(engine, batch):
     """Of every verified window: (request, text length before it, accepted drafts, log q [k, V])."""
-    windows, log_q = [], None
+    windows, log_q, mine = [], None, {request.id for request in batch}
 
     def look(step):
         for request, accepted in zip(step.plan.decode, step.accepted[len(step.plan.prefill) :], strict=True):
+            if request.id not in mine:  # of an earlier test: it ended when its last step was not read yet
+                continue
             windows.append((request, len(request.tokens), int(accepted), log_q[request.slot].copy()))
 
     former, engine.observer = engine.observer, look

@@ -100,8 +100,9 @@ def test_every_text_is_that_of_plain_decoding_with_the_same_codes(name, k, cases
     for depth, mixed, usable in cases:
         with options(runner, readout_depth=depth, mixed=mixed):
             engine = make_engine(runner, usable)
-            # Sums in another order round some activations to the next FP8 code.
-            accepted += check(runner, want, engine, rng, atol=2e-2 if stored.moe == W8A8 else 2e-4)
+            # Sums in another order round some activations, or latents, to the next FP8 code.
+            atol = 2e-2 if stored.moe == W8A8 else 2e-3 if stored.cache == "fp8" else 2e-4
+            accepted += check(runner, want, engine, rng, atol=atol)
         preempted += engine.stats().num_preemptions
     assert compiles.total == before
     assert preempted > 0

@@ -21,6 +21,9 @@ IN_OTHERS = {*TWINS, *COVERED} - {"v3-fp8-dequantised"}
 # One compiles all buckets; of the others the largest, which holds every plan, is enough.
 EVERY_BUCKET = ("v2-lite",)
 MAX_LOGIT_ERROR = 2e-4
+# With 16 prompts the float32 logits of transformers' own classes of these differ by up to 3.4e-4 between one pass over the
+# text and a token at a time, and by 2.0e-4 from the same classes in float64.
+ILL_CONDITIONED, MAX_ILL_CONDITIONED_ERROR = ("qwen3.5", "qwen3-next"), 6e-4
 
 
 def marks(variant):
@@ -51,15 +54,16 @@ def test_variant_equals_pytorch(variant, prompts, tmp_path):
     """Chunks of 7 tokens, prompts of 3 to 40 and 64 new tokens, so that prefill and decode both cross a page."""
     folder = tiny_checkpoint(variant, tmp_path / "hf")
     _, report = run_compare(folder, prompts=prompts, new_tokens=64, every_bucket=prompts > 4 or variant in EVERY_BUCKET)
-    assert report.logits.maximum <= MAX_LOGIT_ERROR
+    bound = MAX_ILL_CONDITIONED_ERROR if variant in ILL_CONDITIONED and prompts == 16 else MAX_LOGIT_ERROR
+    assert report.logits.maximum <= bound
     assert report.top1_agreement == 1.0
     assert report.identical == report.prompts == prompts
     assert report.kl_max < 1e-6
-    assert report.max_logprob_error <= MAX_LOGIT_ERROR
+    assert report.max_logprob_error <= bound
     assert len(report.layers) == 4
     # Relative, because residual streams of random weights grow from layer to layer.
     assert all(errors.rms < 1e-4 for errors in report.layers)
-    assert not report.failures(max_logit_error=MAX_LOGIT_ERROR, min_top1=1.0, require_identical=True)
+    assert not report.failures(max_logit_error=bound, min_top1=1.0, require_identical=True)
 
 
 @pytest.mark.long
