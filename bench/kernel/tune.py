@@ -54,8 +54,8 @@ class Choice:
     tiny: tuple[Case, ...]
 
 
-def slots(narrow: float, middle: float, wide: float) -> tuple[tuple[float, int], ...]:
-    return (narrow, 16), (middle, 32), (wide, 64)
+def slots(least: float, narrow: float, middle: float, wide: float) -> tuple[tuple[float, int], ...]:
+    return (least, 8), (narrow, 16), (middle, 32), (wide, 64)
 
 
 # Larger batches fill the device without splits.
@@ -72,11 +72,12 @@ CHOICES: dict[str, Choice] = {
     "slot_rows": Choice(
         # One bound at a time: every candidate holds its own weights on the device.
         (
-            *(slots(narrow, 30.0, 64.0) for narrow in (8.0, 12.0, 16.0)),
-            *(slots(12.0, middle, 64.0) for middle in (24.0, 40.0)),
-            *(slots(12.0, 30.0, wide) for wide in (48.0, 96.0)),
+            *(slots(least, 12.0, 30.0, 64.0) for least in (0.0, 4.0, 6.0)),
+            *(slots(4.0, narrow, 30.0, 64.0) for narrow in (8.0, 16.0)),
+            *(slots(4.0, 12.0, middle, 64.0) for middle in (24.0, 40.0)),
+            *(slots(4.0, 12.0, 30.0, wide) for wide in (48.0, 96.0)),
         ),
-        tuple(Moe(T) for T in (100, 128, 160, 256, 384, 512, 640, 768, 1024)),
+        tuple(Moe(T) for T in (16, 32, 40, 64, 100, 128, 160, 256, 384, 512, 640, 768, 1024)),
         (Moe(6, 32, 8, 2, 16, 2, 4),),
     ),
     "most_piece_rows": Choice(

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import W8A8, Backends, use
 from pallas_kernels.moe import api, fp8_matmul, fp8_mlp, mosaic, quantised_mlp
 from pallas_kernels.moe.config import Config, Tiles
@@ -22,6 +23,7 @@ from pallas_kernels.quant.activations import GROUP, Codes
 from pallas_kernels.quant.reference import dequantise
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, Scheme
 from pallas_kernels.quant.values import Quantised
+from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.quant_cases import drawn
 from tests.matrices import full, members
@@ -147,6 +149,14 @@ def check(scheme: Scheme, T: int, H: int, inner: int, config: Config | None = No
 @pytest.mark.parametrize(("scheme", "T"), [(FP8_BLOCK, 5), (FP8_BLOCK, 20), (FP8_CHANNEL, 1)], ids=str)
 def test_interpreted(scheme: Scheme, T: int):
     check(scheme, T, 256, 128)
+
+
+@interpreted
+def test_interpreted_with_narrow_slots():
+    """Of eight rows, of which some experts need several."""
+    with tuning.use(Tuning(slot_rows=((100.0, 8),))):
+        assert configure_fp8(17, 8, 2, 256, 128).rows == 8
+        check(FP8_BLOCK, 17, 256, 128)
 
 
 @interpreted

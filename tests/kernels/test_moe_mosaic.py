@@ -109,6 +109,14 @@ def test_interpreted(T):
 
 
 @interpreted
+def test_interpreted_with_narrow_slots():
+    """Of eight rows, of which some experts need several."""
+    with tuning.use(Tuning(slot_rows=((100.0, 8),))):
+        assert configure(17, 8, 2, 128, 128).rows == 8
+        check(17, 8, 2, 128, 128)
+
+
+@interpreted
 @pytest.mark.parametrize("T", [1, 20])
 def test_parts_of_the_experts_add_up(T):
     """Every token's expert runs on one of the devices, and a device without any of its experts adds its shared part alone."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.moe import mosaic, packed_codes, packed_mlp, quantised_mlp, reference
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import Config, Tiles
@@ -18,6 +19,7 @@ from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.reference import dequantise
 from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4, VALUES, Scheme
 from pallas_kernels.quant.values import Quantised
+from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.quant_cases import drawn
 from tests.matrices import full
@@ -85,6 +87,14 @@ def check(scheme: Scheme, T: int, H: int, inner: int, config: Config | None = No
 @pytest.mark.parametrize(("scheme", "T"), [(INT4_G32, 5), (INT4_G32, 20), (NVFP4, 1), (MXFP4, 9)], ids=str)
 def test_interpreted(scheme: Scheme, T: int):
     check(scheme, T, 256, 128)
+
+
+@interpreted
+def test_interpreted_with_narrow_slots():
+    """Of eight rows, of which some experts need several."""
+    with tuning.use(Tuning(slot_rows=((100.0, 8),))):
+        assert configure_packed(17, 8, 2, 256, 128).rows == 8
+        check(INT4_G32, 17, 256, 128)
 
 
 @interpreted
