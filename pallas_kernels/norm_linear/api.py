@@ -1,5 +1,7 @@
 """An RMS norm and the linear maps that read it."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -32,6 +34,8 @@ def joins_linears(x: jax.Array, weights: tuple[jax.Array, ...]) -> bool:
     """Whether the linear maps of x [T, H] by weights [*out, H] are best computed by `joined_linear`."""
     choices, T = tuning.current(), x.shape[0]
     if not choices.norm_linear_tokens < T <= choices.joined_linear_tokens or current().attention == "reference":
+        return False
+    if not joined.worthwhile(T, x.shape[1], sum(math.prod(weight.shape[:-1]) for weight in weights)):
         return False
     return choose("joined_linear", "auto", {"mosaic": joined.unsupported_reason(x, weights)}) == "mosaic"
 

@@ -13,6 +13,9 @@ import jax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.norm_linear.ring_linear import DEPTH, MOST_BLOCKS, M, ring_linear, tokens_unsupported_reason
 
+# What a multiprocessor takes in and what memory gives on an H100, and how long a launch may take whose work is no matter.
+BLOCK_BYTES_PER_US, MEMORY_BYTES_PER_US, SHORT_US = 110e3, 3.06e6, 8.0
+
 
 def unsupported_reason(x: jax.Array, weights: tuple[jax.Array, ...]) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
@@ -22,6 +25,15 @@ def unsupported_reason(x: jax.Array, weights: tuple[jax.Array, ...]) -> str | No
         most = f"up to {M * MOST_BLOCKS} in all"
         return f"it supports multiples of {M} outputs, {most}, and of {DEPTH} columns, not {outputs} and {H}"
     return tokens_unsupported_reason(T) or hopper_unsupported_reason(x.dtype, *(weight.dtype for weight in weights))
+
+
+def worthwhile(T: int, H: int, outputs: int) -> bool:
+    """Whether the blocks, one for each M outputs, take in their weights and tokens about as fast as memory has the weights.
+
+    Few blocks do not, as with the 2112 outputs of DeepSeek-V3's 7168 columns; XLA splits the columns there.
+    """
+    arrival = (M + T) * H * 2 / BLOCK_BYTES_PER_US
+    return arrival <= max(1.2 * outputs * H * 2 / MEMORY_BYTES_PER_US, SHORT_US)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
