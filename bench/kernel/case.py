@@ -1,9 +1,12 @@
 """What `bench kernel` and `bench tune` measure: some calls of one operation in one executable, and an exact result."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
+
+from pallas_kernels import tuning
 
 # Of one output vector's length. Rounding the weights, the products and the output to bfloat16 costs 0.2-0.5 %.
 LARGEST_ERROR = 0.02
@@ -58,6 +61,24 @@ class Case:
         shapes = jax.eval_shape(self.inputs)
         # Without `keep_unused` an unused argument would be dropped, and with it its buffer.
         return jax.jit(self.many, donate_argnums=1, keep_unused=True).lower(shapes, self.results())
+
+
+@dataclass(frozen=True)
+class WithOrWithout(Case):
+    """Before another case as a base: that case with its kernel (1) or in plain XLA (0), whatever is chosen for the device.
+
+    Attributes:
+        up_to: the field of `Tuning` that says up to how many tokens the kernel runs.
+    """
+
+    T: int
+    kernel: int = 1
+    up_to: ClassVar[str]
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        change: dict[str, Any] = {self.up_to: self.T * self.kernel}
+        with tuning.use(replace(tuning.current(), **change)):
+            return super().many(inputs, results)
 
 
 def once(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,5 @@
 """Rows of `bench kernel` for placing heads of grouped-query attention and writing them to its caches."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal
-from bench.kernel.case import Case, once
+from bench.kernel.case import Case, WithOrWithout, once
 from jaxspec.config import PAGE_SIZE
-from pallas_kernels import tuning
 from pallas_kernels.gqa_decode.shapes import HEADS, Heads
 from pallas_kernels.gqa_write.api import write_heads
 from pallas_kernels.gqa_write.reference import HeadNorms
@@ -93,15 +91,9 @@ class GqaWrite(Case):
 
 
 @dataclass(frozen=True)
-class GqaWriteWith(GqaWrite):
-    """The same with the kernel (1) or in plain XLA (0), whatever is chosen for the device."""
-
-    kernel: int = 1
+class GqaWriteWith(WithOrWithout, GqaWrite):
     labels: ClassVar[tuple[str, ...]] = ("T", "kernel")
-
-    def many(self, inputs: Any, results: Any) -> Any:
-        with tuning.use(dataclasses.replace(tuning.current(), head_kernel_tokens=self.T * self.kernel)):
-            return super().many(inputs, results)
+    up_to: ClassVar[str] = "head_kernel_tokens"
 
 
 GQA_WRITE: dict[str, list[Case]] = {

@@ -1,7 +1,7 @@
 """Rows of `bench kernel` and `bench tune` for a norm with the projections that read it."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, rounded
-from bench.kernel.case import Case, once
-from pallas_kernels import tuning
+from bench.kernel.case import Case, WithOrWithout, once
 from pallas_kernels.norm_linear.api import joined_linear, joins_linears, linear_to_add, norm_linear
 from pallas_kernels.norm_linear.shapes import READERS, TOKENS
 
@@ -129,27 +128,15 @@ class AddLinear(Case):
 
 
 @dataclass(frozen=True)
-class JoinedLinearWith(JoinedLinear):
-    """The same with the kernel (1) or in plain XLA (0), whatever is chosen for the device."""
-
-    kernel: int = 1
+class JoinedLinearWith(WithOrWithout, JoinedLinear):
     labels: ClassVar[tuple[str, ...]] = ("T", "H", "outputs", "kernel")
-
-    def many(self, inputs: Any, results: Any) -> Any:
-        with tuning.use(replace(tuning.current(), joined_linear_tokens=self.T * self.kernel)):
-            return super().many(inputs, results)
+    up_to: ClassVar[str] = "joined_linear_tokens"
 
 
 @dataclass(frozen=True)
-class AddLinearWith(AddLinear):
-    """The same with the kernel (1) or in plain XLA (0), whatever is chosen for the device."""
-
-    kernel: int = 1
+class AddLinearWith(WithOrWithout, AddLinear):
     labels: ClassVar[tuple[str, ...]] = ("T", "H", "columns", "kernel")
-
-    def many(self, inputs: Any, results: Any) -> Any:
-        with tuning.use(replace(tuning.current(), split_linear_tokens=self.T * self.kernel)):
-            return super().many(inputs, results)
+    up_to: ClassVar[str] = "split_linear_tokens"
 
 
 NORM_LINEAR: dict[str, list[Case]] = {

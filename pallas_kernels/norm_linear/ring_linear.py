@@ -20,7 +20,7 @@ M = 64  # Rows of a wgmma: outputs of a block.
 GRANULE = 8  # Of a wgmma's columns, the tokens.
 MOST_TOKENS = 128
 DEPTH = 128  # Columns of a stage of the ring.
-MOST_BLOCKS = 132  # That run at once, one a multiprocessor. With more XLA is as fast.
+MOST_BLOCKS = 132  # That run at once, one a multiprocessor. More were not tried.
 RING_BYTES = 192 * 1024
 # Numbers that a part is stored as: its rounded value and the rest, which keep 16 bits of a float32 sum.
 TERMS = 2
