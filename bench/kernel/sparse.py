@@ -72,7 +72,8 @@ class SparseMla(Case):
 
         def layer(index_q: jax.Array, weights: jax.Array, q: jax.Array, w_uv: jax.Array) -> jax.Array:
             chosen = choose_keys(index_q, weights, keys, tables, rows, bounds, count=self.count)
-            return mla_sparse(q, cache, tables, rows, chosen, w_uv, scale=SCALE)
+            numbers = jnp.minimum(bounds, chosen.shape[1])
+            return mla_sparse(q, cache, tables, rows, chosen, numbers, w_uv, scale=SCALE)
 
         call = once(layer)
         return [call(*each) for each in calls]

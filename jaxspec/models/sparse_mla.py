@@ -226,7 +226,9 @@ class SparseMLA(MLA):
             chosen_TK = choices[-1]
         q_TNC = mla_query(linear(q_a_TQ, self.q_b[...]), self.w_uk[...], *rope)
         scale, latents = self.mla.softmax_scale, from_arrays(arrays)
-        out_TNV = sparse_attention.mla_sparse(q_TNC, latents, tables, rows_T, chosen_TK, self.w_uv[...], scale=scale)
+        numbers_T = jnp.minimum(bounds_T, chosen_TK.shape[1])
+        choice = rows_T, chosen_TK, numbers_T
+        out_TNV = sparse_attention.mla_sparse(q_TNC, latents, tables, *choice, self.w_uv[...], scale=scale)
         return self.project_out(out_TNV)
 
     def kernels_missing(self, dtype: Any) -> str | None:

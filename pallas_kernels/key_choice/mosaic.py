@@ -1,4 +1,4 @@
-"""Scores of index keys on Hopper, in Pallas Mosaic GPU, and the least chosen ones by the kernel of `sampling.cutoffs`.
+"""Scores of index keys on Hopper, in Pallas Mosaic GPU; `places` chooses among them.
 
 A thread block of one warpgroup scores a run of pages for one query token. The 64 keys of a page are the rows of a product and
 the indexer's heads its columns, so the weighted sum over heads is one along a row, and a score is written once. Pages are
@@ -16,11 +16,9 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
-from pallas_kernels.key_choice.largest import largest
+from pallas_kernels.key_choice.places import key_of, padded, places
 from pallas_kernels.key_choice.shapes import HEAD_DIM, HEADS
 from pallas_kernels.mosaic_attention import params
-from pallas_kernels.sampling.cutoffs import cutoffs
-from pallas_kernels.sampling.reference import Bounds
 from pallas_kernels.split_kv import PAGE, make_schedule
 from pallas_kernels.unrolling import by_queries
 
@@ -62,24 +60,9 @@ def choose_keys(
 
     def choose(q: jax.Array, weights: jax.Array, rows: jax.Array, bounds: jax.Array) -> jax.Array:
         found = scores(q, weights, keys, page_tables[rows], bounds, sms=sms, interpret=interpret)
-        return largest(found, bounds, count, functools.partial(_least_of, interpret=interpret))
+        return places(found, bounds, count, interpret=interpret)
 
     return by_queries(choose, TOKENS, q, weights, rows, bounds, straight=True)
-
-
-def _least_of(scores: jax.Array, wanted: jax.Array, *, interpret: Any) -> jax.Array:
-    """See `largest`: what top_k keeps of logits, of which no other rule drops any."""
-    one = jnp.ones(wanted.shape, f32)
-    rules = Bounds(
-        temperature=one,
-        log_min_p=jnp.full(wanted.shape, -jnp.inf),
-        top_k=wanted,
-        top_p=one,
-        highest=scores.max(axis=1),
-        scale=one,
-        total=one,
-    )
-    return cutoffs(scores, rules, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("sms", "interpret"))
@@ -93,7 +76,9 @@ def scores(
     sms: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Scores float32 [T, max_pages * 64] of the keys before each token's bound; the others' are not written.
+    """Scores of the keys before each token's bound, as `key_of` them: int32 [T, `padded(max_pages * 64)`].
+
+    Those of other keys are not written.
 
     Jitted, so that the parts of a step share one lowering.
 
@@ -112,7 +97,7 @@ def scores(
 
 @functools.cache
 def _score_kernel(T: int, N: int, max_pages: int, num_items: int, interpret: Any) -> Any:
-    """kernel(q [T, N, 128], weights [T, N], keys, page_tables [T, max_pages], items) -> float32 [T, max_pages * 64]."""
+    """kernel(q [T, N, 128], weights [T, N], keys, page_tables [T, max_pages], items) -> int32 [T, padded]."""
 
     def body(q, weights, keys, page_tables, items, out, *, q_s, k_s, q_full, k_full):
         item = lax.axis_index("item")
@@ -152,7 +137,8 @@ def _score_kernel(T: int, N: int, max_pages: int, num_items: int, interpret: Any
                 def _():
                     copy_keys(later_page, stage)
 
-                out[token, pl.ds((first + i) * PAGE, PAGE)] = (jnp.maximum(x_SN, 0.0) * weights_SN).sum(axis=1)
+                x_S = (jnp.maximum(x_SN, 0.0) * weights_SN).sum(axis=1)
+                out[token, pl.ds((first + i) * PAGE, PAGE)] = key_of(x_S)
                 # A round before it is needed: otherwise each copy would wait for its page's number.
                 return number(later + 1)
 
@@ -163,7 +149,7 @@ def _score_kernel(T: int, N: int, max_pages: int, num_items: int, interpret: Any
     body.__name__ = "key_scores"
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((T, max_pages * PAGE), f32),
+        out_type=jax.ShapeDtypeStruct((T, padded(max_pages * PAGE)), i32),
         scratch_types={
             "q_s": matrix((N, HEAD_DIM)),
             "k_s": matrix((STAGES, PAGE, HEAD_DIM)),

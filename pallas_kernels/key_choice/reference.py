@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.key_choice.largest import bit_by_bit, largest
 from pallas_kernels.reference_attention import (
     QUERIES,
     block_pages,
@@ -34,7 +33,7 @@ def choose_keys(
     def choose(q_QND: jax.Array, weights_QN: jax.Array, rows_Q: jax.Array, bounds_Q: jax.Array) -> jax.Array:
         def by_score() -> jax.Array:
             scores_QS = _scores(q_QND, weights_QN, keys, tables[rows_Q], bounds_Q)
-            return largest(scores_QS, bounds_Q, count, bit_by_bit)
+            return _largest(scores_QS, bounds_Q, count)
 
         def everything() -> jax.Array:
             places = jnp.arange(count, dtype=jnp.int32)
@@ -43,6 +42,17 @@ def choose_keys(
         return lax.cond(bounds_Q.max() > count, by_score, everything)
 
     return by_queries(choose, QUERIES, q, weights, rows, bounds)
+
+
+def _largest(scores_QS: jax.Array, bounds_Q: jax.Array, count: int) -> jax.Array:
+    """int32 [Q, count]: see `places.places`, whose oracle this is."""
+    # -0.0 is no less than 0.0, which is the score of a key that no head looks for.
+    scores_QS = jnp.where(scores_QS == 0, 0.0, jnp.where(jnp.isnan(scores_QS), jnp.inf, scores_QS))
+    positions_S = jnp.arange(scores_QS.shape[1], dtype=jnp.int32)
+    _, best_QK = lax.top_k(jnp.where(positions_S < bounds_Q[:, None], scores_QS, -jnp.inf), count)
+    chosen_QK = jnp.arange(count) < bounds_Q[:, None]
+    places_QK = jnp.sort(jnp.where(chosen_QK, best_QK, scores_QS.shape[1]), axis=1)
+    return jnp.where(chosen_QK, places_QK, -1)
 
 
 def _scores(

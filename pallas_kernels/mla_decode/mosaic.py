@@ -6,7 +6,8 @@ tile: 64 keys of 576 columns, of which the first 512 are the values too, so each
 - Warpgroup 0: scores, online softmax (base 2), the left half of the output.
 - Warpgroup 1: the right half of the output.
 - A warp of warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
-  With latents in FP8 all of the warpgroup, which converts codes to bfloat16 on their way (`fp8_pages`).
+  With latents in FP8 all of the warpgroup, which converts codes to bfloat16 on their way (`fp8_pages`); or which gathers
+  latents from anywhere in the cache (`gathered_pages`).
 
 Requests whose context is split over several thread blocks have partial outputs with their log-sum-exp, which a second kernel
 merges into the output. With few tokens it makes the values too (`values.py`, `wide_values.py`), else `head_values.py` does.
@@ -14,7 +15,7 @@ merges into the output. With few tokens it makes the values too (`values.py`, `w
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,6 +27,7 @@ from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.latents import Fp8Latents, Latents
 from pallas_kernels.mla_decode import fp8_pages, head_values, reference, values, wide_values
+from pallas_kernels.mla_decode.gathered_pages import gather_pages
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
 from pallas_kernels.split_kv import PAGE, make_schedule
 
@@ -34,6 +36,9 @@ KEY_DIM, VALUE_DIM = 576, 512
 LEFT, RIGHT = 256, 320
 HALF = VALUE_DIM // 2
 STAGES = 2
+
+# How pages come into shared memory: by TMA, from codes, or token by token.
+Pages: TypeAlias = Literal["copied", "fp8", "gathered"]
 
 WGMMA = plgpu.Layout.WGMMA
 OF_ROWS = WGMMA.reduce(1)
@@ -57,7 +62,7 @@ def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, latent: Latents, val
     return layout_unsupported_reason(q, latent, value_dim) or hopper_unsupported_reason(q.dtype, plain.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "sms", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "gathered", "sms", "interpret"))
 def mla_decode(
     q: jax.Array,
     latent: Latents,
@@ -66,12 +71,15 @@ def mla_decode(
     w_uv: jax.Array | None = None,
     *,
     scale: float,
+    gathered: bool = False,
     sms: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """See api.py. Jitted, so that the layers of a model share one lowering: it takes half a second.
 
     Args:
+        gathered: a context is not in pages of its own. `page_tables` has for each of its places, whole pages of them, the token
+            of the cache, counted through the cache's pages. Not of FP8 latents.
         sms: thread blocks to run at once (default: those of the device).
         interpret: passed to Pallas.
     """
@@ -81,16 +89,18 @@ def mla_decode(
     rows = padded_rows(live) // blocks
     padding = blocks * rows - live
     sms = sms or jax.devices()[0].core_count
-    items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms)
+    items, splits = make_schedule(bounds, page_tables.shape[1] // (PAGE if gathered else 1), blocks, sms)
     # An item that holds its first page waits for one load less before it can begin.
-    items = jnp.concatenate([items, page_tables[items[:, 0], items[:, 1], None].astype(i32)], axis=1)
+    if not gathered:
+        items = jnp.concatenate([items, page_tables[items[:, 0], items[:, 1], None].astype(i32)], axis=1)
 
     q = jnp.pad(q.reshape(B, live, KEY_DIM), ((0, 0), (0, padding), (0, 0)))
     # Rows of padding see what the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, H, axis=1), ((0, 0), (0, blocks * ROWS - live)), mode="edge")
 
-    fp8 = isinstance(latent, Fp8Latents)
-    attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), fp8, interpret)
+    pages: Pages = "fp8" if isinstance(latent, Fp8Latents) else "gathered" if gathered else "copied"
+    assert not (gathered and pages == "fp8")
+    attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), pages, interpret)
     out, partial, lse = attend(q, *jax.tree.leaves(latent), page_tables, items, bounds_BR)
     if splits.shape[0] and w_uv is not None:
         for ending in (values, wide_values):
@@ -113,20 +123,21 @@ def padded_rows(rows: int) -> int:
 
 @functools.cache
 def _attend_kernel(
-    B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, fp8: bool, interpret: Any
+    B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, pages: Pages, interpret: Any
 ) -> Any:
     """kernel(q [B, blocks * rows, 576], *latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
 
-    `latent` is one array, or with fp8 those of `Fp8Latents`.
+    `latent` is one array, or with "fp8" those of `Fp8Latents`; for `page_tables` with "gathered" see `mla_decode`.
     out [B, blocks * rows, 512] holds the requests that are one item; partial [blocks * rows, I, 512] and the base-2
     log-sum-exp lse float32 [blocks * 64, I padded] hold the items of the others.
     """
     padded_items = -(-num_items // WARPGROUP) * WARPGROUP
     # Registers of a thread of each warpgroup, together at most what the launch gives three: 3 * 168. With more the first that
     # asks for some waits forever.
-    score_registers, sum_registers, page_registers = (240, 160, 104) if fp8 else (248, 216, 40)
+    score_registers, sum_registers, page_registers = (248, 216, 40) if pages == "copied" else (240, 160, 104)
     assert score_registers + sum_registers + page_registers <= 3 * 168
     # With FP8 the keys' columns have a buffer of their own.
+    fp8 = pages == "fp8"
     right = HALF if fp8 else RIGHT
 
     def body(
@@ -136,7 +147,7 @@ def _attend_kernel(
         *latent, page_tables, items, bounds, out, partial, lse = refs
         (left_s, right_s, *rope_s), (out_s,) = pages_or_out
         warpgroup, item, block = lax.axis_index("warpgroup"), lax.axis_index("item"), lax.axis_index("block")
-        request, first, end, unmasked, alone, first_page = (items[item, j] for j in range(6))
+        request, first, end, unmasked, alone = (items[item, j] for j in range(5))
         n = end - first
 
         def zeros():
@@ -172,7 +183,7 @@ def _attend_kernel(
                 # Loaded before the wait that the next copy begins with.
                 return page_tables[request, lax.min(first + i + 1, end - 1)]
 
-            lax.fori_loop(i32(0), n, copy, first_page)
+            lax.fori_loop(i32(0), n, copy, items[item, 5])
             drain()
 
         def convert_codes():
@@ -183,7 +194,13 @@ def _attend_kernel(
             def page_at(i):
                 return page_tables[request, lax.min(first + i, end - 1)]
 
-            fp8_pages.convert_pages(latent, ring, STAGES, first_page, page_at, n)
+            fp8_pages.convert_pages(latent, ring, STAGES, items[item, 5], page_at, n)
+            drain()
+
+        def gather():
+            copy_queries()
+            parts = (left_s, left_full), (right_s, right_full)
+            gather_pages(latent[0], page_tables, request, parts, free, first, n, bool(interpret))
             drain()
 
         def clear_unowned(part, keys):
@@ -296,8 +313,8 @@ def _attend_kernel(
         @pl.when((warpgroup == 2) & (n > 0))
         def _():
             plgpu.set_max_registers(page_registers, action="decrease")
-            if fp8:
-                convert_codes()
+            if pages != "copied":
+                convert_codes() if fp8 else gather()
                 return
 
             # One warp: waiting takes power, and in a full batch power is what limits the clock.
@@ -314,14 +331,14 @@ def _attend_kernel(
 
         @pl.when((warpgroup == 1) & (n > 0))
         def _():
-            plgpu.set_max_registers(sum_registers, action="decrease" if fp8 else "increase")
+            plgpu.set_max_registers(sum_registers, action="increase" if pages == "copied" else "decrease")
             sum_right()
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
     widths = (LEFT, right, KEY_DIM - VALUE_DIM) if fp8 else (LEFT, right)
     of_stages = functools.partial(plgpu.Barrier, num_barriers=STAGES)
-    body.__name__ = "mla_decode_fp8" if fp8 else "mla_decode"
+    body.__name__ = "mla_decode" if pages == "copied" else f"mla_decode_{pages}"
     return plgpu.kernel(
         body,
         out_type=(

@@ -3,9 +3,10 @@
 import jax
 
 from pallas_kernels.backend import choose, current
-from pallas_kernels.latents import Latents
-from pallas_kernels.mla_decode import mosaic, triton
-from pallas_kernels.mla_sparse import gathered, reference
+from pallas_kernels.latents import Fp8Latents, Latents
+from pallas_kernels.mla_decode import mosaic as decode_mosaic
+from pallas_kernels.mla_decode import triton as decode_triton
+from pallas_kernels.mla_sparse import gathered, mosaic, reference
 
 
 def unsupported_reason(q: jax.Array | jax.ShapeDtypeStruct, latent: Latents, value_dim: int) -> str | None:
@@ -20,6 +21,7 @@ def mla_sparse(
     page_tables: jax.Array,
     rows: jax.Array,
     chosen: jax.Array,
+    numbers: jax.Array,
     w_uv: jax.Array,
     *,
     scale: float,
@@ -34,7 +36,9 @@ def mla_sparse(
         latent: [pages, page_size, C] the layer's cache, or `Fp8Latents` of that shape.
         page_tables: int32 [X, max_pages].
         rows: int32 [T] the page table of each token.
-        chosen: int32 [T, K] positions, each once, then -1.
+        chosen: int32 [T, K] positions, each once; past a token's number anything.
+        numbers: int32 [T] how many keys each token has chosen. They say how work is spread, so layers whose tokens have chosen
+            as many share a schedule.
         w_uv: [H, V, L] up-projection of the latent to values.
         scale: softmax scale.
 
@@ -45,14 +49,19 @@ def mla_sparse(
         UnsupportedError: the requested attention backend does not support this call.
     """
     unsupported_reasons = _unsupported_reasons(q, latent, w_uv.shape[2])
-    way = reference if choose("mla_sparse", current().attention, unsupported_reasons) == "reference" else gathered
-    return way.mla_sparse(q, latent, page_tables, rows, chosen, w_uv, scale=scale)
+    backend = choose("mla_sparse", current().attention, unsupported_reasons)
+    arguments = page_tables, rows, chosen, numbers, w_uv
+    if backend == "reference":
+        return reference.mla_sparse(q, latent, *arguments, scale=scale)
+    if backend == "mosaic" and not isinstance(latent, Fp8Latents):
+        return mosaic.mla_sparse(q, latent, *arguments, scale=scale)
+    return gathered.mla_sparse(q, latent, *arguments, scale=scale)
 
 
 def _unsupported_reasons(q: jax.Array | jax.ShapeDtypeStruct, latent: Latents, value_dim: int) -> dict[str, str | None]:
     """Of the kernels of `mla_decode`, which read the chosen latents as windows of one token."""
     queries = jax.ShapeDtypeStruct((q.shape[0], 1, *q.shape[1:]), q.dtype)
     return {
-        "mosaic": mosaic.unsupported_reason(queries, latent, value_dim),
-        "triton": triton.unsupported_reason(queries, latent, value_dim),
+        "mosaic": decode_mosaic.unsupported_reason(queries, latent, value_dim),
+        "triton": decode_triton.unsupported_reason(queries, latent, value_dim),
     }

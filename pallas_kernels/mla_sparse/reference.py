@@ -18,18 +18,20 @@ def mla_sparse(
     page_tables: jax.Array,
     rows: jax.Array,
     chosen: jax.Array,
+    numbers: jax.Array,
     w_uv: jax.Array,
     *,
     scale: float,
 ) -> jax.Array:
     page_size, L = latent.shape[1], w_uv.shape[2]
     size = PAGES_PER_BLOCK * page_size
-    chosen = jnp.pad(chosen, ((0, 0), (0, -chosen.shape[1] % size)), constant_values=-1)
+    chosen = jnp.pad(chosen, ((0, 0), (0, -chosen.shape[1] % size)))
 
-    def attend(q_QHC: jax.Array, rows_Q: jax.Array, chosen_QK: jax.Array) -> jax.Array:
+    def attend(q_QHC: jax.Array, rows_Q: jax.Array, chosen_QK: jax.Array, number_Q: jax.Array) -> jax.Array:
         def block(j: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
             at_QB = lax.dynamic_slice_in_dim(chosen_QK, j * size, size, axis=1)
-            mask_QB, at_QB = at_QB >= 0, jnp.maximum(at_QB, 0)
+            mask_QB = j * size + jnp.arange(size) < number_Q[:, None]
+            at_QB = jnp.where(mask_QB, at_QB, 0)
             pages_QB = page_tables[rows_Q[:, None], at_QB // page_size]
             keys_QBC = dequantise(latent[pages_QB, at_QB % page_size], q.dtype)
             keys_QBC = jnp.where(mask_QB[..., None], keys_QBC, 0)
@@ -43,9 +45,9 @@ def mla_sparse(
                 ),
             )
 
-        most = (chosen_QK >= 0).sum(axis=1, dtype=jnp.int32).max()
+        most = number_Q.max()
         state = OnlineSoftmax.init(q_QHC.shape[:2], L)
         out_QHL = OnlineSoftmax.finish(lax.fori_loop(0, -(-most // size), block, state)).astype(q.dtype)
         return jnp.einsum("qhl,hvl->qhv", out_QHL, w_uv)
 
-    return by_queries(attend, QUERIES, q, rows, chosen)
+    return by_queries(attend, QUERIES, q, rows, chosen, numbers)

@@ -11,10 +11,12 @@ import pytest
 from pallas_kernels.backend import Backends, UnsupportedError, use
 from pallas_kernels.key_choice import mosaic, reference
 from pallas_kernels.key_choice.api import choose_keys
+from pallas_kernels.key_choice.places import TOGETHER, places
 from pallas_kernels.key_choice.shapes import COUNT, HEAD_DIM, HEADS
-from pallas_kernels.sampling.cutoffs import cutoffs
+from pallas_kernels.sampling.keys import float_of
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import paged_pool
+from tests.kernels.score_cases import check_places
 from tests.matrices import full
 
 LENGTHS = (70, 500, 1, 333)
@@ -29,8 +31,9 @@ def test_interpreted_without_races():
     rows, bounds = np.array([0, 1, 1, 2, 3, 3], np.int32), np.array([70, 500, 499, 1, 333, 0], np.int32)
     q = jnp.asarray(rng.standard_normal((len(rows), 64, HEAD_DIM)), jnp.bfloat16)
     weights = jnp.asarray(rng.standard_normal((len(rows), 64)), jnp.float32)
-    got = mosaic.scores(q, weights, keys, tables[rows], bounds, sms=2, interpret=detect_races())
-    assert_no_races(got)
+    keys_of = mosaic.scores(q, weights, keys, tables[rows], bounds, sms=2, interpret=detect_races())
+    assert_no_races(keys_of)
+    got = float_of(keys_of)
     for t, (row, bound) in enumerate(zip(rows, bounds, strict=True)):
         mine = np.asarray(keys, np.float64)[tables[row]].reshape(-1, HEAD_DIM)[:bound]
         want = (np.maximum(np.asarray(q[t], np.float64) @ mine.T, 0) * np.asarray(weights)[t][:, None]).sum(axis=0)
@@ -50,6 +53,13 @@ def test_choices_of_the_kernels():
     got = mosaic.choose_keys(*arguments, count=64, sms=2, interpret=detect_races())
     assert_no_races(got, kernels=2)
     np.testing.assert_array_equal(got, reference.choose_keys(*arguments, count=64))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["normal", "few values", "one value", "wide"])
+def test_places_of_the_largest(kind):
+    """Rows that own more than what is looked at together, and as many as are chosen, more or less by one, none or all."""
+    assert_no_races(check_places(8, 3 * TOGETHER, 100, kind, detect_races()))
 
 
 def hopper(monkeypatch):
@@ -73,7 +83,7 @@ def test_lowers_for_cuda(monkeypatch, tokens, heads, loops):
     loop."""
     hopper(monkeypatch)
     assert heads in HEADS.values()
-    for jitted in (mosaic.choose_keys, mosaic.scores, cutoffs):
+    for jitted in (mosaic.choose_keys, mosaic.scores, places):
         jitted.clear_cache()
     with use(Backends()) as ran:
         traced = jax.jit(functools.partial(choose_keys, count=COUNT)).trace(*arguments(tokens, heads))

@@ -69,6 +69,28 @@ def test_fp8_is_the_kernel_on_what_the_codes_stand_for(lengths, n, heads, sms):
 
 @interpreted
 @pytest.mark.parametrize(
+    ("lengths", "n", "heads", "sms"),
+    [((70, 200, 64, 333, 1), 1, 4, 8), ((65, 300), 3, 32, 6)],
+)
+def test_gathered_is_the_kernel_on_pages_of_the_same(lengths, n, heads, sms):
+    """Tokens anywhere in the cache, to the bit; NaN in all others and past each context's end. Without races."""
+    rng = np.random.default_rng(2)
+    pool, tables = paged_pool(rng, lengths, CACHED)
+    moved = rng.permutation(pool.shape[0] * 64)  # where each token of the pages lies
+    scattered = np.full((pool.shape[0] * 64, CACHED), np.nan, np.float32)
+    scattered[moved] = pool.reshape(-1, CACHED)
+    places = moved[(tables[:, :, None] * 64 + np.arange(64)).reshape(len(lengths), -1)].astype(np.int32)
+    q = jnp.asarray(rng.standard_normal((len(lengths), n, heads, CACHED)), jnp.bfloat16)
+    run = functools.partial(mosaic.mla_decode, scale=SCALE, sms=sms, interpret=detect_races())
+    bounds = window_bounds(lengths, n)
+    want = run(q, jnp.asarray(pool, jnp.bfloat16), tables, bounds)
+    got = run(q, jnp.asarray(scattered.reshape(pool.shape), jnp.bfloat16), places, bounds, gathered=True)
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+    assert_no_races((got, want), kernels=2)
+
+
+@interpreted
+@pytest.mark.parametrize(
     ("lengths", "n", "sms"),
     [
         pytest.param((70,), 1, 8, marks=pytest.mark.full),  # one request, split

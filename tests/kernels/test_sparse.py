@@ -7,9 +7,10 @@ import pytest
 
 from pallas_kernels.key_choice.api import choose_keys
 from pallas_kernels.latents import dequantise, quantise
-from pallas_kernels.mla_sparse import gathered
+from pallas_kernels.mla_sparse import gathered, mosaic, reference
 from pallas_kernels.mla_sparse.api import mla_sparse
-from tests.kernels.paged_cases import paged_pool
+from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
+from tests.kernels.paged_cases import paged_pool, relative_error
 
 # Contexts on pages of 8 and of 64 tokens, some shorter than what is chosen; query tokens of each, not in order.
 LENGTHS, PAGE, COUNT = (1, 9, 40, 200, 300), 8, 24
@@ -91,6 +92,19 @@ def test_a_score_that_is_no_number_is_read(choose):
     assert {9 * PAGE + 3, 4 * PAGE + 1} <= set(chosen_of(places)[0])
 
 
+def choices(rng, pool, tables, rows, bounds):
+    """Of each token some positions before its bound, then what no cache has; and how many. All others become NaN."""
+    chosen = rng.choice([-1, 2**30], (QUERIES, COUNT)).astype(np.int32)
+    numbers = np.zeros(QUERIES, np.int32)
+    page, read = pool.shape[1], np.zeros(pool.shape[:2], bool)
+    for t, (row, bound) in enumerate(zip(rows, bounds, strict=True)):
+        places = rng.permutation(bound)[: min(bound, rng.integers(1, COUNT + 1))]
+        chosen[t, : len(places)], numbers[t] = places, len(places)
+        read[tables[row, places // page], places % page] = True
+    pool[~read] = np.nan
+    return chosen, numbers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "attend"),
@@ -102,23 +116,36 @@ def test_only_chosen_latents_are_read(stored, attend):
     L, R, H, V = 20, 4, 3, 6
     pool, tables = paged_pool(rng, LENGTHS, L + R, page_size=PAGE)
     rows, bounds = cases(rng)
-    chosen = np.full((QUERIES, COUNT), -1, np.int32)
-    read = np.zeros(pool.shape[:2], bool)
-    for t, (row, bound) in enumerate(zip(rows, bounds, strict=True)):
-        places = rng.permutation(bound)[: min(bound, rng.integers(1, COUNT + 1))]
-        chosen[t, : len(places)] = places
-        read[tables[row, places // PAGE], places % PAGE] = True
-    pool[~read] = np.nan
+    chosen, numbers = choices(rng, pool, tables, rows, bounds)
     latent = quantise(jnp.asarray(pool[..., :L]), jnp.asarray(pool[..., L:])) if stored == "fp8" else jnp.asarray(pool)
     pool = np.asarray(dequantise(latent, jnp.float32), np.float64)
     q, w_uv = rng.standard_normal((QUERIES, H, L + R), np.float32), rng.standard_normal((H, V, L), np.float32)
-    got = jax.jit(attend, static_argnames="scale")(q, latent, tables, rows, chosen, w_uv, scale=0.3)
+    got = jax.jit(attend, static_argnames="scale")(q, latent, tables, rows, chosen, numbers, w_uv, scale=0.3)
     for t, (row, bound) in enumerate(zip(rows, bounds, strict=True)):
-        keys = flat(pool, tables, row, bound)[chosen[t][chosen[t] >= 0]]
+        keys = flat(pool, tables, row, bound)[chosen[t, : numbers[t]]]
         scores = 0.3 * q[t] @ keys.T
         w = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-1e30))
         want = np.einsum("hl,hvl->hv", (w / np.maximum(w.sum(axis=1, keepdims=True), 1e-9)) @ keys[:, :L], w_uv)
         np.testing.assert_allclose(got[t], want, atol=1e-5)
+
+
+@interpreted
+def test_chosen_latents_in_the_kernel():
+    """Which gathers them itself: as plain XLA in float32, without races."""
+    rng = np.random.default_rng(2)
+    pool, tables = paged_pool(rng, LENGTHS, 576)
+    rows, bounds = cases(rng)
+    chosen, numbers = choices(rng, pool, tables, rows, bounds)
+    q = jnp.asarray(rng.standard_normal((QUERIES, 4, 576)), jnp.bfloat16)
+    w_uv = jnp.asarray(rng.standard_normal((4, 8, 512)) / 512**0.5, jnp.bfloat16)
+    latent = jnp.asarray(pool, jnp.bfloat16)
+    rest = tables, rows, chosen, numbers
+    got = mosaic.mla_sparse(q, latent, *rest, w_uv, scale=0.05, sms=8, interpret=detect_races())
+    exact = [a.astype(jnp.float32) for a in (q, latent, w_uv)]
+    want = reference.mla_sparse(*exact[:2], *rest, exact[2], scale=0.05)
+    assert relative_error(got, want) < 1e-2
+    np.testing.assert_array_equal(got[numbers == 0], 0)
+    assert_no_races(got)
 
 
 def test_memory_of_a_long_prompt():
@@ -134,5 +161,5 @@ def test_memory_of_a_long_prompt():
     q, latent = struct((T, 16, 576), jnp.float32), struct((S // 64, 64, 576), jnp.float32)
     chosen, w_uv = struct((T, 2048), jnp.int32), struct((16, 128, 512), jnp.float32)
     call = jax.jit(mla_sparse, static_argnames="scale")
-    compiled = call.lower(q, latent, tables, each, chosen, w_uv, scale=0.1).compile()
+    compiled = call.lower(q, latent, tables, each, chosen, each, w_uv, scale=0.1).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < T * 2048 * 576 // 8  # 1/32 of all chosen latents

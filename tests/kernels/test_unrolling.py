@@ -37,7 +37,7 @@ def sparse_attention(parts: int) -> jax.stages.Lowered:
     q, latent = struct((T, 2, 576), jnp.float32), struct((S // 64, 64, 576), jnp.float32)
     tables, each, chosen = (struct(dims, jnp.int32) for dims in ((4, S // 64), (T,), (T, 512)))
     call = jax.jit(gathered.mla_sparse.__wrapped__, static_argnames="scale")
-    return call.lower(q, latent, tables, each, chosen, struct((2, 128, 512), jnp.float32), scale=0.1)
+    return call.lower(q, latent, tables, each, chosen, each, struct((2, 128, 512), jnp.float32), scale=0.1)
 
 
 def test_memory_does_not_grow_with_the_parts(straight_code):  # noqa: ARG001
