@@ -4,7 +4,7 @@ A weight is known by the name under which an unquantised checkpoint would have i
 tensors, whatever config.json says of the model, so layers that a publisher left out, and drafts, need no rule.
 
 Sources: DeepSeek-V3's README_WEIGHTS.md; compressed-tensors (quantization/quant_scheme.py, compressors/); ModelOpt
-(torch/quantization/qtensor/nvfp4_tensor.py); gpt-oss's model card.
+(torch/export/unified_export_hf.py, torch/quantization/qtensor/); gpt-oss's model card.
 """
 
 import re
@@ -23,6 +23,7 @@ _UNREAD = ("input_scale", "input_scale_inv", "input_global_scale", "weight_shape
 _REFUSED = {
     "weight_zero_point": "zero points", "weight_g_idx": "an order of activations (g_idx)",
     "qweight": "GPTQ or AWQ", "qzeros": "GPTQ or AWQ", "g_idx": "an order of activations (g_idx)",
+    "pre_quant_scale": "scales of activations by column (AWQ)",
 }  # fmt: skip
 
 # Scales of a quantised KV cache, measured by a publisher. The cache here has the type of activations, or codes with scales of
@@ -124,6 +125,8 @@ def _packed(tensors: Tensors) -> Iterator[tuple[str, StoredWeight]]:
             yield f"{stem}weight", _four_bits(MXFP4, tensors, name, f"{stem}weight_scale", 2, ("U8", "F8_E8M0"))
         elif last == "weight" and f"{stem}weight_scale_2" in tensors:
             yield name, _four_bits(NVFP4, tensors, name, f"{stem}weight_scale", 2, (FP8,), f"{stem}weight_scale_2")
+        elif last == "weight" and info.dtype == "U8" and f"{stem}weight_scale" in tensors:
+            yield name, _four_bits(MXFP4, tensors, name, f"{stem}weight_scale", 2, ("U8",))
         elif last.endswith("_blocks") and info.dtype == "U8" and len(info.shape) == 4:
             name_of = name.removesuffix("_blocks")
             yield name_of, _four_bits(MXFP4, tensors, name, f"{name_of}_scales", 2, ("U8",), turned=True)
@@ -181,7 +184,10 @@ def _fp8(name: str, info: TensorInfo, tensors: Tensors) -> StoredWeight:
         raise ModelFormatError(f"tensor {name} is {FP8} and its scales {names[0]} are missing")
     scale = tensors[scale_name]
     per_block, per_row = (scheme.scale_shape(info.shape) for scheme in (FP8_BLOCK, FP8_CHANNEL))
-    if scale.dtype in _NUMBERS and scale.shape == per_block:
+    if scale.dtype in _NUMBERS and scale.shape in (
+        per_block,
+        (per_block[0], 1, per_block[1], 1),
+    ):  # the latter ModelOpt's
         scheme = FP8_BLOCK
     elif scale.dtype in _NUMBERS and scale.shape in (per_row, (*per_row, 1), (1,), ()):
         scheme = FP8_CHANNEL
