@@ -23,8 +23,8 @@ from jaxspec.models.mla import MLA, MLASpec, halves
 from jaxspec.models.params import Declare
 from pallas_kernels.key_choice import api as key_choice
 from pallas_kernels.kv_write.api import write_latent
-from pallas_kernels.latents import from_arrays
-from pallas_kernels.mla_query.api import mla_query
+from pallas_kernels.latents import Latents, from_arrays
+from pallas_kernels.mla_query.api import mla_query, write_and_query
 from pallas_kernels.mla_sparse import api as sparse_attention
 from pallas_kernels.quant.reference import linear
 from pallas_kernels.rope import apply_rope
@@ -137,11 +137,13 @@ class Indexer(nnx.Module):
         return apply_rope(self.norm(linear(x_TH, self.k[...])), *rope)
 
     def queries(self, x_TH: jax.Array, q_a_TQ: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array]:
-        """Queries [T, N, D] of the normed latent of attention's queries, and the heads' weights float32 [T, N]."""
-        N, D, _ = self.q.shape
+        """Queries [T, N, D] of the normed latent of attention's queries, and the heads' weights float32 [T, N].
+
+        Published code multiplies the weights by (N * D) ** -0.5, which changes no order of scores.
+        """
         weights = self.weights[...]
         weights_TN = jnp.einsum("th,nh->tn", x_TH.astype(jnp.float32), weights, precision=lax.Precision.HIGHEST)
-        return apply_rope(linear(q_a_TQ, self.q[...]), *rope), weights_TN * (N * D) ** -0.5
+        return apply_rope(linear(q_a_TQ, self.q[...]), *rope), weights_TN
 
 
 class SparseMLA(MLA):
@@ -170,17 +172,32 @@ class SparseMLA(MLA):
     ) -> tuple[Attended, LayerCache]:
         """See `Attention`."""
         x_TH = norm(x_TH) if norm else x_TH
-        cache = self.write_keys(x_TH, cache, meta, rope)
-        return self._attend(x_TH, cache, *meta.queries(), rope, meta.choices), cache
+        arrays, index_keys = self._parts(cache)
+        qkv_a_TX = linear(x_TH, self.qkv_a[...])
+        q_a_TQ = self.q_norm(qkv_a_TX[:, : self.q_lora_rank])
+        q_TX = linear(q_a_TQ, self.q_b[...]).reshape(x_TH.shape[0], -1)
+        kv_norm, places = self.kv_norm, (meta.pages, meta.offsets)
+        latents, q_TNC = write_and_query(
+            from_arrays(arrays), qkv_a_TX, kv_norm.factor, q_TX, self.w_uk[...], *rope, *places, eps=kv_norm.eps
+        )
+        index_keys = self._write_index_keys(x_TH, index_keys, meta, rope)
+        keys = meta.queries()
+        chosen_TK = self._choose(x_TH, q_a_TQ, index_keys, *keys, rope, meta.choices)
+        return self._attend(q_TNC, latents, *keys, chosen_TK), (*jax.tree.leaves(latents), *index_keys)
 
     def catch_up(
         self, x_TH: jax.Array, live: LiveRows, cache: LayerCache, meta: StepMetadata, rope: RopeTables
     ) -> tuple[Attended, LayerCache]:
         """See `Attention`."""
         cache = self.write_keys(x_TH, cache, meta, rope)
-        rows = jnp.arange(live.tokens.shape[0], dtype=jnp.int32)
+        arrays, index_keys = self._parts(cache)
+        x_RH, rows = x_TH[live.tokens], jnp.arange(live.tokens.shape[0], dtype=jnp.int32)
         of_live: RopeTables = (rope[0][live.tokens], rope[1][live.tokens])
-        return self._attend(x_TH[live.tokens], cache, live.tables, rows, live.bounds, of_live, None), cache
+        q_a_RQ = self.q_norm(linear(x_RH, self.qkv_a[: self.q_lora_rank]))
+        keys = live.tables, rows, live.bounds
+        chosen_RK = self._choose(x_RH, q_a_RQ, index_keys, *keys, of_live, None)
+        q_RNC = mla_query(linear(q_a_RQ, self.q_b[...]), self.w_uk[...], *of_live)
+        return self._attend(q_RNC, from_arrays(arrays), *keys, chosen_RK), cache
 
     def write_keys(self, x_TH: jax.Array, cache: LayerCache, meta: StepMetadata, rope: RopeTables) -> LayerCache:
         """See `Attention`."""
@@ -188,48 +205,62 @@ class SparseMLA(MLA):
         kv_a_TC = linear(x_TH, self.qkv_a[self.q_lora_rank :])
         eps, weight, places = self.kv_norm.eps, self.kv_norm.factor, (meta.pages, meta.offsets)
         latents = write_latent(from_arrays(arrays), kv_a_TC, weight, *rope, *places, eps=eps)
+        return (*jax.tree.leaves(latents), *self._write_index_keys(x_TH, index_keys, meta, rope))
+
+    def _write_index_keys(
+        self, x_TH: jax.Array, index_keys: LayerCache, meta: StepMetadata, rope: RopeTables
+    ) -> LayerCache:
+        """The array of index keys, if there is one, with those of all tokens."""
         new_TD = [self.indexer.keys(x_TH, rope)] if index_keys else []
-        written = (keys.at[places].set(new.astype(keys.dtype)) for keys, new in zip(index_keys, new_TD, strict=True))
-        return (*jax.tree.leaves(latents), *written)
+        places = meta.pages, meta.offsets
+        return tuple(keys.at[places].set(new.astype(keys.dtype)) for keys, new in zip(index_keys, new_TD, strict=True))
 
     def _parts(self, cache: LayerCache) -> tuple[LayerCache, LayerCache]:
         """The arrays of the latents, and that of the index keys if there is one."""
         cut = len(cache) - self.has_indexer
         return cache[:cut], cache[cut:]
 
-    def _attend(
+    def _choose(
         self,
         x_TH: jax.Array,
-        cache: LayerCache,
+        q_a_TQ: jax.Array,
+        index_keys: LayerCache,
         tables: jax.Array,
         rows_T: jax.Array,
         bounds_T: jax.Array,
         rope: RopeTables,
         choices: list[jax.Array] | None,
-    ) -> Attended:
-        """What attention adds to the residual stream.
+    ) -> jax.Array:
+        """The keys that each token reads, int32 [T, K].
 
         Args:
+            q_a_TQ: normed latents of attention's queries.
             tables, rows_T, bounds_T: see `choose_keys`.
             choices: those of the layers before, to which this one adds its own; None where no layer shares any.
         """
-        arrays, index_keys = self._parts(cache)
-        q_a_TQ = self.q_norm(linear(x_TH, self.qkv_a[: self.q_lora_rank]))
-        if index_keys:
-            q_TND, weights_TN = self.indexer.queries(x_TH, q_a_TQ, rope)
-            keys = index_keys[0]
-            chosen_TK = key_choice.choose_keys(q_TND, weights_TN, keys, tables, rows_T, bounds_T, count=self.count)
-            if choices is not None:
-                choices.append(chosen_TK)
-        else:
+        if not index_keys:
             assert choices, "the first layer has an indexer"
-            chosen_TK = choices[-1]
-        q_TNC = mla_query(linear(q_a_TQ, self.q_b[...]), self.w_uk[...], *rope)
-        scale, latents = self.mla.softmax_scale, from_arrays(arrays)
-        numbers_T = jnp.minimum(bounds_T, chosen_TK.shape[1])
-        choice = rows_T, chosen_TK, numbers_T
-        out_TNV = sparse_attention.mla_sparse(q_TNC, latents, tables, *choice, self.w_uv[...], scale=scale)
-        return self.project_out(out_TNV)
+            return choices[-1]
+        q_TND, weights_TN = self.indexer.queries(x_TH, q_a_TQ, rope)
+        keys = index_keys[0]
+        chosen_TK = key_choice.choose_keys(q_TND, weights_TN, keys, tables, rows_T, bounds_T, count=self.count)
+        if choices is not None:
+            choices.append(chosen_TK)
+        return chosen_TK
+
+    def _attend(
+        self,
+        q_TNC: jax.Array,
+        latents: Latents,
+        tables: jax.Array,
+        rows_T: jax.Array,
+        bounds_T: jax.Array,
+        chosen_TK: jax.Array,
+    ) -> Attended:
+        """What attention of absorbed queries adds to the residual stream."""
+        choice = rows_T, chosen_TK, jnp.minimum(bounds_T, chosen_TK.shape[1])
+        w_uv, scale = self.w_uv[...], self.mla.softmax_scale
+        return self.project_out(sparse_attention.mla_sparse(q_TNC, latents, tables, *choice, w_uv, scale=scale))
 
     def kernels_missing(self, dtype: Any) -> str | None:
         """See `NeedsKernels`."""

@@ -43,7 +43,7 @@ def mla_sparse(
         scale: softmax scale.
 
     Returns:
-        [T, H, V] in q's dtype; 0 for tokens without keys.
+        [T, H, V] in q's dtype; of tokens without keys anything, NaN too.
 
     Raises:
         UnsupportedError: the requested attention backend does not support this call.

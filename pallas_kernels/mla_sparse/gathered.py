@@ -42,6 +42,6 @@ def mla_sparse(
         tables = jnp.arange(Q * K // page_size, dtype=jnp.int32).reshape(Q, -1)
         bounds_Q1 = jnp.maximum(number_Q, 1)[:, None]
         out_Q1HV = mla_decode(q_QHC[:, None], pages, tables, bounds_Q1, w_uv, scale=scale, value_dim=L)
-        return jnp.where(number_Q[:, None, None] > 0, out_Q1HV[:, 0], 0)
+        return out_Q1HV[:, 0]
 
     return by_queries(attend, TOKENS, q, rows, chosen, numbers, straight=True)

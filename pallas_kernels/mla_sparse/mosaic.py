@@ -39,6 +39,6 @@ def mla_sparse(
         out_Q1HV = mosaic.mla_decode(
             q_QHC[:, None], latent, tokens_QK, bounds_Q1, w_uv, scale=scale, gathered=True, sms=sms, interpret=interpret
         )
-        return jnp.where(number_Q[:, None, None] > 0, out_Q1HV[:, 0], 0)
+        return out_Q1HV[:, 0]
 
     return by_queries(attend, TOKENS, q, rows, chosen, numbers, straight=True)

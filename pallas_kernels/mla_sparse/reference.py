@@ -48,6 +48,7 @@ def mla_sparse(
         most = number_Q.max()
         state = OnlineSoftmax.init(q_QHC.shape[:2], L)
         out_QHL = OnlineSoftmax.finish(lax.fori_loop(0, -(-most // size), block, state)).astype(q.dtype)
-        return jnp.einsum("qhl,hvl->qhv", out_QHL, w_uv)
+        # Kernels leave what they happen to read to tokens without keys, so nobody may come to need a number there.
+        return jnp.where(number_Q[:, None, None] > 0, jnp.einsum("qhl,hvl->qhv", out_QHL, w_uv), jnp.nan)
 
     return by_queries(attend, QUERIES, q, rows, chosen, numbers)

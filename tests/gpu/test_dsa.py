@@ -82,7 +82,7 @@ def test_chosen_latents_through_the_kernels_of_decoding():
     with use(Backends(attention="reference")):
         exact = (a.astype(jnp.float32) for a in (q, latent))
         want = jax.jit(call)(*exact, tables, rows, chosen, numbers, w_uv.astype(jnp.float32))
-    assert relative_error(got, want) < 1e-2
+    assert relative_error(got[numbers > 0], want[numbers > 0]) < 1e-2
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(32, 128), (3, 16)])
