@@ -170,6 +170,15 @@ def test_interpreted_with_wide_slots(scheme: Scheme):
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_interpreted_with_tokens_in_halves(scheme: Scheme):
+    """A long prefill's slots, of more tokens than a product has."""
+    tiles, slots = Tiles(128, 2, 2, 2), max_slots(130, 2, 4, 128, all_tokens=False)
+    check(scheme, 130, 256, 256, Config(128, slots, False, tiles, tiles, 2))
+
+
+@interpreted
+@pytest.mark.slow
 def test_interpreted_with_long_stages():
     """Two groups of columns in each stage."""
     config = configure_fp8(20, 4, 2, 256, 256)
