@@ -184,10 +184,8 @@ def _fp8(name: str, info: TensorInfo, tensors: Tensors) -> StoredWeight:
         raise ModelFormatError(f"tensor {name} is {FP8} and its scales {names[0]} are missing")
     scale = tensors[scale_name]
     per_block, per_row = (scheme.scale_shape(info.shape) for scheme in (FP8_BLOCK, FP8_CHANNEL))
-    if scale.dtype in _NUMBERS and scale.shape in (
-        per_block,
-        (per_block[0], 1, per_block[1], 1),
-    ):  # the latter ModelOpt's
+    of_modelopt = (per_block[0], 1, per_block[1], 1)
+    if scale.dtype in _NUMBERS and scale.shape in (per_block, of_modelopt):
         scheme = FP8_BLOCK
     elif scale.dtype in _NUMBERS and scale.shape in (per_row, (*per_row, 1), (1,), ()):
         scheme = FP8_CHANNEL

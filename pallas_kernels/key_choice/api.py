@@ -28,7 +28,8 @@ def choose_keys(
     is not a number counts as the largest. With at most `count` keys all are chosen.
 
     Args:
-        q: [T, N, D] queries of the indexer's heads, rotated. weights: float32 [T, N], all scales included.
+        q: [T, N, D] queries of the indexer's heads, rotated. weights: float32 [T, N]; a factor of all of a token's changes no
+            choice, so published ones may be left out.
         keys: [pages, page_size, D] the layer's cached index keys, rotated.
         page_tables: int32 [X, max_pages]; entries past a request's length may name any page.
         rows: int32 [T] the page table of each token.

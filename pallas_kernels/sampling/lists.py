@@ -7,10 +7,10 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.compat import load
+from pallas_kernels.inline_code import address, elements, word
 from pallas_kernels.sampling.keys import LEAST_KEY
 from pallas_kernels.sampling.parts import WARPGROUP
 
@@ -88,18 +88,17 @@ def append(
         return_type=plgpu.ShapeDtypeStruct((WARPGROUP,), i32, layout=LANES),
     )
     def store(_: Any, buffer: Any, ends: Any, low: Any, high: Any, *arrays: Any) -> Any:
-        word = ir.IntegerType.get_signless(32)
-        base = llvm.ptrtoint(word, mgpu.utils.memref_ptr(buffer))
+        base = address(buffer, 32)
         limit = mgpu.FragmentedArray.splat(base, (), is_signed=True) + _ROW * room
         ends = ends + mgpu.FragmentedArray.splat(base, ends.shape, ends.layout, is_signed=True)
         low, high, limit = (each.registers.item() for each in (low, high, limit))
         one = ends.registers.item()
         end: Any = vector.extract(one, [], [0])
-        for several in zip(*(each.registers.flat for each in arrays), strict=True):
-            for i in range(ir.VectorType(several[0].type).shape[0]):
-                key, *others = (vector.extract(each, [], [i]) for each in several)
+        for registers in zip(*(each.registers.flat for each in arrays), strict=True):
+            for key, *others in zip(*map(elements, registers), strict=True):
                 args = [end, key, low, high, limit, *others]
-                end = llvm.inline_asm(word, args, ptx, ",".join(["=r", *"r" * len(args)]), has_side_effects=True)
+                # Loads that follow may come first: they read no list.
+                end = llvm.inline_asm(word(), args, ptx, ",".join(["=r", *"r" * len(args)]), has_side_effects=True)
         registers = ends.registers.copy()
         registers.flat[0] = vector.broadcast(one.type, end)
         ends = mgpu.FragmentedArray(_registers=registers, _layout=ends.layout, _is_signed=True)

@@ -4,6 +4,7 @@ Warps of a block get different answers and may take different branches. Nothing 
 or a barrier, may lie in such a branch.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, vector
+from jaxlib.mlir.dialects import arith, nvvm
+
+from pallas_kernels.inline_code import elements, word
 
 _ONE = plgpu.Layout.WG_SPLAT(())
 
@@ -57,12 +59,7 @@ def _in_warp(
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), i32, layout=_ONE))
     def found(_: Any, values: Any) -> Any:
-        word = ir.IntegerType.get_signless(32)
-        mine: Any = None
-        for several in values.registers.flat:
-            for i in range(ir.VectorType(several.type).shape[0]):
-                each = vector.extract(several, [], [i])
-                mine = each if mine is None else combine(mine, each)
-        return mgpu.FragmentedArray.splat(across(word, mine), (), is_signed=True)
+        mine = functools.reduce(combine, (each for register in values.registers.flat for each in elements(register)))
+        return mgpu.FragmentedArray.splat(across(word(), mine), (), is_signed=True)
 
     return found(values)
