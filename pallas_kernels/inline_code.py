@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
@@ -21,7 +22,8 @@ def ptx(code: str, args: Sequence[Any] = (), result: Any = None) -> Any:
         result: type of $0, before the arguments, if there is one.
     """
     kinds = ["l" if arg.type == word(64) else "r" for arg in args]
-    constraints = ",".join([*(["=r"] if result else []), *kinds, "~{memory}"])
+    made = [] if result is None else ["=l" if result == word(64) else "=r"]
+    constraints = ",".join([*made, *kinds, "~{memory}"])
     return llvm.inline_asm(result, list(args), code, constraints, has_side_effects=True)
 
 
@@ -33,3 +35,23 @@ def address(ref: Any, bits: int) -> Any:
 def elements(register: Any) -> list[Any]:
     """Of a vector that a thread holds."""
     return [vector.extract(register, [], [i]) for i in range(ir.VectorType(register.type).shape[0])]
+
+
+def publish(emulated: bool, *, copies: bool = False) -> None:
+    """What this thread has stored is seen by multiplications that begin after its next arrival at a barrier.
+
+    They read shared memory through another proxy. Unlike `plgpu.commit_smem` it waits for no load that is on its way.
+
+    Args:
+        emulated: for the interpreter, which takes no PTX.
+        copies: waits for this thread's asynchronous copies too.
+    """
+    if emulated:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_: Any) -> None:
+        ptx(("cp.async.wait_all; " if copies else "") + "fence.proxy.async.shared::cta;")
+
+    fence()

@@ -99,15 +99,18 @@ class MlaDecode(Case):
 
 @dataclass(frozen=True)
 class MlaDecodeFp8(MlaDecode):
-    """The same with latents in FP8."""
+    """The same with latents in FP8 (1), or in bfloat16 (0) to compare with."""
+
+    fp8: int = 1
+    labels: ClassVar[tuple[str, ...]] = ("B", "S", "H", "Q", "fp8")
 
     @property
     def bytes(self) -> float:
-        return (CACHED + ROPE + 4.0 * LATENT / GROUP) * self.B * self.S
+        return (CACHED + ROPE + 4.0 * LATENT / GROUP) * self.B * self.S if self.fp8 else super().bytes
 
     def inputs(self) -> Any:
         qs, cache, *rest = super().inputs()
-        return qs, quantise(cache[..., :LATENT], cache[..., LATENT:]), *rest
+        return qs, quantise(cache[..., :LATENT], cache[..., LATENT:]) if self.fp8 else cache, *rest
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,12 @@ DECODE: dict[str, list[Case]] = {
     "tiny": [MlaDecode(1, 64, 4, 1, calls=3), MlaDecode(2, 192, 4, 2, calls=3)],
 }
 DECODE_FP8: dict[str, list[Case]] = {
-    rows: [MlaDecodeFp8(**vars(case)) for case in cases] for rows, cases in DECODE.items()
+    rows: [MlaDecodeFp8(**vars(case), fp8=fp8) for case in cases for fp8 in (1, 0)]
+    for rows, cases in {
+        "all": _decode_rows(((1, 1024), (1, 8192), (32, 4096), (32, 8192), (128, 4096), (128, 8192))),
+        "quick": _decode_rows(((1, 1024), (32, 8192))),
+        "tiny": DECODE["tiny"],
+    }.items()
 }
 # Heads, value columns, and requests with the tokens of their windows.
 _VALUES = [

@@ -1,20 +1,25 @@
 """Pages of FP8 latents for the Mosaic GPU kernel: a warpgroup turns codes into the bfloat16 tiles that others multiply.
 
 The tiles are those of the kernel for bfloat16, so its results on the dequantised cache are the same to the bit. They take
-all of a thread block's shared memory, so codes come from global memory into registers. Those of the next page are on their
-way while the warpgroup waits for a free stage.
+all of a thread block's shared memory, so codes come from global memory into registers, three groups of columns ahead.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.compat import load
+from pallas_kernels.inline_code import address, elements, ptx, word
 from pallas_kernels.latents import GROUP
 from pallas_kernels.mosaic_attention import over_columns
 from pallas_kernels.split_kv import PAGE
@@ -22,7 +27,23 @@ from pallas_kernels.split_kv import PAGE
 # Eight neighbouring columns a lane: a load of 8 bytes, and a store of 16 that meets no other's bank.
 CODES = plgpu.Layout.TILED(plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 OF_ROWS = CODES.reduce(1)
+# How many groups of columns are on their way; a fourth would need more registers than there are.
+AHEAD = 3
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
+
+_LOAD = "ld.global.L1::no_allocate"
+# Two codes of a word $1, moved to the upper halves of 16 bits each, become $0; $2 has their scale twice.
+_PAIRS = "0x1404", "0x3424"
+_CONVERT = """{{
+.reg .b32 code, bits, power;
+prmt.b32 code, $1, 0, {};
+shr.u32 bits, code, 4;
+and.b32 code, code, 0x80008000;
+lop3.b32 code, bits, 0x07f007f0, code, 0xea;
+mov.b32 power, 0x7b807b80;
+mul.rn.bf16x2 code, code, power;
+mul.rn.bf16x2 $0, code, $2;
+}}"""
 
 
 @dataclass(frozen=True)
@@ -40,12 +61,15 @@ class Ring:
     free: Any
 
 
-def convert_pages(latents: Sequence[Any], ring: Ring, stages: int, first_page: Any, page_at: Any, n: Any) -> None:
-    """Fills the ring with n pages, by one warpgroup.
+def convert_pages(
+    latents: Sequence[Any], ring: Ring, stages: int, first_page: Any, page_at: Any, n: Any, emulated: bool
+) -> None:
+    """Fills the ring with n pages, by one warpgroup. Who multiplies them calls `publish` first.
 
     Args:
         latents: references to the arrays of `Fp8Latents`.
         first_page: number of the first page; page_at(i): that of the i-th, for any i.
+        emulated: for the interpreter, which takes no PTX.
     """
     codes, scale, rope = latents
     parts = [
@@ -56,14 +80,16 @@ def convert_pages(latents: Sequence[Any], ring: Ring, stages: int, first_page: A
 
     def held(page, group):
         """A group of a page in registers."""
-        columns = pl.ds(group * GROUP, GROUP)
-        return (
-            load(codes, (page, slice(None), columns), layout=CODES),
-            load(scale, (page, slice(None), group), layout=OF_ROWS),
-        )
+        if emulated:
+            columns = pl.ds(group * GROUP, GROUP)
+            return (
+                load(codes, (page, slice(None), columns), layout=CODES),
+                load(scale, (page, slice(None), group), layout=OF_ROWS),
+            )
+        return _loaded(codes.at[page], scale.at[page], group)
 
     def convert(i, carry):
-        groups, page, next_page = carry
+        groups, page, next_page = list(carry[0]), *carry[1:]
         stage = lax.rem(i, i32(stages))
         # A page number is there a page before the loads that need it.
         after_next = page_at(i + 2)
@@ -74,15 +100,86 @@ def convert_pages(latents: Sequence[Any], ring: Ring, stages: int, first_page: A
 
         rope_s, rope_full = ring.rope
         plgpu.copy_gmem_to_smem(rope.at[page], rope_s.at[stage], rope_full.at[stage])
-        for (part, start, full, last), (codes_SG, scale_S) in zip(parts, groups, strict=True):
-            scale_SG = plgpu.layout_cast(over_columns(scale_S, (PAGE, GROUP)), CODES)
-            tile = part.at[stage, :, pl.ds(start, GROUP)]
-            tile[...] = (codes_SG.astype(f32) * scale_SG).astype(bf16)
+        for group, (part, start, full, last) in enumerate(parts):
+            codes_SG, scale_S = groups.pop(0)
+            part[stage, :, pl.ds(start, GROUP)] = _converted(codes_SG, scale_S, emulated)
+            ahead = group + AHEAD
+            groups.append(held(page if ahead < len(parts) else next_page, ahead % len(parts)))
             if last:
-                plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[stage])
-        # After the fences of `commit_smem`: they wait for every load that is on its way.
-        return tuple(held(next_page, group) for group in range(len(parts))), next_page, after_next
+        return tuple(groups), next_page, after_next
 
-    groups = tuple(held(first_page, group) for group in range(len(parts)))
+    groups = tuple(held(first_page, group) for group in range(AHEAD))
     lax.fori_loop(i32(0), n, convert, (groups, first_page, page_at(i32(1))))
+
+
+def _loaded(codes: Any, scale: Any, group: int) -> tuple[jax.Array, jax.Array]:
+    """A group of a page: codes [PAGE, GROUP] and their scales [PAGE], each read once and so not kept in L1.
+
+    There spilled registers have to stay: a trip of theirs to L2 would cost the warpgroups more than reading codes does.
+    """
+    e4m3 = jnp.float8_e4m3fn
+    types = (
+        plgpu.ShapeDtypeStruct((PAGE, GROUP), e4m3, layout=CODES),
+        plgpu.ShapeDtypeStruct((PAGE,), f32, layout=OF_ROWS),
+    )
+    columns, groups = codes.shape[-1], scale.shape[-1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=types)
+    def start(_: Any, codes: Any, scale: Any) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
+        def constant(value: int) -> Any:
+            return mgpu.c(value, word())
+
+        def after(base: Any, offset: Any) -> Any:
+            return arith.addi(base, arith.extui(word(64), offset))
+
+        # Warps have four rows of each 16, eight lanes a row: see CODES.
+        thread = arith.andi(mgpu.utils.thread_idx(), constant(127))
+        row, lane = arith.shrui(thread, constant(3)), arith.andi(thread, constant(7))
+        at = arith.addi(arith.muli(row, constant(columns)), arith.muli(lane, constant(8)))
+        first, number = after(address(codes, 64), at), after(address(scale, 64), arith.muli(row, constant(4 * groups)))
+        eights = np.empty(CODES.to_mgpu().registers_shape((PAGE, GROUP)), dtype=object)
+        numbers = np.empty(OF_ROWS.to_mgpu().registers_shape((PAGE,)), dtype=object)
+        of_codes = ir.VectorType.get((8,), ir.Float8E4M3FNType.get())
+        of_numbers = ir.VectorType.get((1,), ir.F32Type.get())
+        for i, n in np.ndindex(eights.shape[:2]):
+            offset = 16 * i * columns + 64 * n + group * GROUP
+            eight = ptx(f"{_LOAD}.b64 $0, [$1 + {offset}];", [first], word(64))
+            eights[i, n] = mgpu.utils.bitcast(eight, of_codes)
+        for i in range(len(numbers)):
+            offset = 4 * (16 * i * groups + group)
+            one = ptx(f"{_LOAD}.b32 $0, [$1 + {offset}];", [number], word())
+            numbers[i] = mgpu.utils.bitcast(one, of_numbers)
+        return (
+            mgpu.FragmentedArray(_registers=eights, _layout=CODES.to_mgpu(), _is_signed=None),
+            mgpu.FragmentedArray(_registers=numbers, _layout=OF_ROWS.to_mgpu(), _is_signed=None),
+        )
+
+    return start(codes, scale)
+
+
+def _converted(codes_SG: jax.Array, scale_S: jax.Array, emulated: bool) -> jax.Array:
+    """What a group of a page stands for: bfloat16 [PAGE, GROUP].
+
+    The conversions of FP8 that Hopper has are too slow by half. But the bits of a code, three places further right, are the
+    bfloat16 of its value / 2^120; the sign stays. A code that is NaN would become a number: its scale is NaN (`latents.py`).
+    """
+    if emulated:
+        scale_SG = plgpu.layout_cast(over_columns(scale_S, (PAGE, GROUP)), CODES)
+        return (codes_SG.astype(f32) * scale_SG).astype(bf16)
+
+    @plgpu.inline_mgpu(
+        arg_types=(CODES, OF_ROWS), return_type=plgpu.ShapeDtypeStruct((PAGE, GROUP), bf16, layout=CODES)
+    )
+    def convert(_: Any, codes: mgpu.FragmentedArray, scale: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        registers = np.empty_like(codes.registers)
+        four, eights = ir.VectorType.get((4,), word()), ir.VectorType.get((8,), ir.BF16Type.get())
+        for i, n in np.ndindex(registers.shape[:2]):
+            (one,) = elements(scale.registers[i].item())
+            number = ptx("cvt.rn.bf16x2.f32 $0, $1, $1;", [arith.bitcast(word(), one)], word())
+            words = elements(mgpu.utils.bitcast(codes.registers[i, n].item(), ir.VectorType.get((2,), word())))
+            pairs = [ptx(_CONVERT.format(order), [w, number], word()) for w in words for order in _PAIRS]
+            registers[i, n] = mgpu.utils.bitcast(vector.from_elements(four, pairs), eights)
+        return mgpu.FragmentedArray(_registers=registers, _layout=CODES.to_mgpu(), _is_signed=None)
+
+    return convert(codes_SG, scale_S)

@@ -15,7 +15,7 @@ from jax import lax
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.compat import load
-from pallas_kernels.inline_code import address, elements, ptx, word
+from pallas_kernels.inline_code import address, elements, ptx, publish, word
 from pallas_kernels.mla_decode.fp8_pages import OF_ROWS
 from pallas_kernels.split_kv import PAGE
 
@@ -25,8 +25,6 @@ TILE_ROW, CHUNK = 128, 16
 i32 = jnp.int32
 
 _COPY = "cp.async.cg.shared.global [$0], [$1], 16;"
-# What other threads multiply is read by another proxy than the one that copies.
-_LANDED = "cp.async.wait_all; fence.proxy.async.shared::cta;"
 
 
 def gather_pages(
@@ -68,7 +66,7 @@ def gather_pages(
             column += part.shape[-1]
         # On their way while the page lands.
         later = places_of(i + 1)
-        _land(emulated)
+        publish(emulated, copies=True)
         for _, full in parts:
             plgpu.barrier_arrive(full.at[stage])
         return later
@@ -106,16 +104,3 @@ def _copy_rows(latent: Any, at: jax.Array, part: Any, column: int, emulated: boo
                 ptx(_COPY, [to, arith.addi(arith.addi(source, offset), constant(tile * TILE_ROW, 64))])
 
     start(latent, part, at, numbers)
-
-
-def _land(emulated: bool) -> None:
-    """Waits until what this thread has begun to copy is there, and multiplications that begin later see it."""
-    if emulated:
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        ptx(_LANDED)
-
-    wait()

@@ -25,6 +25,7 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
+from pallas_kernels.inline_code import publish
 from pallas_kernels.latents import Fp8Latents, Latents
 from pallas_kernels.mla_decode import fp8_pages, head_values, reference, values, wide_values
 from pallas_kernels.mla_decode.gathered_pages import gather_pages
@@ -194,7 +195,7 @@ def _attend_kernel(
             def page_at(i):
                 return page_tables[request, lax.min(first + i, end - 1)]
 
-            fp8_pages.convert_pages(latent, ring, STAGES, items[item, 5], page_at, n)
+            fp8_pages.convert_pages(latent, ring, STAGES, items[item, 5], page_at, n, bool(interpret))
             drain()
 
         def gather():
@@ -237,10 +238,14 @@ def _attend_kernel(
                 acc, top_R, sum_R = carry
                 stage = lax.rem(i, i32(STAGES))
                 plgpu.barrier_wait(left_full.at[stage])
+                if fp8:
+                    plgpu.barrier_wait(right_full.at[stage])
+                    publish(bool(interpret))
 
                 def scores(s_acc):
                     plgpu.wgmma(s_acc, q_s.at[:, pl.ds(0, LEFT)], transpose_ref(left_s.at[stage], (1, 0)))
-                    plgpu.barrier_wait(right_full.at[stage])
+                    if not fp8:
+                        plgpu.barrier_wait(right_full.at[stage])
                     plgpu.wgmma(s_acc, q_s.at[:, pl.ds(LEFT, right)], transpose_ref(right_s.at[stage], (1, 0)))
                     if fp8:
                         plgpu.barrier_wait(rope_full.at[stage])

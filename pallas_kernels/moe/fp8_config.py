@@ -1,6 +1,15 @@
 """How the work of a call is cut whose experts are in FP8 (`fp8_matmul.py`), and which calls these are."""
 
-from pallas_kernels.moe.config import WIDE_ROWS, Config, M, Tiles, blocks_of_a_kernel, configure, rows_of_all
+from pallas_kernels.moe.config import (
+    WIDE_ROWS,
+    WIDEST_ROWS,
+    Config,
+    M,
+    Tiles,
+    blocks_of_a_kernel,
+    configure,
+    rows_of_all,
+)
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.activations import GROUP
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL
@@ -11,6 +20,8 @@ SCHEMES = (FP8_BLOCK, FP8_CHANNEL)
 MULTIPLE = GROUP
 # Shared memory of a block, less what barriers, alignment and reductions take; stages of a ring at most.
 SHARED_BYTES, MOST_STAGES = 220 * 1024, 12
+# Warpgroups that share the tokens of a slot of WIDEST_ROWS (`fp8_wide.py`).
+TOKEN_WARPGROUPS = 2
 
 
 def is_fp8(parameters: ExpertWeights) -> bool:
@@ -26,8 +37,14 @@ def padded_rows(rows: int) -> int:
 def fp8_tiles(rows: int, columns: int, out_rows: int, *, gated: bool) -> Tiles:
     """Tiles of a matmul; the arguments are those of `config.tiles`.
 
-    A tile of gate and up is GROUP columns of their product, which share a scale: two warpgroups have half of them each.
+    A tile of gate and up is GROUP columns of their product, which share a scale: two warpgroups have half of them each, or
+    with WIDEST_ROWS half of the tokens.
     """
+    if rows == WIDEST_ROWS:
+        blocks = 2 if gated or out_rows % (2 * GROUP) == 0 else 1  # of GROUP rows of weights
+        stage = (blocks * GROUP + rows) * GROUP + rows * 4
+        staged = rows * (GROUP if gated else blocks * GROUP * 2)
+        return Tiles(GROUP, (SHARED_BYTES - staged) // stage, TOKEN_WARPGROUPS, blocks)
     wide = rows >= WIDE_ROWS
     consumers = 2 if gated or (wide and out_rows % (4 * M) == 0) else 1
     depth = 2 * GROUP if not (gated or wide) and columns % (2 * GROUP) == 0 else GROUP

@@ -1,9 +1,9 @@
 """The grouped matmuls of experts in FP8 (`moe_fp8_up`, `moe_fp8_down` in traces).
 
-As `grouped_matmul.py`, with e4m3 codes of weights and of activations as the operands of the wgmma. The tensor cores add
-products of FP8 in about 14 bits, so each 128 columns have an accumulator of their own, which is multiplied by the scales
-of its tokens (and of its block of weights, in `fp8_block`) and added to sums in float32; in `fp8_channel` the scales of
-weights are those of rows, and wait for the end.
+For slots of up to 64 tokens; `fp8_wide.py` has those of 128. As `grouped_matmul.py`, with e4m3 codes of weights and of
+activations as the operands of the wgmma. The tensor cores add products of FP8 in about 14 bits, so each 128 columns have an
+accumulator of their own, which is multiplied by the scales of its tokens (and of its block of weights, in `fp8_block`) and
+added to sums in float32; in `fp8_channel` the scales of weights are those of rows, and wait for the end.
 
 Gate and up give `down` its tokens in FP8: a tile of theirs is 128 columns, of which each token has one scale. Two
 warpgroups have half of the columns; the second hands its half to the first, which finds the largest magnitudes,
@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load, transpose_ref
-from pallas_kernels.moe.config import Config, M
+from pallas_kernels.moe.config import WIDEST_ROWS, Config, M
 from pallas_kernels.moe.fp8_config import MULTIPLE, padded_rows
+from pallas_kernels.moe.fp8_wide import wide_kernel
 from pallas_kernels.moe.grouped_matmul import CONSUMER_REGISTERS, OF_ROWS, PRODUCER_REGISTERS
 from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
@@ -31,8 +32,6 @@ from pallas_kernels.quant.schemes import FP8_BLOCK, Scheme
 from pallas_kernels.quant.values import Quantised
 
 OF_TOKENS = plgpu.Layout.WGMMA.reduce(0)
-# Tokens of a product at most. With 128 its accumulator, the sums and the tokens' scales need more registers than there are.
-MOST_COLUMNS = 64
 
 
 def fp8_experts(
@@ -54,7 +53,7 @@ def up_matmul(x: Codes, gate_up: Quantised, tables: SlotTables, config: Config, 
         gate_up: [E, 2, I, H]; with pieces [1, 2, pieces * I, H].
     """
     _, parts, inner, H = gate_up.shape
-    kernel = _kernel(config, gate_up.scheme, parts, inner // (config.pieces or 1), H, interpret)
+    kernel = _kernel_of(config)(config, gate_up.scheme, parts, inner // (config.pieces or 1), H, interpret)
     return Codes(*kernel(tables.num_slots, tables.expert, gate_up.codes, gate_up.scale, *x))
 
 
@@ -66,9 +65,13 @@ def down_matmul(h: Codes, down: Quantised, tables: SlotTables, config: Config, *
         down: [E, H, I]; with pieces [1, H, pieces * I].
     """
     _, H, inner = down.shape
-    kernel = _kernel(config, down.scheme, 1, H, inner // (config.pieces or 1), interpret)
+    kernel = _kernel_of(config)(config, down.scheme, 1, H, inner // (config.pieces or 1), interpret)
     (y,) = kernel(tables.num_slots, tables.expert, down.codes[:, None], down.scale[:, None], *h)
     return y
+
+
+def _kernel_of(config: Config) -> Any:
+    return wide_kernel if config.rows == WIDEST_ROWS else _kernel
 
 
 @functools.cache
@@ -84,8 +87,6 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
     gated = parts == 2
     t, rows, grid = config.up if gated else config.down, config.rows, config.grid
     width = GROUP if gated else t.consumers * t.blocks * M  # output columns of a tile
-    halves = max(rows // MOST_COLUMNS, 1)
-    some = rows // halves  # tokens of a product
     num_tiles, depths, units = out_rows // width, columns // t.depth, t.depth // GROUP
     in_blocks = scheme is FP8_BLOCK
     if out_rows % width or out_rows % MULTIPLE or columns % t.depth or t.depth % GROUP:
@@ -155,37 +156,35 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             )
 
         def multiplied(j, slot, tile, me):
-            """The sums of an item: a tuple of accumulators for each `some` of its tokens."""
+            """The sums of an item: an accumulator for each of its blocks of weights."""
             e = expert[slot]
 
             def step(depth, carried):
-                sums, scales = [list(each) for each in carried[0]], carried[1]
+                sums, scales = list(carried[0]), carried[1]
                 s = stage(j * depths + depth)
                 # The next step's numbers come from global memory while this one's product is made.
                 ahead = block_scales(e, tile, me, lax.min(depth + 1, jnp.int32(depths - 1)))
                 plgpu.barrier_wait(full.at[s])
                 for unit in range(units):
                     at = pl.ds(unit * GROUP, GROUP)
-                    for half in range(halves):
-                        own = pl.ds(half * some, some)
-                        tokens = transpose_ref(x_smem.at[s, own, at], (1, 0))
-                        of_tokens = load(s_smem, (s, unit, own), layout=OF_TOKENS)
-                        for b in range(t.blocks):
+                    tokens = transpose_ref(x_smem.at[s, :, at], (1, 0))
+                    of_tokens = load(s_smem, (s, unit, pl.ds(0, rows)), layout=OF_TOKENS)
+                    for b in range(t.blocks):
 
-                            def product(acc, b=b, at=at, tokens=tokens):
-                                plgpu.wgmma(acc, w_smem.at[s, me, b, :, at], tokens)
-                                return acc[...]
+                        def product(acc, b=b, at=at, tokens=tokens):
+                            plgpu.wgmma(acc, w_smem.at[s, me, b, :, at], tokens)
+                            return acc[...]
 
-                            part = pl.run_scoped(product, plgpu.ACC((M, some), f32))
-                            number = of_tokens * scales[unit * t.blocks + b] if in_blocks else of_tokens
-                            # Before the next product begins: there are registers for one.
-                            sums[half][b] = sums[half][b] + part * lax.broadcast_in_dim(number, (M, some), [1])
+                        part = pl.run_scoped(product, plgpu.ACC((M, rows), f32))
+                        number = of_tokens * scales[unit * t.blocks + b] if in_blocks else of_tokens
+                        # Before the next product begins: there are registers for one.
+                        sums[b] = sums[b] + part * lax.broadcast_in_dim(number, (M, rows), [1])
                 plgpu.commit_smem()  # reads of the scales must have completed before TMA writes there again
                 plgpu.barrier_arrive(free.at[s])
-                return tuple(map(tuple, sums)), ahead
+                return tuple(sums), ahead
 
-            nothing = plgpu.layout_cast(jnp.zeros((M, some), f32), plgpu.Layout.WGMMA)
-            start = ((nothing,) * t.blocks,) * halves, block_scales(e, tile, me, jnp.int32(0))
+            nothing = plgpu.layout_cast(jnp.zeros((M, rows), f32), plgpu.Layout.WGMMA)
+            start = (nothing,) * t.blocks, block_scales(e, tile, me, jnp.int32(0))
             sums, _ = lax.fori_loop(0, depths, step, start)
             if in_blocks:
                 return sums
@@ -193,9 +192,9 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             def of_rows(b):
                 (at, top, _), (part, row) = origin(e), place_of(me, b, tile)
                 own = load(scale, (at, part, pl.ds(top + row, M)), layout=OF_ROWS)
-                return lax.broadcast_in_dim(own, (M, some), [0])
+                return lax.broadcast_in_dim(own, (M, rows), [0])
 
-            return tuple(tuple(total * of_rows(b) for b, total in enumerate(each)) for each in sums)
+            return tuple(total * of_rows(b) for b, total in enumerate(sums))
 
         def joined(sums):
             gate, up = sums
@@ -209,22 +208,19 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             @pl.loop(0, mine)
             def _work(j):
                 slot, tile = item(j)
-                ours = [joined(sums) for sums in multiplied(j, slot, tile, 0)]
+                ours = joined(multiplied(j, slot, tile, 0))
                 plgpu.barrier_wait(handed)
                 plgpu.wait_smem_to_gmem(0)  # until the store before this one has read the staging buffer
-                for half, one in enumerate(ours):
-                    own = pl.ds(half * some, some)
-                    other = load(half_smem, (slice(None), own), layout=plgpu.Layout.WGMMA)
-                    if half == halves - 1:
-                        plgpu.barrier_arrive(taken)
-                    largest = jnp.maximum(jnp.abs(one), jnp.abs(other)).max(axis=0)
-                    scale_T, inverse_T = scale_and_inverse(largest)
-                    out[1][slot, tile, own] = scale_T
-                    inverse = lax.broadcast_in_dim(inverse_T, (M, some), [1])
-                    for n, part in enumerate((one, other)):
-                        staged = transpose_ref(out_smem.at[own, pl.ds(n * M, M)], (1, 0))
-                        # In this layout the cast is of pairs that are neighbours in a token.
-                        staged[...] = plgpu.layout_cast(part * inverse, plgpu.Layout.WGMMA_TRANSPOSED).astype(e4m3)
+                other = load(half_smem, (slice(None), pl.ds(0, rows)), layout=plgpu.Layout.WGMMA)
+                plgpu.barrier_arrive(taken)
+                largest = jnp.maximum(jnp.abs(ours), jnp.abs(other)).max(axis=0)
+                scale_T, inverse_T = scale_and_inverse(largest)
+                out[1][slot, tile, pl.ds(0, rows)] = scale_T
+                inverse = lax.broadcast_in_dim(inverse_T, (M, rows), [1])
+                for n, part in enumerate((ours, other)):
+                    staged = transpose_ref(out_smem.at[:, pl.ds(n * M, M)], (1, 0))
+                    # In this layout the cast is of pairs that are neighbours in a token.
+                    staged[...] = plgpu.layout_cast(part * inverse, plgpu.Layout.WGMMA_TRANSPOSED).astype(e4m3)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_smem, out[0].at[slot, :, pl.ds(tile * GROUP, GROUP)])
 
@@ -238,14 +234,13 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             @pl.loop(0, mine)
             def _work(j):
                 slot, tile = item(j)
-                ours = [joined(sums) for sums in multiplied(j, slot, tile, 1)]
+                ours = joined(multiplied(j, slot, tile, 1))
 
                 @pl.when(j > 0)
                 def _():
                     plgpu.barrier_wait(taken)
 
-                for half, other in enumerate(ours):
-                    half_smem[:, pl.ds(half * some, some)] = other
+                half_smem[...] = ours
                 plgpu.barrier_arrive(handed)
 
             @pl.when(mine > 0)
@@ -262,10 +257,8 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
                 sums = multiplied(j, slot, tile, me)
                 for b in range(t.blocks):
                     plgpu.wait_smem_to_gmem(0)
-                    for half in range(halves):
-                        staged = transpose_ref(out_smem.at[me, pl.ds(half * some, some)], (1, 0))
-                        total = sums[half][b].astype(bf16)
-                        staged[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
+                    staged = transpose_ref(out_smem.at[me], (1, 0))
+                    staged[...] = plgpu.layout_cast(sums[b].astype(bf16), plgpu.Layout.WGMMA_TRANSPOSED)
                     plgpu.commit_smem()
                     at = pl.ds(place_of(me, b, tile)[1], M)
                     plgpu.copy_smem_to_gmem(out_smem.at[me], out[0].at[slot, :, at])

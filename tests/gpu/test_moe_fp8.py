@@ -173,7 +173,7 @@ def test_rows_do_not_depend_on_their_batch_fp8():
         np.testing.assert_array_equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("T", [5, 40])
+@pytest.mark.parametrize("T", [5, 40, 2048])
 def test_nan_stays_in_its_row_fp8(T: int):
     """One number that is none, in one group of one token."""
     H, E, k, _ = SHAPES["moonlight"]

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels.backend import W8A8, Backends, use
 from pallas_kernels.moe import api, fp8_matmul, fp8_mlp, mosaic, quantised_mlp
-from pallas_kernels.moe.config import Config, Tiles
+from pallas_kernels.moe.config import WIDEST_ROWS, Config, Tiles
 from pallas_kernels.moe.dispatch import dispatch
 from pallas_kernels.moe.fp8_config import MULTIPLE, SCHEMES, configure_fp8, configure_mlp, padded_rows
 from pallas_kernels.moe.shapes import LAYERS
@@ -383,12 +383,17 @@ def test_mlps_lower_for_the_gpu(scheme: Scheme, H: int, inner: int, T: int):
 @pytest.mark.parametrize("T", [1, 8, 32, 128, 512, 2048, 8192])
 def test_tiles_divide_the_weights_and_fit(T: int, H: int, E: int, k: int, inner: int):
     config = configure_fp8(T, E, k, H, inner)
+    wide = config.rows == WIDEST_ROWS
     for t, rows, columns, gated in ((config.up, inner, H, True), (config.down, H, inner, False)):
-        assert rows % (MULTIPLE if gated else t.consumers * t.blocks * 64) == 0
+        weights = t.blocks * (GROUP if wide else t.consumers * 64)  # rows of a stage
+        assert rows % (MULTIPLE if gated else weights) == 0
         assert columns % t.depth == 0
         assert t.stages >= 3
-        stage = (t.consumers * t.blocks * 64 + config.rows) * t.depth + t.depth // GROUP * 4 * padded_rows(config.rows)
-        staged = config.rows * (GROUP + 64 * 4) + 2048 if gated else t.consumers * config.rows * 64 * 2
+        stage = (weights + config.rows) * t.depth + t.depth // GROUP * 4 * padded_rows(config.rows)
+        if wide:
+            staged = config.rows * (GROUP if gated else weights * 2)
+        else:
+            staged = config.rows * (GROUP + 64 * 4) + 2048 if gated else t.consumers * config.rows * 64 * 2
         assert t.stages * stage + staged <= 227 * 1024 - 2048
 
 
