@@ -10,7 +10,7 @@ from bench.kernel.peers import LIBRARIES
 
 # Columns of the table, where any row has them.
 _SIZES = (
-    "B", "S", "P", "prefix", "H", "N", "K", "G", "D", "n", "fades", "kernel", "Q", "T", "R",
+    "B", "S", "P", "prefix", "H", "N", "K", "G", "D", "n", "fades", "kernel", "fp8", "Q", "T", "R",
     "V", "columns", "outputs", "draws", "top_k", "top_p", "wanted",
 )  # fmt: skip
 _TIMES = ("ours_us", "ours_device_us", "flashmla_us", "fa3_us", "ratio")

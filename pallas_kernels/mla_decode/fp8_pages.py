@@ -89,7 +89,7 @@ def convert_pages(
         return _loaded(codes.at[page], scale.at[page], group)
 
     def convert(i, carry):
-        groups, page, next_page = list(carry[0]), *carry[1:]
+        (*groups,), page, next_page = carry
         stage = lax.rem(i, i32(stages))
         # A page number is there a page before the loads that need it.
         after_next = page_at(i + 2)

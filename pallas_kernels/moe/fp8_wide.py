@@ -167,8 +167,8 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
                     plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, b], out[0].at[slot, tokens, at])
                 return following, scales
 
-            start = expert_and_tile(i32(0))
-            lax.fori_loop(i32(0), mine, work, (start, block_scales(*start, i32(0))))
+            e, tile = expert_and_tile(i32(0))
+            lax.fori_loop(i32(0), mine, work, ((e, tile), block_scales(e, tile, i32(0))))
             plgpu.wait_smem_to_gmem(0)
 
     def swizzled(shape, dtype):
