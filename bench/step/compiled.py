@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.harness import record
 from bench.harness.arguments import numbers
-from bench.harness.models import SHAPES, random_config
+from bench.harness.models import SHAPES, declare, random_config
 from bench.step.sizes import DEFAULT_TOKENS
 from jaxspec.config import EngineConfig, Settings, resolve
 from jaxspec.engine.batch import InputLayout
@@ -86,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=0, metavar="N", help=prompts)
     tokens = f"drafted by an MTP layer (default: 0; {DEFAULT_TOKENS} for a cycle)"
     parser.add_argument("--tokens", type=int, default=0, metavar="K", help=tokens)
+    quantization = "put its weights into this scheme, as `jaxspec convert` would (default: bf16)"
+    parser.add_argument("--quantization", choices=["bf16", "fp8", "int4"], default="bf16", help=quantization)
     parser.add_argument("--variant", choices=["lean", "full"], default="lean", help="of the sampler (default: lean)")
     parser.add_argument("--list", action="store_true", help="each kernel")
     record.add_arguments(parser)
@@ -146,10 +148,14 @@ def run(arguments: argparse.Namespace) -> int:
     device = described_device()
     whole = read_config(random_config(arguments.model)).num_layers
     layers, k = min(arguments.layers, whole), arguments.tokens
-    model = CausalLM(read_config(random_config(arguments.model, layers)), jnp.bfloat16)
-    if k and not model.config.nextn_layers:
+    model, draft = declare(
+        random_config(arguments.model, layers),
+        np.dtype(jnp.bfloat16),
+        quantization=arguments.quantization,
+        with_draft=bool(k),
+    )
+    if k and not draft:
         raise ConfigError(f"{arguments.model} has no MTP layer to draft with: leave --tokens out")
-    draft = NextN(model.config, jnp.bfloat16) if k else None
     most = max(arguments.rows)
     settings = resolve(
         EngineConfig(
@@ -183,7 +189,8 @@ def run(arguments: argparse.Namespace) -> int:
     header = ["rows", f"kernels of {whole} layers", "a layer", f"of the first {layers} layers", "besides"]
     print(record.table(header, lines))
     result = {"benchmark": "compiled", "model": arguments.model, "layers": whole, "compiled_layers": layers} | {
-        "drafted_tokens": k, "prompt_tokens": arguments.prompt_tokens, "variant": arguments.variant, "device_described": KIND,
+        "quantization": arguments.quantization, "drafted_tokens": k, "prompt_tokens": arguments.prompt_tokens,
+        "variant": arguments.variant, "device_described": KIND,
         "rows": results,
     }  # fmt: skip
     record.write(f"compiled_{arguments.model}", result, arguments)

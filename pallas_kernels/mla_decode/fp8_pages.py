@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.compat import load
-from pallas_kernels.inline_code import address, elements, ptx, word
+from pallas_kernels.inline_code import address, ptx, word
 from pallas_kernels.latents import GROUP
 from pallas_kernels.mosaic_attention import over_columns
 from pallas_kernels.split_kv import PAGE
@@ -32,18 +32,6 @@ AHEAD = 3
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
 _LOAD = "ld.global.L1::no_allocate"
-# Two codes of a word $1, moved to the upper halves of 16 bits each, become $0; $2 has their scale twice.
-_PAIRS = "0x1404", "0x3424"
-_CONVERT = """{{
-.reg .b32 code, bits, power;
-prmt.b32 code, $1, 0, {};
-shr.u32 bits, code, 4;
-and.b32 code, code, 0x80008000;
-lop3.b32 code, bits, 0x07f007f0, code, 0xea;
-mov.b32 power, 0x7b807b80;
-mul.rn.bf16x2 code, code, power;
-mul.rn.bf16x2 $0, code, $2;
-}}"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,8 @@ def convert_pages(
         plgpu.copy_gmem_to_smem(rope.at[page], rope_s.at[stage], rope_full.at[stage])
         for group, (part, start, full, last) in enumerate(parts):
             codes_SG, scale_S = groups.pop(0)
-            part[stage, :, pl.ds(start, GROUP)] = _converted(codes_SG, scale_S, emulated)
+            scale_SG = plgpu.layout_cast(over_columns(scale_S, (PAGE, GROUP)), CODES)
+            part[stage, :, pl.ds(start, GROUP)] = (codes_SG.astype(f32) * scale_SG).astype(bf16)
             ahead = group + AHEAD
             groups.append(held(page if ahead < len(parts) else next_page, ahead % len(parts)))
             if last:
@@ -156,30 +145,3 @@ def _loaded(codes: Any, scale: Any, group: int) -> tuple[jax.Array, jax.Array]:
         )
 
     return start(codes, scale)
-
-
-def _converted(codes_SG: jax.Array, scale_S: jax.Array, emulated: bool) -> jax.Array:
-    """What a group of a page stands for: bfloat16 [PAGE, GROUP].
-
-    The conversions of FP8 that Hopper has are too slow by half. But the bits of a code, three places further right, are the
-    bfloat16 of its value / 2^120; the sign stays. A code that is NaN would become a number: its scale is NaN (`latents.py`).
-    """
-    if emulated:
-        scale_SG = plgpu.layout_cast(over_columns(scale_S, (PAGE, GROUP)), CODES)
-        return (codes_SG.astype(f32) * scale_SG).astype(bf16)
-
-    @plgpu.inline_mgpu(
-        arg_types=(CODES, OF_ROWS), return_type=plgpu.ShapeDtypeStruct((PAGE, GROUP), bf16, layout=CODES)
-    )
-    def convert(_: Any, codes: mgpu.FragmentedArray, scale: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        registers = np.empty_like(codes.registers)
-        four, eights = ir.VectorType.get((4,), word()), ir.VectorType.get((8,), ir.BF16Type.get())
-        for i, n in np.ndindex(registers.shape[:2]):
-            (one,) = elements(scale.registers[i].item())
-            number = ptx("cvt.rn.bf16x2.f32 $0, $1, $1;", [arith.bitcast(word(), one)], word())
-            words = elements(mgpu.utils.bitcast(codes.registers[i, n].item(), ir.VectorType.get((2,), word())))
-            pairs = [ptx(_CONVERT.format(order), [w, number], word()) for w in words for order in _PAIRS]
-            registers[i, n] = mgpu.utils.bitcast(vector.from_elements(four, pairs), eights)
-        return mgpu.FragmentedArray(_registers=registers, _layout=CODES.to_mgpu(), _is_signed=None)
-
-    return convert(codes_SG, scale_S)

@@ -76,8 +76,9 @@ def _kernel_of(config: Config) -> Any:
 
 @functools.cache
 def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any) -> Any:
-    """kernel(num_slots [1], expert [slots], codes, scale, tokens, tokens' scale) -> products of the slots.
+    """kernel(num_slots [1], expert, codes, scale, tokens, tokens' scale) -> products of the slots.
 
+    expert: int32, of each slot; not read with pieces, which have the slots in turn.
     codes, scale: of a weight [E, parts, out_rows, columns]; two parts are gate and up. With pieces expert e is a piece of
         [1, 2, pieces * out_rows, columns], or of [1, 1, out_rows, pieces * columns].
     tokens: [slots or 1, rows, columns]; of gate and up each piece has all of them, [slots / pieces, rows, columns].
@@ -106,6 +107,9 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             place = first + j * grid
             return lax.div(place, jnp.int32(num_tiles)), lax.rem(place, jnp.int32(num_tiles))
 
+        def expert_of(slot):
+            return lax.div(slot, jnp.int32(config.slots // config.pieces)) if config.pieces else expert[slot]
+
         def stage(step):
             return lax.rem(step, jnp.int32(t.stages))
 
@@ -126,7 +130,7 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
             def fill(step):
                 slot, tile = item(lax.div(step, jnp.int32(depths)))
                 s, depth = stage(step), lax.rem(step, jnp.int32(depths))
-                (e, top, left), at = origin(expert[slot]), depth * t.depth
+                (e, top, left), at = origin(expert_of(slot)), depth * t.depth
                 for c in range(t.consumers):
                     for b in range(t.blocks):
                         part, row = place_of(c, b, tile)
@@ -157,7 +161,7 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
 
         def multiplied(j, slot, tile, me):
             """The sums of an item: an accumulator for each of its blocks of weights."""
-            e = expert[slot]
+            e = expert_of(slot)
 
             def step(depth, carried):
                 sums, scales = list(carried[0]), carried[1]

@@ -33,11 +33,14 @@ def mlp_parts(
     T, H = x.shape
     config = config or configure_mlp(T, H, down.shape[1])
     rows, slots = config.rows, config.slots // config.pieces
-    whole = quantise(jnp.pad(x, ((0, slots * rows - T), (0, 0))).reshape(slots, rows, H))
-    tokens = Codes(whole.codes, jnp.pad(whole.scale, ((0, 0), (0, 0), (0, padded_rows(rows) - rows))))
-    expert = jnp.arange(config.slots, dtype=jnp.int32) // slots
-    nothing = jnp.zeros(0, jnp.int32)
-    tables = SlotTables(jnp.full(1, config.slots, jnp.int32), expert, nothing, nothing)
+    # Before the padding: routed experts quantise the same tokens, and XLA does it once for both.
+    whole, missing = quantise(x), slots * rows - T
+    codes = jnp.pad(whole.codes, ((0, missing), (0, 0))).reshape(slots, rows, H)
+    scale = jnp.pad(whole.scale, ((0, 0), (0, missing))).reshape(-1, slots, rows).swapaxes(0, 1)
+    tokens = Codes(codes, jnp.pad(scale, ((0, 0), (0, 0), (0, padded_rows(rows) - rows))))
+    # The kernels know whose piece a slot is.
+    every, nothing = jnp.full(1, config.slots, jnp.int32), jnp.zeros(0, jnp.int32)
+    tables = SlotTables(every, every, nothing, nothing)
     as_experts = (jax.tree.map(lambda array: array[None], weight) for weight in (gate_up, down))
     h = up_matmul(tokens, next(as_experts), tables, config, interpret=interpret)
     y = down_matmul(h, next(as_experts), tables, config, interpret=interpret)

@@ -53,6 +53,9 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
             place = first + j * grid
             return lax.div(place, i32(num_tiles)), lax.rem(place, i32(num_tiles))
 
+        def expert_of(slot):
+            return lax.div(slot, i32(config.slots // config.pieces)) if config.pieces else expert[slot]
+
         def stage(step):
             return lax.rem(step, i32(t.stages))
 
@@ -73,7 +76,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
             def fill(step):
                 slot, tile = item(lax.div(step, i32(depths)))
                 s, depth = stage(step), lax.rem(step, i32(depths))
-                (e, top, left), at = origin(expert[slot]), depth * GROUP
+                (e, top, left), at = origin(expert_of(slot)), depth * GROUP
                 for b in range(t.blocks):
                     part, row = place_of(b, tile)
                     block = codes.at[e, part, pl.ds(top + row, GROUP), pl.ds(left + at, GROUP)]
@@ -145,7 +148,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
 
             def expert_and_tile(j):
                 slot, tile = item(lax.min(j, mine - 1))
-                return expert[slot], tile
+                return expert_of(slot), tile
 
             def work(j, carried):
                 (slot, tile), (here, scales) = item(j), carried
