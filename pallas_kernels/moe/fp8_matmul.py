@@ -23,6 +23,7 @@ from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.moe.config import WIDEST_ROWS, Config, M
 from pallas_kernels.moe.fp8_config import MULTIPLE, padded_rows
 from pallas_kernels.moe.fp8_wide import wide_kernel
+from pallas_kernels.moe.fp8_work import Work, i32
 from pallas_kernels.moe.grouped_matmul import CONSUMER_REGISTERS, OF_ROWS, PRODUCER_REGISTERS
 from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
@@ -86,88 +87,62 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
     Returns the arrays of `Codes` if gated, else bfloat16 [slots, rows, out_rows]. Only slots that exist are written.
     """
     gated = parts == 2
-    t, rows, grid = config.up if gated else config.down, config.rows, config.grid
+    t, rows = config.up if gated else config.down, config.rows
     width = GROUP if gated else t.consumers * t.blocks * M  # output columns of a tile
-    num_tiles, depths, units = out_rows // width, columns // t.depth, t.depth // GROUP
+    units = t.depth // GROUP
     in_blocks = scheme is FP8_BLOCK
     if out_rows % width or out_rows % MULTIPLE or columns % t.depth or t.depth % GROUP:
         raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
     if gated and (t.consumers, t.blocks) != (2, 2):
         raise ValueError(f"{t}: two warpgroups share a tile of gate and up")
+    work = Work(config, gated, out_rows, columns, width)
+    depths = work.depths
     f32, bf16, e4m3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
 
-    def body(num_slots, expert, codes, scale, x, x_scale, *refs, w_smem, x_smem, s_smem, out_smem, full, free, **only):
-        out = refs
-        warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
-        mine = lax.div(num_slots[0] * num_tiles - first + (grid - 1), jnp.int32(grid))
-        steps = mine * depths
+    def place_of(member, b, tile):
+        """The part of accumulator b of a warpgroup, and its first row."""
+        return (b, tile * width + member * M) if gated else (0, tile * width + (member * t.blocks + b) * M)
 
-        def item(j):
-            """Slot and tile of this block's j-th item of work."""
-            place = first + j * grid
-            return lax.div(place, jnp.int32(num_tiles)), lax.rem(place, jnp.int32(num_tiles))
-
-        def expert_of(slot):
-            return lax.div(slot, jnp.int32(config.slots // config.pieces)) if config.pieces else expert[slot]
-
-        def stage(step):
-            return lax.rem(step, jnp.int32(t.stages))
-
-        def origin(e):
-            """Where the weights of an expert begin: its index, row and column."""
-            if not config.pieces:
-                return e, 0, 0
-            return (0, e * out_rows, 0) if gated else (0, 0, e * columns)
-
-        def place_of(member, b, tile):
-            """The part of accumulator b of a warpgroup, and its first row."""
-            return (b, tile * width + member * M) if gated else (0, tile * width + (member * t.blocks + b) * M)
+    def body(num_slots, expert, codes, scale, x, x_scale, *out, w_smem, x_smem, s_smem, out_smem, full, free, **only):
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        mine = work.items(num_slots[0], block)
 
         @pl.when(warpgroup == t.consumers)
         def _produce():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def fill(step):
-                slot, tile = item(lax.div(step, jnp.int32(depths)))
-                s, depth = stage(step), lax.rem(step, jnp.int32(depths))
-                (e, top, left), at = origin(expert_of(slot)), depth * t.depth
+                slot, tile = work.item(block, lax.div(step, i32(depths)))
+                s, depth = work.stage(step), lax.rem(step, i32(depths))
+                (e, top, left), own, at = work.origin(work.expert(expert, slot)), work.tokens(slot), depth * t.depth
                 for c in range(t.consumers):
                     for b in range(t.blocks):
                         part, row = place_of(c, b, tile)
-                        block = codes.at[e, part, pl.ds(top + row, M), pl.ds(left + at, t.depth)]
-                        plgpu.copy_gmem_to_smem(block, w_smem.at[s, c, b], full.at[s])
-                own = slot
-                if gated and (config.all_tokens or config.pieces):
-                    own = lax.rem(slot, jnp.int32(config.slots // config.pieces)) if config.pieces else 0
+                        weights = codes.at[e, part, pl.ds(top + row, M), pl.ds(left + at, t.depth)]
+                        plgpu.copy_gmem_to_smem(weights, w_smem.at[s, c, b], full.at[s])
                 # A dynamic index, because a static one must not reach past the last token.
-                plgpu.copy_gmem_to_smem(
-                    x.at[own, pl.ds(jnp.int32(0), rows), pl.ds(at, t.depth)], x_smem.at[s], full.at[s]
-                )
+                plgpu.copy_gmem_to_smem(x.at[own, pl.ds(i32(0), rows), pl.ds(at, t.depth)], x_smem.at[s], full.at[s])
                 for unit in range(units):
                     plgpu.copy_gmem_to_smem(x_scale.at[own, depth * units + unit], s_smem.at[s, unit], full.at[s])
 
-            keep_full(fill, free, steps, t.stages)
+            keep_full(fill, free, mine * depths, t.stages)
 
         def block_scales(e, tile, me, depth):
             """Of the blocks of weights that a step multiplies: one for each unit and accumulator."""
-            if not in_blocks:
-                return ()
-            (e, top, left), places = origin(e), [place_of(me, b, tile) for b in range(t.blocks)]
+            places = [place_of(me, b, tile) for b in range(t.blocks)] if in_blocks else ()
             return tuple(
-                scale[e, part, lax.div(top + row, jnp.int32(GROUP)), left // GROUP + depth * units + unit]
-                for unit in range(units)
-                for part, row in places
+                work.scale(scale, e, part, row, depth * units + unit) for unit in range(units) for part, row in places
             )
 
         def multiplied(j, slot, tile, me):
             """The sums of an item: an accumulator for each of its blocks of weights."""
-            e = expert_of(slot)
+            e = work.expert(expert, slot)
 
             def step(depth, carried):
                 sums, scales = list(carried[0]), carried[1]
-                s = stage(j * depths + depth)
+                s = work.stage(j * depths + depth)
                 # The next step's numbers come from global memory while this one's product is made.
-                ahead = block_scales(e, tile, me, lax.min(depth + 1, jnp.int32(depths - 1)))
+                ahead = block_scales(e, tile, me, lax.min(depth + 1, i32(depths - 1)))
                 plgpu.barrier_wait(full.at[s])
                 for unit in range(units):
                     at = pl.ds(unit * GROUP, GROUP)
@@ -188,13 +163,13 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
                 return tuple(sums), ahead
 
             nothing = plgpu.layout_cast(jnp.zeros((M, rows), f32), plgpu.Layout.WGMMA)
-            start = (nothing,) * t.blocks, block_scales(e, tile, me, jnp.int32(0))
+            start = (nothing,) * t.blocks, block_scales(e, tile, me, i32(0))
             sums, _ = lax.fori_loop(0, depths, step, start)
             if in_blocks:
                 return sums
 
             def of_rows(b):
-                (at, top, _), (part, row) = origin(e), place_of(me, b, tile)
+                (at, top, _), (part, row) = work.origin(e), place_of(me, b, tile)
                 own = load(scale, (at, part, pl.ds(top + row, M)), layout=OF_ROWS)
                 return lax.broadcast_in_dim(own, (M, rows), [0])
 
@@ -211,7 +186,7 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
 
             @pl.loop(0, mine)
             def _work(j):
-                slot, tile = item(j)
+                slot, tile = work.item(block, j)
                 ours = joined(multiplied(j, slot, tile, 0))
                 plgpu.barrier_wait(handed)
                 plgpu.wait_smem_to_gmem(0)  # until the store before this one has read the staging buffer
@@ -237,7 +212,7 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
 
             @pl.loop(0, mine)
             def _work(j):
-                slot, tile = item(j)
+                slot, tile = work.item(block, j)
                 ours = joined(multiplied(j, slot, tile, 1))
 
                 @pl.when(j > 0)
@@ -257,7 +232,7 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
 
             @pl.loop(0, mine)
             def _work(j):
-                slot, tile = item(j)
+                slot, tile = work.item(block, j)
                 sums = multiplied(j, slot, tile, me)
                 for b in range(t.blocks):
                     plgpu.wait_smem_to_gmem(0)
@@ -302,7 +277,7 @@ def _kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: 
         body,
         out_type=[jax.ShapeDtypeStruct(*shape) for shape in shapes],
         scratch_types=scratch,
-        grid=(grid,),
+        grid=(config.grid,),
         grid_names=("block",),
         num_threads=t.consumers + 1,
         thread_name="warpgroup",

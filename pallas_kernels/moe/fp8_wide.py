@@ -19,6 +19,7 @@ from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.inline_code import publish
 from pallas_kernels.moe.config import WIDEST_ROWS, Config, M
 from pallas_kernels.moe.fp8_config import TOKEN_WARPGROUPS
+from pallas_kernels.moe.fp8_work import Work, i32
 from pallas_kernels.moe.grouped_matmul import OF_ROWS, PRODUCER_REGISTERS
 from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.mosaic_attention import over_columns, params
@@ -34,54 +35,37 @@ CONSUMER_REGISTERS = 216
 def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any) -> Any:
     """As `fp8_matmul._kernel`, for slots of WIDEST_ROWS tokens."""
     gated = parts == 2
-    t, grid = config.up if gated else config.down, config.grid
+    t = config.up if gated else config.down
     width = GROUP if gated else t.blocks * GROUP  # output columns of a tile
-    num_tiles, depths = out_rows // width, columns // GROUP
     in_blocks = scheme is FP8_BLOCK
     if config.rows != WIDEST_ROWS or t.consumers != TOKEN_WARPGROUPS or t.depth != GROUP or (gated and t.blocks != 2):
         raise ValueError(f"{config} is not for slots of {WIDEST_ROWS} tokens")
     if out_rows % width or columns % GROUP:
         raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
-    f32, bf16, e4m3, i32 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32
+    work = Work(config, gated, out_rows, columns, width)
+    depths = work.depths
+    f32, bf16, e4m3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
+
+    def place_of(b, tile):
+        """The part of the b-th weights of a tile, and their first row."""
+        return (b, tile * width) if gated else (0, tile * width + b * GROUP)
 
     def body(num_slots, expert, codes, scale, x, x_scale, *out, w_smem, x_smem, s_smem, out_smem, full, free):
-        warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
-        mine = lax.div(num_slots[0] * num_tiles - first + (grid - 1), i32(grid))
-
-        def item(j):
-            """Slot and tile of this block's j-th item of work."""
-            place = first + j * grid
-            return lax.div(place, i32(num_tiles)), lax.rem(place, i32(num_tiles))
-
-        def expert_of(slot):
-            return lax.div(slot, i32(config.slots // config.pieces)) if config.pieces else expert[slot]
-
-        def stage(step):
-            return lax.rem(step, i32(t.stages))
-
-        def origin(e):
-            """Where the weights of an expert begin: its index, row and column."""
-            if not config.pieces:
-                return e, 0, 0
-            return (0, e * out_rows, 0) if gated else (0, 0, e * columns)
-
-        def place_of(b, tile):
-            """The part of the b-th weights of a tile, and their first row."""
-            return (b, tile * width) if gated else (0, tile * width + b * GROUP)
+        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        mine = work.items(num_slots[0], block)
 
         @pl.when(warpgroup == TOKEN_WARPGROUPS)
         def _produce():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def fill(step):
-                slot, tile = item(lax.div(step, i32(depths)))
-                s, depth = stage(step), lax.rem(step, i32(depths))
-                (e, top, left), at = origin(expert_of(slot)), depth * GROUP
+                slot, tile = work.item(block, lax.div(step, i32(depths)))
+                s, depth = work.stage(step), lax.rem(step, i32(depths))
+                (e, top, left), own, at = work.origin(work.expert(expert, slot)), work.tokens(slot), depth * GROUP
                 for b in range(t.blocks):
                     part, row = place_of(b, tile)
-                    block = codes.at[e, part, pl.ds(top + row, GROUP), pl.ds(left + at, GROUP)]
-                    plgpu.copy_gmem_to_smem(block, w_smem.at[s, b], full.at[s])
-                own = lax.rem(slot, i32(config.slots // config.pieces)) if gated and config.pieces else slot
+                    weights = codes.at[e, part, pl.ds(top + row, GROUP), pl.ds(left + at, GROUP)]
+                    plgpu.copy_gmem_to_smem(weights, w_smem.at[s, b], full.at[s])
                 for half in range(TOKEN_WARPGROUPS):
                     tokens = pl.ds(half * M, M)
                     plgpu.copy_gmem_to_smem(x.at[own, tokens, pl.ds(at, GROUP)], x_smem.at[s, half], full.at[s])
@@ -91,10 +75,8 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
 
         def block_scales(e, tile, depth):
             """Of the blocks of weights that a step multiplies."""
-            if not in_blocks:
-                return ()
-            (e, top, left), places = origin(e), [place_of(b, tile) for b in range(t.blocks)]
-            return tuple(scale[e, part, lax.div(top + row, i32(GROUP)), left // GROUP + depth] for part, row in places)
+            places = [place_of(b, tile) for b in range(t.blocks)] if in_blocks else ()
+            return tuple(work.scale(scale, e, part, row, depth) for part, row in places)
 
         def multiplied(j, here, following, scales):
             """The sums of an item, [M, GROUP] for each of its blocks of weights, and the first scales of the following one.
@@ -106,7 +88,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
 
             def step(depth, carried):
                 sums, scales = carried
-                s, last = stage(j * depths + depth), depth == depths - 1
+                s, last = work.stage(j * depths + depth), depth == depths - 1
                 plgpu.barrier_wait(full.at[s])
                 of_tokens = load(s_smem, (s, warpgroup), layout=OF_ROWS)
                 publish(bool(interpret))  # reads of the scales must have completed before TMA writes there again
@@ -135,7 +117,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
             e, tile = here
 
             def of_rows(b):
-                (at, top, _), (part, row) = origin(e), place_of(b, tile)
+                (at, top, _), (part, row) = work.origin(e), place_of(b, tile)
                 own = load(scale, (at, part, pl.ds(top + row, GROUP)), layout=OF_COLUMNS)
                 return lax.broadcast_in_dim(own, (M, GROUP), [1])
 
@@ -147,11 +129,11 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
             tokens = pl.ds(warpgroup * M, M)
 
             def expert_and_tile(j):
-                slot, tile = item(lax.min(j, mine - 1))
-                return expert_of(slot), tile
+                slot, tile = work.item(block, lax.min(j, mine - 1))
+                return work.expert(expert, slot), tile
 
-            def work(j, carried):
-                (slot, tile), (here, scales) = item(j), carried
+            def make(j, carried):
+                (slot, tile), (here, scales) = work.item(block, j), carried
                 following = expert_and_tile(j + 1)
                 sums, scales = multiplied(j, here, following, scales)
                 plgpu.wait_smem_to_gmem(0)  # until the stores before these have read the staging buffer
@@ -171,7 +153,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
                 return following, scales
 
             e, tile = expert_and_tile(i32(0))
-            lax.fori_loop(i32(0), mine, work, ((e, tile), block_scales(e, tile, i32(0))))
+            lax.fori_loop(i32(0), mine, make, ((e, tile), block_scales(e, tile, i32(0))))
             plgpu.wait_smem_to_gmem(0)
 
     def swizzled(shape, dtype):
@@ -195,7 +177,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
             "full": plgpu.Barrier(num_arrivals=t.blocks + 2 * TOKEN_WARPGROUPS, num_barriers=t.stages),
             "free": plgpu.Barrier(num_arrivals=TOKEN_WARPGROUPS, num_barriers=t.stages),
         },
-        grid=(grid,),
+        grid=(config.grid,),
         grid_names=("block",),
         num_threads=TOKEN_WARPGROUPS + 1,
         thread_name="warpgroup",
