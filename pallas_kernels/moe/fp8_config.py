@@ -13,7 +13,7 @@ from pallas_kernels.moe.config import (
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.activations import GROUP
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL
-from pallas_kernels.quant.values import in_schemes
+from pallas_kernels.quant.values import Quantised, in_schemes
 
 SCHEMES = (FP8_BLOCK, FP8_CHANNEL)
 # Hidden and expert sizes are multiples of this: of a group of activations, and of a block of weights.
@@ -27,6 +27,19 @@ TOKEN_WARPGROUPS = 2
 def is_fp8(parameters: ExpertWeights) -> bool:
     """Whether the routed experts are in a scheme that `fp8_matmul.py` reads."""
     return in_schemes(SCHEMES, parameters.gate_up, parameters.down)
+
+
+def pieces_beside(parameters: ExpertWeights, config: Config) -> int:
+    """As how many more experts, of the size of a routed one, the routed ones' kernels compute the shared ones; 0 if not.
+
+    Where every slot has all tokens, as each piece has.
+    """
+    if not config.all_tokens or parameters.shared is None or not is_fp8(parameters):
+        return 0
+    gate_up, inner = parameters.gate_up, parameters.gate_up.shape[2]
+    assert isinstance(gate_up, Quantised)
+    same = in_schemes((gate_up.scheme,), parameters.down, *parameters.shared)
+    return parameters.shared_inner // inner if same and parameters.shared_inner % inner == 0 else 0
 
 
 def padded_rows(rows: int) -> int:

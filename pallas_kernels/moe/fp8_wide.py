@@ -32,8 +32,11 @@ CONSUMER_REGISTERS = 216
 
 
 @functools.cache
-def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any) -> Any:
-    """As `fp8_matmul._kernel`, for slots of WIDEST_ROWS tokens."""
+def wide_kernel(
+    config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any, beside: int = 0
+) -> Any:
+    """As `fp8_matmul._kernel`, for slots of WIDEST_ROWS tokens; nothing is beside them."""
+    assert not beside
     gated = parts == 2
     t = config.up if gated else config.down
     width = GROUP if gated else t.blocks * GROUP  # output columns of a tile
@@ -61,7 +64,11 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
             def fill(step):
                 slot, tile = work.item(block, lax.div(step, i32(depths)))
                 s, depth = work.stage(step), lax.rem(step, i32(depths))
-                (e, top, left), own, at = work.origin(work.expert(expert, slot)), work.tokens(slot), depth * GROUP
+                (e, top, left), own, at = (
+                    work.origin(work.expert(expert, num_slots[0], slot)),
+                    work.tokens(slot),
+                    depth * GROUP,
+                )
                 for b in range(t.blocks):
                     part, row = place_of(b, tile)
                     weights = codes.at[e, part, pl.ds(top + row, GROUP), pl.ds(left + at, GROUP)]
@@ -130,7 +137,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
 
             def expert_and_tile(j):
                 slot, tile = work.item(block, lax.min(j, mine - 1))
-                return work.expert(expert, slot), tile
+                return work.expert(expert, num_slots[0], slot), tile
 
             def make(j, carried):
                 (slot, tile), (here, scales) = work.item(block, j), carried

@@ -140,7 +140,7 @@ class ExpertRows(NamedTuple):
     """What is left to be summed.
 
     Attributes:
-        y: [slots, rows, H] of the slots.
+        y: [>= slots, rows, H], of the slots first.
         addends: each [parts, >= T, H], of the shared experts.
         weights: float32 [>= T, >= k].
         place: see `SlotTables`.
@@ -218,6 +218,8 @@ def _expert_rows(
     if isinstance(slots_x, Codes) or is_packed(parameters):
         if isinstance(slots_x, Codes):
             y = fp8_experts(slots_x, parameters, tables, config, interpret=interpret)
+            if y.shape[0] > config.slots:
+                return ExpertRows(y, (y[config.slots :],), weights, tables.place)
         else:
             y = packed_experts(slots_x, parameters, tables, config, interpret=interpret)
         return ExpertRows(y, _beside(x, parameters, interpret), weights, tables.place)

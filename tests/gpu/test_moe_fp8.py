@@ -213,15 +213,20 @@ def test_mlps(scheme: Scheme, H: int, inner: int, T: int):
     assert ratio(got[sound], want[sound]) < 6e-3
 
 
-@pytest.mark.parametrize("T", [1, 8, 9, 300])
+@pytest.mark.parametrize(
+    ("T", "quantised"), [(1, False), (8, False), (9, False), (300, False), (1, True), (8, True), (9, True)]
+)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_experts(scheme: Scheme, T: int):
-    """Whole calls beside shared experts in bfloat16; dead tokens are NaN and give 0, a live one that is NaN reaches no
+def test_experts(scheme: Scheme, T: int, quantised: bool):
+    """Whole calls beside shared experts in bfloat16 or FP8; dead tokens are NaN and give 0, a live one that is NaN reaches no
     other, an expert that is nobody's is NaN.
     """
     H, E, k, inner = SHAPES["odd"]
     gate_up, down = experts_of(scheme, "odd")
-    shared = normal(7, 2, inner, H) * H**-0.5, normal(8, H, inner) / 20
+    if quantised:
+        shared = weight(scheme, (2, 2 * inner, H), 7), weight(scheme, (H, 2 * inner), 8)
+    else:
+        shared = normal(7, 2, inner, H) * H**-0.5, normal(8, H, inner) / 20
     ids, live = routes(T, E - 1, k), np.arange(T) % 5 != 4
     weights = np.random.default_rng(T).uniform(0.1, 1, (T, k)).astype(np.float32)
     sound = live.copy()
@@ -234,12 +239,18 @@ def test_experts(scheme: Scheme, T: int):
         got = np.asarray(jax.jit(api.experts)(dirty, parameters, weights, ids, live), np.float32)
     want = np.zeros((T, H), np.float32)
     tokens = activations.dequantise(activations.quantise(x))
-    for e in range(E - 1):
+
+    def of(gate_up: Quantised, down: Quantised, e: int) -> np.ndarray:
         h = joined(tokens, gate_up, jnp.int32(e))
-        y = in_bf16(projected(activations.dequantise(activations.quantise(h)), down, jnp.int32(e)))
-        want += np.where(ids == e, weights, 0).sum(axis=1)[:, None] * np.asarray(y)
-    with jax.default_matmul_precision("highest"):
-        want += np.asarray(swiglu(x.astype(jnp.float32), *(w.astype(jnp.float32) for w in shared)))
+        return np.asarray(in_bf16(projected(activations.dequantise(activations.quantise(h)), down, jnp.int32(e))))
+
+    for e in range(E - 1):
+        want += np.where(ids == e, weights, 0).sum(axis=1)[:, None] * of(gate_up, down, e)
+    if quantised:
+        want += of(*(jax.tree.map(lambda a: a[None], each) for each in shared), 0)
+    else:
+        with jax.default_matmul_precision("highest"):
+            want += np.asarray(swiglu(x.astype(jnp.float32), *(w.astype(jnp.float32) for w in shared)))
     np.testing.assert_array_equal(got[~live], 0)
     assert np.isnan(got[live & ~sound]).all()
     # One token's hidden values that lie next to a code's edge change by a code: 6e-3 of one, 2e-3 of hundreds.

@@ -14,7 +14,7 @@ from pallas_kernels.backend import W8A8, Backends, use
 from pallas_kernels.moe import api, fp8_matmul, fp8_mlp, mosaic, quantised_mlp
 from pallas_kernels.moe.config import WIDEST_ROWS, Config, Tiles
 from pallas_kernels.moe.dispatch import dispatch
-from pallas_kernels.moe.fp8_config import MULTIPLE, SCHEMES, configure_fp8, configure_mlp, padded_rows
+from pallas_kernels.moe.fp8_config import MULTIPLE, SCHEMES, configure_fp8, configure_mlp, padded_rows, pieces_beside
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
@@ -118,6 +118,45 @@ def test_interpreted_beside_shared_experts_in_fp8(of_routed: Scheme | None):
     got = np.asarray(both, np.float32) - np.asarray(apart, np.float32)
     # Two roundings to bfloat16 of sums a few times as large remain.
     assert ratio(got, mlp_by_oracle(x.astype(np.float32), *shared)) < 1e-2
+
+
+@interpreted
+@pytest.mark.usefixtures("two_blocks")
+@pytest.mark.parametrize(
+    ("scheme", "T", "pieces"),
+    [
+        (FP8_BLOCK, 1, 2),
+        (FP8_CHANNEL, 5, 1),
+        pytest.param(FP8_BLOCK, 8, 1, marks=pytest.mark.slow),
+        pytest.param(FP8_CHANNEL, 7, 2, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_interpreted_pieces_beside_few_tokens(scheme: Scheme, T: int, pieces: int):
+    """Shared experts as slots of the routed ones' kernels. Dead and broken tokens and unused experts reach nobody."""
+    E, k, H, inner = 4, 2, 256, 128
+    rng = np.random.default_rng(T)
+    x = rng.normal(size=(T, H)).astype(jnp.bfloat16)
+    ids = np.stack([rng.permutation(E - 1)[:k] for _ in range(T)]).astype(np.int32)
+    weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
+    gate_up, down = sized(scheme, E, 2, inner, H), sized(scheme, E, H, inner, seed=1)
+    shared = sized(scheme, 2, pieces * inner, H, seed=2), sized(scheme, H, pieces * inner, seed=3)
+    parameters = ExpertWeights(lost(gate_up, E - 1), lost(down, E - 1), shared)
+    assert pieces_beside(parameters, configure_fp8(T, E, k, H, inner)) == pieces
+    run = functools.partial(mosaic.experts, interpret=detect_races())
+    live, broken = np.arange(T) != 3, np.arange(T) == 4
+    dirty = jnp.asarray(np.where((live & ~broken)[:, None], x, np.nan), jnp.bfloat16)
+    got = np.asarray(run(dirty, parameters, weights, ids, jnp.asarray(live)), np.float32)
+    assert_no_races(got, kernels=3)
+    sound = live & ~broken
+    np.testing.assert_array_equal(got[~live], 0)
+    assert np.isnan(got[live & broken]).all()
+    routed = by_oracle(x[sound].astype(np.float32), gate_up, down, weights[sound], ids[sound])
+    assert ratio(got[sound], routed + mlp_by_oracle(x[sound].astype(np.float32), *shared)) < 2e-3
+    # Without live tokens pieces are all that there is to compute.
+    nobody = run(dirty, parameters, weights, ids, jnp.zeros(T, bool))
+    assert_no_races(nobody, kernels=3)
+    np.testing.assert_array_equal(np.asarray(nobody, np.float32), 0)
 
 
 def check(scheme: Scheme, T: int, H: int, inner: int, config: Config | None = None) -> None:
