@@ -24,7 +24,7 @@ def unsupported_reason(residual: jax.Array, norm_weight: jax.Array) -> str | Non
     return row_unsupported_reason(residual.shape[1]) or hopper_unsupported_reason(residual.dtype, norm_weight.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("k", "eps", "beside", "interpret"))
 def combine_and_norm(
     y: jax.Array,
     addends: tuple[jax.Array, ...],
@@ -36,6 +36,7 @@ def combine_and_norm(
     *,
     k: int,
     eps: float,
+    beside: int = 0,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """residual + the weighted sum of each live token's rows and of the addends, and the norm of that: [T, H] each.
@@ -43,7 +44,7 @@ def combine_and_norm(
     The sum over experts is rounded before the residual is added, as in the reference.
 
     Args:
-        y: [slots, rows, H].
+        y: [slots, rows, H]; with `beside` the last so many slots have a row for each token, which are addends too.
         addends: each [parts, >= T, H], all of whose parts are added.
         weights: float32 [>= T, >= k]. place: int32 [>= T, >= k], rows among all slots' rows.
         live: bool [T]. residual: [T, H]. norm_weight: [H].
@@ -52,6 +53,7 @@ def combine_and_norm(
         interpret: passed to Pallas.
     """
     T, H = residual.shape
+    slots, rows_of_slot, _ = y.shape
     whole = whole_row(H)
 
     def moe_combine(y, weights, place, live, residual, norm_weight, *refs):
@@ -72,7 +74,9 @@ def combine_and_norm(
         def _sum():
             # All loads come first, so that they are in flight together.
             rows = [load(y, (at, columns), layout=whole) for at in places]
-            added = [load(ref, (i, t, columns), layout=whole) for ref in addends for i in range(ref.shape[0])]
+            every = [(slots - beside + i) * rows_of_slot + t for i in range(beside)]
+            added = [load(y, (at, columns), layout=whole) for at in every]
+            added += [load(ref, (i, t, columns), layout=whole) for ref in addends for i in range(ref.shape[0])]
             total: Any = None
             for row, share in zip(rows, shares, strict=True):
                 part = row.astype(f32) * share

@@ -132,7 +132,7 @@ def add_and_norm(
     rows = _routed_rows(x, parameters, logits, bias, live, routing, config, interpret)
     return combine_and_norm(
         rows.y, rows.addends, rows.weights, rows.place, live, residual, norm_weight,
-        k=routing.top_k, eps=eps, interpret=interpret,
+        k=routing.top_k, eps=eps, beside=rows.beside, interpret=interpret,
     )  # fmt: skip
 
 
@@ -144,12 +144,14 @@ class ExpertRows(NamedTuple):
         addends: each [parts, >= T, H], of the shared experts.
         weights: float32 [>= T, >= k].
         place: see `SlotTables`.
+        beside: how many of y's slots, the last ones, are addends too, with a row for each token.
     """
 
     y: jax.Array
     addends: tuple[jax.Array, ...]
     weights: jax.Array
     place: jax.Array
+    beside: int = 0
 
 
 def _routed_rows(
@@ -219,7 +221,7 @@ def _expert_rows(
         if isinstance(slots_x, Codes):
             y = fp8_experts(slots_x, parameters, tables, config, interpret=interpret)
             if y.shape[0] > config.slots:
-                return ExpertRows(y, (y[config.slots :],), weights, tables.place)
+                return ExpertRows(y, (), weights, tables.place, beside=y.shape[0] - config.slots)
         else:
             y = packed_experts(slots_x, parameters, tables, config, interpret=interpret)
         return ExpertRows(y, _beside(x, parameters, interpret), weights, tables.place)
@@ -285,7 +287,8 @@ def combine(rows: ExpertRows, live: jax.Array, k: int, mine: jax.Array | None = 
     if mine is not None:  # as below
         weighted_TkH = jnp.where(mine[:, :, None], weighted_TkH, 0.0)
     out = weighted_TkH.sum(axis=1)
-    for part in (addend[i, :T] for addend in rows.addends for i in range(addend.shape[0])):
+    beside = rows.y[rows.y.shape[0] - rows.beside :]
+    for part in (addend[i, :T] for addend in (beside, *rows.addends) for i in range(addend.shape[0])):
         out += part.astype(jnp.float32)
     # Not by a weight of 0: the place of a token that is not live is another's row or was never written, and may be NaN.
     return jnp.where(live[:, None], out, 0.0)

@@ -91,23 +91,25 @@ def test_few_blocks_with_many_columns_are_left_to_xla():
 
 
 @interpreted
-@pytest.mark.parametrize("parts", [(), (2, 1)])
-def test_combine_and_norm(parts):
+@pytest.mark.parametrize(("parts", "beside"), [((), 0), ((2, 1), 0), ((1,), 2)])
+def test_combine_and_norm(parts, beside):
     """As XLA's sum, residual and norm; rows of tokens that are not live are never read, and may be NaN."""
     T, k, H, rows = 5, 3, 256, 8
     rng = np.random.default_rng(1)
     live = jnp.arange(T) % 3 != 1
-    y = bf16(rng, 2, rows, H).at[0, 0].set(jnp.nan)
+    y = bf16(rng, 2 + beside, rows, H).at[0, 0].set(jnp.nan)
+    y = y.at[2:, 1].set(jnp.nan)  # of a token that is not live
     place = np.where(live[:, None], rng.integers(1, 2 * rows, size=(T, k)), 0).astype(np.int32)
     padded = jnp.asarray(np.pad(place, ((0, 3), (0, 5)), constant_values=10**6))
     weights = jnp.asarray(rng.uniform(0.1, 1, size=(8, 64)), jnp.float32)
     addends = tuple(bf16(rng, n, 8, H) for n in parts)
     residual, gain = bf16(rng, T, H), bf16(rng, H)
     got, normed = combine.combine_and_norm(
-        y, addends, weights, padded, live, residual, gain, k=k, eps=EPS, interpret=detect_races()
+        y, addends, weights, padded, live, residual, gain, k=k, eps=EPS, beside=beside, interpret=detect_races()
     )
     assert_no_races(got)
-    summed = mosaic.combine(mosaic.ExpertRows(y, addends, weights, padded), live, k).astype(jnp.bfloat16)
+    rows_of = mosaic.ExpertRows(y, addends, weights, padded, beside)
+    summed = mosaic.combine(rows_of, live, k).astype(jnp.bfloat16)
     same(got, residual + summed)
     np.testing.assert_array_equal(got[~live], residual[~live])
     same(normed, reference.rms_norm(got, gain, EPS))
