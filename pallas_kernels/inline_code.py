@@ -38,9 +38,11 @@ def elements(register: Any) -> list[Any]:
 
 
 def publish(emulated: bool, *, copies: bool = False) -> None:
-    """What this thread has stored is seen by multiplications that begin after its next arrival at a barrier.
+    """Orders stores to shared memory before multiplications, which read it through another proxy.
 
-    They read shared memory through another proxy. Unlike `plgpu.commit_smem` it waits for no load that is on its way.
+    A thread calls it for what it stored itself, before it arrives at a barrier, or for what others stored, after it has waited
+    for them. It waits for every load of the thread that is on its way (ptxas makes it a `MEMBAR.ALL.CTA` too), but unlike
+    `plgpu.commit_smem` for no other thread.
 
     Args:
         emulated: for the interpreter, which takes no PTX.

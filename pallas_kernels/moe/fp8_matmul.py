@@ -126,6 +126,8 @@ def _kernel(
         raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
     if gated and (t.consumers, t.blocks) != (2, 2):
         raise ValueError(f"{t}: two warpgroups share a tile of gate and up")
+    if beside and (config.pieces or not config.all_tokens):
+        raise ValueError(f"{config} has no slots of all tokens that pieces could be beside")
     work = Work(config, gated, out_rows, columns, width, beside)
     depths = work.depths
     f32, bf16, e4m3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
@@ -133,9 +135,6 @@ def _kernel(
     def place_of(member, b, tile):
         """The part of accumulator b of a warpgroup, and its first row."""
         return (b, tile * width + member * M) if gated else (0, tile * width + (member * t.blocks + b) * M)
-
-    if beside and not (config.all_tokens and not config.pieces):
-        raise ValueError(f"{config} has no slots of all tokens that pieces could be beside")
 
     def body(num_slots, expert, codes, scale, *refs, w_smem, x_smem, s_smem, out_smem, full, free, **only):
         *of_pieces, x, x_scale = refs[: 2 * bool(beside) + 2]

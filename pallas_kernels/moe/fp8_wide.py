@@ -64,11 +64,8 @@ def wide_kernel(
             def fill(step):
                 slot, tile = work.item(block, lax.div(step, i32(depths)))
                 s, depth = work.stage(step), lax.rem(step, i32(depths))
-                (e, top, left), own, at = (
-                    work.origin(work.expert(expert, num_slots[0], slot)),
-                    work.tokens(slot),
-                    depth * GROUP,
-                )
+                e, top, left = work.origin(work.expert(expert, num_slots[0], slot))
+                own, at = work.tokens(slot), depth * GROUP
                 for b in range(t.blocks):
                     part, row = place_of(b, tile)
                     weights = codes.at[e, part, pl.ds(top + row, GROUP), pl.ds(left + at, GROUP)]
