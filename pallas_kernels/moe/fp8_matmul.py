@@ -69,7 +69,7 @@ def up_matmul(
     """
     _, parts, inner, H = gate_up.shape
     beside = shared.shape[1] // inner if shared else 0
-    kernel = _kernel_of(config)(config, gate_up.scheme, parts, inner // (config.pieces or 1), H, interpret, beside)
+    kernel = _kernel_of(config, gate_up.scheme, parts, inner // (config.pieces or 1), H, beside, interpret)
     of_pieces = (shared.codes[None], shared.scale[None]) if shared else ()
     return Codes(*kernel(tables.num_slots, tables.expert, gate_up.codes, gate_up.scale, *of_pieces, *x))
 
@@ -92,19 +92,25 @@ def down_matmul(
     """
     _, H, inner = down.shape
     beside = shared.shape[1] // inner if shared else 0
-    kernel = _kernel_of(config)(config, down.scheme, 1, H, inner // (config.pieces or 1), interpret, beside)
+    kernel = _kernel_of(config, down.scheme, 1, H, inner // (config.pieces or 1), beside, interpret)
     of_pieces = (shared.codes[None, None], shared.scale[None, None]) if shared else ()
     (y,) = kernel(tables.num_slots, tables.expert, down.codes[:, None], down.scale[:, None], *of_pieces, *h)
     return y
 
 
-def _kernel_of(config: Config) -> Any:
-    return wide_kernel if config.rows == WIDEST_ROWS else _kernel
+def _kernel_of(
+    config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, beside: int, interpret: Any
+) -> Any:
+    if beside and (config.pieces or not config.all_tokens):
+        raise ValueError(f"{config} has no slots of all tokens that pieces could be beside")
+    if config.rows == WIDEST_ROWS:
+        return wide_kernel(config, scheme, parts, out_rows, columns, interpret)
+    return _kernel(config, scheme, parts, out_rows, columns, beside, interpret)
 
 
 @functools.cache
 def _kernel(
-    config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any, beside: int = 0
+    config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, beside: int, interpret: Any
 ) -> Any:
     """kernel(num_slots [1], expert, codes, scale, tokens, tokens' scale) -> products of the slots.
 
@@ -126,8 +132,6 @@ def _kernel(
         raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
     if gated and (t.consumers, t.blocks) != (2, 2):
         raise ValueError(f"{t}: two warpgroups share a tile of gate and up")
-    if beside and (config.pieces or not config.all_tokens):
-        raise ValueError(f"{config} has no slots of all tokens that pieces could be beside")
     work = Work(config, gated, out_rows, columns, width, beside)
     depths = work.depths
     f32, bf16, e4m3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn

@@ -32,11 +32,8 @@ CONSUMER_REGISTERS = 216
 
 
 @functools.cache
-def wide_kernel(
-    config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any, beside: int = 0
-) -> Any:
-    """As `fp8_matmul._kernel`, for slots of WIDEST_ROWS tokens; nothing is beside them."""
-    assert not beside
+def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, columns: int, interpret: Any) -> Any:
+    """As `fp8_matmul._kernel` without pieces beside, for slots of WIDEST_ROWS tokens."""
     gated = parts == 2
     t = config.up if gated else config.down
     width = GROUP if gated else t.blocks * GROUP  # output columns of a tile

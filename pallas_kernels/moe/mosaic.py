@@ -19,7 +19,7 @@ from pallas_kernels.moe.combine import combine_and_norm
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
 from pallas_kernels.moe.dispatch import assigned_blocks, copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
-from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, padded_rows
+from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, padded_rows, pieces_beside
 from pallas_kernels.moe.fp8_matmul import fp8_experts
 from pallas_kernels.moe.grouped_matmul import down_matmul, up_matmul
 from pallas_kernels.moe.packed_codes import fragment_order
@@ -220,8 +220,8 @@ def _expert_rows(
     if isinstance(slots_x, Codes) or is_packed(parameters):
         if isinstance(slots_x, Codes):
             y = fp8_experts(slots_x, parameters, tables, config, interpret=interpret)
-            if y.shape[0] > config.slots:
-                return ExpertRows(y, (), weights, tables.place, beside=y.shape[0] - config.slots)
+            if pieces := pieces_beside(parameters, config):
+                return ExpertRows(y, (), weights, tables.place, pieces)
         else:
             y = packed_experts(slots_x, parameters, tables, config, interpret=interpret)
         return ExpertRows(y, _beside(x, parameters, interpret), weights, tables.place)

@@ -210,10 +210,11 @@ def test_interpreted_with_wide_slots(scheme: Scheme):
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_interpreted_with_tokens_in_halves(scheme: Scheme):
-    """A long prefill's slots, of more tokens than a product has."""
+def test_interpreted_with_slots_of_128_tokens(scheme: Scheme):
+    """A long prefill's; tiles of `down` of 256 columns or, where they do not divide, of 128."""
     tiles, slots = Tiles(128, 2, 2, 2), max_slots(130, 2, 4, 128, all_tokens=False)
     check(scheme, 130, 256, 256, Config(128, slots, False, tiles, tiles, 2))
+    check(scheme, 130, 384, 128, Config(128, slots, False, tiles, Tiles(128, 2, 2, 1), 2))
 
 
 @interpreted
