@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backend import hopper_unsupported_reason
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
     """[..., H]; rounded to the type of x before the weight (modeling_deepseek.py), after a float32 one (Qwen3.5).
@@ -38,8 +40,35 @@ def project(normed: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Arra
     """The norm [T, H] with each of the weights [*out, H]: [T, *out], in the weight's type."""
 
     def by(weight: jax.Array) -> jax.Array:
+        if weight.dtype == jnp.float32 and hopper_unsupported_reason(normed.dtype) is None:
+            return float32_product(normed, weight)
         # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
         precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
         return jnp.tensordot(normed.astype(weight.dtype), weight, axes=(-1, -1), precision=precision)
 
     return tuple(map(by, weights))
+
+
+def float32_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x weight^T in float32 [T, *out], on tensor cores, which a float32 matmul of XLA does not use.
+
+    The products are those of a float32 matmul; see `bf16_terms`.
+
+    Args:
+        x: bfloat16 [T, H]. weight: float32 [*out, H].
+    """
+    terms = bf16_terms(weight)
+    products = jnp.tensordot(x, jnp.stack(terms), axes=(-1, -1), preferred_element_type=jnp.float32)  # [T, 3, *out]
+    return products[:, 2] + products[:, 1] + products[:, 0]  # the small ones first
+
+
+def bf16_terms(weight: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Three bfloat16 arrays whose sum is a float32 one exactly: each takes the next 8 bits of its 24."""
+    terms, rest = [], weight
+    for _ in range(3):
+        # XLA drops a cast to bfloat16 and back, but not this.
+        rounded = lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
+        terms.append(rounded.astype(jnp.bfloat16))
+        rest = rest - rounded
+    first, second, third = terms
+    return first, second, third

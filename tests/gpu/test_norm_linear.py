@@ -82,3 +82,12 @@ def test_linear_maps_side_by_side(H, outs, T):
     want = np.asarray(x, np.float64) @ np.concatenate([np.asarray(w, np.float64).reshape(-1, H) for w in weights]).T
     for t in range(T):
         assert relative_error(np.asarray(got[t], np.float32), want[t]) < 5e-3
+
+
+@pytest.mark.parametrize("T", [136, 2176])
+def test_router_of_many_tokens(T):
+    x, _, (_, router), _ = inputs(T, 2048, ((8,),), 64)
+    got = jax.jit(lambda x, w: reference.project(x, (w,)))(x, router)[0]
+    want = np.asarray(x, np.float64) @ np.asarray(router, np.float64).T
+    assert got.dtype == jnp.float32
+    assert np.abs(np.asarray(got, np.float64) - want).max() <= 2**-16 * np.abs(want).max()

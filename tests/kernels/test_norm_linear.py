@@ -76,3 +76,18 @@ def test_unsupported_sizes_run_on_the_reference(backend):
             norm_linear(x, gain, weights, eps=1e-5, delta=delta),
             reference.norm_linear(x, gain, weights, eps=1e-5, delta=delta),
         )
+
+
+@pytest.mark.parametrize("H", [64, 2048])
+def test_float32_product_of_bfloat16_parts(H):
+    """Of a router: as exact as a float32 matmul, compiled or not."""
+    rng = np.random.default_rng(H)
+    x = jnp.asarray(rng.normal(size=(7, H)), jnp.bfloat16)
+    weight = rng.normal(size=(3, 5, H)).astype(np.float32)
+    first, *others = jax.jit(reference.bf16_terms)(weight)
+    total = np.asarray(first, np.float64) + sum(np.asarray(each, np.float64) for each in others)
+    np.testing.assert_array_equal(total, weight)
+    got = jax.jit(reference.float32_product)(x, weight)
+    want = np.einsum("th,abh->tab", np.asarray(x, np.float64), np.asarray(weight, np.float64))
+    assert got.shape == (7, 3, 5)
+    assert np.abs(got - want).max() <= 2**-20 * np.abs(want).max()
