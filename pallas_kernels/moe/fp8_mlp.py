@@ -13,7 +13,8 @@ from pallas_kernels.moe.config import Config
 from pallas_kernels.moe.fp8_config import configure_mlp, padded_rows
 from pallas_kernels.moe.fp8_matmul import down_matmul, up_matmul
 from pallas_kernels.moe.slots import SlotTables
-from pallas_kernels.quant.activations import Codes, quantise
+from pallas_kernels.quant.activations import Codes
+from pallas_kernels.quant.tokens import quantise_tokens
 from pallas_kernels.quant.values import Quantised
 
 
@@ -34,7 +35,7 @@ def mlp_parts(
     config = config or configure_mlp(T, H, down.shape[1])
     rows, slots = config.rows, config.slots // config.pieces
     # Before the padding: routed experts quantise the same tokens, and XLA does it once for both.
-    whole, missing = quantise(x), slots * rows - T
+    whole, missing = quantise_tokens(x, interpret=interpret), slots * rows - T
     codes = jnp.pad(whole.codes, ((0, missing), (0, 0))).reshape(slots, rows, H)
     scale = jnp.pad(whole.scale, ((0, 0), (0, missing))).reshape(-1, slots, rows).swapaxes(0, 1)
     tokens = Codes(codes, jnp.pad(scale, ((0, 0), (0, 0), (0, padded_rows(rows) - rows))))

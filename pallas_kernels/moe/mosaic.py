@@ -30,7 +30,8 @@ from pallas_kernels.moe.routing import assign
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.weights import ExpertWeights
-from pallas_kernels.quant.activations import Codes, quantise
+from pallas_kernels.quant.activations import Codes
+from pallas_kernels.quant.tokens import quantise_tokens
 from pallas_kernels.quant.values import unquantised_reason
 
 
@@ -259,7 +260,7 @@ def slot_rows(x: jax.Array, tables: SlotTables, config: Config, *, interpret: An
 
 def slot_codes(x: jax.Array, tables: SlotTables, config: Config, *, interpret: Any = False) -> Codes:
     """The slots' rows of x [T, H] in FP8, as `fp8_matmul.up_matmul` takes them. Each token is quantised once."""
-    whole, padding = quantise(x), padded_rows(config.rows)
+    whole, padding = quantise_tokens(x, interpret=interpret), padded_rows(config.rows)
     codes = slot_rows(whole.codes, tables, config, interpret=interpret)
     if config.all_tokens:
         return Codes(codes, jnp.pad(whole.scale, ((0, 0), (0, padding - x.shape[0])))[None])
