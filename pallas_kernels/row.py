@@ -8,6 +8,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.backend import hopper_unsupported_reason
+
 WARPGROUP = 128
 # For kernels with one row a warpgroup: scratch for sums over its four warps. No approximate square root, so that rounding
 # is as in the reference.
@@ -25,6 +27,13 @@ def row_unsupported_reason(H: int) -> str | None:
     return f"it needs a hidden size that is a multiple of {WARPGROUP}, not {H}" if H % WARPGROUP else None
 
 
+def norm_unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
+    """Why kernels here cannot norm rows like those of x by such a weight, or None if they can."""
+    if weight.dtype not in (bf16, f32):
+        return f"it needs a norm's weight in bfloat16 or float32, not {weight.dtype}"
+    return hopper_unsupported_reason(x.dtype)
+
+
 def inverse_rms(row: jax.Array, eps: float) -> jax.Array:
     """1 / sqrt(mean(row^2) + eps) of a row [H] in the layout of `whole_row`."""
     row = row.astype(f32)
@@ -32,6 +41,9 @@ def inverse_rms(row: jax.Array, eps: float) -> jax.Array:
 
 
 def normed_row(row: jax.Array, scale: jax.Array, weight: jax.Array) -> jax.Array:
-    """The RMS norm of (a part of) a row whose `inverse_rms` is `scale`, in bfloat16."""
+    """The RMS norm of (a part of) a row whose `inverse_rms` is `scale`, in bfloat16; see `norm_linear.reference.rms_norm`."""
+    normed = row.astype(f32) * scale
+    if weight.dtype == f32:
+        return (weight * normed).astype(bf16)
     # A product of two bfloat16 is exact in float32, so it is rounded once, as in the reference.
-    return (weight.astype(f32) * (row.astype(f32) * scale).astype(bf16).astype(f32)).astype(bf16)
+    return (weight.astype(f32) * normed.astype(bf16).astype(f32)).astype(bf16)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.keymap import KeyMap, Piece
-from jaxspec.models.layers import MLP, Attended, DenseSpec, RMSNorm, Stream, added
+from jaxspec.models.layers import MLP, Attended, DenseSpec, RMSNorm, Stream
 from jaxspec.models.moe import MoE, MoESpec
 from jaxspec.models.params import Declare
 
@@ -54,9 +54,9 @@ class GatedSharedMoE(nnx.Module):
         following: RMSNorm | None = None,  # noqa: ARG002
     ) -> Stream:
         """See `ResidualMLP`."""
-        normed_TH = norm(x_TH + added(attended))
+        x_TH, normed_TH, logits = self.routed.logits(x_TH, attended, norm)
         gate_T = jax.nn.sigmoid(jnp.einsum("th,h->t", normed_TH, self.gate[...]))
-        stream = self.routed.add_to(x_TH, attended, norm, live_T)
+        stream = self.routed.add_experts(x_TH, normed_TH, logits, live_T)
         return Stream(stream.x + gate_T[:, None] * self.shared(normed_TH))
 
     def chosen_experts(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> Any:

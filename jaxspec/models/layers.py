@@ -16,7 +16,7 @@ from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare, declared
 from pallas_kernels.moe.api import mlp, mlp_obstacle
 from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear
-from pallas_kernels.norm_linear.reference import project, rms_norm, whole
+from pallas_kernels.norm_linear.reference import factor_of, project, rms_norm, whole
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
 RopeTables = tuple[jax.Array, jax.Array]
@@ -49,8 +49,7 @@ class RMSNorm(nnx.Module):
     @property
     def factor(self) -> jax.Array:
         """[dim] of the normed columns."""
-        weight = self.weight[...]
-        return 1 + weight.astype(jnp.float32) if self.centred else weight
+        return factor_of(self.weight[...], centred=self.centred)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., dim] -> [..., dim]
         return rms_norm(x, self.factor, self.eps)
@@ -64,18 +63,24 @@ class RMSNorm(nnx.Module):
 
     def into(self, x_TH: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         """The linear maps of the norm: [T, dim] with weights [*out, dim] -> [T, *out] each."""
-        return norm_linear(x_TH, self.factor, weights, eps=self.eps)[2]
+        return self.norm_linear(x_TH, weights)[2]
 
     def add_into(
         self, x_TH: jax.Array, delta: Attended, *weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
         """x + delta, its norm, and the linear maps of the norm."""
         if not isinstance(delta, comm.Part):
-            return norm_linear(x_TH, self.factor, weights, eps=self.eps, delta=delta)
+            return self.norm_linear(x_TH, weights, delta)
         x_TH, normed_TH = comm.add_total(x_TH, delta.array, self.factor, self.eps)
         if normed_TH is None:
-            return norm_linear(x_TH, self.factor, weights, eps=self.eps)
+            return self.norm_linear(x_TH, weights)
         return x_TH, normed_TH, project(normed_TH, weights)
+
+    def norm_linear(
+        self, x_TH: jax.Array, weights: tuple[jax.Array, ...] = (), delta: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+        """See `norm_linear.api.norm_linear`."""
+        return norm_linear(x_TH, self.weight[...], weights, eps=self.eps, delta=delta, centred=self.centred)
 
 
 def added(attended: Attended) -> jax.Array:
@@ -93,7 +98,7 @@ class Stream(NamedTuple):
         """The norm that follows, [T, H]."""
         if self.normed is not None:
             return self.normed
-        return norm_linear(self.x, following.factor, (), eps=following.eps)[1]
+        return following.norm_linear(self.x)[1]
 
 
 class ResidualMLP(Protocol):

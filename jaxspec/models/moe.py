@@ -111,7 +111,17 @@ class MoE(nnx.Module):
         following: RMSNorm | None = None,
     ) -> Stream:
         """See `ResidualMLP`. Padding tokens are routed to no expert."""
-        x_TH, normed_TH, logits = self._logits(x_TH, attended, norm)
+        return self.add_experts(*self.logits(x_TH, attended, norm), live_T, following)
+
+    def add_experts(
+        self,
+        x_TH: jax.Array,
+        normed_TH: jax.Array,
+        logits: jax.Array,
+        live_T: jax.Array,
+        following: RMSNorm | None = None,
+    ) -> Stream:
+        """x and what the experts that `logits` names make of its norm."""
         spec = self.spec
         bias_E = self.router_bias[...] if spec.scoring == "sigmoid" else None
         parameters = self._parameters(lambda weight: weight[...])
@@ -155,7 +165,7 @@ class MoE(nnx.Module):
         return experts(x_AH, parameters, weights_AK, ids_AK, ids_AK[:, 0] < E)
 
     def _route(self, logits: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
-        """Weights float32 and ids int32 [T, top_k] of what `_logits` gives."""
+        """Weights float32 and ids int32 [T, top_k] of what `logits` gives."""
         if self.spec.scoring == "sigmoid":
             weights, ids = route_sigmoid(logits, self.router_bias[...], **self._routing())
         else:
@@ -178,10 +188,10 @@ class MoE(nnx.Module):
 
     def chosen_experts(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""
-        _, _, logits = self._logits(x_TH, attended, norm)
+        _, _, logits = self.logits(x_TH, attended, norm)
         return self._route(logits, x_TH.shape[0])[1]
 
-    def _logits(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def logits(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x + attended, its norm, and the router's logits float32 [T, E], or their `logit_parts`."""
         if not self.spec.biases and splits_router(x_TH, self.router[...]):
             x_TH, normed_TH, _ = norm.add_into(x_TH, attended)

@@ -11,25 +11,41 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
-from pallas_kernels.row import PARAMS, bf16, f32, inverse_rms, normed_row, row_unsupported_reason, whole_row
+from pallas_kernels.norm_linear.reference import factor_of
+from pallas_kernels.row import (
+    PARAMS,
+    bf16,
+    f32,
+    inverse_rms,
+    norm_unsupported_reason,
+    normed_row,
+    row_unsupported_reason,
+    whole_row,
+)
 
 
 def unsupported_reason(x: jax.Array, norm_weight: jax.Array) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
-    return row_unsupported_reason(x.shape[1]) or hopper_unsupported_reason(x.dtype, norm_weight.dtype)
+    return row_unsupported_reason(x.shape[1]) or norm_unsupported_reason(x, norm_weight)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "centred", "interpret"))
 def add_norm(
-    x: jax.Array, delta: jax.Array, norm_weight: jax.Array, *, eps: float, interpret: Any = False
+    x: jax.Array,
+    delta: jax.Array,
+    norm_weight: jax.Array,
+    *,
+    eps: float,
+    centred: bool = False,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """x + delta and its norm, [T, H] each. Jitted, so that the layers of a model share one lowering.
 
     Args:
         x: [T, H]. norm_weight: [H].
         delta: [T, H], or [parts, T, H], whose sum is rounded before it is added.
+        centred: see `api.norm_linear`.
         interpret: passed to Pallas.
     """
     T, H = x.shape
@@ -37,7 +53,7 @@ def add_norm(
 
     def add_norm(x, delta, norm_weight, summed, normed):
         t = lax.axis_index("token")
-        weight = load(norm_weight, (pl.ds(0, H),), layout=whole)
+        weight = factor_of(load(norm_weight, (pl.ds(0, H),), layout=whole), centred=centred)
         row = load(x, (t, pl.ds(0, H)), layout=whole)
         # All loads come first, so that they are in flight together.
         first, *others = (

@@ -63,12 +63,19 @@ def linear_to_add(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def norm_linear(
-    x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...], *, eps: float, delta: jax.Array | None = None
+    x: jax.Array,
+    norm_weight: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    eps: float,
+    delta: jax.Array | None = None,
+    centred: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Adds to the residual stream, norms it and projects the norm.
 
     There is no backend option of its own: the fastest implementation runs, or plain XLA where attention is set to
-    "reference". The norm is rounded to the type of x before and after its weight, as in Hugging Face's DeepseekV3RMSNorm.
+    "reference". The norm is rounded to the type of x before and after its weight, as in Hugging Face's DeepseekV3RMSNorm, and
+    only after a float32 one, as in Qwen3_5RMSNorm.
 
     Args:
         x: [T, H] the residual stream.
@@ -76,6 +83,7 @@ def norm_linear(
         weights: each [*out, H]. A float32 one (a router) gets the norm in float32.
         eps: of the norm.
         delta: [T, H] added to x first, or parts of it as `linear_to_add` gives them.
+        centred: the norm's factor is 1 + norm_weight, in float32.
 
     Returns:
         x + delta [T, H]; its norm [T, H]; and for each of the weights the projection [T, *out], in the weight's type.
@@ -83,14 +91,14 @@ def norm_linear(
     # With more tokens XLA's matmuls are faster.
     if x.shape[0] > tuning.current().norm_linear_tokens:
         if delta is None or not norms_apart(x.shape[0]):
-            return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
+            return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta, centred=centred)
         reason = add_norm.unsupported_reason(x, norm_weight)
         if choose("add_norm", "auto", {"mosaic": reason}) != "mosaic":
-            return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
-        summed, normed = add_norm.add_norm(x, delta, norm_weight, eps=eps)
+            return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta, centred=centred)
+        summed, normed = add_norm.add_norm(x, delta, norm_weight, eps=eps, centred=centred)
         return summed, normed, reference.project(normed, weights)
     unsupported_reasons = {"mosaic": mosaic.unsupported_reason(x, norm_weight, weights)}
     wanted = "reference" if current().attention == "reference" else "auto"
     delta = None if delta is None else reference.whole(delta)
     chosen = mosaic if choose("norm_linear", wanted, unsupported_reasons) == "mosaic" else reference
-    return chosen.norm_linear(x, norm_weight, weights, eps=eps, delta=delta)
+    return chosen.norm_linear(x, norm_weight, weights, eps=eps, delta=delta, centred=centred)

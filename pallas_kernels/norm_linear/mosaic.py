@@ -16,10 +16,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
-from pallas_kernels.row import inverse_rms, normed_row, whole_row
+from pallas_kernels.norm_linear.reference import factor_of
+from pallas_kernels.row import inverse_rms, norm_unsupported_reason, normed_row, whole_row
 
 # Columns of a load by one warp, 16 bytes of the weights in each lane.
 COLUMNS = {jnp.dtype(jnp.bfloat16): 256, jnp.dtype(jnp.float32): 128}
@@ -43,10 +43,10 @@ def unsupported_reason(x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.
             return f"its rows of weights do not fit into shared memory: {rows} of {H} columns"
         if math.prod(weight.shape[:-1]) % rows:
             return f"it needs multiples of {rows} outputs, not {math.prod(weight.shape[:-1])}"
-    return hopper_unsupported_reason(x.dtype, norm_weight.dtype)
+    return norm_unsupported_reason(x, norm_weight)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "centred", "interpret"))
 def norm_linear(
     x: jax.Array,
     norm_weight: jax.Array,
@@ -54,6 +54,7 @@ def norm_linear(
     *,
     eps: float,
     delta: jax.Array | None = None,
+    centred: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """See api.py. Jitted, so that the layers of a model share one lowering. `interpret` is passed to Pallas."""
@@ -90,7 +91,7 @@ def norm_linear(
             totals: dict[tuple[int, int], Any] = {}
             for part in range(H // columns):
                 at = pl.ds(part * columns, columns)
-                gain = load(norm_weight, (at,), layout=across)
+                gain = factor_of(load(norm_weight, (at,), layout=across), centred=centred)
                 vectors = [normed_row(added(t, at, across), scales[t], gain).astype(f32) for t in range(T)]
                 if part == 0:
                     plgpu.barrier_wait(arrived)
@@ -114,7 +115,8 @@ def norm_linear(
             for t in range(T):
                 row = added(t, pl.ds(0, H), whole)
                 summed[t, :] = row
-                normed[t, :] = normed_row(row, scale(t), load(norm_weight, (pl.ds(0, H),), layout=whole))
+                gain = factor_of(load(norm_weight, (pl.ds(0, H),), layout=whole), centred=centred)
+                normed[t, :] = normed_row(row, scale(t), gain)
 
     body.__name__ = "norm_linear"
     run = plgpu.kernel(

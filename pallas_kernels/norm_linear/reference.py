@@ -26,13 +26,24 @@ def whole(delta: jax.Array) -> jax.Array:
     return delta if delta.ndim == 2 else delta.astype(jnp.float32).sum(axis=0).astype(delta.dtype)
 
 
+def factor_of(weight: jax.Array, *, centred: bool) -> jax.Array:
+    """What a norm with this weight multiplies by."""
+    return 1 + weight.astype(jnp.float32) if centred else weight
+
+
 def norm_linear(
-    x: jax.Array, norm_weight: jax.Array, weights: tuple[jax.Array, ...], *, eps: float, delta: jax.Array | None = None
+    x: jax.Array,
+    norm_weight: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    eps: float,
+    delta: jax.Array | None = None,
+    centred: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     if delta is not None:
         x = x + whole(delta)
     # The barrier keeps the product with the norm's weight in the norm's kernel: without it XLA adds a kernel on an H200.
-    normed = lax.optimization_barrier(rms_norm(x, norm_weight, eps))
+    normed = lax.optimization_barrier(rms_norm(x, factor_of(norm_weight, centred=centred), eps))
     return x, normed, project(normed, weights)
 
 

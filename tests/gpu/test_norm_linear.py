@@ -35,16 +35,29 @@ def test_sizes(T, H, outs, experts):
             assert relative_error(np.asarray(g[t], np.float32), w[t]) < 1e-2
 
 
+@pytest.mark.parametrize("T", [1, 2])
+def test_centred_norm(T):
+    """Of Qwen3.5's sizes."""
+    x, gain, weights, delta = inputs(T, 2048, ((16, 768), (16, 2, 2), (32, 128)), 256)
+    run, by_xla = (jax.jit(functools.partial(f.norm_linear, eps=1e-6, centred=True)) for f in (mosaic, reference))
+    for _ in range(3):
+        got = run(x, gain, weights, delta=delta)
+    want = by_xla(x, gain, weights, delta=delta)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        assert relative_error(np.asarray(g, np.float32), np.asarray(w, np.float32)) < 8e-3
+
+
 @pytest.mark.parametrize("T", [2, 32, 130])
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("H", [128, 2048, 7168])
-def test_sum_and_norm(H, T):
+def test_sum_and_norm(H, centred, T):
     x, gain, _, delta = inputs(T, H, ())
-    run = jax.jit(functools.partial(add_norm.add_norm, eps=1e-5))
+    run = jax.jit(functools.partial(add_norm.add_norm, eps=1e-5, centred=centred))
     for _ in range(3):
         summed, normed = run(x, delta, gain)
-    want_sum, want_norm, _ = jax.jit(functools.partial(reference.norm_linear, weights=(), eps=1e-5))(
-        x, gain, delta=delta
-    )
+    by_xla = functools.partial(reference.norm_linear, weights=(), eps=1e-5, centred=centred)
+    want_sum, want_norm, _ = jax.jit(by_xla)(x, gain, delta=delta)
     np.testing.assert_array_equal(summed, want_sum)
     np.testing.assert_allclose(normed.astype(jnp.float32), want_norm.astype(jnp.float32), rtol=1.6e-2)
 

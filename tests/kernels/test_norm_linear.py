@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.norm_linear import mosaic, reference
+from pallas_kernels.norm_linear import add_norm, mosaic, reference
 from pallas_kernels.norm_linear.api import norm_linear
 from pallas_kernels.norm_linear.shapes import READERS
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -91,3 +91,31 @@ def test_float32_product_of_bfloat16_parts(H):
     want = np.einsum("th,abh->tab", np.asarray(x, np.float64), np.asarray(weight, np.float64))
     assert got.shape == (7, 3, 5)
     assert np.abs(got - want).max() <= 2**-20 * np.abs(want).max()
+
+
+@interpreted
+def test_centred_norm():
+    """As of Qwen3.5: 1 + the weight in float32, and one rounding after it."""
+    x, _, weights, delta = inputs(2, 512, [(8,)], 4)
+    gain = jnp.asarray(np.random.default_rng(0).standard_normal(512), jnp.bfloat16)
+    run = {"eps": 1e-5, "centred": True}
+    want = reference.norm_linear(x, gain, weights, delta=delta, **run)
+    np.testing.assert_array_equal(want[1], reference.rms_norm(want[0], 1 + gain.astype(jnp.float32), 1e-5))
+    got = mosaic.norm_linear(x, gain, weights, delta=delta, interpret=detect_races(), **run)
+    assert_no_races(got)
+    check(got, want)
+    summed, normed = add_norm.add_norm(x, delta, gain, interpret=detect_races(), **run)
+    assert_no_races((summed, normed))
+    np.testing.assert_array_equal(summed, want[0])
+    check(normed, want[1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_factors_in_float32_lower_for_cuda(dtype):
+    x, _, weights, delta = jax.eval_shape(lambda: inputs(1, *READERS["moonlight, router"]))
+    gain = jax.ShapeDtypeStruct(x.shape[1:], dtype)
+    for run in (
+        jax.jit(functools.partial(mosaic.norm_linear, eps=1e-5, centred=True)).trace(x, gain, weights, delta=delta),
+        jax.jit(functools.partial(add_norm.add_norm, eps=1e-5, centred=True)).trace(x, delta, gain),
+    ):
+        assert run.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2(") == 1
