@@ -15,7 +15,7 @@ from jaxspec.engine.runner import Runner
 def touched_experts(load: Load, weights: Weights, mesh: Mesh, rows: Sequence[int]) -> dict[int, float]:
     """Distinct experts that a step's live rows reach, mean over the layers.
 
-    Counted with an executable of its own, which also returns what the routers chose, from the load's state (used up).
+    Counted with an executable of its own, which also returns what the routers chose, from the load's state.
     """
     load.rewind()
     bucket = load.bucket(max(rows))
@@ -34,4 +34,5 @@ def touched_experts(load: Load, weights: Weights, mesh: Mesh, rows: Sequence[int
             request.tokens.append(int(token))
         assert output.probe is not None
         counts[n] = statistics.mean(len(np.unique(ids_Tk[:n])) for ids_Tk in output.probe.experts)
+    load.runner.state = runner.state
     return counts

@@ -1,6 +1,6 @@
 """The tables that `bench step` prints."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.harness import record
@@ -25,9 +25,22 @@ def print_tables(result: dict[str, Any]) -> None:
     print(record.table(header, lines))
     print(f"the engine's loop, at a readout depth of {result['readout_depth']}:")
     print(record.table(*loop_table(result["rows"])))
+    print("steps that read prompts while rows decode:")
+    print(record.table(*prompt_table(result["prompt_steps"])))
     for gate in result["gates"]:
         bound = f"{gate['worst']:g} at {gate['at_rows']} rows, bound {gate['bound']:g}, goal {gate['goal']:g}"
         print(f"{'met' if gate['met'] else 'NOT met'}: {gate['gate']} ({bound}, {gate['row_counts']} row counts)")
+
+
+def prompt_table(steps: Mapping[str, Sequence[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of what `prompt_steps` gives, by kind."""
+    header = ["", "prompt tokens", "rows", "step", "prompt tokens/s"]
+    lines = [
+        [kind, str(f["prompt_tokens"]), str(f["decode_rows"]), f"{f['step_ms']:.2f}", str(f["prompt_tokens_per_s"])]
+        for kind, figures in steps.items()
+        for f in figures
+    ]
+    return header, lines
 
 
 def _floor_cells(row: dict[str, Any]) -> list[str]:

@@ -45,6 +45,7 @@ from bench.step.experts import touched_experts
 from bench.step.floor import Floor, routed_experts
 from bench.step.gates import add_peers, gates, read_peers
 from bench.step.load import Kernels, Load, prefill_seconds
+from bench.step.prompt_steps import prompt_steps
 from bench.step.report import print_tables
 from bench.step.sizes import Sizes, choose_sizes
 from jaxspec.compat import compiles
@@ -258,6 +259,8 @@ def run(arguments: argparse.Namespace) -> int:
     if routed_experts(weights.model.config) and not arguments.no_expert_count and ranks == 1:
         for n, count in touched_experts(loads[0], weights, mesh, sizes.rows).items():
             rows[sizes.rows.index(n)]["experts_touched_measured"] = round(count, 2)
+    vocab_size = weights.model.config.vocab_size
+    result["prompt_steps"] = {kind(k): prompt_steps(engine, vocab_size, sizes.context) for k, engine in engines.items()}
     save()
     print_tables(result)
     return 0 if all(gate["met"] for gate in result["gates"]) else 1

@@ -125,16 +125,20 @@ def busy_inputs(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> n
     return flat
 
 
-def busy_state(settings: Settings, vocab_size: int, pages: Pages) -> dict[str, np.ndarray]:
+def busy_state(settings: Settings, vocab_size: int, pages: Pages, context: int | None = None) -> dict[str, np.ndarray]:
     """Fields of the state in which every slot decodes greedily: some tokens of its own, and drafts where there are any.
 
     A rank's slots share its pages where these are too few; where there are none, they share that for padding.
+
+    Args:
+        context: tokens of each slot (default: CONTEXT, or half of `max_model_len`).
     """
     rng, S = np.random.default_rng(1), settings.max_slots
+    context = context or min(CONTEXT, settings.max_model_len // 2)
     params_i = np.zeros((S, PARAMS_I), np.int32)
     params_i[:, MAX_LEN], params_i[:, NUM_DRAFTS] = settings.max_model_len, settings.num_speculative_tokens
     out = {
-        "seq_len": np.full(S, min(CONTEXT, settings.max_model_len // 2), np.int32),
+        "seq_len": np.full(S, context, np.int32),
         "last_token": rng.integers(0, vocab_size, S).astype(np.int32),
         "done": np.zeros(S, bool),
         "params_f": np.zeros((S, PARAMS_F), np.float32),

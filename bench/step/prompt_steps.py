@@ -1,0 +1,36 @@
+"""Steps that read prompts while rows decode: those of a server while requests come, which neither of both alone shows."""
+
+from typing import Any
+
+from bench.harness.timing import ms
+from jaxspec.engine.calibration import busy_state, step_seconds
+from jaxspec.engine.engine import Engine
+
+
+def prompt_steps(engine: Engine, vocab_size: int, context: int) -> list[dict[str, Any]]:
+    """Of each compiled bucket with prompts: its time in milliseconds, full, beside as many busy rows as it has.
+
+    What is left of requests that run in the engine is overwritten.
+
+    Args:
+        context: tokens of each decode row; the prompts are of equal length, and begin.
+    """
+    runner, figures = engine.runner, []
+    settings = runner.settings
+    pages = [list(range(1, settings.num_pages))] * settings.data_parallel_size
+    for bucket in runner.ready:
+        if bucket.prefill_tokens:
+            runner.put(**busy_state(settings, vocab_size, pages, context))
+            rows = min(bucket.decode_rows, settings.max_num_seqs - min(bucket.prefill_rows, settings.max_num_seqs // 2))
+            seconds = step_seconds(runner, bucket, rows, vocab_size)
+            tokens = bucket.prefill_tokens * settings.data_parallel_size
+            figures.append(
+                {
+                    "bucket": str(bucket),
+                    "prompt_tokens": tokens,
+                    "decode_rows": rows * settings.data_parallel_size,
+                    "step_ms": ms(seconds),
+                    "prompt_tokens_per_s": round(tokens / seconds),
+                }
+            )
+    return figures
