@@ -72,7 +72,7 @@ class Watched:
 
 KERNELS = (
     Watched("norm_linear", "test_norm_linear.py::test_sizes[2048-outs0-0-1]"),
-    Watched("add_norm", "test_norm_linear.py::test_sum_and_norm[128-2]"),
+    Watched("add_norm", "test_norm_linear.py::test_sum_and_norm[128-False-2]"),
     Watched("joined_linear", "test_norm_linear.py::test_linear_maps_side_by_side[2048-outs0-4]"),
     Watched("split_linear", "test_norm_linear.py::test_parts_of_a_linear_map[2048-2048-4]"),
     Watched("kv_write", "test_kv_write.py::test_rows[8]"),
@@ -106,6 +106,7 @@ KERNELS = (
     Watched("moe_down", "test_moe.py::test_balanced_routing[odd-3]"),
     Watched("moe_packed_up", "test_moe_packed.py::test_experts[int4_g32-False-9]"),
     Watched("moe_packed_down", "test_moe_packed.py::test_experts[int4_g32-False-9]"),
+    Watched("quantise_tokens", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
     Watched("moe_fp8_up", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
     Watched("moe_fp8_down", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
     Watched("moe_combine", "test_moe.py::test_routing_and_experts_together[moonlight-8]"),
