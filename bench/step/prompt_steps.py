@@ -3,12 +3,13 @@
 from typing import Any
 
 from bench.harness.timing import ms
-from jaxspec.engine.calibration import busy_state, step_seconds
+from jaxspec.engine.calibration import busy_counts, busy_state, step_seconds
 from jaxspec.engine.engine import Engine
 
 
 def prompt_steps(engine: Engine, vocab_size: int, context: int) -> list[dict[str, Any]]:
-    """Of each compiled bucket with prompts: its time in milliseconds, full, beside as many busy rows as it has.
+    """Of each compiled bucket with prompts: its time in milliseconds, beside as many busy rows as it has, with as many
+    prompt tokens as requests of the engine's length fill.
 
     What is left of requests that run in the engine is overwritten.
 
@@ -21,9 +22,9 @@ def prompt_steps(engine: Engine, vocab_size: int, context: int) -> list[dict[str
     for bucket in runner.ready:
         if bucket.prefill_tokens:
             runner.put(**busy_state(settings, vocab_size, pages, context))
-            rows = min(bucket.decode_rows, settings.max_num_seqs - min(bucket.prefill_rows, settings.max_num_seqs // 2))
+            prompts, length, rows = busy_counts(bucket, bucket.decode_rows, settings)
             seconds = step_seconds(runner, bucket, rows, vocab_size)
-            tokens = bucket.prefill_tokens * settings.data_parallel_size
+            tokens = prompts * length * settings.data_parallel_size
             figures.append(
                 {
                     "bucket": str(bucket),

@@ -113,16 +113,21 @@ def busy_inputs(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> n
     layout = runner.layouts[bucket]
     flat = np.zeros(layout.size, np.int32)
     inputs = layout.split(flat)
-    slots = runner.settings.max_num_seqs
-    prompts = min(bucket.prefill_rows, max(slots // 2, 1))
+    prompts, length, decode = busy_counts(bucket, rows, runner.settings)
     if prompts:
         inputs.chunk_ids[:] = np.random.default_rng(0).integers(0, vocab_size, bucket.prefill_tokens)
-        length = min(bucket.prefill_tokens // prompts, runner.settings.max_model_len - 1)
         for row in range(prompts):
             inputs.prefill[row] = (row + 1, 0, length, 1, -1, -1, 0)
-    decode = min(rows, slots - prompts)
     inputs.decode_slots[:decode] = prompts + 1 + np.arange(decode)
     return flat
+
+
+def busy_counts(bucket: Bucket, rows: int, settings: Settings) -> tuple[int, int, int]:
+    """Of a rank: prompts, tokens of each, and so many of `rows` decode rows as there are slots for."""
+    slots = settings.max_num_seqs
+    prompts = min(bucket.prefill_rows, max(slots // 2, 1))
+    length = min(bucket.prefill_tokens // max(prompts, 1), settings.max_model_len - 1)
+    return prompts, length, min(rows, slots - prompts)
 
 
 def busy_state(settings: Settings, vocab_size: int, pages: Pages, context: int | None = None) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import hopper_unsupported_reason
 
 
@@ -51,7 +52,9 @@ def project(normed: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Arra
     """The norm [T, H] with each of the weights [*out, H]: [T, *out], in the weight's type."""
 
     def by(weight: jax.Array) -> jax.Array:
-        if weight.dtype == jnp.float32 and hopper_unsupported_reason(normed.dtype) is None:
+        # With fewer tokens the two small kernels around it may cost what it saves.
+        many = normed.shape[0] > tuning.current().router_tokens
+        if weight.dtype == jnp.float32 and many and hopper_unsupported_reason(normed.dtype) is None:
             return float32_product(normed, weight)
         # HIGHEST: a float32 matmul on a GPU may otherwise round its operands to TF32.
         precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None

@@ -412,7 +412,7 @@ def test_steps_and_cycles_beside_a_peer(checkpoint, tmp_path, capsys, monkeypatc
             assert each["peer"]["ratio"] == pytest.approx(each["step_ms"] / each["peer"]["step_ms"], rel=1e-3, abs=1e-4)
         assert row["cycle"]["floor_ms"] > row["floor_ms"]
     for k, each in result["prompt_steps"].items():
-        assert max(f["prompt_tokens"] for f in each) == result["max_num_batched_tokens"][k]
+        assert 64 < max(f["prompt_tokens"] for f in each) <= result["max_num_batched_tokens"][k]
         assert all(f["step_ms"] > 0 and f["decode_rows"] == 1 for f in each)
     met = {gate["gate"]: (gate["met"], gate["at_rows"]) for gate in result["gates"]}
     assert met["plain step over the peer's"] == met["cycle over the peer's"] == (False, 2)
