@@ -1,5 +1,6 @@
 """Structured outputs without an engine: what a matcher's masks say, and which grammars are refused with which words."""
 
+import itertools
 import json
 
 import jsonschema_rs
@@ -130,6 +131,34 @@ def test_masks_of_many_are_those_of_each(monkeypatch):
             words_nM[:] = rng.integers(-(2**31), 2**31, words_nM.shape)
             rule.fill_masks(drafts, words_nM)
         np.testing.assert_array_equal(got, words)
+
+
+def test_masks_of_many_that_take_too_long(monkeypatch):
+    """The first mask of each rule is there, and each later one that was begun in time; the others allow everything."""
+    rng = np.random.default_rng(0)
+    shape = (6, 4, -(-V // 32))
+    clock = iter(())
+    monkeypatch.setattr("jaxspec.grammar.rule.time.monotonic", lambda: next(clock))
+    seen = set()
+    for _ in range(20):
+        rows = []
+        for i in range(shape[0]):
+            rule = rule_for(ABC, PREFACES[i % 3])
+            if i > 1:
+                rule.feed(ids("xb" if i % 3 == 1 else "") + ids("ab" if i % 2 else "a"), None)
+            rows.append((rule, ids("".join(rng.choice(list("abbbc"), rng.integers(0, 4))))))
+        late = int(rng.integers(0, 4))
+        clock = itertools.count()
+        words = rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+        verified = GrammarRule.fill_many(rows, words, late)
+        clock = itertools.count()
+        whole = np.zeros_like(words)
+        assert GrammarRule.fill_many(rows, whole) == [len(drafts) for _, drafts in rows], "asking changes nothing"
+        for (_, drafts), count, got, want in zip(rows, verified, words, whole, strict=True):
+            seen.add((late, len(drafts) - count))
+            np.testing.assert_array_equal(got[: count + 1], want[: count + 1])
+            assert count == len(drafts) or (got[count + 1 :] == -1).all()
+    assert {(0, 3), (1, 3), (2, 2), (3, 1)} <= seen
 
 
 def rule_that_fails() -> GrammarRule:

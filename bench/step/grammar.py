@@ -16,12 +16,14 @@ device's.
 With random weights no tokenizer exists, so its ids are given made-up words; hardly any draft is accepted. Other models read
 source code and then an example of such JSON, and their drafts are accepted as they are: there a ratio also says how well
 JSON is drafted. `blocked` is the part of the constrained windows that end at a draft which the grammar forbids: drafts that
-know the grammar could gain these and no others.
+know the grammar could gain these and no others. `late` is the part of constrained rows' steps that verified fewer drafts,
+because the masks after them would have kept the step waiting.
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -110,23 +112,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class WatchedRule(GrammarRule):
-    """A grammar's rule that counts the seconds in which masks were filled, and the windows that it has blocked."""
+    """A grammar's rule that counts the seconds in which masks were filled, the windows that it has blocked, and those that
+    verified fewer drafts because masks would have come too late."""
 
     seconds = 0.0
     blocked = 0
+    asked = 0
+    late = 0
     _legal = 0  # drafts of the next window before the first that is forbidden
     _drafts = 0
 
     @classmethod
-    def fill_many(cls, rows: Sequence[tuple[GrammarRule, Sequence[int]]], words: np.ndarray) -> None:
+    def fill_many(
+        cls, rows: Sequence[tuple[GrammarRule, Sequence[int]]], words: np.ndarray, until: float = math.inf
+    ) -> list[int]:
         started = time.perf_counter()
-        super().fill_many(rows, words)
+        verified = super().fill_many(rows, words, until)
         seconds = (time.perf_counter() - started) / len(rows)
-        for (rule, drafts), words_nM in zip(rows, words, strict=True):
+        for (rule, drafts), count, words_nM in zip(rows, verified, words, strict=True):
             assert isinstance(rule, WatchedRule)
             rule.seconds += seconds
-            forbidden = (i for i, draft in enumerate(drafts) if not words_nM[i, draft >> 5] >> (draft & 31) & 1)
-            rule._drafts, rule._legal = len(drafts), next(forbidden, len(drafts))
+            rule.asked += 1
+            rule.late += count < len(drafts)
+            masked = enumerate(drafts[:count])
+            forbidden = (i for i, draft in masked if not words_nM[i, draft >> 5] >> (draft & 31) & 1)
+            rule._drafts, rule._legal = count, next(forbidden, count)
+        return verified
 
     def feed(self, ids: Sequence[int], ended: FinishReason | None) -> RuleResult:
         self.blocked += len(ids) - 1 == self._legal < self._drafts
@@ -151,12 +162,14 @@ class Group:
 
     Attributes:
         seconds_per_token: of a row. windows: verified. accepted: drafts, of all windows. blocked: windows, by a grammar.
+        late: part of the steps in which a row verified fewer drafts, for masks would have been late.
     """
 
     seconds_per_token: float
     windows: int
     accepted: int
     blocked: int = 0
+    late: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +240,7 @@ def measure(load: Load, steps: int) -> Turn:
     with load.going_on(len(requests)):
         tokens = dict.fromkeys((r.id for r in requests), 0)
         before = {name: _windows(each) for name, each in groups.items()}
-        masks, blocked = sum(rule.seconds for rule in rules), sum(rule.blocked for rule in rules)
+        counted = _counted(rules)
         load.engine.step_log = log
         started = time.perf_counter()
         for _ in range(steps):
@@ -235,15 +248,21 @@ def measure(load: Load, steps: int) -> Turn:
                 tokens[out.request_id] += len(out.new_ids)
         seconds = time.perf_counter() - started
         load.engine.step_log = None
-        masks = sum(rule.seconds for rule in rules) - masks
-        blocked = sum(rule.blocked for rule in rules) - blocked
+        masks, blocked, asked, late = _counted(rules) - counted
         after = {name: _windows(each) for name, each in groups.items()}
     figures = {}
     for name, each in groups.items():
         windows, accepted = (b - a for a, b in zip(before[name], after[name], strict=True))
         per_row = sum(tokens[r.id] for r in each) / len(each)
-        figures[name] = Group(seconds / per_row, windows, accepted, blocked if name == "constrained" else 0)
+        ruled = (int(blocked), late / max(asked, 1)) if name == "constrained" else ()
+        figures[name] = Group(seconds / per_row, windows, accepted, *ruled)
     return Turn(figures, host_seconds(log, seconds, masks), log.split / len(log.steps))
+
+
+def _counted(rules: Sequence[WatchedRule]) -> np.ndarray:
+    """Of some rules: seconds of masks, windows blocked, steps, steps that verified fewer drafts."""
+    each = [(rule.seconds, rule.blocked, rule.asked, rule.late) for rule in rules]
+    return np.array(each, float).reshape(-1, 4).sum(axis=0)
 
 
 def _windows(requests: Sequence[Request]) -> tuple[int, int]:
@@ -274,10 +293,11 @@ def figures(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
         windows = sum(turn.groups[group].windows for turn in turns[batch])
         return round(sum(turn.groups[group].accepted for turn in turns[batch]) / windows, 4) if windows else None
 
+    constrained = [turn.groups["constrained"] for turn in turns["constrained"]]
+
     def blocked() -> float | None:
-        groups = [turn.groups["constrained"] for turn in turns["constrained"]]
-        windows = sum(group.windows for group in groups)
-        return round(sum(group.blocked for group in groups) / windows, 4) if windows else None
+        windows = sum(group.windows for group in constrained)
+        return round(sum(group.blocked for group in constrained) / windows, 4) if windows else None
 
     def step(batch: str) -> float:
         return statistics.median(turn.host["step"] for turn in turns[batch])
@@ -289,6 +309,7 @@ def figures(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
         "over_full": {g: round(median("constrained", g) / median("full", g), 4) for g in BOUNDS},
         "accepted_a_window": {b: {g: accepted(b, g) for g in BOUNDS} for b in turns},
         "blocked": blocked(),
+        "late": round(statistics.mean(group.late for group in constrained), 4),
         "host_ms_a_step": {
             b: {what: ms(statistics.median(turn.host[what] for turn in each)) for what in each[0].host}
             for b, each in turns.items()

@@ -4,6 +4,7 @@ With a readout depth the engine dispatches steps while earlier ones run, and rea
 """
 
 import collections
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,12 @@ from jaxspec.compat import compiles
 from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of, probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
+from jaxspec.engine.batch import bucket_for
 from jaxspec.engine.calibration import Calibration
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts
 from jaxspec.engine.expert_load import ExpertLoad
 from jaxspec.engine.handoff import FLAG_NAN
+from jaxspec.engine.mask_pace import MaskPace
 from jaxspec.engine.masks import write_masks
 from jaxspec.engine.output import FinishReason, RequestOutput
 from jaxspec.engine.placement import rank_for
@@ -77,6 +80,7 @@ class Engine:
     Attributes:
         ranks: of each rank, what owns its requests' states, slots and pages; for tests and benchmarks.
         accept_probability: that requests get when they are added; see `Request`. For benchmarks.
+        mask_pace: says how long masks may keep a split step waiting; None: as long as they take.
     """
 
     def __init__(
@@ -101,6 +105,9 @@ class Engine:
             control = AdaptiveDrafts(runner.settings.num_speculative_tokens, slots)
         self.control: DraftControl = control or FixedDrafts(runner.settings.num_speculative_tokens)
         self._calibration: Calibration | None = None
+        # On a CPU it is the step that takes the time, and the same requests should take the same steps.
+        self.mask_pace = MaskPace() if runner.settings.on_gpu else None
+        self._last_read = -math.inf
         self.ranks = tuple(
             Scheduler(runner.settings, runner.buckets, control=self.control, rank=rank)
             for rank in range(runner.settings.data_parallel_size)
@@ -359,8 +366,9 @@ class Engine:
                 chunk = step.plan.prefill[row]
                 self.ranks[request.rank].publish(request, chunk.start + chunk.length)
             elif emitted and (wanted := step.plan.verified[row - first]):
-                # What was looked up and not found is no window, but tells that drafting gained nothing.
-                seen.append((request.slot, wanted, accepted))
+                # What was looked up and not found is no window, but tells that drafting gained nothing. Where masks came too
+                # late for drafts, these tell nothing.
+                seen.append((request.slot, verified if request.constraint else wanted, accepted))
                 if verified:
                     self._count_window(request, verified, accepted)
             if request.constraint:
@@ -368,15 +376,25 @@ class Engine:
                 request.drafts = tuple(step.drafts[row, :held].tolist())
             if emitted:
                 outputs.append(self._emit(step, row, request, emitted, accepted, read))
+        if self.mask_pace is not None and step.plan.split:
+            self.mask_pace.observe(step.bucket, read - self._last_read)
+        self._last_read = read
         if self.runner.begun and self.runner.in_flight == 1:
-            write_masks(self.runner, self.runner.begun)
-            self.runner.choose()
+            self._choose(self.runner.begun, read)
         self.control.observe(seen)
         if self.step_log is not None:
             times = StepTimes(planned, dispatched, reading, read, time.monotonic())
             waiting = sum(len(rank.waiting) for rank in self.ranks)
             self.step_log.write(step.plan, step.bucket, times, step.emitted, step.accepted, waiting=waiting)
         return outputs
+
+    def _choose(self, begun: StepPlan, read: float) -> None:
+        """Lets the rows of the split step choose, all steps before which are read, the last one at `read`."""
+        until = math.inf
+        if self.mask_pace is not None:
+            until = self.mask_pace.until(bucket_for(self.runner.split_ready, begun), read)
+        write_masks(self.runner, begun, until)
+        self.runner.choose()
 
     def _emit(
         self, step: StepOutput, row: int, request: Request, emitted: int, accepted: int, now: float

@@ -1,5 +1,6 @@
 """The seam for rules that live on the host and see a request's tokens as they are read: stop strings, grammars."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Self
 
@@ -65,7 +66,21 @@ class Constraint(Protocol):
         ...
 
     @classmethod
-    def fill_many(cls, rows: Sequence[tuple[Self, Sequence[int]]], words: np.ndarray) -> None:
-        """`fill_masks` of several constraints of this class with their drafts; words: int32 [X, n, ceil(V / 32)]."""
+    def fill_many(
+        cls,
+        rows: Sequence[tuple[Self, Sequence[int]]],
+        words: np.ndarray,
+        until: float = math.inf,  # noqa: ARG003
+    ) -> list[int]:
+        """`fill_masks` of several constraints of this class with their drafts.
+
+        Args:
+            words: int32 [X, n, ceil(V / 32)].
+            until: the `time.monotonic()` from which a class that takes long should begin no mask after a draft.
+
+        Returns:
+            How many of its drafts each row may verify: fewer than it has where masks were left out.
+        """
         for (constraint, drafts), words_nM in zip(rows, words, strict=True):
             constraint.fill_masks(drafts, words_nM)
+        return [len(drafts) for _, drafts in rows]

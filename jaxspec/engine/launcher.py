@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.handoff import Forwarded
-from jaxspec.engine.masks import MaskUpload
+from jaxspec.engine.masks import Masked, MaskUpload
 from jaxspec.engine.orders import Kind, Order
 from jaxspec.engine.state import StepState
 from jaxspec.engine.state_copies import StateCopies
@@ -77,7 +77,8 @@ class Launcher:
             case Kind.STEP:
                 return self._step(self._table[order.which], *order.arrays)
             case Kind.MASKS:
-                self.state = self.state._replace(masks=self._masks(self.state.masks, *order.arrays))
+                masked = self._masks(Masked(self.state.masks, self.state.held), *order.arrays)
+                self.state = self.state._replace(**masked._asdict())
             case Kind.COUNTS:
                 self.state = self.state._replace(counts=self._counts(self.state.counts, *order.arrays))
             case Kind.STATES:

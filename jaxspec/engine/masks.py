@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from typing import Protocol
+import math
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +29,29 @@ class MaskStore(Protocol):
         """(n, words) of a slot's masks."""
         ...
 
-    def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
-        """int32 [X] distinct slots get the masks int32 [X, n, words] before the next step."""
+    def write_masks(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> None:
+        """int32 [X] distinct slots get the masks int32 [X, n, words], and verify at most int32 [X] drafts, in the next step."""
         ...
 
 
-def write_masks(store: MaskStore, plan: StepPlan) -> None:
-    """Uploads the masks of the plan's constrained rows that choose a token, if there are any."""
+def write_masks(store: MaskStore, plan: StepPlan, until: float = math.inf) -> None:
+    """Uploads the masks of the plan's constrained rows that choose a token, if there are any.
+
+    Args:
+        until: the `time.monotonic()` after which rows verify fewer drafts rather than wait for the masks after them.
+    """
     rows = constrained_rows(plan)
     if not rows:
         return
-    words, first = np.empty((len(rows), *store.mask_shape), np.int32), 0
+    words = np.empty((len(rows), *store.mask_shape), np.int32)
+    verified: list[int] = []
     rows.sort(key=lambda row: id(type(row[1])))
     for kind, group in itertools.groupby(rows, key=lambda row: type(row[1])):
         members = [(constraint, drafts) for _, constraint, drafts in group]
-        kind.fill_many(members, words[first : first + len(members)])
-        first += len(members)
-    store.write_masks(np.array([request.slot for request, _, _ in rows], np.int32), words)
+        first = len(verified)
+        verified += kind.fill_many(members, words[first : first + len(members)], until)
+    slots = np.array([request.slot for request, _, _ in rows], np.int32)
+    store.write_masks(slots, words, np.array(verified, np.int32))
 
 
 def constrained_rows(plan: StepPlan) -> list[tuple[Request, Constraint, tuple[int, ...]]]:
@@ -63,60 +70,76 @@ def constrained_rows(plan: StepPlan) -> list[tuple[Request, Constraint, tuple[in
     ]
 
 
+class Masked(NamedTuple):
+    """What an upload changes of the state.
+
+    Attributes:
+        masks: int32 [S, n, words]. held: int32 [S], or () without speculation; see `StepState`.
+    """
+
+    masks: Any
+    held: Any
+
+
 class MaskUpload:
-    """Compiled copies of masks to the device, for a few numbers of slots. They hold the donated masks for a moment.
+    """Compiled copies of masks to the device, for a few numbers of slots. They hold the donated arrays for a moment.
+
+    What a slot holds falls to the drafts that its masks are for. The next step says anew what it holds.
 
     Args:
-        masks: the state's, int32 [S, n, words], for their shape and sharding.
+        shapes: the state's, with their shardings.
         mesh: that they lie on; each rank has its slots'.
     """
 
-    def __init__(self, masks: jax.Array | jax.ShapeDtypeStruct, mesh: Mesh):
+    def __init__(self, shapes: Masked, mesh: Mesh):
         self._mesh, self._ranks = mesh, num_ranks(mesh)
-        self._shape = shape = jax.ShapeDtypeStruct(masks.shape, masks.dtype, sharding=masks.sharding)
+        self._shapes = shapes
+        self._shape = shape = shapes.masks
         self._max_slots = shape.shape[0] // self._ranks
         most = self._max_slots - 1
         self._sizes = sorted({size for size in UPLOAD_SLOTS if size < most} | {most})
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
-    def warm_up(self, masks: jax.Array, store: ExecutableStore) -> jax.Array:
-        """Compiles every size and runs it on padding; returns the masks for further use."""
+    def warm_up(self, masked: Masked, store: ExecutableStore) -> Masked:
+        """Compiles every size and runs it on padding; returns what it was given for further use."""
         for size in self._sizes:
-            key = store.key("masks", self._shape, size)
+            key = store.key("masks", self._shapes, size)
             self._compiled[size] = store.load_or_make(key, functools.partial(self._compile, size))
-            number = self._ranks * size
-            masks = self(masks, np.zeros(number, np.int32), np.zeros((number, *self._shape.shape[1:]), np.int32))
-        return masks
+            masked = self(masked, *(np.zeros(each.shape, each.dtype) for each in self._given(size)))
+        return masked
 
-    def padded(self, slots: np.ndarray, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The smallest upload that replaces the masks of `slots`, of each rank the same; see `MaskStore.write_masks`."""
+    def padded(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The smallest upload for `slots`, of each rank the same; see `MaskStore.write_masks`. Slot 0 is padding: nobody reads
+        its masks."""
         ranks, own_slots = np.divmod(slots, self._max_slots)
-        size = next(s for s in self._sizes if s >= np.bincount(ranks).max())
-        if self._ranks == 1:
-            return _padded(slots, words, size)
-        each = [_padded(own_slots[ranks == rank], words[ranks == rank], size) for rank in range(self._ranks)]
-        return np.concatenate([slots for slots, _ in each]), np.concatenate([words for _, words in each])
+        counts = np.bincount(ranks, minlength=self._ranks)
+        size = next(s for s in self._sizes if s >= counts.max())
+        if len(slots) == self._ranks * size == size:
+            return slots, words, verified
+        arrays = []
+        for values in (own_slots.astype(np.int32), words, verified):
+            padded = np.zeros((self._ranks, size, *values.shape[1:]), np.int32)
+            for rank, count in enumerate(counts):
+                padded[rank, :count] = values[ranks == rank]
+            arrays.append(padded.reshape(-1, *values.shape[1:]))
+        return tuple(arrays)
 
-    def __call__(self, masks: jax.Array, slots: np.ndarray, words: np.ndarray) -> jax.Array:
-        """The masks after an upload that `padded` gave."""
-        return self._compiled[len(slots) // self._ranks](masks, slots, words)
+    def __call__(self, masked: Masked, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> Masked:
+        """The state's arrays after an upload that `padded` gave."""
+        return self._compiled[len(slots) // self._ranks](masked, slots, words, verified)
+
+    def _given(self, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        number, sharding = self._ranks * size, of_ranks(self._mesh)
+        dims = ((number,), (number, *self._shape.shape[1:]), (number,))
+        return tuple(jax.ShapeDtypeStruct(each, jnp.int32, sharding=sharding) for each in dims)
 
     def _compile(self, size: int) -> jax.stages.Compiled:
-        number, sharding = self._ranks * size, of_ranks(self._mesh)
-        slots = jax.ShapeDtypeStruct((number,), jnp.int32, sharding=sharding)
-        words = jax.ShapeDtypeStruct((number, *self._shape.shape[1:]), jnp.int32, sharding=sharding)
-        given = (self._shape, slots, words)
-        copy = on_mesh(_copy, self._mesh, specs(given), specs(self._shape))
-        return jax.jit(copy, donate_argnums=0, out_shardings=self._shape.sharding).lower(*given).compile()
+        given = (self._shapes, *self._given(size))
+        copy = on_mesh(_copy, self._mesh, specs(given), specs(self._shapes))
+        out = jax.tree.map(lambda shape: shape.sharding, self._shapes)
+        return jax.jit(copy, donate_argnums=0, out_shardings=out).lower(*given).compile()
 
 
-def _padded(slots: np.ndarray, words: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """So many slots with their masks. Slot 0 is padding: nobody reads its masks."""
-    pad = size - len(slots)
-    if pad:
-        slots, words = np.pad(slots, (0, pad)), np.concatenate([words, np.zeros((pad, *words.shape[1:]), np.int32)])
-    return slots, words
-
-
-def _copy(masks: jax.Array, slots: jax.Array, words: jax.Array) -> jax.Array:
-    return masks.at[slots].set(words)
+def _copy(masked: Masked, slots: jax.Array, words: jax.Array, verified: jax.Array) -> Masked:
+    held = masked.held if isinstance(masked.held, tuple) else masked.held.at[slots].min(verified)
+    return Masked(masked.masks.at[slots].set(words), held)

@@ -23,7 +23,7 @@ from jaxspec.engine.expert_load import ExpertLoad
 from jaxspec.engine.follower import Follower
 from jaxspec.engine.launcher import Launcher
 from jaxspec.engine.leader import Leader
-from jaxspec.engine.masks import MaskUpload
+from jaxspec.engine.masks import Masked, MaskUpload
 from jaxspec.engine.orders import Kind, Order
 from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.scoring import following_ids, unpack, wants_scores
@@ -167,7 +167,7 @@ class Runner:
         # How lies what the host brings and reads.
         self._of_ranks = of_ranks(mesh)
         self.expert_load = ExpertLoad.zero(model, mesh.size) if settings.expert_load_metrics else None
-        self._upload = MaskUpload(shapes.masks, mesh)
+        self._upload = MaskUpload(Masked(shapes.masks, shapes.held), mesh)
         self._count = CountUpload(shapes.counts, settings.max_model_len, mesh)
         most = max(bucket.prefill_rows for bucket in self.buckets)
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most, mesh)
@@ -254,10 +254,9 @@ class Runner:
     def _warm_up(self, progress: Progress | None, announce: Progress | None, wait_for_all: bool) -> None:
         if self.settings.on_gpu:  # not before the parameters are there: they would fill the gaps
             self._between_gaps = leave_gaps(self.layouts.values(), self._of_ranks)
-        self.state = self.state._replace(
-            masks=self._upload.warm_up(self.state.masks, self.store),
-            counts=self._count.warm_up(self.state.counts, self.store),
-        )
+        masked = self._upload.warm_up(Masked(self.state.masks, self.state.held), self.store)
+        counts = self._count.warm_up(self.state.counts, self.store)
+        self.state = self.state._replace(counts=counts, **masked._asdict())
         if self.settings.state_snapshots:
             self.state = self._copies.warm_up(self.state, self.store)
         every = self.executables
@@ -346,9 +345,10 @@ class Runner:
         _, n, words = self.compiler.state.masks.shape
         return n, words
 
-    def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
-        """int32 [X] distinct slots get the masks int32 [X, n, words] before the next step. See `Constraint`."""
-        self.launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, words)))
+    def write_masks(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> None:
+        """int32 [X] distinct slots get the masks int32 [X, n, words], and verify at most int32 [X] drafts, in the next step.
+        See `Constraint`."""
+        self.launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, words, verified)))
 
     def put(self, **fields: np.ndarray) -> None:
         """Replaces fields of the state that every device of a rank has whole. Not while requests run: it waits for copies."""

@@ -1,8 +1,10 @@
 """The host rule of a request with a grammar: it says which ids may come next, and passes the text on."""
 
 import functools
+import math
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,10 @@ from jaxspec.text import TextStream, Tokenizer, text_stream
 # strings takes nearly 2 ms (near a string's end), the others 0.03, and the step waits for all:
 # eight threads took as long as four.
 MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+
+
+# A matcher, and the row of its rule's masks that it is to fill before the next one.
+_Masks = Generator[tuple[Any, int], None, None]
 
 
 class CompiledThought(NamedTuple):
@@ -137,51 +143,66 @@ class GrammarRule(Constraint):
         self.fill_many([(self, drafts)], words[None])
 
     @classmethod
-    def fill_many(cls, rows: Sequence[tuple["GrammarRule", Sequence[int]]], words: np.ndarray) -> None:
+    def fill_many(
+        cls, rows: Sequence[tuple["GrammarRule", Sequence[int]]], words: np.ndarray, until: float = math.inf
+    ) -> list[int]:
         """See `Constraint`. One mask of each rule at a time, in the library's threads, which take neighbours: those of a tree
         are together, so that no thread waits for another's.
         """
         n, nbytes = words.shape[1], words[0, 0].nbytes
         assert words.flags.c_contiguous
-        going = [(x * n, rule._masks_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
-        going = [going[x] for x in sorted(range(len(rows)), key=lambda x: rows[x][0]._tree)]
+        verified = [len(drafts) for _, drafts in rows]
+        going = [(x, rule._masks_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
+        going.sort(key=lambda each: rows[each[0]][0]._tree)
         while True:
-            steps = [(first, masks, next(masks, None)) for first, masks in going]
-            wanted = [(mask[0], first + mask[1]) for first, _, mask in steps if mask is not None]
-            going = [(first, masks) for first, masks, mask in steps if mask is not None]
+            steps = [(x, masks, next(masks, None)) for x, masks in going]
+            if time.monotonic() >= until:
+                for x, masks, mask in steps:
+                    if mask is not None and mask[1] > 0:
+                        masks.close()
+                        verified[x] = mask[1] - 1
+                steps = [step for step in steps if step[2] is not None and step[2][1] == 0]
+            wanted = [(mask[0], x * n + mask[1]) for x, _, mask in steps if mask is not None]
+            going = [(x, masks) for x, masks, mask in steps if mask is not None]
             if not wanted:
-                return
+                return verified
             if len(wanted) == 1 or MASK_THREADS == 1:  # threads have to be woken
                 for matcher, row in wanted:
                     matcher.unsafe_compute_mask_ptr(words.ctypes.data + row * nbytes, nbytes)
             else:
                 _executor().unsafe_compute_mask_ptr(wanted, words.ctypes.data, nbytes, len(rows) * n)
 
-    def _masks_to_fill(self, drafts: Sequence[int], words: np.ndarray) -> Iterator[tuple[Any, int]]:
-        """Fills the rows that need no mask of the answer's matcher; gives each other one, after the matcher that fills it."""
-        before, matcher, consumed = self._before, self._matcher, 0
-        for row, words_M in enumerate(words):
-            if before is None:
-                yield matcher, row
-                self._note_error(matcher)
-            else:
-                yield from self._mask_before_answer(before, words_M, row)
-            if row + 1 == len(words) or row >= len(drafts):
-                break
-            draft = drafts[row]
-            if not words_M[draft >> 5] >> (draft & 31) & 1:
-                break
-            if before is not None:
-                before, matcher = self._read_on(before, draft)
-            elif matcher.is_stopped() or matcher.try_consume_tokens([draft]) != 1:
-                break
-            else:
-                consumed += 1
-        words[row + 1 :] = -1
-        if consumed:
-            matcher.rollback(consumed)
+    def _masks_to_fill(self, drafts: Sequence[int], words: np.ndarray) -> _Masks:
+        """Fills the rows that need no mask of the answer's matcher; gives each other one, after the matcher that fills it.
 
-    def _mask_before_answer(self, before: _Before, words_M: np.ndarray, row: int) -> Iterator[tuple[Any, int]]:
+        Where it is closed at a row, that one and those after it allow everything.
+        """
+        before, matcher, consumed, filled = self._before, self._matcher, 0, 0
+        try:
+            for row, words_M in enumerate(words):
+                if before is None:
+                    yield matcher, row
+                    self._note_error(matcher)
+                else:
+                    yield from self._mask_before_answer(before, words_M, row)
+                filled = row + 1
+                if filled == len(words) or row >= len(drafts):
+                    break
+                draft = drafts[row]
+                if not words_M[draft >> 5] >> (draft & 31) & 1:
+                    break
+                if before is not None:
+                    before, matcher = self._read_on(before, draft)
+                elif matcher.is_stopped() or matcher.try_consume_tokens([draft]) != 1:
+                    break
+                else:
+                    consumed += 1
+        finally:
+            words[filled:] = -1
+            if consumed:
+                matcher.rollback(consumed)
+
+    def _mask_before_answer(self, before: _Before, words_M: np.ndarray, row: int) -> _Masks:
         if before.opening is None and before.closing is None:
             assert self._thought is not None
             words_M[:] = -1

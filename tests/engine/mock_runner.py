@@ -79,9 +79,10 @@ class MockRunner:
     def in_flight(self) -> int:
         return len(self._queue) + (self.begun is not None)
 
-    def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
+    def write_masks(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> None:
         assert len(set(slots.tolist())) == len(slots)
         self.masks[slots] = words[:, 0, 0]
+        self.held[slots] = np.minimum(self.held[slots], verified)
 
     def slot_of(self, request: Request) -> int:
         """In this rank's arrays."""
@@ -320,10 +321,11 @@ class MockRanks:
     def in_flight(self) -> int:
         return self.ranks[0].in_flight
 
-    def write_masks(self, slots: np.ndarray, words: np.ndarray) -> None:
+    def write_masks(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> None:
         numbers, own = np.divmod(slots, self.settings.max_slots)
         for number, rank in enumerate(self.ranks):
-            rank.write_masks(own[numbers == number], words[numbers == number])
+            mine = numbers == number
+            rank.write_masks(own[mine], words[mine], verified[mine])
 
     def dispatch(self, plan: StepPlan) -> None:
         assert all(request.rank == number for number, part in enumerate(plan.parts) for request in part.requests)

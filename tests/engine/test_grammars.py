@@ -44,6 +44,7 @@ import collections
 import contextlib
 import itertools
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -55,6 +56,7 @@ import numpy as np
 import pytest
 
 from jaxspec.compat import compiles
+from jaxspec.engine.mask_pace import MaskPace
 from jaxspec.engine.request import Request
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.sampling.structured import StructuredOutputsParams
@@ -162,6 +164,19 @@ def check(runner, want, engine, rng, *, atol=2e-4):
     return accepted
 
 
+class ErraticPace(MaskPace):
+    """There is never time for the masks after drafts, or always, by turns at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.late, self._rng = 0, random.Random(2)
+
+    def until(self, bucket, read):  # noqa: ARG002
+        is_late = self._rng.random() < 0.5
+        self.late += is_late
+        return -math.inf if is_late else math.inf
+
+
 def record_plans(engine):
     """A list to which each step's plan is added once it is read."""
     plans = []
@@ -173,7 +188,7 @@ def record_plans(engine):
 def test_every_text_is_that_of_plain_decoding(name, cases):
     """Whatever the draft and its length, read at once or late, in mixed steps or not, with or without preemption.
 
-    Where steps are read late and may run in two parts, many do.
+    Where steps are read late and may run in two parts, many do, and half of these begin no mask after a draft.
     """
     make, scripted = RUNNERS[name]
     runner, want, rng = make(), solo(scripted), random.Random(0)
@@ -186,9 +201,11 @@ def test_every_text_is_that_of_plain_decoding(name, cases):
         with options(runner, readout_depth=depth, mixed=mixed):
             engine = make_engine(runner, usable)
             plans = record_plans(engine)
+            engine.mask_pace = pace = ErraticPace()
             accepted += check(runner, want, engine, rng)
         split = sum(plan.split for plan in plans)
         assert split > len(plans) / 4 if depth and runner.split else split == 0
+        assert pace.late >= split / 4
         preempted += engine.stats().num_preemptions
     assert compiles.total == before
     assert preempted > 0

@@ -1,17 +1,20 @@
 """Constrained requests inside the real step: what a mask forbids never comes, whatever else the engine does."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 
 from jaxspec.compat import compiles
+from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.host_rule import RuleResult
+from jaxspec.engine.mask_pace import MaskPace
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
 from tests.engine.test_schedules import options
-from tests.engine.test_transforms import plant, raw_logits
+from tests.engine.test_transforms import Planter, plant, raw_logits
 from tests.engine.tiny import EOS, VOCAB, cached, make_engine, run, tiny_runner
 from tests.host_rules import RandomConstraint
 from tests.sampling.rules_reference import softmax
@@ -346,16 +349,89 @@ def test_synthetic_acceptance_is_refused():
         engine.add(Request("r", [7], SamplingParams(), RandomConstraint(VOCAB, EOS)))
 
 
+@pytest.mark.long
+def test_drafts_without_masks_are_not_verified():
+    """In a step whose masks after drafts would be late, constrained rows choose one token. The text is the same."""
+
+    class Late(RandomConstraint):
+        @classmethod
+        def fill_many(cls, rows, words, until=math.inf):
+            known = super().fill_many(rows, words)
+            if until < math.inf:
+                words[:, 1:] = 0  # not even the end may come
+                known = [0] * len(rows)
+            return known
+
+    class EveryThird(MaskPace):
+        steps = 0
+
+        def until(self, bucket, read):  # noqa: ARG002
+            self.steps += 1
+            return math.inf if self.steps % 3 else 0.0
+
+    engine = late_engine(1, k=K, split=True)
+    engine.mask_pace = EveryThird()
+    everyone, steps, rng = list(requests()), [], np.random.default_rng(0)
+    for request in constrained(everyone):
+        request.rule.__class__ = Late
+    texts = {name: text for name, (text, _, _) in solo().items()}
+
+    def draft_of(request, index):
+        text = texts[request.id]
+        return text[index] if index < len(text) and rng.random() < 0.7 else int(rng.integers(6, VOCAB))
+
+    with Planter(engine, draft_of):
+        plant_read = engine.observer
+        engine.observer = lambda step: (plant_read(step), steps.append(step))
+        ids, _, _ = run(engine, everyone)
+    assert ids == texts
+    verified = {"late": [], "in time": [], "free": []}
+    number = 0
+    for step in steps:
+        number += step.plan.split
+        kind = "in time" if not step.plan.split or number % 3 else "late"
+        for row, request in enumerate(step.plan.decode, len(step.plan.prefill)):
+            if step.emitted[row]:
+                verified[kind if request.constraint else "free"].append(int(step.verified[row]))
+    assert {kind: set(counts) for kind, counts in verified.items()} == {"late": {0}, "in time": {K}, "free": {K}}
+
+
 def test_uploads_of_any_number_of_slots():
     runner = tiny_runner()
     S, *shape = runner.state.masks.shape
     rng = np.random.default_rng(0)
-    for count in (1, 2, S - 1):
+    for count in (1, 2, 4, S - 1):
         slots = rng.permutation(np.arange(1, S))[:count].astype(np.int32)
         words = rng.integers(-(2**31), 2**31, (count, *shape)).astype(np.int32)
         before = np.array(runner.state.masks)
-        runner.write_masks(slots, words)
+        runner.write_masks(slots, words, np.zeros(count, np.int32))
         after = np.array(runner.state.masks)
         np.testing.assert_array_equal(after[slots], words)
         others = np.setdiff1d(np.arange(1, S), slots)
         np.testing.assert_array_equal(after[others], before[others])
+
+
+def test_uploads_lower_what_slots_hold():
+    """And never raise it: where fewer drafts were found than there are masks for."""
+    runner = tiny_runner(K)
+    S = runner.state.held.shape[0]
+    held = np.arange(S, dtype=np.int32) % (K + 1)
+    runner.put(held=held)
+    slots, verified = np.array([2, 5, 7], np.int32), np.array([1, 3, 0], np.int32)
+    runner.write_masks(slots, np.zeros((3, *runner.mask_shape), np.int32), verified)
+    want = held.copy()
+    want[slots] = np.minimum(held[slots], verified)
+    np.testing.assert_array_equal(np.array(runner.state.held)[1:], want[1:])
+    runner.put(held=np.zeros(S, np.int32))
+
+
+def test_masks_have_half_of_the_shortest_step_lately():
+    pace, bucket, other = MaskPace(), Bucket(0, 0, 8, "full", K), Bucket(0, 0, 4, "full", K)
+    assert pace.until(bucket, 5.0) == math.inf
+    for seconds in (0.3, 0.010, 0.020):
+        pace.observe(bucket, seconds)
+    assert pace.until(bucket, 5.0) == pytest.approx(5.0 + 0.0101 / 2)
+    assert pace.until(other, 5.0) == math.inf
+    for _ in range(1000):
+        pace.observe(bucket, 0.020)
+    assert pace.until(bucket, 5.0) == pytest.approx(5.01)
