@@ -48,7 +48,7 @@ from jaxspec.compat import compiles
 from jaxspec.config import EngineConfig, np_dtype, resolve_dtype
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.host_rule import HostRule, RuleResult
+from jaxspec.engine.host_rule import FilledMasks, HostRule, RuleResult
 from jaxspec.engine.output import FinishReason
 from jaxspec.engine.plan import StepPlan
 from jaxspec.engine.request import Request
@@ -125,11 +125,11 @@ class WatchedRule(GrammarRule):
     @classmethod
     def fill_many(
         cls, rows: Sequence[tuple[GrammarRule, Sequence[int]]], words: np.ndarray, until: float = math.inf
-    ) -> list[int]:
+    ) -> list[FilledMasks]:
         started = time.perf_counter()
-        verified = super().fill_many(rows, words, until)
+        filled = super().fill_many(rows, words, until)
         seconds = (time.perf_counter() - started) / len(rows)
-        for (rule, drafts), count, words_nM in zip(rows, verified, words, strict=True):
+        for (rule, drafts), (_, count), words_nM in zip(rows, filled, words, strict=True):
             assert isinstance(rule, WatchedRule)
             rule.seconds += seconds
             rule.asked += 1
@@ -137,7 +137,7 @@ class WatchedRule(GrammarRule):
             masked = enumerate(drafts[:count])
             forbidden = (i for i, draft in masked if not words_nM[i, draft >> 5] >> (draft & 31) & 1)
             rule._drafts, rule._legal = count, next(forbidden, count)
-        return verified
+        return filled
 
     def feed(self, ids: Sequence[int], ended: FinishReason | None) -> RuleResult:
         self.blocked += len(ids) - 1 == self._legal < self._drafts
@@ -272,14 +272,24 @@ def _windows(requests: Sequence[Request]) -> tuple[int, int]:
 
 
 def host_seconds(log: Times, seconds: float, masks: float) -> dict[str, float]:
-    """Seconds a step in all, and of the host: planning and dispatching, waiting, working on what it read; masks in that."""
+    """Seconds a step in all, and of the host: planning and dispatching, waiting, working on what it read; masks in that.
+
+    p95: which a step in twenty exceeds.
+    """
     steps = log.steps
+
+    def p95(values: Sequence[float]) -> float:
+        return float(np.percentile(values, 95))
+
     return {
         "step": seconds / len(steps),
         "dispatch": statistics.mean(t.dispatched - t.planned for t in steps),
         "wait": statistics.mean(t.read - t.reading for t in steps),
         "after_read": statistics.mean(t.processed - t.read for t in steps),
         "masks": masks / len(steps),
+        "step_p95": p95(np.diff([t.read for t in steps]).tolist()),
+        "dispatch_p95": p95([t.dispatched - t.planned for t in steps]),
+        "after_read_p95": p95([t.processed - t.read for t in steps]),
     }
 
 
@@ -416,6 +426,7 @@ def run(arguments: argparse.Namespace) -> int:
 def print_tables(result: dict[str, Any]) -> None:
     print(f"{result['model']}, {result['layers']} layers, {result['dtype']}, {result['rows']} rows: ms per token")
     lines = []
+    shown = ("step", "step_p95", "wait", "dispatch", "after_read", "after_read_p95", "masks")
     for row in result["drafts"]:
         for batch, times in row["ms_per_token"].items():
             host = row["host_ms_a_step"][batch]
@@ -424,22 +435,33 @@ def print_tables(result: dict[str, Any]) -> None:
             lines.append(
                 [str(row["drafted_tokens"]), batch, *(f"{times[group]:.3f}" for group in BOUNDS)]
                 + ["" if accepted[group] is None else f"{accepted[group]:.2f}" for group in BOUNDS]
-                + [f"{host[what]:.3f}" for what in ("step", "wait", "dispatch", "after_read", "masks")]
+                + [f"{host[what]:.3f}" for what in shown]
                 + ([f"{device['kernels_ms']:.3f}", f"{device['launches']:g}", f"{100 * device['idle']:.1f} %"] if device
                    else ["", "", ""])
             )  # fmt: skip
     header = ["drafts", "batch", *BOUNDS, *(f"accepted, {group}" for group in BOUNDS)]
-    header += ["ms a step", "host waits", "dispatches", "after read", "masks", "kernels", "launches", "idle"]
+    header += [
+        "ms a step",
+        "p95",
+        "host waits",
+        "dispatches",
+        "after read",
+        "p95",
+        "masks",
+        "kernels",
+        "launches",
+        "idle",
+    ]
     print(record.table(header, lines))
     for row in result["drafts"]:
+        late = f"{100 * row['late']:.1f} % of constrained rows' steps verified fewer drafts"
         ratios = ", ".join(
             f"{group} {row['over_free'][group]:.3f} (over full sampling {row['over_full'][group]:.3f})"
             for group in BOUNDS
         )
         step = f"a step {row['step_over_free']:.3f}"
-        print(
-            f"{row['drafted_tokens']} drafts: {ratios}; {step}; {100 * row['split_steps']:.0f} % of the steps chose late"
-        )
+        split = f"{100 * row['split_steps']:.0f} % of the steps chose late"
+        print(f"{row['drafted_tokens']} drafts: {ratios}; {step}; {split}; {late}")
     for gate in result["gates"]:
         where = f"{gate['worst']:g} at {gate['drafted_tokens']} drafts; bound {gate['bound']:g}"
         print(f"{'met' if gate['met'] else 'NOT met'}: {gate['gate']} ({where})")

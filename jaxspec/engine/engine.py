@@ -107,7 +107,7 @@ class Engine:
         self._calibration: Calibration | None = None
         # On a CPU it is the step that takes the time, and the same requests should take the same steps.
         self.mask_pace = MaskPace() if runner.settings.on_gpu else None
-        self._last_read = -math.inf
+        self._last_read, self._mask_seconds = -math.inf, 0.0
         self.ranks = tuple(
             Scheduler(runner.settings, runner.buckets, control=self.control, rank=rank)
             for rank in range(runner.settings.data_parallel_size)
@@ -377,10 +377,10 @@ class Engine:
             if emitted:
                 outputs.append(self._emit(step, row, request, emitted, accepted, read))
         if self.mask_pace is not None and step.plan.split:
-            self.mask_pace.observe(step.bucket, read - self._last_read)
+            self.mask_pace.observe(step.bucket, read - self._last_read, reading - self._last_read - self._mask_seconds)
         self._last_read = read
         if self.runner.begun and self.runner.in_flight == 1:
-            self._choose(self.runner.begun, read)
+            self._choose(self.runner.begun)
         self.control.observe(seen)
         if self.step_log is not None:
             times = StepTimes(planned, dispatched, reading, read, time.monotonic())
@@ -388,12 +388,13 @@ class Engine:
             self.step_log.write(step.plan, step.bucket, times, step.emitted, step.accepted, waiting=waiting)
         return outputs
 
-    def _choose(self, begun: StepPlan, read: float) -> None:
-        """Lets the rows of the split step choose, all steps before which are read, the last one at `read`."""
-        until = math.inf
+    def _choose(self, begun: StepPlan) -> None:
+        """Lets the rows of the split step choose, all steps before which are read."""
+        started, allowed = time.monotonic(), math.inf
         if self.mask_pace is not None:
-            until = self.mask_pace.until(bucket_for(self.runner.split_ready, begun), read)
-        write_masks(self.runner, begun, until)
+            allowed = self.mask_pace.allowed(bucket_for(self.runner.split_ready, begun))
+        write_masks(self.runner, begun, started + allowed)
+        self._mask_seconds = time.monotonic() - started
         self.runner.choose()
 
     def _emit(

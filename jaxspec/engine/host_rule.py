@@ -52,6 +52,18 @@ class HostRule(Protocol):
         ...
 
 
+class FilledMasks(NamedTuple):
+    """What was filled of a row's n masks.
+
+    Attributes:
+        masks: how many, from the first on, 1 to n. What those after them say does not count.
+        verified: how many of its drafts the row may verify: fewer than it has where masks that count were left out.
+    """
+
+    masks: int
+    verified: int
+
+
 class Constraint(Protocol):
     """Says which ids may come next, given all that its rule has been fed."""
 
@@ -71,16 +83,13 @@ class Constraint(Protocol):
         rows: Sequence[tuple[Self, Sequence[int]]],
         words: np.ndarray,
         until: float = math.inf,  # noqa: ARG003
-    ) -> list[int]:
+    ) -> list[FilledMasks]:
         """`fill_masks` of several constraints of this class with their drafts.
 
         Args:
-            words: int32 [X, n, ceil(V / 32)].
+            words: int32 [X, n, ceil(V / 32)], of which only the masks that count need to be written.
             until: the `time.monotonic()` from which a class that takes long should begin no mask after a draft.
-
-        Returns:
-            How many of its drafts each row may verify: fewer than it has where masks were left out.
         """
         for (constraint, drafts), words_nM in zip(rows, words, strict=True):
             constraint.fill_masks(drafts, words_nM)
-        return [len(drafts) for _, drafts in rows]
+        return [FilledMasks(words.shape[1], len(drafts)) for _, drafts in rows]

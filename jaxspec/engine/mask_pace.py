@@ -1,31 +1,39 @@
-"""How long the host may fill the masks of a split step: as long as the device computes what their rows wait for."""
+"""How long the host may fill the masks of a split step: as long as the device does not wait for it."""
 
 import math
 
 from jaxspec.engine.buckets import Bucket
 
-# Of the time from one step's output to the next one's. The rest is for masks that were begun, their upload and the launch of
-# what chooses, which also has to be there before the forward pass ends, and for what follows that pass on the device.
-SHARE = 0.5
-# What a bucket's steps take at least: the shortest time seen, which so many parts of itself later steps may take longer.
+# Masks that were begun still take so long, in seconds: those of JSON with bounded strings do.
+LONGEST = 0.002
+# What steps take at least is the shortest time seen, and what the host does beside masks a mean: both forget so much a step.
 FORGETS = 0.01
 
 
 class MaskPace:
-    """Follows how long steps take where masks are there in time."""
+    """Follows how long the steps of a bucket take where masks are there in time, and how long the host works in them beside
+    masks."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Bucket, float] = {}
+        self._seconds: dict[Bucket, tuple[float, float]] = {}
 
-    def until(self, bucket: Bucket, read: float) -> float:
-        """The `time.monotonic()` from which rows verify fewer drafts rather than wait for further masks.
+    def allowed(self, bucket: Bucket) -> float:
+        """Seconds after which rows verify fewer drafts rather than wait for further masks.
 
         Args:
             bucket: of the split step.
-            read: when the step before it was read: its forward pass has begun since.
         """
-        return read + SHARE * self._seconds.get(bucket, math.inf)
+        if bucket not in self._seconds:
+            return math.inf
+        step, host = self._seconds[bucket]
+        return step - host - LONGEST
 
-    def observe(self, bucket: Bucket, seconds: float) -> None:
-        """A split step was read so many seconds after the one before it."""
-        self._seconds[bucket] = min(seconds, (1 + FORGETS) * self._seconds.get(bucket, math.inf))
+    def observe(self, bucket: Bucket, step: float, host: float) -> None:
+        """
+        Args:
+            bucket: of a split step that was read.
+            step: seconds since the step before it was read.
+            host: of these the seconds in which the host worked on something else than masks.
+        """
+        shortest, mean = self._seconds.get(bucket, (math.inf, host))
+        self._seconds[bucket] = min(step, (1 + FORGETS) * shortest), mean + FORGETS * (host - mean)

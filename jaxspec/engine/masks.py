@@ -11,14 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.engine.executables import ExecutableStore
-from jaxspec.engine.host_rule import Constraint
+from jaxspec.engine.host_rule import Constraint, FilledMasks
 from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.plan import NO_ID, StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.models.params import num_ranks, of_ranks
 
-# An upload copies the masks of so many slots of a rank, or of all.
-UPLOAD_SLOTS = (1, 4, 16, 32, 64)
+# An upload copies so many masks of a rank, or all.
+UPLOAD_MASKS = (1, 4, 16, 32, 64)
 
 
 class MaskStore(Protocol):
@@ -29,8 +29,15 @@ class MaskStore(Protocol):
         """(n, words) of a slot's masks."""
         ...
 
-    def write_masks(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> None:
-        """int32 [X] distinct slots get the masks int32 [X, n, words], and verify at most int32 [X] drafts, in the next step."""
+    def write_masks(self, slots: np.ndarray, verified: np.ndarray, counts: np.ndarray, words: np.ndarray) -> None:
+        """What the next step's constrained rows go by.
+
+        Args:
+            slots: int32 [X] distinct.
+            verified: int32 [X] how many drafts each verifies at most.
+            counts: int32 [X] how many masks each gets, from the first on; its others allow everything.
+            words: int32 [sum of the counts, words] these masks, one slot's after the other's.
+        """
         ...
 
 
@@ -44,14 +51,15 @@ def write_masks(store: MaskStore, plan: StepPlan, until: float = math.inf) -> No
     if not rows:
         return
     words = np.empty((len(rows), *store.mask_shape), np.int32)
-    verified: list[int] = []
+    filled: list[FilledMasks] = []
     rows.sort(key=lambda row: id(type(row[1])))
     for kind, group in itertools.groupby(rows, key=lambda row: type(row[1])):
         members = [(constraint, drafts) for _, constraint, drafts in group]
-        first = len(verified)
-        verified += kind.fill_many(members, words[first : first + len(members)], until)
+        first = len(filled)
+        filled += kind.fill_many(members, words[first : first + len(members)], until)
     slots = np.array([request.slot for request, _, _ in rows], np.int32)
-    store.write_masks(slots, words, np.array(verified, np.int32))
+    counts, verified = np.array(filled, np.int32).T
+    store.write_masks(slots, verified, counts, words[np.arange(words.shape[1]) < counts[:, None]])
 
 
 def constrained_rows(plan: StepPlan) -> list[tuple[Request, Constraint, tuple[int, ...]]]:
@@ -70,6 +78,10 @@ def constrained_rows(plan: StepPlan) -> list[tuple[Request, Constraint, tuple[in
     ]
 
 
+# Columns that say where a mask goes: slot, position, how many drafts the slot verifies at most.
+PLACES = 3
+
+
 class Masked(NamedTuple):
     """What an upload changes of the state.
 
@@ -82,7 +94,7 @@ class Masked(NamedTuple):
 
 
 class MaskUpload:
-    """Compiled copies of masks to the device, for a few numbers of slots. They hold the donated arrays for a moment.
+    """Compiled copies of masks to the device, for a few numbers of masks. They hold the donated arrays for a moment.
 
     What a slot holds falls to the drafts that its masks are for. The next step says anew what it holds.
 
@@ -96,8 +108,8 @@ class MaskUpload:
         self._shapes = shapes
         self._shape = shape = shapes.masks
         self._max_slots = shape.shape[0] // self._ranks
-        most = self._max_slots - 1
-        self._sizes = sorted({size for size in UPLOAD_SLOTS if size < most} | {most})
+        most = (self._max_slots - 1) * shape.shape[1]
+        self._sizes = sorted({size for size in UPLOAD_MASKS if size < most} | {most})
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
     def warm_up(self, masked: Masked, store: ExecutableStore) -> Masked:
@@ -108,30 +120,36 @@ class MaskUpload:
             masked = self(masked, *(np.zeros(each.shape, each.dtype) for each in self._given(size)))
         return masked
 
-    def padded(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The smallest upload for `slots`, of each rank the same; see `MaskStore.write_masks`. Slot 0 is padding: nobody reads
-        its masks."""
-        ranks, own_slots = np.divmod(slots, self._max_slots)
-        counts = np.bincount(ranks, minlength=self._ranks)
-        size = next(s for s in self._sizes if s >= counts.max())
-        if len(slots) == self._ranks * size == size:
-            return slots, words, verified
-        arrays = []
-        for values in (own_slots.astype(np.int32), words, verified):
-            padded = np.zeros((self._ranks, size, *values.shape[1:]), np.int32)
-            for rank, count in enumerate(counts):
-                padded[rank, :count] = values[ranks == rank]
-            arrays.append(padded.reshape(-1, *values.shape[1:]))
-        return tuple(arrays)
+    def padded(
+        self, slots: np.ndarray, verified: np.ndarray, counts: np.ndarray, words: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The smallest upload, of each rank the same; see `MaskStore.write_masks`. Slot 0 is padding: nobody reads its masks.
 
-    def __call__(self, masked: Masked, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> Masked:
+        Returns:
+            int32 [ranks * size, PLACES] of each mask where it goes; int32 [ranks * size, words].
+        """
+        ranks, own_slots = np.divmod(slots, self._max_slots)
+        positions = np.arange(self._shape.shape[1])[None, :]
+        row, position = np.nonzero(positions < counts[:, None])
+        places = np.stack([own_slots[row], position, verified[row]], axis=1).astype(np.int32)
+        per_rank = np.bincount(ranks[row], minlength=self._ranks)
+        size = next(s for s in self._sizes if s >= per_rank.max())
+        padded = []
+        for values in (places, words):
+            each = np.zeros((self._ranks, size, values.shape[1]), np.int32)
+            for rank, count in enumerate(per_rank):
+                each[rank, :count] = values[ranks[row] == rank]
+            padded.append(each.reshape(-1, values.shape[1]))
+        return padded[0], padded[1]
+
+    def __call__(self, masked: Masked, places: np.ndarray, words: np.ndarray) -> Masked:
         """The state's arrays after an upload that `padded` gave."""
-        return self._compiled[len(slots) // self._ranks](masked, slots, words, verified)
+        return self._compiled[len(places) // self._ranks](masked, places, words)
 
     def _given(self, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         number, sharding = self._ranks * size, of_ranks(self._mesh)
-        dims = ((number,), (number, *self._shape.shape[1:]), (number,))
-        return tuple(jax.ShapeDtypeStruct(each, jnp.int32, sharding=sharding) for each in dims)
+        columns = (PLACES, self._shape.shape[2])
+        return tuple(jax.ShapeDtypeStruct((number, each), jnp.int32, sharding=sharding) for each in columns)
 
     def _compile(self, size: int) -> jax.stages.Compiled:
         given = (self._shapes, *self._given(size))
@@ -140,6 +158,7 @@ class MaskUpload:
         return jax.jit(copy, donate_argnums=0, out_shardings=out).lower(*given).compile()
 
 
-def _copy(masked: Masked, slots: jax.Array, words: jax.Array, verified: jax.Array) -> Masked:
+def _copy(masked: Masked, places: jax.Array, words: jax.Array) -> Masked:
+    slots, positions, verified = places.T
     held = masked.held if isinstance(masked.held, tuple) else masked.held.at[slots].min(verified)
-    return Masked(masked.masks.at[slots].set(words), held)
+    return Masked(masked.masks.at[slots].set(-1).at[slots, positions].set(words), held)

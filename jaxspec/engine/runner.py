@@ -345,10 +345,9 @@ class Runner:
         _, n, words = self.compiler.state.masks.shape
         return n, words
 
-    def write_masks(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> None:
-        """int32 [X] distinct slots get the masks int32 [X, n, words], and verify at most int32 [X] drafts, in the next step.
-        See `Constraint`."""
-        self.launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, words, verified)))
+    def write_masks(self, slots: np.ndarray, verified: np.ndarray, counts: np.ndarray, words: np.ndarray) -> None:
+        """See `MaskStore`."""
+        self.launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, verified, counts, words)))
 
     def put(self, **fields: np.ndarray) -> None:
         """Replaces fields of the state that every device of a rank has whole. Not while requests run: it waits for copies."""

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.engine.host_rule import Constraint, RuleResult
+from jaxspec.engine.host_rule import Constraint, FilledMasks, RuleResult
 from jaxspec.engine.output import FinishReason
 from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream, Tokenizer, text_stream
 
 # That fill the masks of a step, and trees of the vocabulary (150 MB each with 160,000 ids). One mask in 25 of JSON with short
-# strings takes nearly 2 ms (near a string's end), the others 0.03, and the step waits for all:
-# eight threads took as long as four.
-MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+# strings takes 2 to 4 ms (near a string's end), the others 0.03 to 0.1, and the step waits for all: of 16 rows one step in
+# twenty has two such masks in one of four trees.
+MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 # A matcher, and the row of its rule's masks that it is to fill before the next one.
-_Masks = Generator[tuple[Any, int], None, None]
+_Masks = Generator[tuple[Any, int], None, int]
 
 
 class CompiledThought(NamedTuple):
@@ -140,32 +140,37 @@ class GrammarRule(Constraint):
 
     def fill_masks(self, drafts: Sequence[int], words: np.ndarray) -> None:
         """See `Constraint`. Rows after an illegal draft allow everything, since no one reads them."""
-        self.fill_many([(self, drafts)], words[None])
+        (filled,) = self.fill_many([(self, drafts)], words[None])
+        words[filled.masks :] = -1
 
     @classmethod
     def fill_many(
         cls, rows: Sequence[tuple["GrammarRule", Sequence[int]]], words: np.ndarray, until: float = math.inf
-    ) -> list[int]:
+    ) -> list[FilledMasks]:
         """See `Constraint`. One mask of each rule at a time, in the library's threads, which take neighbours: those of a tree
         are together, so that no thread waits for another's.
         """
         n, nbytes = words.shape[1], words[0, 0].nbytes
         assert words.flags.c_contiguous
-        verified = [len(drafts) for _, drafts in rows]
+        filled: dict[int, FilledMasks] = {}
         going = [(x, rule._masks_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
         going.sort(key=lambda each: rows[each[0]][0]._tree)
         while True:
-            steps = [(x, masks, next(masks, None)) for x, masks in going]
-            if time.monotonic() >= until:
-                for x, masks, mask in steps:
-                    if mask is not None and mask[1] > 0:
-                        masks.close()
-                        verified[x] = mask[1] - 1
-                steps = [step for step in steps if step[2] is not None and step[2][1] == 0]
-            wanted = [(mask[0], x * n + mask[1]) for x, _, mask in steps if mask is not None]
-            going = [(x, masks) for x, masks, mask in steps if mask is not None]
+            late = time.monotonic() >= until
+            wanted, further = [], []
+            for x, masks in going:
+                matcher, row = _next_mask(masks)
+                if matcher is None:
+                    filled[x] = FilledMasks(row, len(rows[x][1]))
+                elif late and row > 0:
+                    masks.close()
+                    filled[x] = FilledMasks(row, row - 1)
+                else:
+                    wanted.append((matcher, x * n + row))
+                    further.append((x, masks))
+            going = further
             if not wanted:
-                return verified
+                return [filled[x] for x in range(len(rows))]
             if len(wanted) == 1 or MASK_THREADS == 1:  # threads have to be woken
                 for matcher, row in wanted:
                     matcher.unsafe_compute_mask_ptr(words.ctypes.data + row * nbytes, nbytes)
@@ -173,10 +178,8 @@ class GrammarRule(Constraint):
                 _executor().unsafe_compute_mask_ptr(wanted, words.ctypes.data, nbytes, len(rows) * n)
 
     def _masks_to_fill(self, drafts: Sequence[int], words: np.ndarray) -> _Masks:
-        """Fills the rows that need no mask of the answer's matcher; gives each other one, after the matcher that fills it.
-
-        Where it is closed at a row, that one and those after it allow everything.
-        """
+        """Fills the rows that need no mask of the answer's matcher; gives each other one that counts, after the matcher that
+        fills it. Returns how many rows count."""
         before, matcher, consumed, filled = self._before, self._matcher, 0, 0
         try:
             for row, words_M in enumerate(words):
@@ -198,11 +201,13 @@ class GrammarRule(Constraint):
                 else:
                     consumed += 1
         finally:
-            words[filled:] = -1
             if consumed:
                 matcher.rollback(consumed)
+        return filled
 
-    def _mask_before_answer(self, before: _Before, words_M: np.ndarray, row: int) -> _Masks:
+    def _mask_before_answer(
+        self, before: _Before, words_M: np.ndarray, row: int
+    ) -> Generator[tuple[Any, int], None, None]:
         if before.opening is None and before.closing is None:
             assert self._thought is not None
             words_M[:] = -1
@@ -241,6 +246,14 @@ class GrammarRule(Constraint):
     def _note_error(self, matcher: Any) -> None:
         if matcher.is_error():
             self._error = self._error or matcher.get_error()
+
+
+def _next_mask(masks: _Masks) -> tuple[Any, int]:
+    """The next matcher with its row; without another one None and the number of rows."""
+    try:
+        return next(masks)
+    except StopIteration as stop:
+        return None, stop.value
 
 
 def _after(matcher: Any, token: int) -> Any:

@@ -79,9 +79,10 @@ class MockRunner:
     def in_flight(self) -> int:
         return len(self._queue) + (self.begun is not None)
 
-    def write_masks(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> None:
+    def write_masks(self, slots: np.ndarray, verified: np.ndarray, counts: np.ndarray, words: np.ndarray) -> None:
+        assert len(words) == counts.sum()
         assert len(set(slots.tolist())) == len(slots)
-        self.masks[slots] = words[:, 0, 0]
+        self.masks[slots] = words[np.cumsum(counts) - counts, 0]
         self.held[slots] = np.minimum(self.held[slots], verified)
 
     def slot_of(self, request: Request) -> int:
@@ -321,11 +322,11 @@ class MockRanks:
     def in_flight(self) -> int:
         return self.ranks[0].in_flight
 
-    def write_masks(self, slots: np.ndarray, words: np.ndarray, verified: np.ndarray) -> None:
+    def write_masks(self, slots: np.ndarray, verified: np.ndarray, counts: np.ndarray, words: np.ndarray) -> None:
         numbers, own = np.divmod(slots, self.settings.max_slots)
         for number, rank in enumerate(self.ranks):
             mine = numbers == number
-            rank.write_masks(own[mine], words[mine], verified[mine])
+            rank.write_masks(own[mine], verified[mine], counts[mine], words[np.repeat(mine, counts)])
 
     def dispatch(self, plan: StepPlan) -> None:
         assert all(request.rank == number for number, part in enumerate(plan.parts) for request in part.requests)

@@ -171,7 +171,7 @@ class ErraticPace(MaskPace):
         super().__init__()
         self.late, self._rng = 0, random.Random(2)
 
-    def until(self, bucket, read):  # noqa: ARG002
+    def allowed(self, bucket):  # noqa: ARG002
         is_late = self._rng.random() < 0.5
         self.late += is_late
         return -math.inf if is_late else math.inf

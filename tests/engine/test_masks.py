@@ -8,8 +8,8 @@ import pytest
 
 from jaxspec.compat import compiles
 from jaxspec.engine.buckets import Bucket
-from jaxspec.engine.host_rule import RuleResult
-from jaxspec.engine.mask_pace import MaskPace
+from jaxspec.engine.host_rule import FilledMasks, RuleResult
+from jaxspec.engine.mask_pace import LONGEST, MaskPace
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
@@ -358,14 +358,13 @@ def test_drafts_without_masks_are_not_verified():
         def fill_many(cls, rows, words, until=math.inf):
             known = super().fill_many(rows, words)
             if until < math.inf:
-                words[:, 1:] = 0  # not even the end may come
-                known = [0] * len(rows)
+                known = [FilledMasks(1, 0)] * len(rows)
             return known
 
     class EveryThird(MaskPace):
         steps = 0
 
-        def until(self, bucket, read):  # noqa: ARG002
+        def allowed(self, bucket):  # noqa: ARG002
             self.steps += 1
             return math.inf if self.steps % 3 else 0.0
 
@@ -396,17 +395,21 @@ def test_drafts_without_masks_are_not_verified():
     assert {kind: set(counts) for kind, counts in verified.items()} == {"late": {0}, "in time": {K}, "free": {K}}
 
 
-def test_uploads_of_any_number_of_slots():
-    runner = tiny_runner()
+@pytest.mark.parametrize("k", SPECULATING)
+def test_uploads_of_any_number_of_slots(k):
+    runner = tiny_runner(k)
     S, *shape = runner.state.masks.shape
     rng = np.random.default_rng(0)
     for count in (1, 2, 4, S - 1):
         slots = rng.permutation(np.arange(1, S))[:count].astype(np.int32)
         words = rng.integers(-(2**31), 2**31, (count, *shape)).astype(np.int32)
+        counts = rng.integers(1, shape[0] + 1, count).astype(np.int32)
+        counts[-1] = shape[0]
+        filled = np.arange(shape[0]) < counts[:, None]
         before = np.array(runner.state.masks)
-        runner.write_masks(slots, words, np.zeros(count, np.int32))
+        runner.write_masks(slots, np.zeros(count, np.int32), counts, words[filled])
         after = np.array(runner.state.masks)
-        np.testing.assert_array_equal(after[slots], words)
+        np.testing.assert_array_equal(after[slots], np.where(filled[..., None], words, -1))
         others = np.setdiff1d(np.arange(1, S), slots)
         np.testing.assert_array_equal(after[others], before[others])
 
@@ -418,20 +421,21 @@ def test_uploads_lower_what_slots_hold():
     held = np.arange(S, dtype=np.int32) % (K + 1)
     runner.put(held=held)
     slots, verified = np.array([2, 5, 7], np.int32), np.array([1, 3, 0], np.int32)
-    runner.write_masks(slots, np.zeros((3, *runner.mask_shape), np.int32), verified)
+    runner.write_masks(slots, verified, np.array([2, 1, 1], np.int32), np.zeros((4, runner.mask_shape[1]), np.int32))
     want = held.copy()
     want[slots] = np.minimum(held[slots], verified)
     np.testing.assert_array_equal(np.array(runner.state.held)[1:], want[1:])
     runner.put(held=np.zeros(S, np.int32))
 
 
-def test_masks_have_half_of_the_shortest_step_lately():
+def test_masks_may_take_what_the_host_has_left_of_a_step():
+    """Of the shortest step lately, of which each bucket has its own."""
     pace, bucket, other = MaskPace(), Bucket(0, 0, 8, "full", K), Bucket(0, 0, 4, "full", K)
-    assert pace.until(bucket, 5.0) == math.inf
-    for seconds in (0.3, 0.010, 0.020):
-        pace.observe(bucket, seconds)
-    assert pace.until(bucket, 5.0) == pytest.approx(5.0 + 0.0101 / 2)
-    assert pace.until(other, 5.0) == math.inf
+    assert pace.allowed(bucket) == math.inf
+    for step in (0.3, 0.010, 0.020):
+        pace.observe(bucket, step, 0.003)
+    assert pace.allowed(bucket) == pytest.approx(0.0101 - 0.003 - LONGEST)
+    assert pace.allowed(other) == math.inf
     for _ in range(1000):
-        pace.observe(bucket, 0.020)
-    assert pace.until(bucket, 5.0) == pytest.approx(5.01)
+        pace.observe(bucket, 0.020, 0.005)
+    assert pace.allowed(bucket) == pytest.approx(0.020 - 0.005 - LONGEST, abs=1e-6)
