@@ -14,6 +14,7 @@ from pathlib import Path
 import jaxspec
 
 KINDS = ("edit", "quote", "call", "new")
+_LONGER_NAME = re.compile(r"\b[a-z]+_[a-z_]+\b")
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -27,15 +28,17 @@ class Trace:
 
 
 def sources() -> list[tuple[str, str]]:
-    """(name, text) of this package's modules of a fitting size, the same on every machine with the same commit."""
+    """(name, text) of this package's modules of a fitting size that have a longer name, the same on every machine with the
+    same commit."""
     root = Path(jaxspec.__file__).parent
     files = sorted(path for path in root.rglob("*.py") if 1000 < path.stat().st_size < 2300)
-    return [(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in files]
+    texts = [(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in files]
+    return [(name, text) for name, text in texts if _LONGER_NAME.search(text)]
 
 
 def edited(text: str) -> str:
     """The file with its most frequent longer name changed, as a refactoring would."""
-    words = re.findall(r"\b[a-z]+_[a-z_]+\b", text)
+    words = _LONGER_NAME.findall(text)
     name = max(sorted(set(words)), key=words.count)
     return re.sub(rf"\b{name}\b", f"new_{name}", text)
 
