@@ -23,10 +23,9 @@ because the masks after them would have kept the step waiting.
 import argparse
 import dataclasses
 import json
-import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +123,13 @@ class WatchedRule(GrammarRule):
 
     @classmethod
     def fill_many(
-        cls, rows: Sequence[tuple[GrammarRule, Sequence[int]]], words: np.ndarray, until: float = math.inf
+        cls,
+        rows: Sequence[tuple[GrammarRule, Sequence[int]]],
+        words: np.ndarray,
+        may_begin: Callable[[int], bool] = lambda _rows: True,
     ) -> list[FilledMasks]:
         started = time.perf_counter()
-        filled = super().fill_many(rows, words, until)
+        filled = super().fill_many(rows, words, may_begin)
         seconds = (time.perf_counter() - started) / len(rows)
         for (rule, drafts), (_, count), words_nM in zip(rows, filled, words, strict=True):
             assert isinstance(rule, WatchedRule)

@@ -390,10 +390,12 @@ class Engine:
 
     def _choose(self, begun: StepPlan) -> None:
         """Lets the rows of the split step choose, all steps before which are read."""
-        started, allowed = time.monotonic(), math.inf
-        if self.mask_pace is not None:
-            allowed = self.mask_pace.allowed(bucket_for(self.runner.split_ready, begun))
-        write_masks(self.runner, begun, started + allowed)
+        started = time.monotonic()
+        if self.mask_pace is None:
+            write_masks(self.runner, begun)
+        else:
+            bucket = bucket_for(self.runner.split_ready, begun)
+            write_masks(self.runner, begun, self.mask_pace.from_now(bucket, len(begun.requests)))
         self._mask_seconds = time.monotonic() - started
         self.runner.choose()
 

@@ -1,7 +1,6 @@
 """The seam for rules that live on the host and see a request's tokens as they are read: stop strings, grammars."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -82,13 +81,13 @@ class Constraint(Protocol):
         cls,
         rows: Sequence[tuple[Self, Sequence[int]]],
         words: np.ndarray,
-        until: float = math.inf,  # noqa: ARG003
+        may_begin: Callable[[int], bool] = lambda _rows: True,  # noqa: ARG003
     ) -> list[FilledMasks]:
         """`fill_masks` of several constraints of this class with their drafts.
 
         Args:
             words: int32 [X, n, ceil(V / 32)], of which only the masks that count need to be written.
-            until: the `time.monotonic()` from which a class that takes long should begin no mask after a draft.
+            may_begin: whether masks after drafts of so many rows may be begun: a class that takes long should ask.
         """
         for (constraint, drafts), words_nM in zip(rows, words, strict=True):
             constraint.fill_masks(drafts, words_nM)

@@ -1,32 +1,37 @@
-"""How long the host may fill the masks of a split step: as long as the device does not wait for it."""
+"""How long the host may fill the masks of a split step: no longer than what they bring is worth to its rows."""
 
 import math
+import time
+from collections.abc import Callable
 
 from jaxspec.engine.buckets import Bucket
 
 # Masks that were begun still take so long, in seconds: those of JSON with bounded strings do.
 LONGEST = 0.002
+# What a mask after a draft is worth, in tokens: the draft may be accepted, and others after it.
+WORTH = 0.5
 # What steps take at least is the shortest time seen, and what the host does beside masks a mean: both forget so much a step.
 FORGETS = 0.01
 
 
 class MaskPace:
     """Follows how long the steps of a bucket take where masks are there in time, and how long the host works in them beside
-    masks."""
+    masks. Up to the difference masks cost no time."""
 
     def __init__(self) -> None:
         self._seconds: dict[Bucket, tuple[float, float]] = {}
 
-    def allowed(self, bucket: Bucket) -> float:
-        """Seconds after which rows verify fewer drafts rather than wait for further masks.
+    def from_now(self, bucket: Bucket, rows: int) -> Callable[[int], bool]:
+        """Whether the masks after drafts of so many rows may be begun, at the time when it is asked.
+
+        Their rows verify fewer drafts where all rows would wait so long for them that they lose more tokens.
 
         Args:
-            bucket: of the split step.
+            bucket, rows: of the split step whose masks are filled from now on.
         """
-        if bucket not in self._seconds:
-            return math.inf
-        step, host = self._seconds[bucket]
-        return step - host - LONGEST
+        step, host = self._seconds.get(bucket, (math.inf, 0.0))
+        latest = time.monotonic() + step - host - LONGEST
+        return lambda waiting: time.monotonic() <= latest + WORTH * waiting / rows * step
 
     def observe(self, bucket: Bucket, step: float, host: float) -> None:
         """

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,7 +18,7 @@ from jaxspec.engine.request import Request, RequestState
 from jaxspec.models.params import num_ranks, of_ranks
 
 # An upload copies so many masks of a rank, or all.
-UPLOAD_MASKS = (1, 4, 16, 32, 64)
+UPLOAD_MASKS = (1, 4, 16, 32, 64, 128, 256)
 
 
 class MaskStore(Protocol):
@@ -41,11 +41,11 @@ class MaskStore(Protocol):
         ...
 
 
-def write_masks(store: MaskStore, plan: StepPlan, until: float = math.inf) -> None:
+def write_masks(store: MaskStore, plan: StepPlan, may_begin: Callable[[int], bool] = lambda _rows: True) -> None:
     """Uploads the masks of the plan's constrained rows that choose a token, if there are any.
 
     Args:
-        until: the `time.monotonic()` after which rows verify fewer drafts rather than wait for the masks after them.
+        may_begin: whether masks after drafts of so many rows may be begun. Otherwise these verify fewer drafts.
     """
     rows = constrained_rows(plan)
     if not rows:
@@ -56,7 +56,7 @@ def write_masks(store: MaskStore, plan: StepPlan, until: float = math.inf) -> No
     for kind, group in itertools.groupby(rows, key=lambda row: type(row[1])):
         members = [(constraint, drafts) for _, constraint, drafts in group]
         first = len(filled)
-        filled += kind.fill_many(members, words[first : first + len(members)], until)
+        filled += kind.fill_many(members, words[first : first + len(members)], may_begin)
     slots = np.array([request.slot for request, _, _ in rows], np.int32)
     counts, verified = np.array(filled, np.int32).T
     store.write_masks(slots, verified, counts, words[np.arange(words.shape[1]) < counts[:, None]])

@@ -1,10 +1,8 @@
 """The host rule of a request with a grammar: it says which ids may come next, and passes the text on."""
 
 import functools
-import math
 import os
-import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,7 +143,10 @@ class GrammarRule(Constraint):
 
     @classmethod
     def fill_many(
-        cls, rows: Sequence[tuple["GrammarRule", Sequence[int]]], words: np.ndarray, until: float = math.inf
+        cls,
+        rows: Sequence[tuple["GrammarRule", Sequence[int]]],
+        words: np.ndarray,
+        may_begin: Callable[[int], bool] = lambda _rows: True,
     ) -> list[FilledMasks]:
         """See `Constraint`. One mask of each rule at a time, in the library's threads, which take neighbours: those of a tree
         are together, so that no thread waits for another's.
@@ -156,10 +157,11 @@ class GrammarRule(Constraint):
         going = [(x, rule._masks_to_fill(drafts, words[x])) for x, (rule, drafts) in enumerate(rows)]
         going.sort(key=lambda each: rows[each[0]][0]._tree)
         while True:
-            late = time.monotonic() >= until
-            wanted, further = [], []
-            for x, masks in going:
-                matcher, row = _next_mask(masks)
+            steps = [(x, masks, *_next_mask(masks)) for x, masks in going]
+            after_drafts = sum(matcher is not None and row > 0 for _, _, matcher, row in steps)
+            late = after_drafts > 0 and not may_begin(after_drafts)
+            wanted, going = [], []
+            for x, masks, matcher, row in steps:
                 if matcher is None:
                     filled[x] = FilledMasks(row, len(rows[x][1]))
                 elif late and row > 0:
@@ -167,8 +169,7 @@ class GrammarRule(Constraint):
                     filled[x] = FilledMasks(row, row - 1)
                 else:
                     wanted.append((matcher, x * n + row))
-                    further.append((x, masks))
-            going = further
+                    going.append((x, masks))
             if not wanted:
                 return [filled[x] for x in range(len(rows))]
             if len(wanted) == 1 or MASK_THREADS == 1:  # threads have to be woken

@@ -44,7 +44,6 @@ import collections
 import contextlib
 import itertools
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -171,10 +170,10 @@ class ErraticPace(MaskPace):
         super().__init__()
         self.late, self._rng = 0, random.Random(2)
 
-    def allowed(self, bucket):  # noqa: ARG002
+    def from_now(self, bucket, rows):  # noqa: ARG002
         is_late = self._rng.random() < 0.5
         self.late += is_late
-        return -math.inf if is_late else math.inf
+        return lambda _waiting: not is_late
 
 
 def record_plans(engine):

@@ -1,7 +1,6 @@
 """Constrained requests inside the real step: what a mask forbids never comes, whatever else the engine does."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from jaxspec.compat import compiles
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.host_rule import FilledMasks, RuleResult
-from jaxspec.engine.mask_pace import LONGEST, MaskPace
+from jaxspec.engine.mask_pace import LONGEST, WORTH, MaskPace
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import MAX_LOGPROBS, SamplingParams
@@ -355,18 +354,19 @@ def test_drafts_without_masks_are_not_verified():
 
     class Late(RandomConstraint):
         @classmethod
-        def fill_many(cls, rows, words, until=math.inf):
+        def fill_many(cls, rows, words, may_begin=lambda _rows: True):
             known = super().fill_many(rows, words)
-            if until < math.inf:
+            if not may_begin(len(rows)):
                 known = [FilledMasks(1, 0)] * len(rows)
             return known
 
     class EveryThird(MaskPace):
         steps = 0
 
-        def allowed(self, bucket):  # noqa: ARG002
+        def from_now(self, bucket, rows):  # noqa: ARG002
             self.steps += 1
-            return math.inf if self.steps % 3 else 0.0
+            in_time = self.steps % 3 != 0
+            return lambda _waiting: in_time
 
     engine = late_engine(1, k=K, split=True)
     engine.mask_pace = EveryThird()
@@ -428,14 +428,28 @@ def test_uploads_lower_what_slots_hold():
     runner.put(held=np.zeros(S, np.int32))
 
 
-def test_masks_may_take_what_the_host_has_left_of_a_step():
-    """Of the shortest step lately, of which each bucket has its own."""
+def test_masks_may_take_what_the_host_has_left_of_a_step(monkeypatch):
+    """Of the shortest step lately, of which each bucket has its own; and longer the more of its rows wait for them."""
+    now = 100.0
+    monkeypatch.setattr("jaxspec.engine.mask_pace.time.monotonic", lambda: now)
     pace, bucket, other = MaskPace(), Bucket(0, 0, 8, "full", K), Bucket(0, 0, 4, "full", K)
-    assert pace.allowed(bucket) == math.inf
+    assert pace.from_now(bucket, 8)(1)
     for step in (0.3, 0.010, 0.020):
         pace.observe(bucket, step, 0.003)
-    assert pace.allowed(bucket) == pytest.approx(0.0101 - 0.003 - LONGEST)
-    assert pace.allowed(other) == math.inf
-    for _ in range(1000):
-        pace.observe(bucket, 0.020, 0.005)
-    assert pace.allowed(bucket) == pytest.approx(0.020 - 0.005 - LONGEST, abs=1e-6)
+    free = 0.0101 - 0.003 - LONGEST
+    for rows, waiting in ((8, 1), (8, 4), (1, 1)):
+        now = 100.0
+        may_begin = pace.from_now(bucket, rows)
+        worth = WORTH * waiting / rows * 0.0101
+        for seconds, want in ((0.0, True), (free, True), (free + 0.99 * worth, True), (free + 1.01 * worth, False)):
+            now = 100.0 + seconds
+            assert may_begin(waiting) == want
+    assert pace.from_now(other, 4)(1)
+
+
+def test_one_row_waits_for_its_masks_where_the_host_takes_longer_than_the_device():
+    pace, bucket = MaskPace(), Bucket(0, 0, 1, "full", K)
+    for _ in range(100):
+        pace.observe(bucket, 0.0058, 0.0055)
+    assert pace.from_now(bucket, 1)(1)
+    assert not pace.from_now(bucket, 8)(1)
