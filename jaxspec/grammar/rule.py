@@ -13,11 +13,9 @@ from jaxspec.sampling.params import SamplingParams
 from jaxspec.text import TextStream, Tokenizer, text_stream
 
 # That fill the masks of a step, and trees of the vocabulary (150 MB each with 160,000 ids). One mask in 25 of JSON with short
-# strings takes 2 to 4 ms (near a string's end), the others 0.03 to 0.1, and the step waits for all: of 16 rows one step in
-# twenty has two such masks in one of four trees.
+# strings takes 1 to 4 ms (near a string's end), the others 0.03 to 0.1, and the step waits for all. On H200s' hosts the masks
+# of a step took as long in the mean with eight threads as with four; by a simulation the slowest steps gain.
 MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-
-
 # A matcher, and the row of its rule's masks that it is to fill before the next one.
 _Masks = Generator[tuple[Any, int], None, int]
 
