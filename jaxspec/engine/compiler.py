@@ -41,6 +41,7 @@ class Compiler:
         skip_dead: see `make_step`.
         probe: see `Runner`.
         readback: see `make_step`.
+        quantised: the target has weights in a scheme.
     """
 
     graphdefs: tuple[nnx.GraphDef, nnx.GraphDef | None]
@@ -53,6 +54,7 @@ class Compiler:
     skip_dead: bool
     probe: bool
     readback: bool
+    quantised: bool
 
     def compile(self, bucket: Bucket) -> Executable:
         """The step of a bucket, or the part of one, compiled anew.
@@ -76,7 +78,8 @@ class Compiler:
         structure = jax.tree.structure(self.params)
 
         def flat_step(leaves: tuple[jax.Array, ...], state: StepState, *rest: Any):
-            return step(jax.tree.unflatten(structure, leaves), state, *rest)
+            # Where no parameter is read, shapes stand for them.
+            return step(jax.tree.unflatten(structure, leaves or self._leaves), state, *rest)
 
         def flat_forward(leaves: tuple[jax.Array, ...], state: StepState, inputs: jax.Array, _: Forwarded):
             return flat_step(leaves, state, inputs)
@@ -84,7 +87,8 @@ class Compiler:
         forward_only = bucket.part == "forward"
         try:
             handed = () if bucket.part == "whole" else (self._forwarded(bucket),)
-            given = (self._leaves, self.state, *(() if bucket.part == "choose" else (inputs,)), *handed)
+            leaves = self._leaves if self.reads_parameters(bucket) else ()
+            given = (leaves, self.state, *(() if bucket.part == "choose" else (inputs,)), *handed)
             # What the host reads is on every device of its rank, like the inputs.
             out = (self.state, *handed) if forward_only else (self.state, inputs)
             function = on_mesh(flat_forward if forward_only else flat_step, self.mesh, specs(given), specs(out))
@@ -93,7 +97,7 @@ class Compiler:
             with self._exact(), use(self._backends) as chosen:
                 with _tracing:
                     lowered = jitted.lower(*given)
-                compiled = lowered.compile(xla_options(bucket))
+                compiled = lowered.compile(self.xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
         return Executable(compiled, {name: frozenset(ran) for name, ran in chosen.items()})
@@ -117,8 +121,17 @@ class Compiler:
         """Under which something that follows from a bucket's step is kept; None if it cannot be kept."""
         return self.store.key(
             what, self.graphdefs, self._leaves, self.state, bucket, self.settings, self.mesh, self.probe, self.skip_dead,
-            self.readback, xla_options(bucket),
+            self.readback, self.xla_options(bucket),
         )  # fmt: skip
+
+    def reads_parameters(self, bucket: Bucket) -> bool:
+        """Whether a bucket's step, or part of one, is given the parameters: hundreds of arguments take the host a while."""
+        return bucket.part != "choose" or self.graphdefs[1] is not None
+
+    def xla_options(self, bucket: Bucket) -> dict[str, str | bool]:
+        """With which XLA compiles a bucket's step, or part of one."""
+        one_gpu = self.settings.on_gpu and self.mesh.size == 1
+        return xla_options(bucket, concurrent=one_gpu and (self.quantised or bucket.part == "choose"))
 
     def handed_bytes(self, bucket: Bucket) -> int:
         """Bytes on each device of what the first part of a step hands to the second, and keeps for its next run."""
@@ -149,8 +162,17 @@ class Compiler:
         return contextlib.nullcontext()
 
 
-def xla_options(bucket: Bucket) -> dict[str, str | bool]:
-    # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
-    # themselves where it pays: see `worth_merging`.
-    merged = bucket.tokens <= MOST_MERGED_TOKENS
-    return {} if merged else {"xla_gpu_dot_merger_threshold_mb": "0"}
+def xla_options(bucket: Bucket, *, concurrent: bool) -> dict[str, str | bool]:
+    """
+    Args:
+        concurrent: kernels of a recorded graph that do not wait for each other's results may run at the same time. On one GPU
+            only: sums over several wait for kernels of the others.
+    """
+    options: dict[str, str | bool] = {}
+    if bucket.tokens > MOST_MERGED_TOKENS:
+        # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
+        # themselves where it pays: see `worth_merging`.
+        options["xla_gpu_dot_merger_threshold_mb"] = "0"
+    if concurrent:
+        options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
+    return options

@@ -37,6 +37,7 @@ class Launcher:
 
     Args:
         table: the buckets and parts that orders name by their place.
+        reads_parameters: which of them are given the parameters.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Launcher:
         masks: MaskUpload,
         counts: CountUpload,
         copies: StateCopies,
+        reads_parameters: Callable[[Bucket], bool],
         send: Callable[[Order], None] | None = None,
     ):
         self._table = table
         self._places = {bucket: place for place, bucket in enumerate(table)}
         self._masks, self._counts, self._copies = masks, counts, copies
+        self._reads_parameters = reads_parameters
         self._handed: dict[Bucket, Forwarded] = {}  # of each split bucket, by its last run
         self.leaves: tuple[Any, ...] = ()
         self.state = state
@@ -94,7 +97,8 @@ class Launcher:
         if bucket.part == "forward":
             return self._forward(bucket, *inputs)
         given = inputs if bucket.part == "whole" else (self._handed[replace(bucket, part="whole")],)
-        self.state, arrays = self.steps[bucket](self.leaves, self.state, *given)
+        leaves = self.leaves if self._reads_parameters(bucket) else ()
+        self.state, arrays = self.steps[bucket](leaves, self.state, *given)
         return arrays
 
     def _forward(self, bucket: Bucket, inputs: np.ndarray) -> Forwarded:

@@ -117,48 +117,45 @@ class MaskUpload:
         for size in self._sizes:
             key = store.key("masks", self._shapes, size)
             self._compiled[size] = store.load_or_make(key, functools.partial(self._compile, size))
-            masked = self(masked, *(np.zeros(each.shape, each.dtype) for each in self._given(size)))
+            masked = self(masked, np.zeros(self._given(size).shape, np.int32))
         return masked
 
-    def padded(
-        self, slots: np.ndarray, verified: np.ndarray, counts: np.ndarray, words: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def padded(self, slots: np.ndarray, verified: np.ndarray, counts: np.ndarray, words: np.ndarray) -> np.ndarray:
         """The smallest upload, of each rank the same; see `MaskStore.write_masks`. Slot 0 is padding: nobody reads its masks.
 
         Returns:
-            int32 [ranks * size, PLACES] of each mask where it goes; int32 [ranks * size, words].
+            int32 [ranks * size, PLACES + words] of each mask where it goes, and the mask.
         """
-        ranks, own_slots = np.divmod(slots, self._max_slots)
-        positions = np.arange(self._shape.shape[1])[None, :]
-        row, position = np.nonzero(positions < counts[:, None])
-        places = np.stack([own_slots[row], position, verified[row]], axis=1).astype(np.int32)
-        per_rank = np.bincount(ranks[row], minlength=self._ranks)
+        row = np.repeat(np.arange(len(slots)), counts)
+        position = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ranks, own_slots = np.divmod(slots[row], self._max_slots)
+        per_rank = np.bincount(ranks, minlength=self._ranks)
         size = next(s for s in self._sizes if s >= per_rank.max())
-        padded = []
-        for values in (places, words):
-            each = np.zeros((self._ranks, size, values.shape[1]), np.int32)
-            for rank, count in enumerate(per_rank):
-                each[rank, :count] = values[ranks[row] == rank]
-            padded.append(each.reshape(-1, values.shape[1]))
-        return padded[0], padded[1]
+        padded = np.zeros(self._given(size).shape, np.int32)
+        for rank, count in enumerate(per_rank.tolist()):
+            own = slice(None) if count == len(row) else ranks == rank
+            places, masks = np.split(padded[rank * size :][:count], [PLACES], axis=1)
+            places[:, 0], places[:, 1], places[:, 2] = own_slots[own], position[own], verified[row[own]]
+            masks[:] = words[own]
+        return padded
 
-    def __call__(self, masked: Masked, places: np.ndarray, words: np.ndarray) -> Masked:
+    def __call__(self, masked: Masked, upload: np.ndarray) -> Masked:
         """The state's arrays after an upload that `padded` gave."""
-        return self._compiled[len(places) // self._ranks](masked, places, words)
+        return self._compiled[len(upload) // self._ranks](masked, upload)
 
-    def _given(self, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        number, sharding = self._ranks * size, of_ranks(self._mesh)
-        columns = (PLACES, self._shape.shape[2])
-        return tuple(jax.ShapeDtypeStruct((number, each), jnp.int32, sharding=sharding) for each in columns)
+    def _given(self, size: int) -> jax.ShapeDtypeStruct:
+        columns = PLACES + self._shape.shape[2]
+        return jax.ShapeDtypeStruct((self._ranks * size, columns), jnp.int32, sharding=of_ranks(self._mesh))
 
     def _compile(self, size: int) -> jax.stages.Compiled:
-        given = (self._shapes, *self._given(size))
+        given = (self._shapes, self._given(size))
         copy = on_mesh(_copy, self._mesh, specs(given), specs(self._shapes))
         out = jax.tree.map(lambda shape: shape.sharding, self._shapes)
         return jax.jit(copy, donate_argnums=0, out_shardings=out).lower(*given).compile()
 
 
-def _copy(masked: Masked, places: jax.Array, words: jax.Array) -> Masked:
-    slots, positions, verified = places.T
+def _copy(masked: Masked, upload: jax.Array) -> Masked:
+    slots, positions, verified = upload[:, :PLACES].T
     held = masked.held if isinstance(masked.held, tuple) else masked.held.at[slots].min(verified)
-    return Masked(masked.masks.at[slots].set(-1).at[slots, positions].set(words), held)
+    masks = masked.masks if masked.masks.shape[1] == 1 else masked.masks.at[slots].set(-1)
+    return Masked(masks.at[slots, positions].set(upload[:, PLACES:]), held)

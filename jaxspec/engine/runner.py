@@ -35,7 +35,7 @@ from jaxspec.engine.warmup import Preparation, first_buckets
 from jaxspec.errors import ConfigError, flagged
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
-from jaxspec.models.params import num_ranks, of_ranks
+from jaxspec.models.params import num_ranks, of_ranks, schemes_of
 from jaxspec.progress import Progress
 from jaxspec.sampling.params import MAX_LOGPROBS
 from pallas_kernels.peer_sum.mailbox import open_mailboxes
@@ -160,6 +160,7 @@ class Runner:
         self.compiler = Compiler(
             self.graphdefs, jax.tree.map(_shape_of, (target, drafter)), shapes, self.layouts, settings, mesh,
             store=self.store, skip_dead=skip_dead, probe=probe, readback=self._host_memory is not None,
+            quantised=bool(schemes_of(model)),
         )  # fmt: skip
         self.ready: tuple[Bucket, ...] = ()
         self.split_ready: tuple[Bucket, ...] = ()
@@ -176,7 +177,9 @@ class Runner:
             self.mailboxes = {axis: open_mailboxes(mesh, axis) for axis in shapes.mailboxes}
             if self.mailboxes:
                 state = state._replace(mailboxes={axis: each.addresses for axis, each in self.mailboxes.items()})
-        self.launcher = Launcher(self.executables, state, self._upload, self._count, self._copies)
+        self.launcher = Launcher(
+            self.executables, state, self._upload, self._count, self._copies, self.compiler.reads_parameters
+        )
         self.use_params((target, drafter))
         self._preparation = Preparation(self._load, self.compiler.compile, self._save)
         self._queue: collections.deque[_Dispatched] = collections.deque()
@@ -347,7 +350,7 @@ class Runner:
 
     def write_masks(self, slots: np.ndarray, verified: np.ndarray, counts: np.ndarray, words: np.ndarray) -> None:
         """See `MaskStore`."""
-        self.launcher.launch(Order(Kind.MASKS, 0, self._upload.padded(slots, verified, counts, words)))
+        self.launcher.launch(Order(Kind.MASKS, 0, (self._upload.padded(slots, verified, counts, words),)))
 
     def put(self, **fields: np.ndarray) -> None:
         """Replaces fields of the state that every device of a rank has whole. Not while requests run: it waits for copies."""
