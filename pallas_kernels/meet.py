@@ -9,7 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 def meet(counter: Any, count: int) -> None:
     """Waits until `count` warpgroups have arrived; what they wrote to global memory before is visible after.
 
-    All of them must be on the device at once, or start in an order in which those that wait never keep out the others.
+    All of them must be on the device at once, or start in an order in which those that wait never keep out the others. Where
+    kernels of a step run at the same time, two that meet must depend on each other: half of the blocks of each would wait
+    forever for the rest.
 
     Args:
         counter: reference of one int32, 0 before the first arrival.
