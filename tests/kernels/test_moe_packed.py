@@ -124,6 +124,7 @@ def test_interpreted_with_resident_tokens(teams: int, T: int):
     check(INT4_G32, T, 256, 256, dataclasses.replace(config, up=tiles, down=tiles))
 
 
+@interpreted
 def test_resident_tokens_need_a_stage_for_each_team():
     with pytest.raises(ValueError, match="not each team has one"):
         check(INT4_G32, 20, 128, 128, Config(16, 8, False, *[Tiles(128, 2, 1, 2, 2, resident=True)] * 2, 2))
