@@ -111,6 +111,7 @@ def compiled_text(model: CausalLM, draft: NextN | None, settings: Settings, buck
         inputs = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
         traced = jax.jit(flat_step, donate_argnums=1).trace(leaves, state, inputs)
         lowered = traced.lower(lowering_platforms=("cuda",))
+    # When kernels run does not change which there are.
     return lowered.compile(xla_options(bucket, concurrent=False)).as_text()
 
 

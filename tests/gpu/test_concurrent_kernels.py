@@ -16,13 +16,15 @@ from jaxspec.sampling.params import SamplingParams
 from tests.engine.scripted import one_device
 from tests.engine.test_schedules import options
 from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, fill_cache
-from tests.gpu.test_graph import SIZES
+from tests.gpu.test_graph import KERNEL_VOCAB, SIZES
 
 pytestmark = pytest.mark.gpu
 
 ROWS = SETTINGS.max_num_seqs
-# More than one layer of experts: a kernel that ran ahead would meet those of the next.
+# More than one layer of experts: a kernel that ran ahead would meet those of the next. With KERNEL_VOCAB sampling is in kernels
+# of ours, one of which has blocks that wait for each other.
 HF = HF_CONFIG | SIZES | {"moe_intermediate_size": 128, "num_hidden_layers": 4, "n_shared_experts": 1}
+HF |= {"vocab_size": KERNEL_VOCAB}
 
 
 def runner_of(k: int, quantization: str) -> Runner:
@@ -77,7 +79,7 @@ def test_kernels_at_once_give_what_they_give_in_turn(k, quantization, monkeypatc
     monkeypatch.setattr(at_once, "dispatch", dispatch_both)
     monkeypatch.setattr(at_once, "read", read_both)
     with options(at_once, readout_depth=0):
-        engine = Engine(at_once, vocab_size=VOCAB, eos_token_ids=(EOS,))
+        engine = Engine(at_once, vocab_size=KERNEL_VOCAB, eos_token_ids=(EOS,))
     engine.add(*requests())
     finished = 0
     while engine.has_work:
