@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 ROWS = SETTINGS.max_num_seqs
 # More than one layer of experts: a kernel that ran ahead would meet those of the next. With KERNEL_VOCAB sampling is in kernels
 # of ours, one of which has blocks that wait for each other.
-HF = HF_CONFIG | SIZES | {"moe_intermediate_size": 128, "num_hidden_layers": 4, "n_shared_experts": 1}
+HF = HF_CONFIG | SIZES | {"moe_intermediate_size": 128, "num_hidden_layers": 3, "n_shared_experts": 1}
 HF |= {"vocab_size": KERNEL_VOCAB}
 
 
@@ -73,7 +73,9 @@ def test_kernels_at_once_give_what_they_give_in_turn(k, quantization, monkeypatc
         for name, ours, theirs in zip(at_once.state._fields, at_once.state, in_turn.state, strict=True):
             if name != "written":  # the number of the step
                 for pair in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-                    np.testing.assert_array_equal(*(np.asarray(a.astype(jnp.float32)) for a in pair), err_msg=name)
+                    # Page 0 and slot 0 are padding: of the tokens that write the same row there, any may be the last.
+                    got_rest, want_rest = (np.asarray(a[1:].astype(jnp.float32)) for a in pair)
+                    np.testing.assert_array_equal(got_rest, want_rest, err_msg=name)
         return got
 
     monkeypatch.setattr(at_once, "dispatch", dispatch_both)
