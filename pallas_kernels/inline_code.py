@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
@@ -25,6 +26,52 @@ def ptx(code: str, args: Sequence[Any] = (), result: Any = None) -> Any:
     made = [] if result is None else ["=l" if result == word(64) else "=r"]
     constraints = ",".join([*made, *kinds, "~{memory}"])
     return llvm.inline_asm(result, list(args), code, constraints, has_side_effects=True)
+
+
+def pure_ptx(code: str, results: int, *inputs: Any) -> list[Any]:
+    """Emits code on words of 32 bits without side effects.
+
+    Args:
+        results: how many there are, $0 and up.
+        inputs: words or numbers, which come after the results.
+    """
+    values = [mgpu.utils.c(value, word()) if isinstance(value, int) else value for value in inputs]
+    constraints = ",".join(["=&r"] * results + ["r"] * len(values))
+    out = word() if results == 1 else llvm.StructType.get_literal([word()] * results)
+    value: Any = llvm.inline_asm(out, values, code, constraints, asm_dialect=0, has_side_effects=False)
+    return [value] if results == 1 else [llvm.extractvalue(word(), value, [n]) for n in range(results)]
+
+
+def words_layout(n: int) -> Any:
+    """The layout of an array int32 [128 n] of which each thread of a warpgroup has n words."""
+    return plgpu.Layout.WG_STRIDED((128 * n,), vec_size=n)
+
+
+def as_words(values: Sequence[Any]) -> mgpu.FragmentedArray:
+    """An array in `words_layout` of which each thread has these words."""
+    whole = llvm.mlir_undef(ir.VectorType.get((len(values),), word()))
+    for n, value in enumerate(values):
+        whole = llvm.insertelement(whole, value, mgpu.utils.c(n, word()))
+    layout = words_layout(len(values)).to_mgpu()
+    return mgpu.FragmentedArray(_registers=np.array([whole], dtype=object), _layout=layout, _is_signed=True)
+
+
+def words_of(array: mgpu.FragmentedArray) -> list[Any]:
+    """The words that `as_words` has put together."""
+    (whole,) = array.registers.flat
+    (n,) = ir.VectorType(whole.type).shape
+    return [llvm.extractelement(whole, mgpu.utils.c(i, word())) for i in range(n)]
+
+
+def load_shared(start: Any, offset: Any, kind: Any, fixed: int = 0) -> Any:
+    """What lies `offset + fixed` bytes after a pointer to shared memory; `fixed` becomes part of the instruction.
+
+    Args:
+        offset: a word of 32 bits.
+        kind: the type to load.
+    """
+    place = mgpu.utils.getelementptr(start, [offset], word(8))
+    return llvm.load(kind, mgpu.utils.getelementptr(place, [fixed], word(8)) if fixed else place)
 
 
 def address(ref: Any, bits: int) -> Any:

@@ -18,6 +18,11 @@ MASKED, UNSEEN = -1e30, -1e20
 # Partial outputs that a merging thread block has in flight: about as many as a request has, within these bounds.
 MERGED_AT_ONCE = (4, 32)
 WARPGROUP = 128
+# Columns of ones by which a product adds up rows: the fewest that a product has.
+ONES = 8
+_OF_ONES = plgpu.Layout.TILED(
+    plgpu.Tiling(((ONES, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 
@@ -36,9 +41,28 @@ def accumulate(acc: jax.Array, a: Any, b: Any, interpret: Any) -> jax.Array:
     return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
 
 
+def accumulate_each(
+    accs: tuple[jax.Array, ...], a: Any, parts: tuple[Any, ...], interpret: Any
+) -> tuple[jax.Array, ...]:
+    """Of each part b: acc + a @ b, all on their way at once."""
+    if interpret:
+        return tuple(accumulate(acc, a, b, interpret) for acc, b in zip(accs, parts, strict=True))
+
+    def multiply(refs):
+        for ref, b in zip(refs, parts, strict=True):
+            plgpu.wgmma(ref, a, b)
+
+    return pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc in accs))
+
+
 def _product(ref: Any, a: Any, b: Any) -> jax.Array:
     plgpu.wgmma(ref, a, b)
     return ref[...]
+
+
+def write_ones(ones_s: Any) -> None:
+    """Fills shared memory [ONES, 64], whose transpose adds up a row in a product. Callers make it visible."""
+    ones_s[...] = plgpu.layout_cast(jnp.ones(ones_s.shape, bf16), _OF_ONES)
 
 
 def over_columns(x_R: jax.Array, shape: tuple[int, ...]) -> jax.Array:

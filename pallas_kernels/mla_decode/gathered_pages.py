@@ -16,12 +16,15 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.compat import load
 from pallas_kernels.inline_code import address, elements, ptx, publish, word
-from pallas_kernels.mla_decode.fp8_pages import OF_ROWS
 from pallas_kernels.split_kv import PAGE
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 # A row of a tile, in bytes, and what a thread copies of it at once.
 TILE_ROW, CHUNK = 128, 16
+# A number of each row, with eight lanes.
+OF_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((16, 64), (4, 64), (8,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+).reduce(1)
 i32 = jnp.int32
 
 _COPY = "cp.async.cg.shared.global [$0], [$1], 16;"

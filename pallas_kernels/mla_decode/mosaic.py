@@ -6,8 +6,10 @@ tile: 64 keys of 576 columns, of which the first 512 are the values too, so each
 - Warpgroup 0: scores, online softmax (base 2), the left half of the output.
 - Warpgroup 1: the right half of the output.
 - A warp of warpgroup 2: copies pages into shared memory, two ahead, in two parts: scores start when the left one has landed.
-  With latents in FP8 all of the warpgroup, which converts codes to bfloat16 on their way (`fp8_pages`); or which gathers
-  latents from anywhere in the cache (`gathered_pages`).
+  Or all of the warpgroup, which gathers latents from anywhere in the cache (`gathered_pages`).
+
+Latents in FP8 have a kernel of their own (`fp8.py`), which gives the same bits. So weights are added up in products with ones,
+rounded to bfloat16 as they are multiplied: tensor cores do it in the same order in both.
 
 Requests whose context is split over several thread blocks have partial outputs with their log-sum-exp, which a second kernel
 merges into the output. With few tokens it makes the values too (`values.py`, `wide_values.py`), else `head_values.py` does.
@@ -25,21 +27,31 @@ from jax import lax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
-from pallas_kernels.inline_code import publish
 from pallas_kernels.latents import Fp8Latents, Latents
-from pallas_kernels.mla_decode import fp8_pages, head_values, reference, values, wide_values
+from pallas_kernels.mla_decode import fp8, head_values, reference, values, wide_values
+from pallas_kernels.mla_decode.fp8 import KEY_DIM, VALUE_DIM
 from pallas_kernels.mla_decode.gathered_pages import gather_pages
-from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
+from pallas_kernels.mosaic_attention import (
+    MASKED,
+    ONES,
+    ROWS,
+    WARPGROUP,
+    accumulate,
+    accumulate_each,
+    merge,
+    over_columns,
+    params,
+    write_ones,
+)
 from pallas_kernels.split_kv import PAGE, make_schedule
 
-KEY_DIM, VALUE_DIM = 576, 512
 # Columns of a page that are copied together; the right part ends with the 64 columns that are no value.
 LEFT, RIGHT = 256, 320
 HALF = VALUE_DIM // 2
 STAGES = 2
 
-# How pages come into shared memory: by TMA, from codes, or token by token.
-Pages: TypeAlias = Literal["copied", "fp8", "gathered"]
+# How pages come into shared memory: by TMA, or token by token.
+Pages: TypeAlias = Literal["copied", "gathered"]
 
 WGMMA = plgpu.Layout.WGMMA
 OF_ROWS = WGMMA.reduce(1)
@@ -99,9 +111,12 @@ def mla_decode(
     # Rows of padding see what the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, H, axis=1), ((0, 0), (0, blocks * ROWS - live)), mode="edge")
 
-    pages: Pages = "fp8" if isinstance(latent, Fp8Latents) else "gathered" if gathered else "copied"
-    assert not (gathered and pages == "fp8")
-    attend = _attend_kernel(B, blocks, rows, live, items.shape[0], scale / math.log(2), pages, interpret)
+    sizes = B, blocks, rows, live, items.shape[0], scale / math.log(2)
+    if isinstance(latent, Fp8Latents):
+        assert not gathered
+        attend = fp8.attend_kernel(*sizes, interpret)
+    else:
+        attend = _attend_kernel(*sizes, "gathered" if gathered else "copied", interpret)
     out, partial, lse = attend(q, *jax.tree.leaves(latent), page_tables, items, bounds_BR)
     if splits.shape[0] and w_uv is not None:
         for ending in (values, wide_values):
@@ -128,7 +143,7 @@ def _attend_kernel(
 ) -> Any:
     """kernel(q [B, blocks * rows, 576], *latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
 
-    `latent` is one array, or with "fp8" those of `Fp8Latents`; for `page_tables` with "gathered" see `mla_decode`.
+    For `page_tables` with "gathered" see `mla_decode`.
     out [B, blocks * rows, 512] holds the requests that are one item; partial [blocks * rows, I, 512] and the base-2
     log-sum-exp lse float32 [blocks * 64, I padded] hold the items of the others.
     """
@@ -137,22 +152,18 @@ def _attend_kernel(
     # asks for some waits forever.
     score_registers, sum_registers, page_registers = (248, 216, 40) if pages == "copied" else (240, 160, 104)
     assert score_registers + sum_registers + page_registers <= 3 * 168
-    # With FP8 the keys' columns have a buffer of their own.
-    fp8 = pages == "fp8"
-    right = HALF if fp8 else RIGHT
 
     def body(
-        q, *refs, q_s, pages_or_out, p_s, rows_s, q_full, left_full, right_full, free, p_full, p_free, finished,
-        rope_full=None,
+        q, latent, page_tables, items, bounds, out, partial, lse, *,
+        q_s, pages_or_out, p_s, ones_s, rows_s, q_full, left_full, right_full, free, p_full, p_free, finished,
     ):  # fmt: skip
-        *latent, page_tables, items, bounds, out, partial, lse = refs
-        (left_s, right_s, *rope_s), (out_s,) = pages_or_out
+        (left_s, right_s), (out_s,) = pages_or_out
         warpgroup, item, block = lax.axis_index("warpgroup"), lax.axis_index("item"), lax.axis_index("block")
         request, first, end, unmasked, alone = (items[item, j] for j in range(5))
         n = end - first
 
-        def zeros():
-            return plgpu.layout_cast(jnp.zeros((ROWS, HALF), f32), WGMMA)
+        def zeros(columns=HALF):
+            return plgpu.layout_cast(jnp.zeros((ROWS, columns), f32), WGMMA)
 
         def copy_queries():
             # A tile with fewer rows than 64: TMA reads zeros past the last one.
@@ -177,9 +188,9 @@ def _attend_kernel(
                     plgpu.barrier_wait(free.at[stage])
 
                 # Both at once: parts of the same rows of memory.
-                left = latent[0].at[page, :, pl.ds(0, LEFT)]
+                left = latent.at[page, :, pl.ds(0, LEFT)]
                 plgpu.copy_gmem_to_smem(left, left_s.at[stage], left_full.at[stage])
-                rest = latent[0].at[page, :, pl.ds(LEFT, RIGHT)]
+                rest = latent.at[page, :, pl.ds(LEFT, RIGHT)]
                 plgpu.copy_gmem_to_smem(rest, right_s.at[stage], right_full.at[stage])
                 # Loaded before the wait that the next copy begins with.
                 return page_tables[request, lax.min(first + i + 1, end - 1)]
@@ -187,21 +198,10 @@ def _attend_kernel(
             lax.fori_loop(i32(0), n, copy, items[item, 5])
             drain()
 
-        def convert_codes():
-            copy_queries()
-            values = (left_s, left_full), (right_s, right_full)
-            ring = fp8_pages.Ring(values, (rope_s[0], rope_full), free)
-
-            def page_at(i):
-                return page_tables[request, lax.min(first + i, end - 1)]
-
-            fp8_pages.convert_pages(latent, ring, STAGES, items[item, 5], page_at, n, bool(interpret))
-            drain()
-
         def gather():
             copy_queries()
             parts = (left_s, left_full), (right_s, right_full)
-            gather_pages(latent[0], page_tables, request, parts, free, first, n, bool(interpret))
+            gather_pages(latent, page_tables, request, parts, free, first, n, bool(interpret))
             drain()
 
         def clear_unowned(part, keys):
@@ -232,27 +232,19 @@ def _attend_kernel(
         def score_and_sum_left():
             bound_R = load(bounds, (request, pl.ds(block * ROWS, ROWS)), layout=OF_ROWS)
             keys = bounds[request, blocks * ROWS - 1]
+            write_ones(ones_s)
+            plgpu.commit_smem()
             plgpu.barrier_wait(q_full)
 
             def step(i, carry, masked):
-                acc, top_R, sum_R = carry
+                acc, top_R, total = carry
                 stage = lax.rem(i, i32(STAGES))
                 plgpu.barrier_wait(left_full.at[stage])
-                if fp8:
-                    plgpu.barrier_wait(right_full.at[stage])
-                    publish(bool(interpret))
 
                 def scores(s_acc):
                     plgpu.wgmma(s_acc, q_s.at[:, pl.ds(0, LEFT)], transpose_ref(left_s.at[stage], (1, 0)))
-                    if not fp8:
-                        plgpu.barrier_wait(right_full.at[stage])
-                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(LEFT, right)], transpose_ref(right_s.at[stage], (1, 0)))
-                    if fp8:
-                        plgpu.barrier_wait(rope_full.at[stage])
-                        keys_s = rope_s[0].at[stage]
-                        plgpu.wgmma(
-                            s_acc, q_s.at[:, pl.ds(VALUE_DIM, KEY_DIM - VALUE_DIM)], transpose_ref(keys_s, (1, 0))
-                        )
+                    plgpu.barrier_wait(right_full.at[stage])
+                    plgpu.wgmma(s_acc, q_s.at[:, pl.ds(LEFT, RIGHT)], transpose_ref(right_s.at[stage], (1, 0)))
                     return s_acc[...]
 
                 x = pl.run_scoped(scores, plgpu.ACC((ROWS, PAGE), f32))
@@ -262,7 +254,6 @@ def _attend_kernel(
                 new_top_R = jnp.maximum(top_R, x.max(axis=1))
                 shrink_R = jnp.exp2((top_R - new_top_R) * log2_scale)
                 p = jnp.exp2((x - over_columns(new_top_R, x.shape)) * log2_scale)
-                sum_R = sum_R * shrink_R + p.sum(axis=1)
 
                 @pl.when(i > 0)
                 def _():
@@ -274,17 +265,20 @@ def _attend_kernel(
                     clear_unowned(left_s.at[stage], keys - (first + i) * PAGE)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_full)
-                acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, left_s.at[stage], interpret)
+                before = tuple(x * over_columns(shrink_R, x.shape) for x in (acc, total))
+                ones = transpose_ref(ones_s, (1, 0))
+                acc, total = accumulate_each(before, p_s, (left_s.at[stage], ones), interpret)
                 plgpu.barrier_arrive(free.at[stage])
-                return acc, new_top_R, sum_R
+                return acc, new_top_R, total
 
             # Rows of padding get a maximum that leaves their weights 0. With zeros in all their operands tensor cores need
             # less power, which is what limits the clock in a full batch.
             row_R = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=OF_ROWS) + block * ROWS
             low_R = jnp.where(row_R < live, f32(MASKED), f32(-MASKED))
-            none_R = plgpu.layout_cast(jnp.zeros((ROWS,), f32), OF_ROWS)
-            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros(), low_R, none_R))
-            acc, top_R, sum_R = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
+            carry = zeros(), low_R, zeros(ONES)
+            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), carry)
+            acc, top_R, total = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
+            sum_R = total.max(axis=1)
             plgpu.barrier_wait(p_free)
             rows_s[1, :] = 1.0 / sum_R
             plgpu.commit_smem()
@@ -318,8 +312,8 @@ def _attend_kernel(
         @pl.when((warpgroup == 2) & (n > 0))
         def _():
             plgpu.set_max_registers(page_registers, action="decrease")
-            if pages != "copied":
-                convert_codes() if fp8 else gather()
+            if pages == "gathered":
+                gather()
                 return
 
             # One warp: waiting takes power, and in a full batch power is what limits the clock.
@@ -341,7 +335,6 @@ def _attend_kernel(
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
-    widths = (LEFT, right, KEY_DIM - VALUE_DIM) if fp8 else (LEFT, right)
     of_stages = functools.partial(plgpu.Barrier, num_barriers=STAGES)
     body.__name__ = "mla_decode" if pages == "copied" else f"mla_decode_{pages}"
     return plgpu.kernel(
@@ -354,10 +347,11 @@ def _attend_kernel(
         scratch_types={
             "q_s": matrix((ROWS, KEY_DIM)),
             "pages_or_out": plgpu.RefUnion(
-                [matrix((STAGES, PAGE, width)) for width in widths],
+                [matrix((STAGES, PAGE, width)) for width in (LEFT, RIGHT)],
                 [matrix((2, ROWS, HALF))],
             ),
             "p_s": matrix((ROWS, PAGE)),
+            "ones_s": matrix((ONES, PAGE)),
             "rows_s": plgpu.SMEM((2, ROWS), f32),
             "q_full": plgpu.Barrier(),
             "left_full": of_stages(),
@@ -366,7 +360,6 @@ def _attend_kernel(
             "p_full": plgpu.Barrier(),
             "p_free": plgpu.Barrier(),
             "finished": plgpu.Barrier(num_arrivals=2),
-            **({"rope_full": of_stages()} if fp8 else {}),
         },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of an item run together and share its pages in the L2 cache

@@ -17,6 +17,7 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.inline_code import as_words, load_shared, pure_ptx, word, words_layout, words_of
 from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4, Scheme
 
 # Columns that are ordered among themselves, and rows of a tile.
@@ -69,7 +70,7 @@ class Loaded(NamedTuple):
     scales: Any
 
 
-_WORDS, _SCALES = (plgpu.Layout.WG_STRIDED((128 * n,), vec_size=n) for n in (4, 2))
+_WORDS, _SCALES = words_layout(4), words_layout(2)
 
 
 def loaded(codes: Any, scale: Any, scheme: Scheme, unit: int, *, ordered: bool) -> Loaded:
@@ -91,29 +92,21 @@ def loaded(codes: Any, scale: Any, scheme: Scheme, unit: int, *, ordered: bool) 
         ),
     )
     def load(_: Any, codes: ir.Value, scale: ir.Value) -> Loaded:
-        i32 = ir.IntegerType.get_signless(32)
+        i32, start, scales_start = word(), mgpu.utils.memref_ptr(codes), mgpu.utils.memref_ptr(scale)
         thread = mgpu.FragmentedArray.splat(mgpu.utils.thread_idx(), (), is_signed=False) % 128
         words, scales = [], []
         for half in range(2):
             row = row_of(thread, half, ordered=ordered)
-            eight = _load(codes, code_offset(row, thread, unit, pitch), ir.VectorType.get((2,), i32), 1)
+            (offset,) = code_offset(row, thread, unit, pitch).registers.flat
+            eight = load_shared(start, offset, ir.VectorType.get((2,), i32))
             words += [llvm.extractelement(eight, mgpu.utils.c(w, i32)) for w in range(2)]
             width = scheme.scale.itemsize
-            index = scale_index(row, thread, unit, group)
-            number = _load(scale, index, ir.IntegerType.get_signless(8 * width), width)
+            (offset,) = (scale_index(row, thread, unit, group) * width).registers.flat
+            number = load_shared(scales_start, offset, word(8 * width))
             scales.append(_bf16_pair(arith.extui(i32, number), scheme))
-        return Loaded(_of_thread(words, _WORDS), _of_thread(scales, _SCALES))
+        return Loaded(as_words(words), as_words(scales))
 
     return load(codes, scale)
-
-
-def _of_thread(values: list[Any], layout: Any) -> mgpu.FragmentedArray:
-    """An array of which each thread has these numbers."""
-    i32 = ir.IntegerType.get_signless(32)
-    vector = llvm.mlir_undef(ir.VectorType.get((len(values),), i32))
-    for n, value in enumerate(values):
-        vector = llvm.insertelement(vector, value, mgpu.utils.c(n, i32))
-    return mgpu.FragmentedArray(_registers=np.array([vector], dtype=object), _layout=layout.to_mgpu(), _is_signed=True)
 
 
 def converted(unit: Loaded, scheme: Scheme) -> jax.Array:
@@ -127,60 +120,41 @@ def converted(unit: Loaded, scheme: Scheme) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((UNIT, UNIT), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
     def convert(_: Any, words: mgpu.FragmentedArray, scales: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        i32 = ir.IntegerType.get_signless(32)
+        all_words, all_scales = words_of(words), words_of(scales)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         layout = mgpu.WGMMA_LAYOUT
         registers = np.empty(layout.registers_shape((UNIT, UNIT)), dtype=object)
         # Eights of columns, halves of rows.
         flat = registers.reshape(UNIT // 8, 2)
         for half in range(2):
-            scale = llvm.extractelement(scales.registers.flat[0], mgpu.utils.c(half, i32))
+            scale = all_scales[half]
             for w in range(2):
-                word = llvm.extractelement(words.registers.flat[0], mgpu.utils.c(2 * half + w, i32))
-                for i, value in enumerate(_values(word, scale, scheme)):
+                for i, value in enumerate(_values(all_words[2 * half + w], scale, scheme)):
                     flat[4 * w + i, half] = llvm.bitcast(pair, value)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return convert(*unit)
 
 
-def _load(ref: ir.Value, index: mgpu.FragmentedArray, loaded: ir.Type, width: int) -> ir.Value:
-    """What is `index` elements of `width` bytes after the start of contiguous shared memory."""
-    start = mgpu.utils.memref_ptr(ref)
-    (offset,) = (index * width).registers.flat
-    place = mgpu.utils.getelementptr(start, [offset], ir.IntegerType.get_signless(8))
-    return llvm.load(loaded, place)
-
-
-def _asm(text: str, results: int, *inputs: ir.Value | int) -> list[ir.Value]:
-    """PTX of 32-bit registers without side effects: results are $0 and up, then come the inputs."""
-    i32 = ir.IntegerType.get_signless(32)
-    values = [mgpu.utils.c(value, i32) if isinstance(value, int) else value for value in inputs]
-    constraints = ",".join(["=&r"] * results + ["r"] * len(values))
-    out = i32 if results == 1 else llvm.StructType.get_literal([i32] * results)
-    value: Any = llvm.inline_asm(out, values, text, constraints, asm_dialect=0, has_side_effects=False)
-    return [value] if results == 1 else [llvm.extractvalue(i32, value, [n]) for n in range(results)]
-
-
 def _bf16_pair(number: ir.Value, scheme: Scheme) -> ir.Value:
     """A scale twice, as bfloat16."""
     if scheme is INT4_G32:
-        return _asm("prmt.b32 $0, $1, 0, 0x1010;", 1, number)[0]
+        return pure_ptx("prmt.b32 $0, $1, 0, 0x1010;", 1, number)[0]
     if scheme is MXFP4:
-        return _asm("{ shl.b32 $0, $1, 7; prmt.b32 $0, $0, 0, 0x1010; }", 1, number)[0]
+        return pure_ptx("{ shl.b32 $0, $1, 7; prmt.b32 $0, $0, 0, 0x1010; }", 1, number)[0]
     # e4m3: its bits, moved, are those of a number 2^120 times as small. It has no negative scales.
-    return _asm(
+    return pure_ptx(
         "{ and.b32 $0, $1, 0x7f; shl.b32 $0, $0, 4; prmt.b32 $0, $0, 0, 0x1010; mul.rn.bf16x2 $0, $0, $2; }",
         1, number, 0x7B807B80,
     )[0]  # fmt: skip
 
 
-def _values(word: ir.Value, scales: ir.Value, scheme: Scheme) -> list[ir.Value]:
+def _values(codes: ir.Value, scales: ir.Value, scheme: Scheme) -> list[ir.Value]:
     """The pairs (i, i + 4) of the eight codes of a word, as bfloat16 times their scales."""
-    return _int4(word, scales) if scheme is INT4_G32 else _e2m1(word, scales)
+    return _int4(codes, scales) if scheme is INT4_G32 else _e2m1(codes, scales)
 
 
-def _int4(word: ir.Value, scales: ir.Value) -> list[ir.Value]:
+def _int4(codes: ir.Value, scales: ir.Value) -> list[ir.Value]:
     """The lowest bits of 128 to 143 are those of the code plus 8, of which 136 are taken off: exact, and so is only the
     product with the scale rounded.
     """
@@ -192,10 +166,10 @@ def _int4(word: ir.Value, scales: ir.Value) -> list[ir.Value]:
         lines.append(f"lop3.b32 ${i}, {source}, $5, $6, 0x6a;")  # and, then exclusive or: the sign becomes plus 8
         lines.append(f"sub.rn.bf16x2 ${i}, ${i}, $6;")
         lines.append(f"mul.rn.bf16x2 ${i}, ${i}, $7;")
-    return _asm("{ " + " ".join(lines) + " }", 4, word, 0x000F000F, 0x43084308, scales)
+    return pure_ptx("{ " + " ".join(lines) + " }", 4, codes, 0x000F000F, 0x43084308, scales)
 
 
-def _e2m1(word: ir.Value, scales: ir.Value) -> list[ir.Value]:
+def _e2m1(codes: ir.Value, scales: ir.Value) -> list[ir.Value]:
     """Sign, exponent and mantissa, moved to where bfloat16 has them, are a number 2^126 times as small."""
     lines = []
     for i in range(4):
@@ -206,7 +180,7 @@ def _e2m1(word: ir.Value, scales: ir.Value) -> list[ir.Value]:
         lines.append(f"lop3.b32 ${i}, ${i}, $5, t, 0xea;")  # and, then or
         lines.append(f"mul.rn.bf16x2 ${i}, ${i}, $6;")
         lines.append(f"mul.rn.bf16x2 ${i}, ${i}, $7;")
-    return _asm("{ .reg .b32 t; " + " ".join(lines) + " }", 4, word, 0x01C001C0, 0x7E807E80, scales)
+    return pure_ptx("{ .reg .b32 t; " + " ".join(lines) + " }", 4, codes, 0x01C001C0, 0x7E807E80, scales)
 
 
 def interpreted(codes: Any, scale: Any, scheme: Scheme, unit: int, *, ordered: bool) -> jax.Array:

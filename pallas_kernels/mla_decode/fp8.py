@@ -1,0 +1,341 @@
+"""Absorbed paged MLA over latents in FP8, for Hopper, in Pallas Mosaic GPU.
+
+As `mosaic.py`, with rows and columns exchanged: tokens of a page are the rows of a product and query rows its columns, as few
+as there are. So codes can be what a wgmma takes from registers, where they become bfloat16 (`fp8_fragments.py`), and
+shared memory holds nothing but codes, several pages of them.
+
+- Warpgroups 0 and 1: each the scores of one page of a pair, then of both pages the sums of one half of the columns.
+- A warp of warpgroup 2: copies pages into shared memory.
+
+Every sum and product is that of `mosaic.py` in the same order, so on the dequantised cache it gives the same bits.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import load, transpose_ref
+from pallas_kernels.latents import GROUP
+from pallas_kernels.mla_decode.fp8_fragments import (
+    BLOCKS,
+    GROUPS,
+    HALF,
+    UNIT,
+    Codes,
+    keys,
+    largest_of_columns,
+    load_keys,
+    load_values,
+    store_rows,
+    tile_transforms,
+    value_scales,
+    values,
+)
+from pallas_kernels.mosaic_attention import MASKED, ONES, ROWS, WARPGROUP, over_columns, params, write_ones
+from pallas_kernels.split_kv import PAGE
+
+KEY_DIM, VALUE_DIM = 576, 512
+# Shared memory of a block, less what barriers and alignment take.
+SHARED_BYTES = 224 * 1024
+PAGE_BYTES = PAGE * (VALUE_DIM + 4 * GROUPS + 2 * (KEY_DIM - VALUE_DIM))
+
+WGMMA, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
+OF_ROWS = WGMMA.reduce(1)
+i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
+
+
+def over_rows(x_N: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(x_N, shape, [1])
+
+
+def stages_of(rows: int) -> int:
+    """Pages in shared memory beside the queries and weights of `rows` query rows."""
+    return (SHARED_BYTES - 2 * rows * KEY_DIM - 2 * 2 * ROWS * PAGE - 4096) // PAGE_BYTES
+
+
+@functools.cache
+def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, interpret: Any) -> Any:
+    """As `mosaic._attend_kernel`; the latents are the arrays of `Fp8Latents`."""
+    padded_items = -(-num_items // WARPGROUP) * WARPGROUP
+    stages = stages_of(rows)
+    # Blocks of columns whose codes a thread holds: with many query rows it has no registers for more.
+    at_once = BLOCKS if rows <= 32 else 2
+
+    def body(
+        q, codes, scale, rope, page_tables, items, bounds, out, partial, lse, *, q_s, codes_s, scale_s, rope_s, p_s, ones_s,
+        tops_s, rows_s, bounds_s, q_full, full, free, topped, weighted, operand_s=None,
+    ):  # fmt: skip
+        warpgroup, item, block = lax.axis_index("warpgroup"), lax.axis_index("item"), lax.axis_index("block")
+        request, first, end, unmasked, alone = (items[item, j] for j in range(5))
+        n = end - first
+
+        def stage_of(i):
+            return lax.rem(i, i32(stages))
+
+        def copy_pages():
+            plgpu.copy_gmem_to_smem(q.at[request, pl.ds(block * rows, rows), :], q_s, q_full)
+
+            def copy(i, page):
+                stage = stage_of(i)
+
+                @pl.when(i >= stages)
+                def _():
+                    plgpu.barrier_wait(free.at[stage])
+
+                for array, place in ((codes, codes_s), (rope, rope_s), (scale, scale_s)):
+                    plgpu.copy_gmem_to_smem(array.at[page], place.at[stage], full.at[stage])
+                # Loaded before the wait that the next copy begins with.
+                return page_tables[request, lax.min(first + i + 1, end - 1)]
+
+            lax.fori_loop(i32(0), n, copy, items[item, 5])
+
+            # Every completion must be awaited before the kernel ends.
+            @pl.loop(lax.max(n - stages, i32(0)), n)
+            def _(i):
+                plgpu.barrier_wait(free.at[stage_of(i)])
+
+        def met(barrier):
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+
+        def dequantised(stage, columns, owned=None):
+            """Of a page, for the interpreter, which has no operands in registers."""
+            numbers = codes_s.at[stage][...].astype(f32) * jnp.repeat(scale_s.at[stage][...], GROUP, axis=1)
+            if owned is not None:
+                numbers = jnp.where(jnp.arange(PAGE)[:, None] < owned, numbers, 0.0)
+            return lax.dynamic_slice_in_dim(numbers, columns, UNIT, axis=1).astype(bf16)
+
+        def operand(tile):
+            operand_s[warpgroup] = tile
+            plgpu.commit_smem()
+            return operand_s.at[warpgroup]
+
+        def scores(stage):
+            """x [PAGE, rows]."""
+
+            def multiply(x_acc):
+                # A loop, because unrolled the compiler loads everything at once and spills.
+                @pl.loop(0, GROUPS)
+                def _(group):
+                    for unit in range(GROUP // UNIT):
+                        columns = group * GROUP + unit * UNIT
+                        if interpret:
+                            keys_PU = operand(dequantised(stage, columns))
+                        else:
+                            keys_PU = keys(load_keys(codes_s.at[stage], scale_s.at[stage], group, unit))
+                        plgpu.wgmma(x_acc, keys_PU, transpose_ref(q_s.at[:, pl.ds(columns, UNIT)], (1, 0)))
+                        # While one is multiplied the next is made.
+                        plgpu.wgmma_wait(0 if interpret else 1)
+
+                queries = transpose_ref(q_s.at[:, pl.ds(VALUE_DIM, KEY_DIM - VALUE_DIM)], (1, 0))
+                plgpu.wgmma(x_acc, rope_s.at[stage], queries)
+                plgpu.wgmma_wait(0)
+                return x_acc[...]
+
+            return pl.run_scoped(multiply, plgpu.ACC((PAGE, rows), f32))
+
+        def summed(accs, total, stage, slot, owned):
+            """The sums [UNIT, rows] of this half's blocks of columns, and of the weights [ROWS, ONES], with a page's."""
+            weights = p_s.at[slot]
+            operands = weights.at[pl.ds(0, rows), :]
+            if interpret:
+                tiles = [dequantised(stage, warpgroup * HALF + b * UNIT, owned).T for b in range(BLOCKS)]
+                accs = tuple(
+                    acc + pl.run_scoped(functools.partial(product, operand(tile), operands), plgpu.ACC(acc.shape, f32))
+                    for acc, tile in zip(accs, tiles, strict=True)
+                )
+                return accs, total + pl.run_scoped(
+                    functools.partial(product, weights, ones_s), plgpu.ACC(total.shape, f32)
+                )
+            scales = value_scales(scale_s.at[stage], owned)
+
+            def multiply(refs):
+                *of_blocks, of_weights = refs
+                plgpu.wgmma(of_weights, weights, transpose_ref(ones_s, (1, 0)))
+                for first in range(0, BLOCKS, at_once):
+                    part = Codes(load_values(codes_s.at[stage], first, at_once), scales)
+                    for b in range(at_once):
+                        tile = values(part, b)
+                        if first + b and at_once < BLOCKS:
+                            # Made before the wait for the one before it, which ends before the next begins.
+                            tile = lax.optimization_barrier(tile)
+                            plgpu.wgmma_wait(0)
+                        plgpu.wgmma(of_blocks[first + b], tile, transpose_ref(operands, (1, 0)))
+                plgpu.wgmma_wait(0)
+
+            *accs, total = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc in (*accs, total)))
+            return tuple(accs), total
+
+        def product(a, b, ref):
+            plgpu.wgmma(ref, a, transpose_ref(b, (1, 0)))
+            plgpu.wgmma_wait(0)
+            return ref[...]
+
+        def attend():
+            def columns_of(place):
+                """Numbers of the query rows, from shared memory: in registers they would be as many as N / 4."""
+                return load(rows_s, (warpgroup, place, pl.ds(0, rows)), layout=COLUMNS)
+
+            keys_seen = bounds[request, blocks * ROWS - 1]
+            bounds_s[warpgroup, :] = load(bounds, (request, pl.ds(block * ROWS, ROWS)), layout=OF_ROWS)
+
+            @pl.when(warpgroup == 0)
+            def _():
+                write_ones(ones_s)
+                plgpu.commit_smem()
+
+            plgpu.barrier_wait(q_full)
+
+            def step(j, carry, masked, pages):
+                """Of `pages` pages from page 2j on; the scores of a single one are those of both warpgroups."""
+                accs, total, top_R = carry
+                own = 2 * j + (warpgroup if pages == 2 else 0)
+                plgpu.barrier_wait(full.at[stage_of(own)])
+                x = scores(stage_of(own))
+                if masked:
+                    key = plgpu.broadcasted_iota(i32, x.shape, 0, layout=WGMMA) + (first + own) * PAGE
+                    bound_N = load(bounds_s, (warpgroup, pl.ds(0, rows)), layout=COLUMNS)
+                    x = jnp.where(key < over_rows(bound_N, x.shape), x, MASKED)
+                slot = warpgroup if pages == 2 else 0
+                writes = (warpgroup < pages) if pages == 1 else True
+
+                def when_writes(write):
+                    write() if writes is True else pl.when(writes)(write)
+
+                def write_tops():
+                    if interpret:
+                        for warp in range(4):
+                            tops_s[slot, warp, pl.ds(0, rows)] = x.max(axis=0)
+                    else:
+                        largest_of_columns(x, tops_s.at[slot])
+
+                when_writes(write_tops)
+                met(topped)
+                tops, shrinks = [top_R], []
+                for page in range(pages):
+                    of_warps = [load(tops_s, (page, warp, slice(None)), layout=OF_ROWS) for warp in range(4)]
+                    tops.append(functools.reduce(jnp.maximum, of_warps, tops[-1]))
+                    shrinks.append(jnp.exp2((tops[page] - tops[page + 1]) * log2_scale))
+                    rows_s[warpgroup, page, :] = shrinks[page]
+                rows_s[warpgroup, 2, :] = jnp.where(warpgroup == 0, tops[1], tops[-1])
+                plgpu.commit_smem()
+                p = jnp.exp2((x - over_rows(columns_of(2), x.shape)) * log2_scale).astype(bf16)
+
+                def write_weights():
+                    staged = transpose_ref(p_s.at[slot, pl.ds(0, rows), :], (1, 0))
+                    staged[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
+                    plgpu.commit_smem()
+
+                when_writes(write_weights)
+                met(weighted)
+                for page in range(pages):
+                    i = 2 * j + page
+                    if pages == 2:
+                        wait_for_page = functools.partial(plgpu.barrier_wait, full.at[stage_of(i)])
+                        pl.when(warpgroup != page)(wait_for_page)
+                    accs = tuple(acc * over_rows(columns_of(page), acc.shape) for acc in accs)
+                    total = total * over_columns(shrinks[page], total.shape)
+                    owned = keys_seen - (first + i) * PAGE if masked else None
+                    accs, total = summed(accs, total, stage_of(i), page, owned)
+                    plgpu.barrier_arrive(free.at[stage_of(i)])
+                return accs, total, tops[-1]
+
+            # As in `mosaic.py`: rows of padding get a maximum that leaves their weights 0.
+            row_R = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=OF_ROWS) + block * ROWS
+            low_R = jnp.where(row_R < live, f32(MASKED), f32(-MASKED))
+
+            def zeros(*shape):
+                return plgpu.layout_cast(jnp.zeros(shape, f32), WGMMA)
+
+            carry = (zeros(UNIT, rows),) * BLOCKS, zeros(ROWS, ONES), low_R
+            whole = lax.div(unmasked, i32(2))
+            carry = lax.fori_loop(i32(0), whole, functools.partial(step, masked=False, pages=2), carry)
+            carry = lax.fori_loop(whole, lax.div(n, i32(2)), functools.partial(step, masked=True, pages=2), carry)
+            last = functools.partial(step, masked=True, pages=1)
+            accs, total, top_R = lax.fori_loop(lax.div(n, i32(2)), lax.div(n + 1, i32(2)), last, carry)
+            sum_R = total.max(axis=1)
+            rows_s[warpgroup, 2, :] = 1.0 / sum_R
+            plgpu.commit_smem()
+            factor_N = columns_of(2)
+
+            @pl.when(warpgroup == 0)
+            def _():
+                lse[pl.ds(block * ROWS, ROWS), item] = top_R * log2_scale + jnp.log2(sum_R)
+
+            results = [(acc * over_rows(factor_N, acc.shape)).astype(bf16) for acc in accs]
+
+            def store(place, row_bytes):
+                if not interpret:
+                    store_rows(place, results, row_bytes)
+                    return
+                for b, result in enumerate(results):
+                    place[:, pl.ds(warpgroup * HALF + b * UNIT, UNIT)] = result.T
+
+            @pl.when(alone == 1)
+            def _():
+                store(out.at[request, pl.ds(block * rows, rows), :], 2 * VALUE_DIM)
+
+            @pl.when(alone == 0)
+            def _():
+                store(partial.at[pl.ds(block * rows, rows), item, :], 2 * VALUE_DIM * num_items)
+
+        # An item without pages has no work, and would wait forever.
+        @pl.when((warpgroup == 2) & (n > 0))
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+
+            # One warp: waiting takes power, and in a full batch power is what limits the clock.
+            @plgpu.warp_map
+            def _(warp):
+                @pl.when(warp == 0)
+                def _():
+                    copy_pages()
+
+        @pl.when((warpgroup < 2) & (n > 0))
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            attend()
+
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    matrix = functools.partial(plgpu.SMEM, dtype=bf16, transforms=tiled)
+    of_stages = functools.partial(plgpu.Barrier, num_barriers=stages)
+    body.__name__ = "mla_decode_fp8"
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((B, blocks * rows, VALUE_DIM), bf16),
+            jax.ShapeDtypeStruct((blocks * rows, num_items, VALUE_DIM), bf16),
+            jax.ShapeDtypeStruct((blocks * ROWS, padded_items), f32),
+        ),
+        scratch_types={
+            "q_s": matrix((rows, KEY_DIM)),
+            "codes_s": plgpu.SMEM((stages, PAGE, VALUE_DIM), jnp.float8_e4m3fn, transforms=tile_transforms()),
+            "rope_s": matrix((stages, PAGE, KEY_DIM - VALUE_DIM)),
+            "scale_s": plgpu.SMEM((stages, PAGE, GROUPS), f32),
+            # Past the query rows there is anything: rows of the weights' sums that nobody reads.
+            "p_s": matrix((2, ROWS, PAGE)),
+            "ones_s": matrix((ONES, PAGE)),
+            "tops_s": plgpu.SMEM((2, 4, ROWS), f32),
+            # Of each warpgroup: by what its sums shrink before each page of a pair, and the largest scores of its own.
+            "rows_s": plgpu.SMEM((2, 3, ROWS), f32),
+            "bounds_s": plgpu.SMEM((2, ROWS), i32),
+            "q_full": plgpu.Barrier(),
+            "full": of_stages(num_arrivals=3),
+            "free": of_stages(num_arrivals=2),
+            "topped": plgpu.Barrier(num_arrivals=2),
+            "weighted": plgpu.Barrier(num_arrivals=2),
+            **({"operand_s": matrix((2, UNIT, UNIT))} if interpret else {}),
+        },
+        grid=(num_items, blocks),
+        grid_names=("item", "block"),  # blocks of an item run together and share its pages in the L2 cache
+        num_threads=3,
+        thread_name="warpgroup",
+        # As in `mosaic.py`: all that a thread reads, a barrier or commit_smem has made visible.
+        compiler_params=params(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
