@@ -32,7 +32,6 @@ class Tiles:
         consumers: warpgroups that multiply.
         blocks: accumulators of M weight rows of each consumer; gate and up have one each.
         splits: teams of so many consumers, which take the stages in turn (`packed_matmul.py`).
-        resident: the tokens of a slot stay in shared memory as long as a block works for them (`packed_matmul.py`).
     """
 
     depth: int
@@ -40,7 +39,6 @@ class Tiles:
     consumers: int
     blocks: int
     splits: int = 1
-    resident: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from pallas_kernels.moe.packed_codes import SCHEMES
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.values import in_schemes
 
-# Shared memory of a block, less what barriers and alignment take; stages of a ring at most, and at least beside all tokens of
-# a slot.
-SHARED_BYTES, MOST_STAGES, LEAST_STAGES = 224 * 1024, 12, 6
+# Shared memory of a block, less what barriers and alignment take; stages of a ring at most.
+SHARED_BYTES, MOST_STAGES = 224 * 1024, 12
 
 
 def is_packed(parameters: ExpertWeights) -> bool:
@@ -29,16 +28,10 @@ def packed_tiles(rows: int, columns: int, out_rows: int, *, gated: bool, most_bl
     depth = next(depth for depth in ((128, 64) if wide else (256, 128, 64)) if columns % depth == 0)
     splits = 1 if wide else 3 if depth == 256 and rows <= 16 else 2
     # In bytes, and so many a column: codes half a one, scales a byte of 16 columns or two of 32.
-    codes, tokens = consumers * blocks * M * 9 // 16 * depth, rows * 2 * depth
-    left = SHARED_BYTES - (splits - 1) * consumers * blocks * M * rows * 4 - consumers * rows * M * 2
-
-    def ring(left: int, stage: int) -> int:
-        return min(left // stage, MOST_STAGES) // splits * splits
-
-    beside_all = ring(left - columns // depth * tokens, codes)
-    if not wide and beside_all >= LEAST_STAGES and columns // depth >= splits:
-        return Tiles(depth, beside_all, consumers, blocks, splits, resident=True)
-    return Tiles(depth, ring(left, codes + tokens), consumers, blocks, splits)
+    stage = (consumers * blocks * M * 9 // 16 + rows * 2) * depth
+    others = (splits - 1) * consumers * blocks * M * rows * 4 + consumers * rows * M * 2
+    stages = min((SHARED_BYTES - others) // stage, MOST_STAGES)
+    return Tiles(depth, stages // splits * splits, consumers, blocks, splits)
 
 
 def configure_packed(T: int, E: int, k: int, H: int, inner: int) -> Config:

@@ -5,9 +5,6 @@ multiplying warpgroup makes bfloat16 of them in registers, from where the wgmma 
 are, and nothing is written back. Making them takes about as long as reading them, so more warpgroups multiply: `splits`
 teams take the stages in turn, each with sums of its own, and the first adds up the others' at the end of a tile.
 
-A stage of codes is so small that its tokens would be a fifth to a third of what a block reads. So where they fit, the tokens of
-a slot are read once (`Tiles.resident`): a block works on tiles that follow each other, which are mostly of one slot.
-
 Columns are multiplied in the order of `packed_codes`. Tokens come in it, and gate and up take their rows in it, so that
 what they write is in it too.
 """
@@ -143,36 +140,25 @@ def _kernel(
     width = t.consumers * (1 if gated else t.blocks) * M  # output columns of a tile
     num_tiles, depths, units = out_rows // width, pl.cdiv(columns, t.depth), t.depth // UNIT
     groups, pitch = t.depth // group_of(scheme), t.depth // 2
-    of_all = gated and config.all_tokens
     if out_rows % width or columns % UNIT:
         raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
     if t.stages % teams:
         # A warpgroup counts the completions of a barrier by its own waits.
         raise ValueError(f"{t}: a stage has to be the same team's every time")
-    if t.resident and depths < teams:
-        # A team without a step of these tokens might miss that they came, and wait for them when others have come.
-        raise ValueError(f"{t}: of {depths} stages not each team has one")
     f32, bf16 = jnp.float32, jnp.bfloat16
 
     def body(num_slots, expert, *refs, w_smem, s_smem, x_smem, out_smem, full, free, **only):
         numbers, (codes, scale, x, out) = list(refs[:-4]), refs[-4:]
         bias = numbers.pop() if biased else None
         factor = numbers.pop() if scheme.factor else None
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        work = num_slots[0] * num_tiles
-        first = lax.div(block * work, jnp.int32(grid)) if t.resident else block
-        last = (block + 1) * work if t.resident else work - block + (grid - 1)
-        mine = lax.div(last, jnp.int32(grid)) - (first if t.resident else 0)
+        warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
+        mine = lax.div(num_slots[0] * num_tiles - first + (grid - 1), jnp.int32(grid))
         steps = mine * depths
 
         def item(j):
             """Slot and tile of this block's j-th item of work."""
-            place = first + (j if t.resident else j * grid)
+            place = first + j * grid
             return lax.div(place, jnp.int32(num_tiles)), lax.rem(place, jnp.int32(num_tiles))
-
-        def brings_tokens(j):
-            """Whether an item has other tokens than the one before it."""
-            return j == 0 if of_all else (j == 0) | (item(j)[1] == 0)
 
         def stage(step):
             return lax.rem(step, jnp.int32(t.stages))
@@ -197,29 +183,15 @@ def _kernel(
                         plgpu.copy_gmem_to_smem(own, w_smem.at[s, c, b], full.at[s])
                         own = scale.at[e, part, pl.ds(depth * groups, groups), at]
                         plgpu.copy_gmem_to_smem(own, s_smem.at[s, c, b], full.at[s])
-                if not t.resident:
-                    fill_tokens(slot, depth, x_smem.at[s], full.at[s])
-
-            def fill_tokens(slot, depth, place, ready):
                 # A dynamic index, because a static one must not reach past the last token.
-                own = x.at[0 if of_all else slot, pl.ds(jnp.int32(0), rows), pl.ds(depth * t.depth, t.depth)]
-                plgpu.copy_gmem_to_smem(own, place, ready)
+                own = x.at[
+                    0 if gated and config.all_tokens else slot,
+                    pl.ds(jnp.int32(0), rows),
+                    pl.ds(depth * t.depth, t.depth),
+                ]
+                plgpu.copy_gmem_to_smem(own, x_smem.at[s], full.at[s])
 
-            def bring_tokens(step):
-                """If the step is the first with other tokens: these, where those of the steps before it were."""
-
-                @pl.when((step < steps) & (lax.rem(step, jnp.int32(depths)) == 0))
-                def _of_item():
-                    j = lax.div(step, jnp.int32(depths))
-
-                    @pl.when(brings_tokens(j))
-                    def _all():
-                        for depth in range(depths):
-                            fill_tokens(item(j)[0], jnp.int32(depth), x_smem.at[depth], only["brought"])
-
-            if t.resident:
-                bring_tokens(jnp.int32(0))
-            keep_full(fill, free, steps, t.stages, (lambda step: bring_tokens(step + 1)) if t.resident else None)
+            keep_full(fill, free, steps, t.stages)
 
         def loads(s, member):
             """Of all units of a stage, so that none has to be waited for between two products."""
@@ -244,18 +216,15 @@ def _kernel(
             """This team's share of the sums of an item."""
 
             def multiply(*sums):
-                if t.resident:
-                    pl.when(brings_tokens(j))(lambda: plgpu.barrier_wait(only["brought"]))
                 start = lax.rem(team + (teams - 1) * lax.rem(j * depths, jnp.int32(teams)), jnp.int32(teams))
 
                 @pl.loop(0, lax.div(depths - start + (teams - 1), jnp.int32(teams)))
                 def _step(n):
-                    depth = start + n * teams
-                    s = stage(j * depths + depth)
+                    s = stage(j * depths + start + n * teams)
                     plgpu.barrier_wait(full.at[s])
                     ahead = loads(s, member)
                     for unit in range(units):
-                        tokens = x_smem.at[depth if t.resident else s, :, pl.ds(unit * UNIT, UNIT)]
+                        tokens = x_smem.at[s, :, pl.ds(unit * UNIT, UNIT)]
                         for b in range(t.blocks):
                             plgpu.wgmma(sums[b], weights(s, member, b, unit, ahead), transpose_ref(tokens, (1, 0)))
                             # While one is multiplied the next is made.
@@ -341,13 +310,11 @@ def _kernel(
     scratch: dict[str, Any] = {
         "w_smem": plgpu.SMEM((*tiles, M, pitch), jnp.uint8, transforms=tile_transforms(pitch)),
         "s_smem": plgpu.SMEM((*tiles, groups, M), scheme.scale),
-        "x_smem": smem((depths if t.resident else t.stages, rows, t.depth)),
+        "x_smem": smem((t.stages, rows, t.depth)),
         "out_smem": smem((t.consumers, rows, M)),
-        "full": plgpu.Barrier(num_arrivals=2 * t.consumers * t.blocks + (not t.resident), num_barriers=t.stages),
+        "full": plgpu.Barrier(num_arrivals=2 * t.consumers * t.blocks + 1, num_barriers=t.stages),
         "free": plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
     }
-    if t.resident:
-        scratch["brought"] = plgpu.Barrier(num_arrivals=depths)
     if teams > 1:
         scratch |= {
             "sum_smem": plgpu.SMEM((teams - 1, t.consumers, t.blocks, M, rows), f32),

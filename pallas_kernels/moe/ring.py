@@ -10,20 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def keep_full(
-    fill: Callable[[jax.Array], None],
-    free: Any,
-    steps: jax.Array,
-    stages: int,
-    freed: Callable[[jax.Array], None] | None = None,
-) -> None:
+def keep_full(fill: Callable[[jax.Array], None], free: Any, steps: jax.Array, stages: int) -> None:
     """The work of the filling warpgroup: fill(step) of every step, which goes into stage step % stages.
 
     Args:
         fill: starts the copies of one step.
         free: barriers, one a stage, which those that multiply complete when they have read it.
         steps: int32 [].
-        freed: called with each step once it, and all before it, have been read.
     """
 
     def stage(step: jax.Array) -> jax.Array:
@@ -32,17 +25,12 @@ def keep_full(
     ahead = lax.min(steps, jnp.int32(stages))
     pl.loop(0, ahead)(fill)
 
-    def wait(step: jax.Array) -> None:
-        plgpu.barrier_wait(free.at[stage(step)])
-        if freed is not None:
-            freed(step)
-
     @pl.loop(ahead, steps)
     def _refill(step: jax.Array) -> None:
-        wait(step - stages)
+        plgpu.barrier_wait(free.at[stage(step)])
         fill(step)
 
     # Every completion of a barrier must be awaited before the kernel ends.
     @pl.loop(lax.max(steps - stages, jnp.int32(0)), steps)
     def _drain(step: jax.Array) -> None:
-        wait(step)
+        plgpu.barrier_wait(free.at[stage(step)])

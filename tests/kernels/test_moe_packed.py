@@ -115,21 +115,6 @@ def test_interpreted_with_teams(tiles: Tiles):
     check(INT4_G32, 20, 256, 256, dataclasses.replace(config, up=tiles, down=tiles))
 
 
-@interpreted
-@pytest.mark.parametrize(("teams", "T"), [(3, 20), pytest.param(2, 20, marks=pytest.mark.slow), (2, 5)])
-def test_interpreted_with_resident_tokens(teams: int, T: int):
-    """Of several slots a block, each with several tiles; of up to 8 tokens `up` has the same in all slots."""
-    tiles = Tiles(64, 2 * teams, 1, 2, teams, resident=True)
-    config = configure_packed(T, 4, 2, 256, 256)
-    check(INT4_G32, T, 256, 256, dataclasses.replace(config, up=tiles, down=tiles))
-
-
-@interpreted
-def test_resident_tokens_need_a_stage_for_each_team():
-    with pytest.raises(ValueError, match="not each team has one"):
-        check(INT4_G32, 20, 128, 128, Config(16, 8, False, *[Tiles(128, 2, 1, 2, 2, resident=True)] * 2, 2))
-
-
 def mlp_by_oracle(x: jax.Array, gate_up: Quantised, down: Quantised) -> np.ndarray:
     weights = (dequantise(weight, jnp.bfloat16).astype(jnp.float32) for weight in (gate_up, down))
     return np.asarray(reference.swiglu(x.astype(jnp.float32), *weights))
