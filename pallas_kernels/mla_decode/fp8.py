@@ -184,11 +184,9 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
             keys_seen = bounds[request, blocks * ROWS - 1]
             bounds_s[warpgroup, :] = load(bounds, (request, pl.ds(block * ROWS, ROWS)), layout=OF_ROWS)
 
-            @pl.when(warpgroup == 0)
-            def _():
-                write_ones(ones_s)
-                plgpu.commit_smem()
-
+            pl.when(warpgroup == 0)(functools.partial(write_ones, ones_s))
+            # Each thread has written some of the bounds and reads others; the ones are read after a barrier of both warpgroups.
+            plgpu.commit_smem()
             plgpu.barrier_wait(q_full)
 
             def step(j, carry, masked, pages):
