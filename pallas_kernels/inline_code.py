@@ -84,23 +84,6 @@ def elements(register: Any) -> list[Any]:
     return [vector.extract(register, [], [i]) for i in range(ir.VectorType(register.type).shape[0])]
 
 
-def wait_for_warpgroup(emulated: bool) -> None:
-    """All threads of a warpgroup see what others of it stored to shared memory; products and copies may not yet.
-
-    Args:
-        emulated: for the interpreter, which takes no such barriers.
-    """
-    if emulated:
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def wait(_: Any) -> None:
-        mgpu.utils.warpgroup_barrier()
-
-    wait()
-
-
 def publish(emulated: bool, *, copies: bool = False) -> None:
     """Orders stores to shared memory before multiplications, which read it through another proxy.
 

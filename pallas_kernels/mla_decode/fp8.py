@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load, transpose_ref
-from pallas_kernels.inline_code import wait_for_warpgroup
 from pallas_kernels.latents import GROUP
 from pallas_kernels.mla_decode.fp8_fragments import (
     BLOCKS,
@@ -66,7 +65,6 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
     stages = stages_of(rows)
     # Blocks of columns whose codes a thread holds: with many query rows it has no registers for more.
     at_once = BLOCKS if rows <= 32 else 2
-    held_pages = 2 if rows <= 16 else 1
 
     def body(
         q, codes, scale, rope, page_tables, items, bounds, out, partial, lse, *, q_s, codes_s, scale_s, rope_s, p_s, ones_s,
@@ -141,13 +139,7 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
 
             return pl.run_scoped(multiply, plgpu.ACC((PAGE, rows), f32))
 
-        def first_values(stage, owned):
-            """Of a page, for `summed`: codes of as many blocks of columns as a thread holds at once."""
-            if interpret:
-                return None
-            return Codes(load_values(codes_s.at[stage], 0, at_once), value_scales(scale_s.at[stage], owned))
-
-        def summed(accs, total, stage, slot, owned, part):
+        def summed(accs, total, stage, slot, owned):
             """The sums [UNIT, rows] of this half's blocks of columns, and of the weights [ROWS, ONES], with a page's."""
             weights = p_s.at[slot]
             operands = weights.at[pl.ds(0, rows), :]
@@ -160,17 +152,20 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
                 return accs, total + pl.run_scoped(
                     functools.partial(product, weights, ones_s), plgpu.ACC(total.shape, f32)
                 )
+            scales = value_scales(scale_s.at[stage], owned)
 
             def multiply(refs):
                 *of_blocks, of_weights = refs
                 plgpu.wgmma(of_weights, weights, transpose_ref(ones_s, (1, 0)))
-                held = part
-                for b, sums in enumerate(of_blocks):
-                    if b and b % at_once == 0:
-                        held = Codes(load_values(codes_s.at[stage], b, at_once), part.scales)
-                    plgpu.wgmma(sums, values(held, b % at_once), transpose_ref(operands, (1, 0)))
-                    if at_once < BLOCKS:
-                        plgpu.wgmma_wait(1)
+                for first in range(0, BLOCKS, at_once):
+                    part = Codes(load_values(codes_s.at[stage], first, at_once), scales)
+                    for b in range(at_once):
+                        tile = values(part, b)
+                        if first + b and at_once < BLOCKS:
+                            # Made before the wait for the one before it, which ends before the next begins.
+                            tile = lax.optimization_barrier(tile)
+                            plgpu.wgmma_wait(0)
+                        plgpu.wgmma(of_blocks[first + b], tile, transpose_ref(operands, (1, 0)))
                 plgpu.wgmma_wait(0)
 
             *accs, total = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc in (*accs, total)))
@@ -226,7 +221,7 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
                     shrinks.append(jnp.exp2((tops[page] - tops[page + 1]) * log2_scale))
                     rows_s[warpgroup, page, :] = shrinks[page]
                 rows_s[warpgroup, 2, :] = jnp.where(warpgroup == 0, tops[1], tops[-1])
-                wait_for_warpgroup(bool(interpret))
+                plgpu.commit_smem()
                 p = jnp.exp2((x - over_rows(columns_of(2), x.shape)) * log2_scale).astype(bf16)
 
                 def write_weights():
@@ -235,27 +230,17 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
                     plgpu.commit_smem()
 
                 when_writes(write_weights)
-                held = []
-
-                def hold(page):
-                    stage = stage_of(2 * j + page)
-                    if pages == 2:
-                        pl.when(warpgroup != page)(functools.partial(plgpu.barrier_wait, full.at[stage]))
-                    held.append(first_values(stage, keys_seen - (first + 2 * j + page) * PAGE if masked else None))
-
-                # While the other warpgroup ends its weights.
-                for page in range(min(pages, held_pages)):
-                    hold(page)
                 met(weighted)
                 for page in range(pages):
-                    if page == held_pages:
-                        hold(page)
-                    stage = stage_of(2 * j + page)
+                    i = 2 * j + page
+                    if pages == 2:
+                        wait_for_page = functools.partial(plgpu.barrier_wait, full.at[stage_of(i)])
+                        pl.when(warpgroup != page)(wait_for_page)
                     accs = tuple(acc * over_rows(columns_of(page), acc.shape) for acc in accs)
                     total = total * over_columns(shrinks[page], total.shape)
-                    owned = keys_seen - (first + 2 * j + page) * PAGE if masked else None
-                    accs, total = summed(accs, total, stage, page, owned, held[page])
-                    plgpu.barrier_arrive(free.at[stage])
+                    owned = keys_seen - (first + i) * PAGE if masked else None
+                    accs, total = summed(accs, total, stage_of(i), page, owned)
+                    plgpu.barrier_arrive(free.at[stage_of(i)])
                 return accs, total, tops[-1]
 
             # As in `mosaic.py`: rows of padding get a maximum that leaves their weights 0.
@@ -300,7 +285,7 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
         # An item without pages has no work, and would wait forever.
         @pl.when((warpgroup == 2) & (n > 0))
         def _():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
 
             # One warp: waiting takes power, and in a full batch power is what limits the clock.
             @plgpu.warp_map
@@ -311,7 +296,7 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
 
         @pl.when((warpgroup < 2) & (n > 0))
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             attend()
 
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

@@ -155,7 +155,7 @@ def _attend_kernel(
 
     def body(
         q, latent, page_tables, items, bounds, out, partial, lse, *,
-        q_s, pages_or_out, p_s, ones_s, rows_s, q_full, left_full, right_full, free, p_full, p_free, summed, finished,
+        q_s, pages_or_out, p_s, ones_s, rows_s, q_full, left_full, right_full, free, p_full, p_free, finished,
     ):  # fmt: skip
         (left_s, right_s), (out_s,) = pages_or_out
         warpgroup, item, block = lax.axis_index("warpgroup"), lax.axis_index("item"), lax.axis_index("block")
@@ -232,10 +232,12 @@ def _attend_kernel(
         def score_and_sum_left():
             bound_R = load(bounds, (request, pl.ds(block * ROWS, ROWS)), layout=OF_ROWS)
             keys = bounds[request, blocks * ROWS - 1]
+            write_ones(ones_s)
+            plgpu.commit_smem()
             plgpu.barrier_wait(q_full)
 
             def step(i, carry, masked):
-                acc, top_R = carry
+                acc, top_R, total = carry
                 stage = lax.rem(i, i32(STAGES))
                 plgpu.barrier_wait(left_full.at[stage])
 
@@ -263,28 +265,31 @@ def _attend_kernel(
                     clear_unowned(left_s.at[stage], keys - (first + i) * PAGE)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_full)
-                acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, left_s.at[stage], interpret)
+                before = tuple(x * over_columns(shrink_R, x.shape) for x in (acc, total))
+                ones = transpose_ref(ones_s, (1, 0))
+                acc, total = accumulate_each(before, p_s, (left_s.at[stage], ones), interpret)
                 plgpu.barrier_arrive(free.at[stage])
-                return acc, new_top_R
+                return acc, new_top_R, total
 
             # Rows of padding get a maximum that leaves their weights 0. With zeros in all their operands tensor cores need
             # less power, which is what limits the clock in a full batch.
             row_R = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=OF_ROWS) + block * ROWS
             low_R = jnp.where(row_R < live, f32(MASKED), f32(-MASKED))
-            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros(), low_R))
-            acc, top_R = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
+            carry = zeros(), low_R, zeros(ONES)
+            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), carry)
+            acc, top_R, total = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
+            sum_R = total.max(axis=1)
             plgpu.barrier_wait(p_free)
-            plgpu.barrier_wait(summed)
-            sum_R = load(rows_s, (1,), layout=OF_ROWS)
+            rows_s[1, :] = 1.0 / sum_R
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(p_full)
             lse[pl.ds(block * ROWS, ROWS), item] = top_R * log2_scale + jnp.log2(sum_R)
             store(0, acc * over_columns(1.0 / sum_R, acc.shape))
 
         def sum_right():
             keys = bounds[request, blocks * ROWS - 1]
-            write_ones(ones_s)
-            plgpu.commit_smem()
 
-            def step(i, carry, masked):
+            def step(i, acc, masked):
                 stage = lax.rem(i, i32(STAGES))
                 plgpu.barrier_wait(right_full.at[stage])
                 plgpu.barrier_wait(p_full)
@@ -292,20 +297,16 @@ def _attend_kernel(
                     clear_unowned(right_s.at[stage], keys - (first + i) * PAGE)
                     plgpu.commit_smem()
                 shrink_R = load(rows_s, (0,), layout=OF_ROWS)
-                before = tuple(x * over_columns(shrink_R, x.shape) for x in carry)
-                parts = right_s.at[stage, :, pl.ds(0, HALF)], transpose_ref(ones_s, (1, 0))
-                sums = accumulate_each(before, p_s, parts, interpret)
+                values = right_s.at[stage, :, pl.ds(0, HALF)]
+                acc = accumulate(acc * over_columns(shrink_R, acc.shape), p_s, values, interpret)
                 plgpu.barrier_arrive(p_free)
                 plgpu.barrier_arrive(free.at[stage])
-                return sums
+                return acc
 
-            carry = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), (zeros(), zeros(ONES)))
-            acc, total = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), carry)
-            sum_R = total.max(axis=1)
-            rows_s[1, :] = sum_R
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(summed)
-            store(1, acc * over_columns(1.0 / sum_R, acc.shape))
+            acc = lax.fori_loop(i32(0), unmasked, functools.partial(step, masked=False), zeros())
+            acc = lax.fori_loop(unmasked, n, functools.partial(step, masked=True), acc)
+            plgpu.barrier_wait(p_full)
+            store(1, acc * over_columns(load(rows_s, (1,), layout=OF_ROWS), acc.shape))
 
         # An item without pages has no work, and would wait forever.
         @pl.when((warpgroup == 2) & (n > 0))
@@ -358,7 +359,6 @@ def _attend_kernel(
             "free": of_stages(num_arrivals=2),
             "p_full": plgpu.Barrier(),
             "p_free": plgpu.Barrier(),
-            "summed": plgpu.Barrier(),
             "finished": plgpu.Barrier(num_arrivals=2),
         },
         grid=(num_items, blocks),
