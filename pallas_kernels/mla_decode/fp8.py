@@ -36,12 +36,12 @@ from pallas_kernels.mla_decode.fp8_fragments import (
     value_scales,
     values,
 )
-from pallas_kernels.mosaic_attention import MASKED, ONES, ROWS, WARPGROUP, over_columns, params, write_ones
+from pallas_kernels.mla_decode.outputs import KEY_DIM, VALUE_DIM, output_types
+from pallas_kernels.mosaic_attention import MASKED, ONES, ROWS, over_columns, params, write_ones
 from pallas_kernels.split_kv import PAGE
 
-KEY_DIM, VALUE_DIM = 576, 512
-# Shared memory of a block, less what barriers and alignment take.
-SHARED_BYTES = 224 * 1024
+# Shared memory of a block, less what barriers and alignment take; of that what ones, bounds and numbers of the rows take.
+SHARED_BYTES, SMALL_BYTES = 224 * 1024, 5 * 1024
 PAGE_BYTES = PAGE * (VALUE_DIM + 4 * GROUPS + 2 * (KEY_DIM - VALUE_DIM))
 
 WGMMA, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
@@ -55,13 +55,12 @@ def over_rows(x_N: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def stages_of(rows: int) -> int:
     """Pages in shared memory beside the queries and weights of `rows` query rows."""
-    return (SHARED_BYTES - 2 * rows * KEY_DIM - 2 * 2 * ROWS * PAGE - 4096) // PAGE_BYTES
+    return (SHARED_BYTES - 2 * rows * KEY_DIM - 2 * 2 * ROWS * PAGE - SMALL_BYTES) // PAGE_BYTES
 
 
 @functools.cache
 def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, interpret: Any) -> Any:
     """As `mosaic._attend_kernel`; the latents are the arrays of `Fp8Latents`."""
-    padded_items = -(-num_items // WARPGROUP) * WARPGROUP
     stages = stages_of(rows)
     # Blocks of columns whose codes a thread holds: with many query rows it has no registers for more.
     at_once = BLOCKS if rows <= 32 else 2
@@ -200,10 +199,10 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
                     bound_N = load(bounds_s, (warpgroup, pl.ds(0, rows)), layout=COLUMNS)
                     x = jnp.where(key < over_rows(bound_N, x.shape), x, MASKED)
                 slot = warpgroup if pages == 2 else 0
-                writes = (warpgroup < pages) if pages == 1 else True
 
-                def when_writes(write):
-                    write() if writes is True else pl.when(writes)(write)
+                def by_owner(write):
+                    """Of a single page the first warpgroup: the other one has the same scores."""
+                    write() if pages == 2 else pl.when(warpgroup == 0)(write)
 
                 def write_tops():
                     if interpret:
@@ -212,7 +211,7 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
                     else:
                         largest_of_columns(x, tops_s.at[slot])
 
-                when_writes(write_tops)
+                by_owner(write_tops)
                 met(topped)
                 tops, shrinks = [top_R], []
                 for page in range(pages):
@@ -229,7 +228,7 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
                     staged[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
                     plgpu.commit_smem()
 
-                when_writes(write_weights)
+                by_owner(write_weights)
                 met(weighted)
                 for page in range(pages):
                     i = 2 * j + page
@@ -305,11 +304,7 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
     body.__name__ = "mla_decode_fp8"
     return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((B, blocks * rows, VALUE_DIM), bf16),
-            jax.ShapeDtypeStruct((blocks * rows, num_items, VALUE_DIM), bf16),
-            jax.ShapeDtypeStruct((blocks * ROWS, padded_items), f32),
-        ),
+        out_type=output_types(B, blocks, rows, num_items),
         scratch_types={
             "q_s": matrix((rows, KEY_DIM)),
             "codes_s": plgpu.SMEM((stages, PAGE, VALUE_DIM), jnp.float8_e4m3fn, transforms=tile_transforms()),
@@ -319,7 +314,8 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
             "p_s": matrix((2, ROWS, PAGE)),
             "ones_s": matrix((ONES, PAGE)),
             "tops_s": plgpu.SMEM((2, 4, ROWS), f32),
-            # Of each warpgroup: by what its sums shrink before each page of a pair, and the largest scores of its own.
+            # Of each warpgroup: by what its sums shrink before each page of a pair; the largest scores of its own page, at
+            # the end by what its sums are multiplied.
             "rows_s": plgpu.SMEM((2, 3, ROWS), f32),
             "bounds_s": plgpu.SMEM((2, ROWS), i32),
             "q_full": plgpu.Barrier(),

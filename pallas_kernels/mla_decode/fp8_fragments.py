@@ -116,10 +116,10 @@ def load_keys(codes: Any, scale: Any, group: Any, unit: int) -> Codes:
 def keys(part: Codes) -> jax.Array:
     """bfloat16 [PAGE, UNIT] in registers, as the A of a wgmma, of what `load_keys` gave."""
 
-    def values(words: list[Any], scales: list[Any], eight: int, half: int) -> ir.Value:
+    def pair(words: list[Any], scales: list[Any], eight: int, half: int) -> ir.Value:
         return _numbers("prmt.b32 $0, $1, 0, 0x9180;", words[2 * eight + half], 0, scales[half])
 
-    return _fragment(part, values)
+    return _fragment(part, pair)
 
 
 def value_scales(scale: Any, owned: Any | None) -> Any:
@@ -192,7 +192,7 @@ def values(part: Codes, block: int) -> jax.Array:
         block: counted from the first one loaded.
     """
 
-    def numbers(words: list[Any], scales: list[Any], eight: int, half: int) -> ir.Value:
+    def pair(words: list[Any], scales: list[Any], eight: int, half: int) -> ir.Value:
         column = 2 * block + half
         byte = column % 4
         size = len(words) // 16
@@ -200,7 +200,7 @@ def values(part: Codes, block: int) -> jax.Array:
         order = byte | (8 + byte) << 4 | (4 + byte) << 8 | (12 + byte) << 12
         return _numbers(f"prmt.b32 $0, $1, $2, {order};", first, second, scales[eight])
 
-    return _fragment(part, numbers)
+    return _fragment(part, pair)
 
 
 def _numbers(spread: str, first: Any, second: Any, scales: Any) -> ir.Value:
@@ -209,17 +209,17 @@ def _numbers(spread: str, first: Any, second: Any, scales: Any) -> ir.Value:
     return pure_ptx(code, 1, first, second, 0x87F087F0, scales)[0]
 
 
-def _fragment(part: Codes, values: Callable[[list[Any], list[Any], int, int], ir.Value]) -> jax.Array:
-    """bfloat16 [64, 64] of pairs of neighbours in a row: values(words, scales, eight of columns, half of rows)."""
+def _fragment(part: Codes, pair: Callable[[list[Any], list[Any], int, int], ir.Value]) -> jax.Array:
+    """bfloat16 [64, 64] of pairs of neighbours in a row: pair(words, scales, eight of columns, half of rows)."""
     layouts = words_layout(part.words.size // 128), words_layout(part.scales.size // 128)
 
     @plgpu.inline_mgpu(arg_types=layouts, return_type=plgpu.ShapeDtypeStruct((64, 64), bf16, layout=plgpu.Layout.WGMMA))
     def convert(_: Any, words: mgpu.FragmentedArray, scales: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         all_words, all_scales = words_of(words), words_of(scales)
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, 64)), dtype=object)
-        flat, pair = registers.reshape(8, 2), ir.VectorType.get((2,), ir.BF16Type.get())
+        flat, two = registers.reshape(8, 2), ir.VectorType.get((2,), ir.BF16Type.get())
         for eight, half in np.ndindex(8, 2):
-            flat[eight, half] = llvm.bitcast(pair, values(all_words, all_scales, eight, half))
+            flat[eight, half] = llvm.bitcast(two, pair(all_words, all_scales, eight, half))
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return convert(*part)

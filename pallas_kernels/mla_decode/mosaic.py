@@ -29,13 +29,12 @@ from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.latents import Fp8Latents, Latents
 from pallas_kernels.mla_decode import fp8, head_values, reference, values, wide_values
-from pallas_kernels.mla_decode.fp8 import KEY_DIM, VALUE_DIM
 from pallas_kernels.mla_decode.gathered_pages import gather_pages
+from pallas_kernels.mla_decode.outputs import KEY_DIM, VALUE_DIM, output_types
 from pallas_kernels.mosaic_attention import (
     MASKED,
     ONES,
     ROWS,
-    WARPGROUP,
     accumulate,
     accumulate_each,
     merge,
@@ -141,13 +140,10 @@ def padded_rows(rows: int) -> int:
 def _attend_kernel(
     B: int, blocks: int, rows: int, live: int, num_items: int, log2_scale: float, pages: Pages, interpret: Any
 ) -> Any:
-    """kernel(q [B, blocks * rows, 576], *latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
+    """kernel(q [B, blocks * rows, 576], latent, page_tables, items, bounds [B, blocks * 64]) -> out, partial, lse.
 
-    For `page_tables` with "gathered" see `mla_decode`.
-    out [B, blocks * rows, 512] holds the requests that are one item; partial [blocks * rows, I, 512] and the base-2
-    log-sum-exp lse float32 [blocks * 64, I padded] hold the items of the others.
+    For `page_tables` with "gathered" see `mla_decode`, for what it writes `output_types`.
     """
-    padded_items = -(-num_items // WARPGROUP) * WARPGROUP
     # Registers of a thread of each warpgroup, together at most what the launch gives three: 3 * 168. With more the first that
     # asks for some waits forever.
     score_registers, sum_registers, page_registers = (248, 216, 40) if pages == "copied" else (240, 160, 104)
@@ -339,11 +335,7 @@ def _attend_kernel(
     body.__name__ = "mla_decode" if pages == "copied" else f"mla_decode_{pages}"
     return plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((B, blocks * rows, VALUE_DIM), bf16),
-            jax.ShapeDtypeStruct((blocks * rows, num_items, VALUE_DIM), bf16),
-            jax.ShapeDtypeStruct((blocks * ROWS, padded_items), f32),
-        ),
+        out_type=output_types(B, blocks, rows, num_items),
         scratch_types={
             "q_s": matrix((ROWS, KEY_DIM)),
             "pages_or_out": plgpu.RefUnion(
