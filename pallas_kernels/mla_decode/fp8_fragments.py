@@ -25,7 +25,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.inline_code import address, as_words, load_shared, ptx, pure_ptx, word, words_layout, words_of
 from pallas_kernels.latents import GROUP
 
-# Columns of a fragment of keys; rows of a fragment of values, and how many of them a warpgroup has.
+# Columns of a fragment of keys; rows of a fragment of values, and how many of them a half of the columns has.
 UNIT, BLOCKS = 64, 4
 GROUPS = 4
 HALF = BLOCKS * UNIT
@@ -48,16 +48,17 @@ def tile_transforms() -> tuple[Any, ...]:
 
 
 class _Thread:
-    """Where a thread is: its warp among four, row and column of eight rows and four columns, and its warpgroup."""
+    """Where a thread is: its warp among four, row and column of eight rows and four columns."""
 
     def __init__(self) -> None:
         thread = mgpu.utils.thread_idx()
-        self.warpgroup = arith.shrui(thread, _c(7))
         self.warp = arith.andi(arith.shrui(thread, _c(5)), _c(3))
         self.row = arith.andi(arith.shrui(thread, _c(2)), _c(7))
         self.column = arith.andi(thread, _c(3))
-        # Of columns with one scale: two of a warpgroup's half, each of which two warps share.
-        self.group = _sum(_times(self.warpgroup, 2), arith.shrui(self.warp, _c(1)))
+
+    def group(self, half: ir.Value) -> ir.Value:
+        """Of columns with one scale: a half has two, each of which two warps share."""
+        return _sum(_times(half, 2), arith.shrui(self.warp, _c(1)))
 
 
 def _c(value: int) -> ir.Value:
@@ -122,22 +123,24 @@ def keys(part: Codes) -> jax.Array:
     return _fragment(part, pair)
 
 
-def value_scales(scale: Any, owned: Any | None) -> Any:
-    """The scales of a page for this warp's columns, for `values`.
+def value_scales(scale: Any, half: Any, owned: Any | None) -> Any:
+    """The scales of a page for this warp's columns of a half of the latents', for `values`.
 
     Args:
         scale: as in `load_keys`.
+        half: int32, 0 or 1.
         owned: int32, how many tokens of the page count: others' values are zeros. None for all of them.
     """
-    numbers = [] if owned is None else [owned]
+    numbers = [half] if owned is None else [half, owned]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[_SPLAT] * len(numbers)), return_type=_types(words=0, scales=8).scales
     )
-    def load(_: Any, scale: ir.Value, *owned: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def load(_: Any, scale: ir.Value, half: Any, *owned: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         at, start = _Thread(), mgpu.utils.memref_ptr(scale)
+        group = at.group(*half.registers.flat)
         tokens = [_sum(_times(at.column, 2), _c(one)) for one in range(2)]
-        places = [_times(_sum(_times(token, GROUPS), at.group), 4) for token in tokens]
+        places = [_times(_sum(_times(token, GROUPS), group), 4) for token in tokens]
         scales = []
         for eight in range(8):
             pair = []
@@ -154,22 +157,23 @@ def value_scales(scale: Any, owned: Any | None) -> Any:
     return load(scale, *numbers)
 
 
-def load_values(codes: Any, first: int, blocks: int) -> Any:
-    """The codes of `blocks` blocks of this warpgroup's columns of a page, two or four, for `values`.
+def load_values(codes: Any, half: Any, first: int, blocks: int) -> Any:
+    """The codes of `blocks` blocks of a half of a page's columns, two or four, for `values`.
 
     Args:
         codes: as in `load_keys`.
+        half: int32, 0 or 1.
         first: the first of the blocks, an even one.
     """
     size = blocks // 2
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(tile_transforms()),), return_type=_types(words=16 * size, scales=0).words
+        arg_types=(plgpu.RefType(tile_transforms()), _SPLAT), return_type=_types(words=16 * size, scales=0).words
     )
-    def load(_: Any, codes: ir.Value) -> mgpu.FragmentedArray:
+    def load(_: Any, codes: ir.Value, half: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         at, start = _Thread(), mgpu.utils.memref_ptr(codes)
         chunk = _sum(_times(arith.andi(at.warp, _c(1)), 4), arith.shrui(at.row, _c(1)))
-        tile = _sum(_times(at.group, TILE_BYTES), _times(arith.andi(at.row, _c(1)), 8))
+        tile = _sum(_times(at.group(*half.registers.flat), TILE_BYTES), _times(arith.andi(at.row, _c(1)), 8))
         tokens = [_sum(_times(at.column, 2), _c(one)) for one in range(2)]
         rows = [_sum(tile, _times(token, ROW_BYTES), _swizzled(chunk, token)) for token in tokens]
         words = []
@@ -180,13 +184,13 @@ def load_values(codes: Any, first: int, blocks: int) -> Any:
                 words += [llvm.extractelement(loaded, _c(i)) for i in range(size)]
         return as_words(words)
 
-    return load(codes)
+    return load(codes, half)
 
 
 def values(part: Codes, block: int) -> jax.Array:
     """bfloat16 [UNIT, PAGE] in registers, as the A of a wgmma, of what `load_values` and `value_scales` gave.
 
-    Row 16w + 8h + r of a block is column 64w + 8r + 2 * block + h of the warpgroup's.
+    Row 16w + 8h + r of a block is column 64w + 8r + 2 * block + h of the half's.
 
     Args:
         block: counted from the first one loaded.
@@ -232,20 +236,21 @@ def _types(*, words: int, scales: int) -> Codes:
     return Codes(type_of(words), type_of(scales))
 
 
-def store_rows(out: Any, sums: Any, row_bytes: int) -> None:
-    """Writes this warpgroup's columns of the output, 16 bytes of a row at a time.
+def store_rows(out: Any, half: Any, sums: Any, row_bytes: int) -> None:
+    """Writes a half of the output's columns, 16 bytes of a row at a time.
 
     Args:
         out: bfloat16 [N, 512] in global memory, rows `row_bytes` apart.
+        half: int32, 0 or 1.
         sums: of each block bfloat16 [UNIT, N], rows as in `values`.
     """
     N = sums[0].shape[1]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[plgpu.Layout.WGMMA] * BLOCKS))
-    def store(_: Any, out: ir.Value, *sums: mgpu.FragmentedArray) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SPLAT, *[plgpu.Layout.WGMMA] * BLOCKS))
+    def store(_: Any, out: ir.Value, half: Any, *sums: mgpu.FragmentedArray) -> None:
         at = _Thread()
         flat = [block.registers.reshape(N // 8, 2) for block in sums]
-        column = _sum(_times(at.warpgroup, 2 * HALF), _times(at.warp, 2 * UNIT), _times(at.row, 16))
+        column = _sum(_times(*half.registers.flat, 2 * HALF), _times(at.warp, 2 * UNIT), _times(at.row, 16))
         offset = _sum(column, _times(at.column, 2 * row_bytes))
         start = arith.addi(address(out, 64), arith.extui(word(64), offset))
         for eight in range(N // 8):
@@ -257,7 +262,7 @@ def store_rows(out: Any, sums: Any, row_bytes: int) -> None:
                 place = (8 * eight + one) * row_bytes
                 ptx(f"st.global.v4.b32 [$0 + {place}], {{$1, $2, $3, $4}};", [start, *eights])
 
-    store(out, *sums)
+    store(out, half, *sums)
 
 
 def largest_of_columns(x: jax.Array, tops: Any) -> None:

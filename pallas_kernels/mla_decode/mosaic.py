@@ -101,7 +101,9 @@ def mla_decode(
     rows = padded_rows(live) // blocks
     padding = blocks * rows - live
     sms = sms or jax.devices()[0].core_count
-    items, splits = make_schedule(bounds, page_tables.shape[1] // (PAGE if gathered else 1), blocks, sms)
+    at_once = fp8.items_of_a_block(B, rows) if isinstance(latent, Fp8Latents) else 1
+    items, splits = make_schedule(bounds, page_tables.shape[1] // (PAGE if gathered else 1), blocks, sms * at_once)
+    items = jnp.pad(items, ((0, -items.shape[0] % at_once), (0, 0)))
     # An item that holds its first page waits for one load less before it can begin.
     if not gathered:
         items = jnp.concatenate([items, page_tables[items[:, 0], items[:, 1], None].astype(i32)], axis=1)

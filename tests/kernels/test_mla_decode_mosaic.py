@@ -14,6 +14,7 @@ from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, UnsupportedError, choose, use
 from pallas_kernels.mla_decode import head_values, mosaic, reference, wide_values
 from pallas_kernels.mla_decode.api import head_rows, mla_decode
+from pallas_kernels.mla_decode.fp8 import items_of_a_block
 from pallas_kernels.mla_decode.shapes import CACHED, LATENT, SCALE, VALUE, WIDE_VALUE
 from pallas_kernels.mla_decode.values import supports
 from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
@@ -49,7 +50,13 @@ def test_interpreted_without_races(lengths, n, heads, sms):
 @interpreted
 @pytest.mark.parametrize(
     ("lengths", "n", "heads", "sms"),
-    [((70, 200, 64, 1), 4, 4, 8), ((65, 130), 3, 32, 4)],
+    [
+        ((70, 200, 64, 1), 4, 4, 8),
+        ((65, 130), 3, 32, 4),
+        # An item for each of two warpgroups: some of requests that are split, one alone in its block, some without pages.
+        ((70, 200, 64, 1, 129, 333, 65, 2, 128), 2, 4, 7),
+        ((130, 64, 7, 300, 1, 65, 190, 128), 1, 16, 1),
+    ],
 )
 def test_fp8_is_the_kernel_on_what_the_codes_stand_for(lengths, n, heads, sms):
     """With NaN in the codes, scales and keys that no context owns; without races.
@@ -59,8 +66,11 @@ def test_fp8_is_the_kernel_on_what_the_codes_stand_for(lengths, n, heads, sms):
     rng = np.random.default_rng(0)
     pool, tables = paged_pool(rng, lengths, CACHED)
     q = jnp.asarray(rng.standard_normal((len(lengths), n, heads, CACHED)), jnp.bfloat16)
-    run = functools.partial(mosaic.mla_decode, scale=SCALE, sms=sms, interpret=detect_races())
-    got, want = (run(q, latents, tables, window_bounds(lengths, n)) for latents in fp8_and_plain(pool))
+    latents, plain = fp8_and_plain(pool)
+    run = functools.partial(mosaic.mla_decode, scale=SCALE, interpret=detect_races())
+    got = run(q, latents, tables, window_bounds(lengths, n), sms=sms)
+    at_once = items_of_a_block(len(lengths), mosaic.padded_rows(n * heads))
+    want = run(q, plain, tables, window_bounds(lengths, n), sms=sms * at_once)  # the same splits
     got, want = (np.asarray(out, np.float32) for out in (got, want))
     np.testing.assert_allclose(got, want, rtol=2**-6, atol=2e-3)
     assert (got != want).mean() < 1e-3
@@ -178,10 +188,10 @@ def test_lowers_for_cuda_with_values(batch, n, V, kernels):
     members(
         [
             (*sizes, fp8)
-            for sizes in ((1, 1, 16), (8, 8, 4), (128, 4, 16), (200, 1, 64), (2, 5, 128))
+            for sizes in ((1, 1, 16), (8, 8, 4), (32, 1, 16), (128, 4, 16), (200, 1, 64), (2, 5, 128))
             for fp8 in (False, True)
         ],
-        default=[(1, 1, 16, False), (2, 5, 128, False), (8, 8, 4, True), (200, 1, 64, True)],
+        default=[(1, 1, 16, False), (2, 5, 128, False), (8, 8, 4, True), (32, 1, 16, True), (200, 1, 64, True)],
     ),
 )
 def test_lowers_for_cuda(batch, n, heads, fp8):
