@@ -39,11 +39,11 @@ from bench.harness import models, record
 from bench.harness.arguments import numbers
 from bench.harness.models import SHAPES, Weights, mesh_of_one
 from bench.step.adaptive_svg import draw
-from bench.step.engines import executables, warm_up
+from bench.step.engines import executables, warm_up, without_rules
 from jaxspec.compile_cache import open_store
 from jaxspec.config import EngineConfig, Settings, np_dtype, pages_for, resolve, resolve_dtype
 from jaxspec.engine.acceptance import probability_for
-from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -219,11 +219,6 @@ def build_engines(
         )
         out[name] = Engine(runner, vocab_size=weights.model.config.vocab_size)
     return out
-
-
-def without_rules(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """The buckets that requests without rules of sampling may run in: of two of one size the lean one."""
-    return tuple(b for b in table if b.variant == "lean" or dataclasses.replace(b, variant="lean") not in table)
 
 
 def _settings(weights: Weights, sizes: Sizes, k: int, dtype: Any, *, adaptive: bool) -> Settings:

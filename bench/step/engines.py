@@ -1,5 +1,6 @@
 """Engines with a pool for exactly one load, and their compilation."""
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,7 @@ def build_engine(
         split: the step of the most rows that know every sampling parameter also exists in two parts.
         skip_dead: see `Runner`.
         method: what proposes tokens, as in `EngineConfig` (default: the draft of the weights).
-        adaptive: the number of drafts follows the load; lean buckets of all numbers are there.
+        adaptive: the number of drafts follows the load; `lean` then leaves all that `without_rules` does.
     """
     ranks = num_ranks(mesh)
     rows = tuple(dict.fromkeys(-(-n // ranks) for n in sizes.rows))  # of each
@@ -72,7 +73,7 @@ def build_engine(
     )
     table = bucket_table(settings)
     if lean and adaptive:
-        buckets = tuple(b for b in table if b.variant == "lean") or table
+        buckets = without_rules(table)
     else:
         buckets = measured_buckets(table, rows, sizes.context, full=full) if lean else table
     runner = Runner(
@@ -94,6 +95,11 @@ def decode_bucket(buckets: tuple[Bucket, ...], rows: int, *, full: bool = False)
     return choose_bucket(
         buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=full, drafts=buckets[0].drafts
     )
+
+
+def without_rules(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """The buckets that requests without rules of sampling may run in: of two of one size the lean one."""
+    return tuple(b for b in table if b.variant == "lean" or dataclasses.replace(b, variant="lean") not in table)
 
 
 def measured_buckets(

@@ -100,12 +100,37 @@ ADAPTIVE_SIZES: tuple[dict[Variant, Sizes], dict[Variant, Sizes], dict[Variant, 
         "full": Sizes((1, 32, None)),
     },
 )
+# The same where no model drafts: what is looked up is mostly right at every position or at none, so there is no single draft,
+# and steps with none, which all rows have where nothing is found, are as near to a plain engine's as with none to change to.
+LOOKED_UP_SIZES: tuple[dict[Variant, Sizes], dict[Variant, Sizes]] = (
+    {
+        "lean": Sizes((1, 4, 32, 64, None)),
+        "full": Sizes((16, None), ((256, None), (512, None), (1024, None), (None, None))),
+    },
+    {
+        "lean": Sizes((1, 4, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
+        "full": Sizes((1, 32, None)),
+    },
+)
 
 
 def draft_counts(settings: Settings) -> tuple[int, ...]:
     """The numbers of drafts that steps may have, fewest first."""
     most = settings.num_speculative_tokens
-    return tuple(sorted({0, 1, most} if settings.adaptive_drafts else {most}))
+    if not settings.adaptive_drafts:
+        return (most,)
+    return tuple(sorted({0, 1, most} if settings.model_drafts else {0, most}))
+
+
+def _sizes_by_drafts(settings: Settings) -> dict[int, dict[Variant, Sizes]]:
+    counts = draft_counts(settings)
+    if len(counts) == 1:
+        return {counts[0]: SIZES}
+    if settings.model_drafts:
+        none, one, most = ADAPTIVE_SIZES
+        return {0: none, 1: one, counts[-1]: most}
+    none, most = LOOKED_UP_SIZES
+    return {0: none, counts[-1]: most}
 
 
 def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
@@ -122,13 +147,11 @@ def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
         prompts = sorted({min(64, budget), budget} if len(counts) == 1 else {budget})
         table += [_beside_prompts(settings, size, 4, "full", k) for size in prompts for k in counts]
         return tuple(sorted(table))
-    none, one, most = ADAPTIVE_SIZES if len(counts) > 1 else (SIZES, SIZES, SIZES)
-    by_drafts = {0: none, 1: one, counts[-1]: most}
     return tuple(
         sorted(
             bucket
-            for k in counts
-            for variant, sizes in by_drafts[k].items()
+            for k, of_variants in _sizes_by_drafts(settings).items()
+            for variant, sizes in of_variants.items()
             for bucket in (*_decode(settings, sizes, variant, k), *_with_prompts(settings, sizes, variant, k))
         )
     )

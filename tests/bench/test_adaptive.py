@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.__main__ import main
-from bench.step.adaptive import without_rules
+from bench.step.engines import without_rules
 from jaxspec.engine.buckets import bucket_table, choose_bucket
 from tests.engine.test_buckets import GPU
 

@@ -15,6 +15,7 @@ import pytest
 
 from jaxspec.engine.acceptance import probability_for
 from jaxspec.engine.buckets import Bucket, bucket_table
+from jaxspec.lookup import Lookup
 from tests.engine.measured_steps import MeasuredSteps
 from tests.engine.test_buckets import GPU
 
@@ -104,6 +105,18 @@ def test_little_is_lost():
     of_best = shares(ADAPTIVE)
     assert of_best.min() >= 0.96
     assert np.minimum(of_best, 1).mean() >= 0.985
+
+
+def test_where_no_model_drafts_steps_without_drafts_are_a_plain_engine_s():
+    """All rows have them where nothing is found, and windows of all drafts where it is. As a share of fixed numbers' speed."""
+    table = bucket_table(replace(GPU, num_speculative_tokens=K, adaptive_drafts=True, lookup=Lookup(2, 4)))
+    assert {b.drafts for b in table} == {0, K}
+    assert len(table) <= 24
+    for k in (0, K):
+        buckets = tuple(b for b in table if b.drafts == k)
+        found = {rows: times(FIXED[k], rows)[0] / times(buckets, rows)[0] for rows in ROWS}
+        assert min(found.values()) >= 0.97
+        assert min(found[rows] for rows in (1, 32, 64, 128)) == 1
 
 
 def candidates():
