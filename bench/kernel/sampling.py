@@ -1,4 +1,4 @@
-"""Rows of `bench kernel` for sampling: one pass over the logits, draws, what top_k and top_p keep, and alternatives."""
+"""Rows of `bench kernel` for sampling: one pass over the logits, draws, what top_k and top_p keep, alternatives, and rules."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,6 +9,10 @@ import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, spread
 from bench.kernel.case import Case, once
+from jaxspec.sampling.columns import Columns
+from jaxspec.sampling.penalties import adjust
+from pallas_kernels.logit_rules import reference
+from pallas_kernels.logit_rules.reference import LogitRules, mask_words
 from pallas_kernels.sampling.api import Bounds, cutoffs, gumbel_argmax, likeliest, logits_stats
 from pallas_kernels.sampling.keys import float_of, weight_scale
 from pallas_kernels.sampling.reference import gumbel
@@ -161,19 +165,90 @@ class Alternatives(Case):
         return 0.0 if np.array_equal(exact(results[-1])[rows], right) else float("inf")
 
 
+@dataclass(frozen=True)
+class Rules(Case):
+    """R rows of V logits that draw, in windows of n, of which `ruled` windows have penalties, biases and a mask."""
+
+    R: int
+    n: int
+    ruled: int
+    V: int = VOCABULARIES["moonlight"]
+    calls: int = 4
+    labels: ClassVar[tuple[str, ...]] = ("R", "n", "ruled")
+
+    @property
+    def bytes(self) -> float:
+        return 2.0 * self.R * self.V
+
+    def inputs(self) -> Any:
+        W, biases, rng = self.R // self.n, 8, np.random.default_rng(0)
+        has_rules = np.arange(W) < self.ruled
+        arrays = {
+            "slots": np.arange(W, dtype=np.int32),
+            "counts": (rng.random((W, self.V)) < 0.01).astype(np.int32),
+            "repetition": np.where(has_rules, 1.1, 1).astype(np.float32),
+            "frequency": np.where(has_rules, 0.2, 0).astype(np.float32),
+            "presence": np.where(has_rules, 0.1, 0).astype(np.float32),
+            "num_bias": np.where(has_rules, biases, 0).astype(np.int32),
+            "bias_ids": rng.integers(0, self.V, (W, biases), np.int32),
+            "bias_values": rng.normal(size=(W, biases)).astype(np.float32),
+            "stop_ids": np.full((W, 4), -1, np.int32),
+            "min_total": np.zeros(W, np.int32),
+            "constrained": has_rules,
+            "masks": rng.integers(-(2**31), 2**31, (W, self.n, mask_words(self.V)), np.int32),
+        }
+        logits = [normal(i, (W, self.n, self.V), 3.0) for i in range(self.calls)]
+        keys = jnp.asarray(rng.integers(0, 2**32, (self.R, 2), np.uint32))
+        return logits, keys, LogitRules(**{name: jnp.asarray(array) for name, array in arrays.items()})
+
+    def results(self) -> Any:
+        return [jax.ShapeDtypeStruct((self.R,), jnp.float32)] * self.calls
+
+    def many(self, inputs: Any, results: Any) -> Any:
+        del results
+        logits, keys, rules = inputs
+
+        def draw(logits: jax.Array, keys: jax.Array, rules: LogitRules) -> jax.Array:
+            windows, R = rules.slots.shape[0], self.R
+            drafts = jnp.zeros((windows, self.n - 1), jnp.int32)
+            target = adjust(logits, drafts, rules, jnp.full(windows, 9))
+            nobody = jnp.full(R, -1, jnp.int32)
+            drawn = target.draw(None, jnp.ones(R), keys, jnp.ones(R, bool), nobody, None, None, Columns(self.V))
+            return drawn.astype(jnp.float32)
+
+        call = once(draw)
+        return [call(each, keys, rules) for each in logits]
+
+    def error(self, inputs: Any, results: Any) -> float:
+        """Infinite if some row of the last call draws another id than the reference."""
+        logits, keys, rules = inputs
+        windows = np.array(spread(self.R // self.n, 2))
+        some = jax.tree.map(lambda a: a[windows], rules)._replace(slots=jnp.arange(len(windows)))
+        drafts = jnp.zeros((len(windows), self.n - 1), jnp.int32)
+        ruled = reference.adjust(logits[-1][windows], drafts, some, jnp.full(len(windows), 9), self.V, None)
+        rows = (windows[:, None] * self.n + np.arange(self.n)).reshape(-1)
+        scores = exact(ruled).reshape(len(rows), self.V) + exact(gumbel(keys[rows], self.V))
+        return 0.0 if np.array_equal(np.argmax(scores, axis=1), exact(results[-1])[rows]) else float("inf")
+
+
 _RULES = ((0, 1.0), (50, 1.0), (0, 0.95), (50, 0.95))
 _RULE_ROWS = (1, 32, 128, 512)
+
+# Of plain steps and of windows of three drafts, in which nobody has rules, one request or all.
+RULED = tuple(Rules(W * n, n, ruled) for W, n in ((1, 1), (32, 1), (128, 1), (128, 4)) for ruled in sorted({0, 1, W}))
 
 SAMPLING: dict[str, list[Case]] = {
     "all": [
         *(Sampling(R, draws) for R in ROWS for draws in (0, R)),
         *(Cutoffs(R, *rule) for R in _RULE_ROWS for rule in _RULES),
         *(Alternatives(R, wanted) for R in _RULE_ROWS for wanted in (0, R)),
+        *RULED,
     ],
     "quick": [
         *(Sampling(R, 0) for R in (1, 128)),
         *(Cutoffs(R, *rule) for R in _RULE_ROWS for rule in _RULES),
         *(Alternatives(R, R) for R in _RULE_ROWS),
+        *RULED,
     ],
-    "tiny": [Sampling(3, 2, 40, 2), Cutoffs(3, 5, 0.9, 40, 2), Alternatives(3, 2, 40, 2)],
+    "tiny": [Sampling(3, 2, 40, 2), Cutoffs(3, 5, 0.9, 40, 2), Alternatives(3, 2, 40, 2), Rules(6, 2, 1, 40, 2)],
 }

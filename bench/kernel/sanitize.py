@@ -113,6 +113,7 @@ KERNELS = (
     Watched("moe_one_token", "test_moe.py::test_one_token[odd-1344-True]"),
     Watched("logits_stats", "test_sampling.py::test_stats[6-1024-bfloat16]"),
     Watched("cutoffs", "test_sampling.py::test_truncation[6-1024-bfloat16]"),
+    Watched("logit_rules", "test_logit_rules.py::test_against_plain_xla[3-1-1024-bfloat16]"),
     Watched("likeliest", "test_sampling.py::test_likeliest[6-129280-float32]"),
     Watched("gumbel_argmax", "test_sampling.py::test_draws[False-1024-bfloat16]"),
     Watched("mla_decode", "test_mla_decode.py::test_windows[triton-2]", triton=True),

@@ -30,7 +30,7 @@ from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode, MlaValues
 from bench.kernel.moe import Moe, MoeBlock, MoeShared
 from bench.kernel.norm_linear import AddLinear, JoinedLinear, NormLinear
-from bench.kernel.sampling import Sampling
+from bench.kernel.sampling import RULED, Rules, Sampling
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
 from pallas_kernels.gated_delta import shapes as gated_delta
@@ -110,6 +110,7 @@ CHOICES: dict[str, Choice] = {
         (GatedDeltaPrompts(2, 70, gated_delta.Heads(1, 2, 16, 64, 1), 2),),
     ),
     "bounded_draws": Choice((False, True), tuple(Sampling(R, R) for R in (8, 32, 128)), (Sampling(3, 2, 40, 2),)),
+    "rule_kernel": Choice((False, True), RULED, (Rules(6, 2, 1, 40, 2),)),
     "joined_linear_tokens": Choice(
         (0, 16, 32, 64, 128), tuple(JoinedLinear(T) for T in (4, 16, 32, 64, 128)), (JoinedLinear(3, 32, (8, 4), 3),)
     ),

@@ -5,6 +5,7 @@ decode window.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 
 from jaxspec.engine.batch import StepInputs
 from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN, Chosen
-from jaxspec.engine.rules import adjusted_logits, count_chosen
+from jaxspec.engine.rules import count_chosen, ruled_logits
 from jaxspec.engine.state import (
     ACCEPT_PROBABILITY,
     ALTERNATIVES,
@@ -35,6 +36,7 @@ from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.rejection import verify
 from jaxspec.sampling.sampler import LogitsStats, SamplingRows, sample, temperatures
+from jaxspec.sampling.target import TargetLogits
 from pallas_kernels.sampling.keys import LEAST_KEY
 
 
@@ -82,22 +84,18 @@ def choose(
     stats = columns.stats(logits_RV, temperature)
     bad_rows = ~stats.finite
     nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
-    adjusted_RV, adjusted_stats = logits_RV, stats
-    if full:
-        # Nothing else reads these, so that no float32 copy of the raw logits is written.
-        sound_RV = jnp.where(bad_rows[:, None], 0.0, logits_RV.astype(jnp.float32))
-        adjusted_RV, changed = adjusted_logits(sound_RV, state, inputs, rows.positions, n, columns)
-        changed |= bad_rows
-        # Other rows are not read again.
-        again = columns.stats(adjusted_RV, temperature, jnp.where(changed, LEAST_KEY + 1, LEAST_KEY))
-        adjusted_stats = jax.tree.map(functools.partial(jnp.where, changed), again, stats)
+    parts = [
+        _ruled(logits_RV, stats, temperature, rows, state, part, full, columns)
+        for part in _parts(E, D, n)
+        if part.windows
+    ]
 
     # What lies past the drafts that a slot holds is stale: it may be right, but never counts.
     verified_D = jnp.minimum(rows.params_i[E:, NUM_DRAFTS], n - 1)
     if n > 1:
         verified_D = jnp.minimum(verified_D, state.held[rows.slots[E:]])
     ids_Rn, accepted_R = _sample_or_verify(
-        adjusted_RV, adjusted_stats, rows, verified_D, state, inputs, columns,
+        parts, rows, verified_D, state, inputs, columns,
         n=n, full=full, synthetic_length=synthetic_length, one_by_one=one_by_one,
     )  # fmt: skip
     forced_E = inputs.forced
@@ -159,9 +157,63 @@ def _rows(state: StepState, inputs: StepInputs) -> _Rows:
     return _Rows(slots_R, positions_R, params_i, sampling)
 
 
-def _sample_or_verify(
+class _Part(NamedTuple):
+    """Windows whose logits lie one after the other: prompt rows and windows of one token, or windows of several.
+
+    Attributes:
+        first: of their rows R, and of their rows of logits.
+        windows: how many there are.
+        n: tokens of a window.
+    """
+
+    first: int
+    windows: int
+    n: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.windows)
+
+    @property
+    def of_logits(self) -> slice:
+        return slice(self.first, self.first + self.windows * self.n)
+
+
+def _parts(E: int, D: int, n: int) -> tuple[_Part, ...]:
+    return (_Part(0, E + D, 1),) if n == 1 else (_Part(0, E, 1), _Part(E, D, n))
+
+
+def _ruled(
     logits_RV: jax.Array,
     stats: LogitsStats,
+    temperature: jax.Array,
+    rows: _Rows,
+    state: StepState,
+    part: _Part,
+    full: bool,
+    columns: Columns,
+) -> tuple[_Part, TargetLogits, LogitsStats]:
+    """A part's logits after its requests' rules, and their statistics.
+
+    Args:
+        logits_RV, stats, temperature: of all rows of logits.
+    """
+    own, temperature = logits_RV[part.of_logits], temperature[part.of_logits]
+    stats = jax.tree.map(lambda a: a[part.of_logits], stats)
+    if not full:
+        return part, TargetLogits.of(own), stats
+    target = ruled_logits(own, state, rows.slots[part.rows], rows.positions[part.rows], stats.finite, part.n, columns)
+    # Other rows are not read again.
+    again = columns.stats(
+        target.raw if target.ruled is None else target.ruled,
+        temperature,
+        jnp.where(target.changed, LEAST_KEY + 1, LEAST_KEY),
+    )
+    return part, target, jax.tree.map(functools.partial(jnp.where, target.changed), again, stats)
+
+
+def _sample_or_verify(
+    parts: Sequence[tuple[_Part, TargetLogits, LogitsStats]],
     rows: _Rows,
     verified_D: jax.Array,
     state: StepState,
@@ -176,42 +228,32 @@ def _sample_or_verify(
     """Ids int32 [R, n] and accepted drafts int32 [R]: prompt rows, and windows of one token, are sampled.
 
     Args:
-        logits_RV: [E + D * n, V] after the requests' rules.
-        stats: of the logits.
+        parts: each with its logits after the requests' rules, and the statistics of these.
         verified_D: int32 [D] how many drafts of each window may be accepted.
     """
     slots_D = inputs.decode_slots
-    E, D = inputs.slots.shape[0], slots_D.shape[0]
-
-    def part(tree, start: int, stop: int):
-        return jax.tree.map(lambda a: a[start:stop], tree)
-
     ids_Rn, accepted_R = [], []
-    sampled = E + D if n == 1 else E
-    if sampled:
-        ids = sample(
-            logits_RV[:sampled], part(rows.sampling, 0, sampled), rows.positions[:sampled],
-            full=full, stats=part(stats, 0, sampled), columns=columns,
-        )  # fmt: skip
-        ids_Rn.append(jnp.pad(ids[:, None], ((0, 0), (0, n - 1))))
-        accepted_R.append(jnp.zeros(sampled, jnp.int32))
-    if D and n > 1:
-        window = part(rows.sampling, E, E + D)
+    for part, target, stats in parts:
+        own = jax.tree.map(lambda a, part=part: a[part.rows], rows.sampling)
+        positions = rows.positions[part.rows]
+        if part.n == 1:
+            ids = sample(target, own, positions, full=full, stats=stats, columns=columns)
+            ids_Rn.append(jnp.pad(ids[:, None], ((0, 0), (0, n - 1))))
+            accepted_R.append(jnp.zeros(part.windows, jnp.int32))
+            continue
         verified = verify(
-            logits_RV[E:].reshape(D, n, logits_RV.shape[1]),
+            target,
             state.drafts[slots_D, : n - 1],
             None if isinstance(state.draft_log_q, tuple) else state.draft_log_q,
-            window.greedy_drafts
-            if isinstance(state.looked_up, tuple)
-            else window.greedy_drafts | state.looked_up[slots_D],
+            own.greedy_drafts if isinstance(state.looked_up, tuple) else own.greedy_drafts | state.looked_up[slots_D],
             verified_D,
-            window,
-            rows.positions[E:],
+            own,
+            positions,
             full=full,
             synthetic_length=synthetic_length,
             accept_probability=state.params_f[slots_D, ACCEPT_PROBABILITY] if one_by_one else None,
             q_rows=slots_D,
-            stats=part(stats, E, E + D * n),
+            stats=stats,
             columns=columns,
         )
         ids_Rn.append(verified.ids)

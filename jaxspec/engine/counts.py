@@ -16,7 +16,7 @@ from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.plan import PrefillRow
 from jaxspec.models.params import num_ranks, of_ranks
 from jaxspec.sampling.columns import Columns
-from jaxspec.sampling.penalties import PROMPT_BIT
+from pallas_kernels.logit_rules.reference import PROMPT_BIT
 
 # An upload counts at most so many tokens of one slot; longer texts take several.
 UPLOAD_TOKENS = (256, 4096)

@@ -22,7 +22,9 @@ from jaxspec.engine.state import (
 )
 from jaxspec.models.metadata import StepMetadata
 from jaxspec.sampling.columns import Columns
-from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, changes
+from jaxspec.sampling.penalties import adjust
+from jaxspec.sampling.target import TargetLogits
+from pallas_kernels.logit_rules.reference import PROMPT_BIT, LogitRules
 
 
 def reset_rules(state: StepState, inputs: StepInputs, slots_E: jax.Array) -> StepState:
@@ -69,39 +71,42 @@ def count_chosen(
     return counts.at[slots_Rn, columns.find(chosen.ids)].add(1, mode="drop")
 
 
-def adjusted_logits(
-    logits_RV: jax.Array, state: StepState, inputs: StepInputs, positions_R: jax.Array, n: int, columns: Columns
-) -> tuple[jax.Array, jax.Array]:
-    """Logits [E + D * n, V] after the rules of each row's request, and which rows these may change, bool [E + D * n].
+def ruled_logits(
+    logits_RV: jax.Array,
+    state: StepState,
+    slots_W: jax.Array,
+    positions_W: jax.Array,
+    sound_R: jax.Array,
+    n: int,
+    columns: Columns,
+) -> TargetLogits:
+    """Logits [W * n, V] of windows of n tokens, after the rules of each window's request.
 
     Args:
-        logits_RV: float32, raw; prompt rows, then the windows.
-        positions_R: int32 [E + D] absolute position of the first token that each request's row chooses.
+        logits_RV: raw.
+        slots_W: int32 [W] the slot of each window.
+        positions_W: int32 [W] absolute position of the first token that each window chooses.
+        sound_R: bool [W * n], which rows are finite.
     """
-    slots_E, slots_D = inputs.slots, inputs.decode_slots
-    E, V = slots_E.shape[0], logits_RV.shape[1]
-    no_drafts = jnp.zeros((E, 0), jnp.int32)
-    drafts_Dk = state.drafts[slots_D, : n - 1] if n > 1 else jnp.zeros((slots_D.shape[0], 0), jnp.int32)
-    rules_E, rules_D = _rules(state, slots_E, 1), _rules(state, slots_D, n)
-    first = adjust(logits_RV[:E, None], no_drafts, rules_E, positions_R[:E], columns)
-    windows = adjust(logits_RV[E:].reshape(-1, n, V), drafts_Dk, rules_D, positions_R[E:], columns)
-    changed = jnp.concatenate([changes(rules_E, positions_R[:E]), jnp.repeat(changes(rules_D, positions_R[E:]), n)])
-    return jnp.concatenate([first[:, 0], windows.reshape(-1, V)]), changed
+    W, k = slots_W.shape[0], n - 1
+    drafts_Wk = state.drafts[slots_W, :k] if k else jnp.zeros((W, 0), jnp.int32)
+    windows, sound_Wn = logits_RV.reshape(W, n, -1), sound_R.reshape(W, n)
+    return adjust(windows, drafts_Wk, _rules(state, slots_W), positions_W, columns, sound_Wn)
 
 
-def _rules(state: StepState, slots_W: jax.Array, n: int) -> LogitRules:
-    """Of windows of n tokens."""
+def _rules(state: StepState, slots_W: jax.Array) -> LogitRules:
     params_f, params_i = state.params_f[slots_W], state.params_i[slots_W]
     return LogitRules(
-        counts=state.counts[slots_W],
+        slots=slots_W,
+        counts=state.counts,
         repetition=params_f[:, REPETITION],
         frequency=params_f[:, FREQUENCY],
         presence=params_f[:, PRESENCE],
         num_bias=params_i[:, NUM_BIAS],
-        bias_ids=state.bias_ids[slots_W],
-        bias_values=state.bias_values[slots_W],
-        stop_ids=state.stop_ids[slots_W],
+        bias_ids=state.bias_ids,
+        bias_values=state.bias_values,
+        stop_ids=state.stop_ids,
         min_total=params_i[:, MIN_TOTAL],
         constrained=params_i[:, CONSTRAINED] > 0,
-        masks=state.masks[slots_W, :n],
+        masks=state.masks,
     )

@@ -14,7 +14,7 @@ from jaxspec.models.decoder import Cache, CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.params import num_ranks, of_ranks, partition_spec
 from jaxspec.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from jaxspec.sampling.penalties import mask_words
+from pallas_kernels.logit_rules.reference import mask_words
 from pallas_kernels.peer_sum import mailbox
 from pallas_kernels.readback import api as readback
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.sampler import SamplingRows, Stream, cuts_of, noise_keys, temperatures, uniform
+from jaxspec.sampling.target import TargetLogits
 from pallas_kernels.sampling.api import LogitsStats, Residual
 from pallas_kernels.sampling.keys import LEAST_KEY, ordered
 
@@ -52,7 +53,7 @@ def sample_draft(
 
 
 def verify(
-    logits: jax.Array,
+    logits: jax.Array | TargetLogits,
     drafts: jax.Array,
     log_q: jax.Array | None,
     one_hot: jax.Array,
@@ -70,8 +71,8 @@ def verify(
     """Verifies D windows of k drafts each.
 
     Args:
-        logits: [D, k + 1, V] of the target, after the request's rules; row i verifies draft i, the last one is for
-            the bonus.
+        logits: [D, k + 1, V] of the target, after the request's rules, or their rows [D * (k + 1), V]; row i of a window
+            verifies draft i, the last one is for the bonus.
         drafts: int32 [D, k].
         log_q: float32 [X, at least k, V] of the distributions that the drafts were drawn from; None where all are a point
             mass.
@@ -86,21 +87,23 @@ def verify(
         stats: of the logits, [D * (k + 1)], at the `temperatures` of their requests, if they are known already.
         columns: which columns logits and log_q have (default: all).
     """
-    D, n, V = logits.shape
-    k = n - 1
+    D, k = drafts.shape
+    n = k + 1
+    target = logits if isinstance(logits, TargetLogits) else TargetLogits.of(logits.reshape(D * n, -1))
+    V = target.raw.shape[1]
     columns = columns or Columns(V)
     if log_q is None:  # one row that nobody reads
         log_q, one_hot, q_rows = jnp.zeros((1, max(k, 1), V)), jnp.ones(D, bool), jnp.zeros(D, jnp.int32)
     q_rows = jnp.arange(D) if q_rows is None else q_rows
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
-    logits_WV, temperature_W = logits.reshape(D * n, V), temperatures(window_rows)
-    stats = stats or columns.stats(logits_WV, temperature_W)
+    temperature_W = temperatures(window_rows)
+    stats = stats or target.stats(temperature_W, None, columns)
     # Nothing is chosen past the drafts that a window has.
     live_Dn = jnp.arange(n) <= num_drafts[:, None]
     cuts_W, log_z_W = None, stats.log_z_tempered
     if full:
-        cuts_W = cuts_of(logits_WV, window_rows, stats, live_Dn.reshape(-1), columns)
-        kept = columns.stats(logits_WV, temperature_W, cuts_W)
+        cuts_W = cuts_of(target, window_rows, stats, live_Dn.reshape(-1), columns)
+        kept = target.stats(temperature_W, cuts_W, columns)
         log_z_W = jnp.where(cuts_W > LEAST_KEY, kept.log_z_tempered, log_z_W)
     best_Dn, log_z_Dn = stats.argmax.reshape(D, n), log_z_W.reshape(D, n)
     temperature_D = temperature_W[::n]
@@ -109,7 +112,7 @@ def verify(
     index_k = jnp.arange(k, dtype=jnp.int32)
     x_Dk, log_q_Dk = columns.pick(
         lambda at_Dk: (
-            jnp.take_along_axis(logits[:, :k], at_Dk[..., None], axis=2)[..., 0].astype(jnp.float32),
+            target.at(jnp.pad(at_Dk, ((0, 0), (0, 1))).reshape(D * n, 1)).reshape(D, n)[:, :k],
             log_q[q_rows[:, None], index_k, at_Dk],
         ),
         drafts,
@@ -159,8 +162,8 @@ def verify(
     )
     wanted_Dn = (coupled_D[:, None] & live_Dn) | (single_D[:, None] & (jnp.arange(n) == 0))
     row_Dn = jnp.arange(D, dtype=jnp.int32)[:, None] * n + source_Dn
-    drawn_Dn = columns.draw(
-        logits_WV, row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), stats.argmax, residual, cuts_W
+    drawn_Dn = target.draw(
+        row_Dn.reshape(-1), temperature_W, keys, wanted_Dn.reshape(-1), stats.argmax, residual, cuts_W, columns
     ).reshape(D, n)
     if synthetic_D is None:
         equal = (drafts == drawn_Dn[:, :k]) & (index_k < num_drafts[:, None])

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.sampling.columns import Columns
-from jaxspec.sampling.truncation import Truncation, cuts
+from jaxspec.sampling.target import TargetLogits
+from jaxspec.sampling.truncation import Truncation
 from pallas_kernels.sampling.api import LogitsStats
 
 
@@ -62,7 +63,7 @@ def uniform(seeds: jax.Array, positions: jax.Array, stream: Stream) -> jax.Array
 
 
 def cuts_of(
-    logits: jax.Array,
+    logits: jax.Array | TargetLogits,
     rows: SamplingRows,
     stats: LogitsStats,
     wanted: jax.Array | None = None,
@@ -77,10 +78,11 @@ def cuts_of(
         wanted: bool [R]; a row where it is False keeps everything.
         columns: which columns logits have (default: all).
     """
-    columns = columns or Columns(logits.shape[1])
+    target = TargetLogits.of(logits)
+    columns = columns or Columns(target.raw.shape[1])
     draws = rows.temperature > 0
     kept = Truncation(temperatures(rows), rows.min_p, rows.top_k, rows.top_p)
-    return columns.by_rows(cuts, logits, kept, stats, draws if wanted is None else draws & wanted)
+    return target.cuts(kept, stats, draws if wanted is None else draws & wanted, columns)
 
 
 def temperatures(rows: SamplingRows) -> jax.Array:
@@ -89,7 +91,7 @@ def temperatures(rows: SamplingRows) -> jax.Array:
 
 
 def sample(
-    logits: jax.Array,
+    logits: jax.Array | TargetLogits,
     rows: SamplingRows,
     positions: jax.Array,
     *,
@@ -105,12 +107,13 @@ def sample(
         stats: of the logits, at `temperatures(rows)`, if they are known already.
         columns: which columns logits have (default: all).
     """
-    R = logits.shape[0]
-    columns = columns or Columns(logits.shape[1])
+    target = TargetLogits.of(logits)
+    R, V = target.raw.shape
+    columns = columns or Columns(V)
     temperature = temperatures(rows)
-    stats = stats or columns.stats(logits, temperature)
+    stats = stats or target.stats(temperature, None, columns)
     greedy = rows.temperature == 0
     keys = noise_keys(rows.seeds, positions, jnp.full(R, int(Stream.BONUS), jnp.int32))
-    kept = cuts_of(logits, rows, stats, columns=columns) if full else None
-    drawn = columns.draw(logits, None, temperature, keys, ~greedy, stats.argmax, cuts=kept)
+    kept = cuts_of(target, rows, stats, columns=columns) if full else None
+    drawn = target.draw(None, temperature, keys, ~greedy, stats.argmax, None, kept, columns)
     return jnp.where(greedy, stats.argmax, drawn)

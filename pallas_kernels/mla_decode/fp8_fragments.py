@@ -250,7 +250,8 @@ def store_rows(out: Any, half: Any, sums: Any, row_bytes: int) -> None:
     def store(_: Any, out: ir.Value, half: Any, *sums: mgpu.FragmentedArray) -> None:
         at = _Thread()
         flat = [block.registers.reshape(N // 8, 2) for block in sums]
-        column = _sum(_times(*half.registers.flat, 2 * HALF), _times(at.warp, 2 * UNIT), _times(at.row, 16))
+        (own,) = half.registers.flat
+        column = _sum(_times(own, 2 * HALF), _times(at.warp, 2 * UNIT), _times(at.row, 16))
         offset = _sum(column, _times(at.column, 2 * row_bytes))
         start = arith.addi(address(out, 64), arith.extui(word(64), offset))
         for eight in range(N // 8):

@@ -11,7 +11,7 @@ from jaxspec.engine.executables import ExecutableStore
 from jaxspec.engine.plan import PrefillRow
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.penalties import PROMPT_BIT
+from pallas_kernels.logit_rules.reference import PROMPT_BIT
 from tests.engine.test_engine import assert_equal_runs
 from tests.engine.test_schedules import make_engine, options
 from tests.engine.test_transforms import ALL, poison_rules

@@ -17,6 +17,7 @@ from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
+from pallas_kernels.logit_rules import api as logit_rules
 from tests.engine.test_engine import assert_equal_runs
 from tests.engine.tiny import EOS, VOCAB, cached, make_engine, run, tiny_runner
 from tests.sampling.rules_reference import adjusted
@@ -214,6 +215,21 @@ def test_requests_see_neither_their_batch_nor_drafts(k):
     before = compiles.total
     assert_equal_runs(run(engine, list(mixed_requests())), mixed_solo())
     assert compiles.total == before
+
+
+@pytest.mark.parametrize("k", SPECULATING)
+def test_rows_with_rules_may_have_an_array_of_their_own(k, monkeypatch, tmp_path):
+    """As the kernel of rules leaves them: in that array other rows are nothing, here NaN. Rows of prompts and windows alike."""
+    whole = logit_rules.adjust
+
+    def apart(logits, drafts, rules, positions, wanted, **options):
+        ruled, _ = whole(logits, drafts, rules, positions, wanted, **options)
+        return jnp.where(wanted[..., None], ruled, jnp.nan), False
+
+    monkeypatch.setattr(logit_rules, "adjust", apart)
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))  # what is compiled now is kept for nobody
+    engine = Engine(tiny_runner.__wrapped__(k), vocab_size=VOCAB, eos_token_ids=(EOS,))
+    assert_equal_runs(run(engine, list(mixed_requests())), mixed_solo())
 
 
 @pytest.mark.parametrize("k", SPECULATING)

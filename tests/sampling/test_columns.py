@@ -14,9 +14,10 @@ from jaxspec.engine.on_mesh import on_mesh
 from jaxspec.models.params import TENSOR_AXIS
 from jaxspec.sampling.columns import PADDING, Columns
 from jaxspec.sampling.logprobs import logprobs_of, top_logprobs
-from jaxspec.sampling.penalties import LogitRules, adjust
+from jaxspec.sampling.penalties import adjust
 from jaxspec.sampling.rejection import sample_draft, verify
 from jaxspec.sampling.sampler import SamplingRows, sample
+from pallas_kernels.logit_rules.reference import LogitRules
 from tests.sampling.test_penalties import V as MOST
 from tests.sampling.test_penalties import W, random_masks, random_requests, rules_of
 
@@ -35,7 +36,7 @@ def choose(logits, drafts, log_q, one_hot, held, rows, positions, rules, vocab):
     logits = columns.padded(logits)
     raw, window = logits.reshape(-1, columns.width), jax.tree.map(lambda a: jnp.repeat(a, K + 1, axis=0), rows)
     stats = columns.stats(raw, window.temperature + 1)
-    changed = adjust(logits, drafts, rules, positions, columns)
+    changed = adjust(logits, drafts, rules, positions, columns).raw.reshape(logits.shape)
     windows = verify(changed, drafts, log_q, one_hot, held, rows, positions, full=True, columns=columns)
     single = sample(changed[:, 0], rows, positions, full=True, columns=columns)
     draft = sample_draft(logits[:, 0], rows, positions, columns)

@@ -7,14 +7,21 @@ import pytest
 
 from jaxspec.sampling.logprobs import top_logprobs
 from jaxspec.sampling.params import SamplingParams
-from jaxspec.sampling.penalties import PROMPT_BIT, LogitRules, adjust, changes, mask_words
+from jaxspec.sampling.penalties import adjust as adjust_target
+from jaxspec.sampling.penalties import changes
 from jaxspec.sampling.sampler import SamplingRows, cuts_of, temperatures
+from pallas_kernels.logit_rules.reference import PROMPT_BIT, LogitRules, mask_words
 from pallas_kernels.sampling import reference
 from pallas_kernels.sampling.api import logits_stats
 from tests.sampling.rules_reference import adjusted, probabilities, softmax
 
 V, W, B, STOPS = 40, 96, 6, 3
-adjust = jax.jit(adjust)
+
+
+@jax.jit
+def adjust(logits, *args):
+    """All rows [W, n, V], as plain XLA gives them."""
+    return adjust_target(logits, *args).raw.reshape(logits.shape)
 
 
 def transformed(logits, rows):
@@ -86,6 +93,7 @@ def rules_of(requests, masks=None) -> LogitRules:
     constrained = np.zeros(W, bool) if masks is None else np.arange(W) % 3 > 0
     no_masks = np.zeros((W, 8, V), bool)  # of unconstrained requests whatever was left there
     return LogitRules(
+        slots=jnp.arange(W, dtype=jnp.int32),
         constrained=jnp.asarray(constrained),
         masks=packed(no_masks if masks is None else masks),
         counts=jnp.asarray(counts),

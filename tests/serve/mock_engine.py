@@ -22,8 +22,8 @@ from jaxspec.engine.output import FinishReason, PromptLogprob, RequestOutput
 from jaxspec.engine.request import Request
 from jaxspec.errors import InvalidRequestError
 from jaxspec.grammar.compiler import GrammarCompiler
-from jaxspec.sampling.penalties import mask_words
 from jaxspec.text import Tokenizer
+from pallas_kernels.logit_rules.reference import mask_words
 from serve.model import ServedModel
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

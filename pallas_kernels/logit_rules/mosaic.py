@@ -1,0 +1,160 @@
+"""The rules of requests for their logits as a Mosaic GPU kernel for Hopper (`logit_rules` in traces).
+
+A thread block has a part of a row. Rows that are not wanted are neither read nor written, so a step pays for the rules that
+there are; of a row that is, counts are read only where something is penalised, and masks only where it is constrained.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.backend import hopper_unsupported_reason
+from pallas_kernels.compat import load
+from pallas_kernels.inline_code import elements, word
+from pallas_kernels.logit_rules.reference import PROMPT_BIT, LogitRules, no_stop_yet
+from pallas_kernels.own_buffer import own_buffer, own_rows
+from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
+
+i32, f32 = jnp.int32, jnp.float32
+
+
+def unsupported_reason(logits_WnV: jax.Array, vocab: int) -> str | None:
+    """Why the kernel does not support this call, or None if it does."""
+    V = logits_WnV.shape[-1]
+    if V % WARPGROUP or vocab % V:
+        return f"it needs as many columns on each device, a multiple of {WARPGROUP}, not {V} of {vocab}"
+    return hopper_unsupported_reason(*[logits_WnV.dtype] * (logits_WnV.dtype != f32))
+
+
+def _vec_size(V: int, itemsize: int) -> int:
+    """Columns that a thread loads at once: no vector may overlap another, because both would be written."""
+    return next(size for size in (8, 4, 2, 1) if size * itemsize <= LOAD_BYTES and V % (WARPGROUP * size) == 0)
+
+
+@functools.partial(jax.jit, static_argnames=("vocab", "interpret"))
+def adjust(
+    logits_WnV: jax.Array,
+    drafts_Wk: jax.Array,
+    rules: LogitRules,
+    positions_W: jax.Array,
+    wanted_Wn: jax.Array,
+    *,
+    vocab: int,
+    first_column: jax.Array | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """See api.py. Rows that are not wanted are uninitialised."""
+    W, n, V = logits_WnV.shape
+    k, M = n - 1, rules.stop_ids.shape[1]
+    parts = Parts(W * n, V, logits_WnV.dtype.itemsize, 1, vec_size=_vec_size(V, logits_WnV.dtype.itemsize))
+    total = V // parts.width
+    early_Wn = no_stop_yet(rules, positions_W, n, vocab)
+
+    def logit_rules(
+        logits, counts, bias_ids, bias_values, stop_ids, masks, wanted, early, slots, repetition, frequency, presence,
+        num_bias, constrained, *refs,
+    ):  # fmt: skip
+        *others, out = refs
+        drafts: Any = others.pop(0) if k else None
+        first = others.pop(0) if first_column is not None else None
+        row, part = lax.axis_index("row"), lax.axis_index("part")
+        window, place = lax.div(row, i32(n)), lax.rem(row, i32(n))
+
+        def work():
+            slot = slots[window]
+            repeats, often, present = repetition[window], frequency[window], presence[window]
+            penalises = (repeats != 1) | (often != 0) | (present != 0)
+
+            def biased(i, ids, x):
+                return jnp.where(ids == bias_ids[slot, i], x + bias_values[slot, i], x)
+
+            def penalised(j, ids, x):
+                at = (slot, pl.ds(parts.column(j), parts.width))
+                count = load(counts, at, layout=parts.layout)
+                output = count & (PROMPT_BIT - 1)
+                for d in range(k):
+                    output = jnp.where((ids == drafts[window, d]) & (place > d), output + 1, output)
+                was_output = output > 0
+                factor = jnp.where(was_output | (count >= PROMPT_BIT), repeats, f32(1))
+                x = jnp.where(x > 0, x / factor, x * factor)
+                x = x - often * output.astype(f32)
+                return jnp.where(was_output, x - present, x)
+
+            def stopless(i, ids, x):
+                return jnp.where(ids == stop_ids[slot, i], f32(-jnp.inf), x)
+
+            @pl.loop(0, lax.min(i32(parts.vectors), total - part * parts.vectors))
+            def _(i):
+                j = part * parts.vectors + i
+                columns = parts.columns(j)
+                ids = columns if first is None else columns + first[0]
+                x = parts.load(logits, row, j)
+                x = lax.fori_loop(i32(0), num_bias[window], lambda i, x: biased(i, ids, x), x)
+                x = lax.cond(penalises, lambda: penalised(j, ids, x), lambda: x)
+                stops = jnp.where(early[row] != 0, i32(M), i32(0))
+                x = lax.fori_loop(i32(0), stops, lambda i, x: stopless(i, ids, x), x)
+
+                def masked():
+                    allowed = _bits(masks.at[slot, place], ids, parts.layout, emulated=bool(interpret))
+                    return jnp.where(allowed != 0, x, f32(-jnp.inf))
+
+                out[row, pl.ds(parts.column(j), parts.width)] = lax.cond(constrained[window] != 0, masked, lambda: x)
+
+        pl.when(wanted[row] != 0)(work)
+
+    small = own_buffer(
+        (
+            wanted_Wn.reshape(-1).astype(i32), early_Wn.reshape(-1).astype(i32), rules.slots, rules.repetition,
+            rules.frequency, rules.presence, rules.num_bias, rules.constrained.astype(i32), *([drafts_Wk] if k else []),
+            *([] if first_column is None else [first_column[None]]),
+        )
+    )  # fmt: skip
+    large = rules.counts, rules.bias_ids, rules.bias_values, rules.stop_ids, rules.masks
+    adjusted = plgpu.kernel(
+        logit_rules,
+        out_type=jax.ShapeDtypeStruct((W * n, V), f32),
+        grid=(W * n, parts.count),
+        grid_names=("row", "part"),
+        interpret=interpret,
+        # Exact division, so that a penalty gives what the reference gives.
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+        ),
+    )(own_rows(logits_WnV.reshape(W * n, V)), *large, *small)
+    return adjusted.reshape(W, n, V)
+
+
+def _bits(words: Any, ids: jax.Array, layout: Any, *, emulated: bool) -> jax.Array:
+    """Each id's bit, int32 like `ids`, of words int32 [M] in global memory. A thread's neighbouring ids are in one word."""
+    if emulated:
+        return jnp.take(words[...], ids >> 5) >> (ids & 31) & 1
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout), return_type=plgpu.ShapeDtypeStruct(ids.shape, i32, layout=layout)
+    )
+    def read(_: Any, words: ir.Value, ids: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        def number(value: int) -> ir.Value:
+            return mgpu.utils.c(value, word())
+
+        start, found = mgpu.utils.memref_ptr(words), np.empty_like(ids.registers)
+        for at, register in np.ndenumerate(ids.registers):
+            each = elements(register)
+            offset = arith.shli(arith.shrui(each[0], number(5)), number(2))
+            bits = llvm.load(word(), mgpu.utils.getelementptr(start, [offset], word(8)))
+            vector = llvm.mlir_undef(register.type)
+            for i, one in enumerate(each):
+                bit = arith.andi(arith.shrui(bits, arith.andi(one, number(31))), number(1))
+                vector = llvm.insertelement(vector, bit, number(i))
+            found[at] = vector
+        return mgpu.FragmentedArray(_registers=found, _layout=ids.layout, _is_signed=True)
+
+    return read(words, ids)
