@@ -46,7 +46,7 @@ class Config:
     """How one call is cut.
 
     Attributes:
-        rows: token rows of a slot, a power of two.
+        rows: token rows of a slot, a multiple of GRANULE up to WIDE_ROWS, or WIDEST_ROWS.
         slots: the most slots there can be.
         all_tokens: every slot has all tokens.
         up, down: the tiles of the two matmuls.

@@ -29,7 +29,7 @@ def dispatch(
     Args:
         ids: int32 [T, k], in [0, E] where the token is live; E for no expert, whose place is undefined.
         live: bool [T].
-        rows: token rows of a slot, a power of two.
+        rows: token rows of a slot.
         slots: `max_slots` or more.
         all_tokens: every slot has all T <= rows tokens.
     """

@@ -119,12 +119,11 @@ def write_slots(num_slots: Any, expert: Any, ends_smem: Any, block: Any) -> None
 
 
 def slots_needed(counts: jax.Array, E: int, rows: int) -> jax.Array:
-    """Slots [experts] of `rows` rows, a power of two, that each expert's assignments fill; 0 from E on.
+    """Slots [experts] of `rows` rows that each expert's assignments fill; 0 from E on.
 
     Assignments of tokens that are not live count as expert E, which has no slots.
     """
-    slots = lax.shift_right_logical(counts + (rows - 1), jnp.full(counts.shape, rows.bit_length() - 1, jnp.int32))
-    return zero_past(slots, E)
+    return zero_past(lax.div(counts + (rows - 1), jnp.full(counts.shape, rows, jnp.int32)), E)
 
 
 def zero_past(values: jax.Array, E: int) -> jax.Array:

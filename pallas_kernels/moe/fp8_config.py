@@ -44,7 +44,7 @@ def pieces_beside(parameters: ExpertWeights, config: Config) -> int:
 
 def padded_rows(rows: int) -> int:
     """How many scales of tokens lie together, of which `rows` are used: TMA copies them 128 bytes at a time."""
-    return max(rows, 32)
+    return -(-rows // 32) * 32
 
 
 def fp8_tiles(rows: int, columns: int, out_rows: int, *, gated: bool) -> Tiles:

@@ -101,6 +101,18 @@ def test_balanced_routing(shape, T):
     compare(shape, T, ids, np.ones(T, bool))
 
 
+@pytest.mark.parametrize(("T", "shared_inner"), [(128, 0), (128, 2 * 1408), (256, 0)])
+def test_slots_of_24_rows(T, shared_inner):
+    """No power of two; tables from one kernel and from two."""
+    _, E, k, _ = SHAPES["moonlight"]
+    rng = np.random.default_rng(T)
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    jax.clear_caches()
+    with tuning.use(dataclasses.replace(tuning.current(), slot_rows=((24.0, 24),))):
+        compare("moonlight", T, ids, np.arange(T) % 5 != 4, shared_inner)
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("T", [3, 8, 9, 128, 300, 2048])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_tokens_reach_the_same_experts_and_some_are_dead(shape, T):
@@ -271,7 +283,7 @@ def test_one_token_after_another():
         np.testing.assert_array_equal(got, results[0])
 
 
-@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("rows", [8, 24, 32])
 def test_gathers_the_rows_of_slots(rows):
     """The rows of the slots that exist; a row without a token may hold any number."""
     T, H, slots, used = 9, 256, 5, 3

@@ -19,6 +19,7 @@ from jaxspec.models.decoder import CausalLM
 from jaxspec.models.params import quantised, random_params
 from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, fp8_matmul, mosaic
 from pallas_kernels.moe.dispatch import dispatch
@@ -134,6 +135,13 @@ def check_matmuls(x: jax.Array, ids: np.ndarray, gate_up: Quantised, down: Quant
 def test_products(scheme: Scheme, shape: str, T: int):
     H, E, k, _ = SHAPES[shape]
     check_matmuls(normal(T, T, H), routes(T, E, k), *experts_of(scheme, shape))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_products_in_slots_of_24_rows(scheme: Scheme):
+    H, E, k, _ = SHAPES["moonlight"]
+    with tuning.use(dataclasses.replace(tuning.current(), slot_rows=((24.0, 24),))):
+        check_matmuls(normal(128, 128, H), routes(128, E, k), *experts_of(scheme, "moonlight"))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

@@ -191,11 +191,20 @@ def test_interpreted(scheme: Scheme, T: int):
 
 
 @interpreted
-def test_interpreted_with_narrow_slots():
-    """Of eight rows, of which some experts need several."""
-    with tuning.use(Tuning(slot_rows=((100.0, 8),))):
-        assert configure_fp8(17, 8, 2, 256, 128).rows == 8
-        check(FP8_BLOCK, 17, 256, 128)
+@pytest.mark.parametrize(
+    ("scheme", "rows", "T"),
+    [
+        (FP8_BLOCK, 8, 17),
+        pytest.param(FP8_BLOCK, 24, 60, marks=pytest.mark.slow),
+        pytest.param(FP8_CHANNEL, 40, 60, marks=pytest.mark.slow),  # scales of 160 bytes
+    ],
+    ids=str,
+)
+def test_interpreted_with_narrow_slots(scheme: Scheme, rows: int, T: int):
+    """Of eight rows, and of numbers that are no powers of two; some experts need several."""
+    with tuning.use(Tuning(slot_rows=((100.0, rows),))):
+        assert configure_fp8(T, 4, 2, 256, 128).rows == rows
+        check(scheme, T, 256, 128)
 
 
 @interpreted

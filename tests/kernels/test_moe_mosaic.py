@@ -20,7 +20,7 @@ from pallas_kernels.moe.dispatch_tiles import BLOCK
 from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
-from pallas_kernels.moe.slots import max_slots
+from pallas_kernels.moe.slots import SlotTables, max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -109,11 +109,12 @@ def test_interpreted(T):
 
 
 @interpreted
-def test_interpreted_with_narrow_slots():
-    """Of eight rows, of which some experts need several."""
-    with tuning.use(Tuning(slot_rows=((100.0, 8),))):
-        assert configure(17, 8, 2, 128, 128).rows == 8
-        check(17, 8, 2, 128, 128)
+@pytest.mark.parametrize(("rows", "T", "E", "shared_inner"), [(8, 17, 8, 0), (24, 60, 4, 128)])
+def test_interpreted_with_narrow_slots(rows, T, E, shared_inner):
+    """Of eight rows, and of a number that is no power of two; some experts need several."""
+    with tuning.use(Tuning(slot_rows=((100.0, rows),))):
+        assert configure(T, E, 2, 128, 128).rows == rows
+        check(T, E, 2, 128, 128, shared_inner=shared_inner)
 
 
 @interpreted
@@ -204,8 +205,22 @@ def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k, rows, all_toke
     monkeypatch.setattr(dispatch, "MOST_CHUNKS", most_chunks)
     rng = np.random.default_rng(T)
     _, ids = routed(rng, T, E, k)
-    live = rng.uniform(size=T) < 0.7
-    slots = max_slots(T, k, E, rows, all_tokens=all_tokens)
+    check_tables(ids, rng.uniform(size=T) < 0.7, E, rows, all_tokens=all_tokens, kernels=1 if most_chunks else 2)
+
+
+@interpreted
+@pytest.mark.parametrize("most_chunks", [dispatch.MOST_CHUNKS, 0])
+def test_slots_of_24_rows_follow_when_one_is_full(most_chunks, monkeypatch):
+    monkeypatch.setattr(dispatch, "MOST_CHUNKS", most_chunks)
+    tokens_of_experts = [0, 1, 24, 25, 48, 49]
+    ids = np.random.default_rng(0).permutation(np.repeat(np.arange(6, dtype=np.int32), tokens_of_experts))[:, None]
+    tables = check_tables(ids, np.ones(len(ids), bool), 6, 24, all_tokens=False, kernels=1 if most_chunks else 2)
+    assert tables.expert[: int(tables.num_slots[0])].tolist() == [1, 2, 3, 3, 4, 4, 5, 5, 5]
+
+
+def check_tables(ids: np.ndarray, live: np.ndarray, E: int, rows: int, *, all_tokens: bool, kernels: int) -> SlotTables:
+    """The kernels' tables, which are the reference's where these are defined."""
+    slots = max_slots(*ids.shape, E, rows, all_tokens=all_tokens)
     got = dispatch.dispatch(
         jnp.asarray(ids), jnp.asarray(live), E, rows, slots, all_tokens=all_tokens, interpret=detect_races()
     )
@@ -217,7 +232,8 @@ def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k, rows, all_toke
     if not all_tokens:
         used = want.place[live]
         np.testing.assert_array_equal(got.token[used], want.token[used])
-    assert_no_races(got, kernels=1 if most_chunks else 2)
+    assert_no_races(got, kernels=kernels)
+    return got
 
 
 @pytest.mark.slow
@@ -277,7 +293,7 @@ def test_biases_and_a_clamp_lower_for_the_gpu(T):
 @pytest.mark.long
 @given(
     seed=st.integers(0, 2**31), T=st.sampled_from([1, 3, 8, 33]), E=st.sampled_from([4, 8]), k=st.integers(1, 4),
-    rows=st.sampled_from([8, 16]), share_live=st.sampled_from([0.0, 0.5, 1.0]),
+    rows=st.sampled_from([8, 16, 24]), share_live=st.sampled_from([0.0, 0.5, 1.0]),
 )  # fmt: skip
 @settings(max_examples=10)
 def test_tables(seed, T, E, k, rows, share_live):

@@ -75,8 +75,8 @@ def test_tables_of_the_same_launch(shape, sigmoid, T):
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize(("T", "copying"), [(3, 0), (20, 0), (20, 20)])
-def test_routed_experts(T, copying):
+@pytest.mark.parametrize(("T", "copying", "rows"), [(3, 0, 16), (20, 0, 16), (20, 20, 16), (40, 40, 24)])
+def test_routed_experts(T, copying, rows):
     """Slots with all tokens, and others: as routing and then experts."""
     E, H, inner, routing = 8, 128, 128, ROUTINGS["odd"][1]
     rng = np.random.default_rng(T)
@@ -85,10 +85,10 @@ def test_routed_experts(T, copying):
     down = jnp.asarray(rng.normal(size=(E, H, inner)) / inner**0.5, jnp.bfloat16)
     logits, bias = rng.normal(size=(T, E)).astype(np.float32), rng.normal(size=E).astype(np.float32)
     live = jnp.arange(T) % 5 != 4
-    config = dataclasses.replace(configure(T, E, routing.top_k, H, inner), grid=2)
     call = x, ExpertWeights(gate_up, down), logits, bias, live
     jax.clear_caches()
-    with tuning.use(Tuning(copying_tokens=copying)):
+    with tuning.use(Tuning(slot_rows=((12.0, rows),), copying_tokens=copying)):
+        config = dataclasses.replace(configure(T, E, routing.top_k, H, inner), grid=2)
         got = mosaic.routed_experts(*call, routing=routing, config=config, interpret=detect_races())
     weights, ids = by_reference(logits, bias, routing)
     exact = (a.astype(jnp.float32) for a in (gate_up, down))
