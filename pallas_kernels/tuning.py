@@ -26,7 +26,9 @@ class Tuning:
     Attributes:
         split_overhead_pages: cost of starting, storing and merging a thread block of split attention, in pages.
         slot_rows: (tokens, rows), ascending: with up to that many tokens per expert on average, slots have that many rows;
-            beyond the last entry they are the widest. Wide slots read weights less often but pad more.
+            beyond the last entry they are the widest. Wide slots read weights less often but pad more. Rows are a multiple
+            of 8 up to 64, or 128.
+        packed_slot_rows: as `slot_rows`, of experts with codes of four bits.
         most_piece_rows: up to this many tokens the experts' kernels compute the shared experts too. Each of their tiles
             reads all tokens, which with more tokens outweighs its weights; registers limit this to 128.
         norm_linear_tokens: up to this many tokens, a norm and the projections that read it are one kernel. Each token costs
@@ -53,6 +55,7 @@ class Tuning:
 
     split_overhead_pages: int = 5
     slot_rows: tuple[tuple[float, int], ...] = ((12.0, 16), (30.0, 32), (64.0, 64))
+    packed_slot_rows: tuple[tuple[float, int], ...] = ((12.0, 16), (30.0, 32), (64.0, 64))
     most_piece_rows: int = 128
     norm_linear_tokens: int = 1
     one_token_experts: bool = False

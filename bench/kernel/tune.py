@@ -28,7 +28,7 @@ from bench.kernel.gated_delta import GatedDeltaPrompts
 from bench.kernel.gqa_write import GqaWrite
 from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode, MlaValues
-from bench.kernel.moe import Moe, MoeBlock, MoeShared
+from bench.kernel.moe import Moe, MoeBlock, MoeQuantised, MoeShared
 from bench.kernel.norm_linear import AddLinear, JoinedLinear, NormLinear
 from bench.kernel.sampling import RULED, Rules, Sampling
 from jaxspec.errors import ConfigError
@@ -54,8 +54,12 @@ class Choice:
     tiny: tuple[Case, ...]
 
 
-def slots(least: float, narrow: float, middle: float, wide: float) -> tuple[tuple[float, int], ...]:
-    return (least, 8), (narrow, 16), (middle, 32), (wide, 64)
+def slots(
+    least: float, narrow: float, middle: float, wide: float, *, between: float | None = None
+) -> tuple[tuple[float, int], ...]:
+    """Bounds of slots of 8, 16, 32 and 64 rows, and of 24 if there is one."""
+    of_24 = () if between is None else ((between, 24),)
+    return (least, 8), (narrow, 16), *of_24, (middle, 32), (wide, 64)
 
 
 # Larger batches fill the device without splits.
@@ -76,9 +80,21 @@ CHOICES: dict[str, Choice] = {
             *(slots(4.0, narrow, 30.0, 64.0) for narrow in (8.0, 16.0)),
             *(slots(4.0, 12.0, middle, 64.0) for middle in (24.0, 40.0)),
             *(slots(4.0, 12.0, 30.0, wide) for wide in (48.0, 96.0)),
+            *(slots(4.0, narrow, 30.0, 64.0, between=18.0) for narrow in (9.0, 12.0)),
+            slots(4.0, 9.0, 30.0, 64.0, between=15.0),
         ),
-        tuple(Moe(T) for T in (16, 32, 40, 64, 100, 128, 160, 256, 384, 512, 640, 768, 1024)),
+        tuple(Moe(T) for T in (16, 32, 40, 64, 100, 128, 160, 192, 256, 384, 512, 640, 768, 1024)),
         (Moe(6, 32, 8, 2, 16, 2, 4),),
+    ),
+    "packed_slot_rows": Choice(
+        (
+            *(slots(4.0, narrow, 30.0, 64.0) for narrow in (9.0, 12.0, 16.0)),
+            *(slots(4.0, narrow, 30.0, 64.0, between=18.0) for narrow in (6.0, 9.0, 12.0)),
+            *(slots(4.0, 9.0, 30.0, 64.0, between=between) for between in (12.0, 15.0, 24.0)),
+            *(slots(least, 9.0, 30.0, 64.0, between=18.0) for least in (2.0, 6.0)),
+        ),
+        tuple(MoeQuantised(T) for T in (16, 32, 48, 64, 96, 128, 160, 192, 256)),
+        (MoeQuantised(6, 32, 8, 2, 32, 2, 4),),
     ),
     "most_piece_rows": Choice(
         (32, 64, 128), tuple(MoeShared(T) for T in (16, 48, 96, 128)), (MoeShared(6, 32, 8, 2, 16, 2, 4),)

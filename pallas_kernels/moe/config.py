@@ -86,6 +86,13 @@ def rows_of_all(T: int) -> int:
     return next((rows for rows in (ALL_TOKENS_ROWS, 16, 32, 64) if rows >= T), WIDEST_ROWS)
 
 
+def rows_by_load(T: int, E: int, k: int, bounds: tuple[tuple[float, int], ...]) -> int:
+    """Token rows of a slot where T tokens have k of E experts each; bounds are as `Tuning.slot_rows`."""
+    if T <= ALL_TOKENS_ROWS:
+        return ALL_TOKENS_ROWS
+    return next((rows for load, rows in bounds if T * k / E <= load), WIDEST_ROWS)
+
+
 def blocks_of_a_kernel() -> int:
     """One a multiprocessor."""
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
@@ -100,8 +107,7 @@ def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0)
         shared_inner: joint inner size of the shared experts, 0 without any.
     """
     tuning, all_tokens = current(), T <= ALL_TOKENS_ROWS
-    slot_rows = (rows for load, rows in tuning.slot_rows if T * k / E <= load)
-    rows = ALL_TOKENS_ROWS if all_tokens else next(slot_rows, WIDEST_ROWS)
+    rows = rows_by_load(T, E, k, tuning.slot_rows)
     slots = max_slots(T, k, E, rows, all_tokens=all_tokens)
     grid = blocks_of_a_kernel()
     pieces = shared_inner // inner if tuning.most_piece_rows >= T and shared_inner % inner == 0 else 0

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, packed_matmul, reference
 from pallas_kernels.moe.activation import Clamp
@@ -73,6 +74,17 @@ def ratio(got: jax.Array, want: jax.Array) -> float:
     (INT4_G32, "kimi-k2"),
 ], ids=str)  # fmt: skip
 def test_products(scheme: Scheme, shape: str, T: int):
+    check_products(scheme, shape, T)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_products_in_slots_of_24_rows(scheme: Scheme):
+    """Three teams for gate and up, two for down."""
+    with tuning.use(dataclasses.replace(tuning.current(), packed_slot_rows=((24.0, 24),))):
+        check_products(scheme, "moonlight", 128)
+
+
+def check_products(scheme: Scheme, shape: str, T: int) -> None:
     """Each of the two matmuls by itself, in slots of the first, a middle and the last expert."""
     H, E, k, inner = SHAPES[shape]
     config = configure_packed(T, E, k, H, inner)

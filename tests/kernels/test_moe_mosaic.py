@@ -22,6 +22,8 @@ from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import SlotTables, max_slots
 from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32
+from pallas_kernels.quant.values import Quantised
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.matrices import full, members
@@ -271,6 +273,23 @@ def test_lowers_for_the_gpu(model, T, num_shared):
     two_plans = T > ALL_TOKENS_ROWS and T * k > dispatch.MOST_CHUNKS * BLOCK
     assert text.count("custom_call @mosaic_gpu") == 3 + gathers + two_plans
     assert ("dot_general" in text) == (num_shared > 0 and Tuning().most_piece_rows < T)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("T", "tables"), [(128, 1), (256, 2)])
+@pytest.mark.parametrize("scheme", [None, INT4_G32, FP8_BLOCK], ids=str)
+def test_slots_of_24_rows_lower_for_the_gpu(scheme, T, tables):
+    """With both ways to make tables; activations in FP8 are a kernel too."""
+    H, E, k, inner, _ = LAYERS["moonlight"]
+    S, shapes = jax.ShapeDtypeStruct, ((E, 2, inner, H), (E, H, inner))
+    pair = [Quantised(**scheme.arrays(s), scheme=scheme) if scheme else S(s, jnp.bfloat16) for s in shapes]
+    routes = [S((T, k), jnp.float32), S((T, k), jnp.int32), S((T,), jnp.bool_)]
+    jax.clear_caches()
+    with tuning.use(Tuning(slot_rows=((24.0, 24),), packed_slot_rows=((24.0, 24),))):
+        traced = jax.jit(mosaic.experts).trace(S((T, H), jnp.bfloat16), ExpertWeights(*pair), *routes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == tables + 3 + (scheme is FP8_BLOCK)
+    assert f"{max_slots(T, k, E, 24, all_tokens=False)}x24x{H}xbf16" in text
 
 
 @pytest.mark.parametrize("T", [1, pytest.param(2048, marks=pytest.mark.slow)])

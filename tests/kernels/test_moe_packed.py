@@ -12,7 +12,7 @@ from pallas_kernels.moe import mosaic, packed_codes, packed_mlp, quantised_mlp, 
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import Config, Tiles
 from pallas_kernels.moe.packed_codes import SCHEMES, UNIT, fragment_order
-from pallas_kernels.moe.packed_config import configure_packed, configure_packed_mlp
+from pallas_kernels.moe.packed_config import configure_packed, configure_packed_mlp, packed_tiles
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
@@ -90,11 +90,20 @@ def test_interpreted(scheme: Scheme, T: int):
 
 
 @interpreted
-def test_interpreted_with_narrow_slots():
-    """Of eight rows, of which some experts need several."""
-    with tuning.use(Tuning(slot_rows=((100.0, 8),))):
-        assert configure_packed(17, 8, 2, 256, 128).rows == 8
-        check(INT4_G32, 17, 256, 128)
+@pytest.mark.parametrize(("rows", "T"), [(8, 17), (24, 60)])
+def test_interpreted_with_narrow_slots(rows: int, T: int):
+    """Of eight rows, and of a number that is no power of two; some experts need several."""
+    with tuning.use(Tuning(packed_slot_rows=((100.0, rows),))):
+        assert configure_packed(T, 4, 2, 256, 128).rows == rows
+        check(INT4_G32, T, 256, 128)
+
+
+@pytest.mark.parametrize(("rows", "teams"), [(8, 3), (16, 3), (24, 3), (32, 2)])
+def test_three_teams_have_two_stages_each(rows: int, teams: int):
+    """Of Moonlight's gate and up: where they have not, there are two teams."""
+    tiles = packed_tiles(rows, 2048, 1408, gated=True)
+    assert (tiles.depth, tiles.splits) == (256, teams)
+    assert tiles.stages >= 6
 
 
 @interpreted

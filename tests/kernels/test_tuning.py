@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.moe import config as moe
+from pallas_kernels.moe.packed_config import configure_packed
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.norm_linear import api as norm_linear
 from pallas_kernels.split_kv import make_schedule
@@ -27,7 +28,7 @@ def test_the_data_has_known_choices_and_other_devices_get_the_defaults():
 
 
 def test_json_gives_back_what_was_put_in():
-    other = Tuning(7, ((3.0, 16),), 64, 0, True)
+    other = Tuning(7, ((3.0, 16),), ((9.0, 24),), 64, 0, True)
     assert tuning.from_json(json.loads(json.dumps(tuning.to_json(other)))) == other
 
 
@@ -40,6 +41,11 @@ def test_slots_and_pieces():
         assert moe.configure(128, *shape).rows == 64
         assert moe.configure(100, *shape).pieces == 2
         assert moe.configure(101, *shape).pieces == 0
+        assert configure_packed(128, *shape[:4]).rows == 16
+    with tuning.use(Tuning(packed_slot_rows=((9.0, 16), (18.0, 24)))):
+        for T, rows in ((8, moe.ALL_TOKENS_ROWS), (96, 16), (192, 24), (193, moe.WIDEST_ROWS)):
+            assert configure_packed(T, *shape[:4]).rows == rows
+        assert moe.configure(192, *shape).rows == 32
     assert moe.configure(128, *shape).pieces == 2
 
 
