@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.moe.dispatch_large import count_chunks, place_chunks
-from pallas_kernels.moe.dispatch_small import copies, place_all
+from pallas_kernels.moe.dispatch_small import Copied, copies, place_all
 from pallas_kernels.moe.dispatch_tiles import BLOCK
 from pallas_kernels.moe.slots import SlotTables
 
@@ -71,13 +71,25 @@ def copies_tokens(ids_N: jax.Array, k: int, H: int) -> bool:
 
 
 def dispatch_and_copy(
-    ids_N: jax.Array, x: jax.Array, k: int, E: int, rows: int, slots: int, *, interpret: Any = False
+    ids_N: jax.Array,
+    x: jax.Array,
+    k: int,
+    E: int,
+    rows: int,
+    slots: int,
+    *,
+    ordered: bool = False,
+    interpret: Any = False,
 ) -> tuple[SlotTables, jax.Array]:
     """`dispatch_assigned`, and the slots' rows of x [T, H] in the same launch, [slots, rows, H].
 
     Rows without a token are uninitialised, and so is `token`.
+
+    Args:
+        ordered: the rows have their columns in `packed_codes.fragment_order`.
     """
-    kernel = place_all(ids_N.shape[0], E, k, rows, slots, False, interpret, (x.shape[1], x.dtype))
+    copied = Copied(x.shape[1], x.dtype, ordered)
+    kernel = place_all(ids_N.shape[0], E, k, rows, slots, False, interpret, copied)
     num_slots, expert, copied, place = kernel(ids_N, x)
     token = jnp.zeros(slots * rows, jnp.int32)  # never read
     return SlotTables(num_slots, expert, token, place.reshape(-1, k)), copied.reshape(slots, rows, -1)

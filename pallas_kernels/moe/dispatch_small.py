@@ -6,7 +6,7 @@ comparing ids with ids.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -38,10 +38,16 @@ from pallas_kernels.moe.dispatch_tiles import (
     zero_rows,
     zero_tile,
 )
+from pallas_kernels.moe.packed_codes import copied_in_order
 from pallas_kernels.row import WARPGROUP, whole_row
 
-# A kernel's x: its columns and type.
-Copied = tuple[int, Any]
+
+class Copied(NamedTuple):
+    """A kernel's x: its columns and type, and whether the slots' rows have their columns in `packed_codes.fragment_order`."""
+
+    columns: int
+    dtype: Any
+    ordered: bool = False
 
 
 def copies(chunks: int, k: int, H: int) -> bool:
@@ -69,14 +75,21 @@ def place_all(
         here, part = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
         plgpu.copy_gmem_to_smem(ids, ids_smem, arrived)
         if copied:
-            x, columns = refs[0], pl.ds(0, copied[0])
+            x, columns = refs[0], pl.ds(0, copied.columns)
             mine = lax.div(here * BLOCK + part * (BLOCK // parts), int32(k))
             # On its way while the tables are made. Blocks and assignments of no token read the last one.
-            value = load(x, (lax.min(mine, int32(x.shape[0] - 1)), columns), layout=whole_row(copied[0]))
+            mine = lax.min(mine, int32(x.shape[0] - 1))
+            if copied.ordered:
+                put = copied_in_order(x.at[mine], emulated=bool(interpret))
+            else:
+                value = load(x, (mine, columns), layout=whole_row(copied.columns))
 
             def fill(row, assignment):
                 del assignment
-                filled[row, :] = value
+                if copied.ordered:
+                    put(filled.at[row])
+                else:
+                    filled[row, :] = value
 
         else:
             fill = write_token(filled, k)
@@ -123,7 +136,7 @@ def place_all(
     body.__name__ = "moe_plan"
     out_type = table_types(chunks, slots, rows)
     if copied:
-        out_type[2] = jax.ShapeDtypeStruct((slots * rows, copied[0]), copied[1])
+        out_type[2] = jax.ShapeDtypeStruct((slots * rows, copied.columns), copied.dtype)
     return plgpu.kernel(
         body,
         out_type=out_type,

@@ -84,7 +84,7 @@ def experts(
         assigned = assigned_blocks(jnp.pad(ids, ((0, 0), (0, width - k)), constant_values=E), live, E)
         if copies_tokens(assigned, width, x.shape[1]):
             sizes = width, E, config.rows, config.slots
-            tables, copied = dispatch_and_copy(assigned, _ordered(x, parameters), *sizes, interpret=interpret)
+            tables, copied = _dispatched_and_copied(assigned, x, parameters, sizes, interpret)
             rows = _expert_rows(x, copied, parameters, weights, tables, config, interpret)
             return combine(rows, live, k, mine).astype(x.dtype)
     tables = dispatch(ids, live, E, config.rows, config.slots, all_tokens=config.all_tokens, interpret=interpret)
@@ -176,7 +176,7 @@ def _routed_rows(
         sizes = routing.width, E, config.rows, config.slots
         copies = tuning.current().copying_tokens >= x.shape[0] and not is_fp8(parameters)
         if copies and copies_tokens(assigned, routing.width, x.shape[1]):
-            tables, copied = dispatch_and_copy(assigned, _ordered(x, parameters), *sizes, interpret=interpret)
+            tables, copied = _dispatched_and_copied(assigned, x, parameters, sizes, interpret)
             return _expert_rows(x, copied, parameters, weights, tables, config, interpret)
         tables = dispatch_assigned(assigned, *sizes, all_tokens=False, interpret=interpret)
     slots_x = _slot_inputs(x, parameters, tables, config, interpret)
@@ -202,6 +202,13 @@ def _slot_inputs(
     if is_fp8(parameters):
         return slot_codes(x, tables, config, interpret=interpret)
     return slot_rows(_ordered(x, parameters), tables, config, interpret=interpret)
+
+
+def _dispatched_and_copied(
+    assigned: jax.Array, x: jax.Array, parameters: ExpertWeights, sizes: tuple[int, int, int, int], interpret: Any
+) -> tuple[SlotTables, jax.Array]:
+    """`dispatch_and_copy` of the tokens as the experts' matmuls take them."""
+    return dispatch_and_copy(assigned, x, *sizes, ordered=is_packed(parameters), interpret=interpret)
 
 
 def _ordered(x: jax.Array, parameters: ExpertWeights) -> jax.Array:

@@ -7,6 +7,7 @@ reads 8 neighbouring bytes and needs nothing from other threads. Column 16c + 8w
 a product comes out in the order in which the next one wants its tokens.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +18,13 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.inline_code import as_words, load_shared, pure_ptx, word, words_layout, words_of
+from pallas_kernels.inline_code import address, as_words, load_shared, ptx, pure_ptx, word, words_layout, words_of
 from pallas_kernels.quant.schemes import INT4_G32, MXFP4, NVFP4, Scheme
 
 # Columns that are ordered among themselves, and rows of a tile.
 UNIT = 64
+# Bytes from the first of eight pairs of columns, see `pairs_of`.
+PAIRS = tuple(32 * c + 8 * j for c in range(4) for j in range(2))
 SCHEMES = (INT4_G32, NVFP4, MXFP4)
 
 
@@ -29,6 +32,64 @@ def fragment_order(x: jax.Array) -> jax.Array:
     """x [..., n * UNIT] with the columns of each UNIT in the order of the kernels."""
     parts = x.reshape(*x.shape[:-1], -1, 4, 2, 2, 4)
     return jnp.moveaxis(parts, (-3, -1), (-4, -3)).reshape(x.shape)
+
+
+def pairs_of(sixteen: Any) -> Any:
+    """Where the pairs of bfloat16 begin, in bytes, that make up 16 ordered columns from 16 * `sixteen` on.
+
+    The lower halves of the eight pairs in `PAIRS` are the first eight columns in this order, their upper halves the others.
+    """
+    return sixteen // 4 * (2 * UNIT) + sixteen // 2 % 2 * 16 + sixteen % 2 * 4
+
+
+def copied_in_order(row: Any, *, emulated: bool) -> Callable[[Any], None]:
+    """Loads a row of tokens; what is returned stores it somewhere with its columns in `fragment_order`.
+
+    Args:
+        row: bfloat16 [n * UNIT] in global memory; so is what the result is given.
+        emulated: for the interpreter, which takes no PTX.
+    """
+    if emulated:
+        value = fragment_order(row[...])
+
+        def put(to: Any) -> None:
+            to[...] = value
+
+        return put
+    sixteens = row.shape[0] // 16
+    each = -(-sixteens // 128)
+    layout = words_layout(8 * each)
+
+    def own(n: int) -> mgpu.FragmentedArray:
+        """Past the last one threads do the last one's work again."""
+        thread = mgpu.FragmentedArray.splat(mgpu.utils.thread_idx(), (), is_signed=False) % 128 + 128 * n
+        return thread if 128 * (n + 1) <= sixteens else thread.min(sixteens - 1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((1024 * each,), jnp.int32, layout=layout)
+    )
+    def load(_: Any, row: ir.Value) -> mgpu.FragmentedArray:
+        start, words = mgpu.utils.memref_ptr(row), []
+        for n in range(each):
+            (offset,) = pairs_of(own(n)).registers.flat
+            first = mgpu.utils.getelementptr(start, [offset], word(8))
+            words += [llvm.load(word(), mgpu.utils.getelementptr(first, [pair], word(8))) for pair in PAIRS]
+        return as_words(words)
+
+    value = load(row)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def store(_: Any, to: ir.Value, value: mgpu.FragmentedArray) -> None:
+        words = words_of(value)
+        for n in range(each):
+            (offset,) = (own(n) * 32).registers.flat
+            place = arith.addi(address(to, 64), arith.extui(word(64), offset))
+            for half, order in enumerate((0x5410, 0x7632)):
+                pairs = (words[8 * n + i : 8 * n + i + 2] for i in range(0, 8, 2))
+                eight = [pure_ptx(f"prmt.b32 $0, $1, $2, {order};", 1, *pair)[0] for pair in pairs]
+                ptx(f"st.global.v4.b32 [$0 + {16 * half}], {{$1, $2, $3, $4}};", [place, *eight])
+
+    return lambda to: store(to, value)
 
 
 def group_of(scheme: Scheme) -> int:

@@ -213,6 +213,24 @@ def test_threads_read_what_their_wgmma_multiplies(pitch: int, ordered: bool):
         np.testing.assert_array_equal(got, want[:, unit * UNIT : (unit + 1) * UNIT])
 
 
+def test_threads_that_copy_tokens_order_their_columns():
+    """The halves of eight pairs of neighbours are sixteen columns in the kernels' order."""
+    row = np.arange(320, dtype=np.uint16)
+    places = packed_codes.pairs_of(np.arange(len(row) // 16))[:, None] + np.array(packed_codes.PAIRS)
+    pairs = row.view(np.uint32)[places // 4]
+    got = np.concatenate([pairs & 0xFFFF, pairs >> 16], axis=1).reshape(-1)
+    np.testing.assert_array_equal(got, fragment_order(jnp.asarray(row, jnp.int32)))
+    assert (places % 4 == 0).all()
+
+
+@interpreted
+@pytest.mark.slow
+def test_interpreted_with_tokens_ordered_as_they_are_copied():
+    """By the kernel that makes the tables."""
+    with tuning.use(Tuning(copying_tokens=128)):
+        check(INT4_G32, 12, 128, 128)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "model", "T"), [
     *full((INT4_G32, "moonlight", 32)), (INT4_G32, "kimi-k2", 1), *full((INT4_G32, "kimi-k2", 2048)),
@@ -232,6 +250,23 @@ def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
     assert text.count("custom_call @mosaic_gpu") >= 3
     assert f"{E}x2x{inner}x{H}xbf16" not in text
     assert "dot_general" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["moonlight", "kimi-k2"])
+def test_no_kernel_of_xla_orders_the_tokens_that_are_copied(model: str):
+    """Also where a row is no whole number of a warpgroup's sixteens."""
+    H, E, k, inner = SIZES[model]
+    S, T = jax.ShapeDtypeStruct, 32
+    pair = [Quantised(**INT4_G32.arrays(shape), scheme=INT4_G32) for shape in ((E, 2, inner, H), (E, H, inner))]
+    routes = S((T, k), jnp.float32), S((T, k), jnp.int32), S((T,), jnp.bool_)
+    with tuning.use(Tuning(copying_tokens=128)):
+        # A call traced under one tuning must not serve another.
+        jax.clear_caches()
+        traced = jax.jit(mosaic.experts).trace(S((T, H), jnp.bfloat16), ExpertWeights(*pair), *routes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3
+    assert "stablehlo.transpose" not in text
 
 
 @pytest.mark.slow
