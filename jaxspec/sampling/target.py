@@ -52,10 +52,16 @@ class TargetLogits(NamedTuple):
     def cuts(self, rows: Truncation, stats: LogitsStats, wanted: jax.Array, columns: Columns) -> jax.Array:
         """`truncation.cuts` of each row, int32 [R]."""
 
-        def found(logits: jax.Array, mine: jax.Array | None) -> jax.Array:
-            return columns.by_rows(cuts, logits, rows, stats, wanted if mine is None else wanted & mine)
+        def found(logits: jax.Array, wanted: jax.Array) -> jax.Array:
+            return columns.by_rows(cuts, logits, rows, stats, wanted)
 
-        return self._joined(found)
+        if self.ruled is None:
+            return found(self.raw, wanted)
+        # One after the other, by what the second reads: blocks of that kernel wait for each other, and kernels that need
+        # nothing of each other may run at once (`pallas_kernels/meet.py`).
+        of_raw = found(self.raw, wanted & ~self.changed)
+        of_ruled = found(self.ruled, wanted & self.changed & (of_raw == LEAST_KEY))
+        return jnp.where(self.changed, of_ruled, of_raw)
 
     def draw(
         self,
