@@ -150,13 +150,19 @@ def _run(operands: list[Operands], x: jax.Array, tables: SlotTables, config: Con
     matmuls = tuple(matmul for matmul, _ in operands)
     arrays = [array for _, arrays in operands for array in arrays]
     kernel = _kernel(matmuls, config.rows, config.slots, config.grid, interpret)
-    return kernel(tables.num_slots, tables.expert, *arrays, x)
+    arrays = [tables.num_slots, tables.expert, *arrays, x]
+    if len(matmuls) == 1:
+        return kernel(*arrays)
+    # Made by XLA they are a launch of their own.
+    zeros = jnp.zeros(config.slots, jnp.int32) if tables.zeros is None else tables.zeros
+    return kernel(zeros, *arrays)
 
 
 @functools.cache
 def _kernel(matmuls: tuple[Matmul, ...], rows: int, slots: int, grid: int, interpret: Any) -> Any:
-    """kernel(num_slots [1], expert [slots], *weights, tokens) -> [slots, rows, out_rows] of the last matmul.
+    """kernel(num_slots [1], expert [slots], *weights, tokens) -> [slots, rows, out_rows].
 
+    For two matmuls kernel(written [at least slots], num_slots, ...), which counts the first one's tiles of each slot from 0 on.
     weights: of each matmul *factor, *bias, codes, scale.
     factor: float32 [E, parts], where the scheme has one. bias: float32 [E, parts, out_rows], if it is biased.
     codes, scale: of a weight [E, parts, out_rows, columns]; two parts are gate and up.
@@ -351,9 +357,8 @@ def _kernel(matmuls: tuple[Matmul, ...], rows: int, slots: int, grid: int, inter
     if not both:
         return plgpu.kernel(body, out_type=outs[0], **arguments)
 
-    def run(*inputs: jax.Array) -> jax.Array:
-        counters = jnp.zeros(slots, jnp.int32)
-        return run_in_place(body, inputs, [counters], outs, **arguments)[-1]
+    def run(written: jax.Array, *inputs: jax.Array) -> jax.Array:
+        return run_in_place(body, inputs, [written], outs, **arguments)[-1]
 
     return run
 
