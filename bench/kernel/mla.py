@@ -226,11 +226,13 @@ DECODE: dict[str, list[Case]] = {
     "quick": _decode_rows(((1, 8192), (32, 4096), (128, 4096))),
     "tiny": [MlaDecode(1, 64, 4, 1, calls=3), MlaDecode(2, 192, 4, 2, calls=3)],
 }
+SHORT = ((32, 1024), (128, 1024))
 DECODE_FP8: dict[str, list[Case]] = {
     rows: [MlaDecodeFp8(**vars(case), fp8=fp8) for case in cases for fp8 in (1, 0)]
     for rows, cases in {
-        "all": _decode_rows(((1, 1024), (1, 8192), (32, 4096), (32, 8192), (128, 4096), (128, 8192))),
-        "quick": _decode_rows(((1, 1024), (32, 8192), (128, 8192)), (1,)),
+        # Short contexts too, which own items split more often (`items_of_a_block`).
+        "all": _decode_rows(((1, 1024), (1, 8192), *SHORT, (32, 4096), (32, 8192), (128, 4096), (128, 8192))),
+        "quick": _decode_rows(((1, 1024), *SHORT, (32, 8192), (128, 8192)), (1,)),
         "tiny": DECODE["tiny"],
     }.items()
 }
