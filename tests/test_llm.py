@@ -117,8 +117,8 @@ def test_a_kernel_that_cannot_run_here_is_an_error(option, kernels, known):
 def test_the_description_names_the_kernels_that_run(demo_llm):
     kernels = demo_llm.describe()["Kernels"]
     operations = (
-        "cutoffs", "gumbel_argmax", "kv_write", "likeliest", "logits_stats", "mla_decode", "mla_prefill", "mla_query", "moe",
-        "moe_route", "norm_linear",
+        "cutoffs", "gumbel_argmax", "kv_write", "likeliest", "logit_rules", "logits_stats", "mla_decode", "mla_prefill",
+        "mla_query", "moe", "moe_route", "norm_linear",
     )  # fmt: skip
     assert kernels == ", ".join(f"{operation} reference" for operation in operations)
 

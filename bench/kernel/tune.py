@@ -82,6 +82,8 @@ CHOICES: dict[str, Choice] = {
             *(slots(4.0, 12.0, 30.0, wide) for wide in (48.0, 96.0)),
             *(slots(4.0, narrow, 30.0, 64.0, between=18.0) for narrow in (9.0, 12.0)),
             slots(4.0, 9.0, 30.0, 64.0, between=15.0),
+            # At 24 tokens an expert one in 25 needs a second slot of 32 rows.
+            ((4.0, 8), (12.0, 16), (18.0, 32), (30.0, 40), (64.0, 64)),
         ),
         tuple(Moe(T) for T in (16, 32, 40, 64, 100, 128, 160, 192, 256, 384, 512, 640, 768, 1024)),
         (Moe(6, 32, 8, 2, 16, 2, 4),),

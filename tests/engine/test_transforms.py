@@ -217,7 +217,7 @@ def test_requests_see_neither_their_batch_nor_drafts(k):
     assert compiles.total == before
 
 
-@pytest.mark.parametrize("k", SPECULATING)
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(K, marks=pytest.mark.long)])
 def test_rows_with_rules_may_have_an_array_of_their_own(k, monkeypatch, tmp_path):
     """As the kernel of rules leaves them: in that array other rows are nothing, here NaN. Rows of prompts and windows alike."""
     whole = logit_rules.adjust

@@ -101,14 +101,14 @@ def test_balanced_routing(shape, T):
     compare(shape, T, ids, np.ones(T, bool))
 
 
-@pytest.mark.parametrize(("T", "shared_inner"), [(128, 0), (128, 2 * 1408), (256, 0)])
-def test_slots_of_24_rows(T, shared_inner):
+@pytest.mark.parametrize(("rows", "T", "shared_inner"), [(24, 128, 0), (24, 128, 2 * 1408), (24, 256, 0), (40, 256, 0)])
+def test_slots_of_other_rows(rows, T, shared_inner):
     """No power of two; tables from one kernel and from two."""
     _, E, k, _ = SHAPES["moonlight"]
     rng = np.random.default_rng(T)
     ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
     jax.clear_caches()
-    with tuning.use(dataclasses.replace(tuning.current(), slot_rows=((24.0, 24),))):
+    with tuning.use(dataclasses.replace(tuning.current(), slot_rows=((24.0, rows),))):
         compare("moonlight", T, ids, np.arange(T) % 5 != 4, shared_inner)
     jax.clear_caches()
 

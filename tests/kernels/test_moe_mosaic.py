@@ -277,20 +277,20 @@ def test_lowers_for_the_gpu(model, T, num_shared):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("T", "tables"), [(128, 1), (256, 2)])
+@pytest.mark.parametrize(("rows", "T", "tables"), [(24, 128, 1), (24, 256, 2), (40, 256, 2)])
 @pytest.mark.parametrize("scheme", [None, INT4_G32, FP8_BLOCK], ids=str)
-def test_slots_of_24_rows_lower_for_the_gpu(scheme, T, tables):
+def test_slots_of_other_rows_lower_for_the_gpu(scheme, rows, T, tables):
     """With both ways to make tables; activations in FP8 are a kernel too."""
     H, E, k, inner, _ = LAYERS["moonlight"]
     S, shapes = jax.ShapeDtypeStruct, ((E, 2, inner, H), (E, H, inner))
     pair = [Quantised(**scheme.arrays(s), scheme=scheme) if scheme else S(s, jnp.bfloat16) for s in shapes]
     routes = [S((T, k), jnp.float32), S((T, k), jnp.int32), S((T,), jnp.bool_)]
     jax.clear_caches()
-    with tuning.use(Tuning(slot_rows=((24.0, 24),), packed_slot_rows=((24.0, 24),))):
+    with tuning.use(Tuning(slot_rows=((24.0, rows),), packed_slot_rows=((24.0, rows),))):
         traced = jax.jit(mosaic.experts).trace(S((T, H), jnp.bfloat16), ExpertWeights(*pair), *routes)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == tables + 3 + (scheme is FP8_BLOCK)
-    assert f"{max_slots(T, k, E, 24, all_tokens=False)}x24x{H}xbf16" in text
+    assert f"{max_slots(T, k, E, rows, all_tokens=False)}x{rows}x{H}xbf16" in text
 
 
 @pytest.mark.parametrize("T", [1, pytest.param(2048, marks=pytest.mark.slow)])
