@@ -45,8 +45,8 @@ from pallas_kernels.split_kv import PAGE
 # Shared memory of a block, less what barriers and alignment take; of that what ones, bounds and numbers of the rows take.
 SHARED_BYTES, SMALL_BYTES = 224 * 1024, 5 * 1024
 PAGE_BYTES = PAGE * (VALUE_DIM + 4 * GROUPS + 2 * (KEY_DIM - VALUE_DIM))
-# With more query rows a thread has no registers for the sums of all columns. Few requests are split so far that two warpgroups
-# are faster on one item than on two.
+# With more query rows a thread has no registers for the sums of all columns. A single short request, split into many items, was
+# slower with own items; where that ends has not been measured.
 MOST_OWN_ROWS, FEWEST_REQUESTS = 16, 8
 # Products under way while the next one's operand is made, with all columns in one warpgroup: more spill.
 UNDER_WAY = 2
@@ -110,8 +110,8 @@ def attend_kernel(B: int, blocks: int, rows: int, live: int, num_items: int, log
                 def _():
                     plgpu.barrier_wait(free.at[stage])
 
-                for array, place in ((codes, codes_s), (rope, rope_s), (scale, scale_s)):
-                    plgpu.copy_gmem_to_smem(array.at[page], place.at[stage], full.at[stage])
+                for array, into in ((codes, codes_s), (rope, rope_s), (scale, scale_s)):
+                    plgpu.copy_gmem_to_smem(array.at[page], into.at[stage], full.at[stage])
                 # Loaded before the wait that the next copy begins with.
                 return page_tables[request, lax.min(first + i + 1, end - 1)]
 
