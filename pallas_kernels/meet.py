@@ -4,7 +4,6 @@ from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import nvvm
 
 
 def meet(counter: Any, count: int) -> None:
@@ -24,36 +23,5 @@ def meet(counter: Any, count: int) -> None:
         semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
         semaphore.signal(1, memory_scope="gpu")
         semaphore.wait(count, decrement=False, memory_scope="gpu")
-
-    wait(counter)
-
-
-def arrive(counter: Any) -> None:
-    """Counts this warpgroup; what it wrote to global memory before, copies that it has waited for too, is visible after.
-
-    Args:
-        counter: as in `meet`.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def signal(_: Any, counter: Any) -> None:
-        mgpu.utils.warpgroup_barrier()
-        mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
-
-    signal(counter)
-
-
-def wait_for(counter: Any, count: int) -> None:
-    """A warp waits until `count` warpgroups have arrived; its copies from global memory then see what they wrote.
-
-    As for `meet`, those that it waits for must be on the device or not be kept out by those that wait.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def wait(_: Any, counter: Any) -> None:
-        semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
-        semaphore.wait(count, decrement=False, scope=mgpu.utils.ThreadSubset.WARP, memory_scope="gpu")
-        # Copies are in another proxy than the wait.
-        nvvm.fence_proxy(nvvm.ProxyKind.async_global)
 
     wait(counter)

@@ -106,7 +106,6 @@ KERNELS = (
     Watched("moe_down", "test_moe.py::test_balanced_routing[odd-3]"),
     Watched("moe_packed_up", "test_moe_packed.py::test_experts[int4_g32-False-9]"),
     Watched("moe_packed_down", "test_moe_packed.py::test_experts[int4_g32-False-9]"),
-    Watched("moe_packed", "test_moe_packed.py::test_joined_with_biases[9-int4_g32-False]"),
     Watched("quantise_tokens", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
     Watched("moe_fp8_up", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
     Watched("moe_fp8_down", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),

@@ -105,11 +105,6 @@ CHOICES: dict[str, Choice] = {
         (0, 1, 2, 4), tuple(NormLinear(T) for T in (1, 2, 4)), (NormLinear(3, 32, (8, 4), 3),)
     ),
     "one_token_experts": Choice((False, True), (Moe(1), MoeShared(1)), (MoeShared(1, 32, 8, 2, 16, 2, 4),)),
-    "joined_packed_experts": Choice(
-        (False, True),
-        tuple(MoeQuantised(T) for T in (1, 8, 32, 64, 128, 256)),
-        (MoeQuantised(6, 32, 8, 2, 32, 2, 4),),
-    ),
     "row_kernel_tokens": Choice((0, 512), BLOCKS, TINY_BLOCKS),
     "copying_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
     "router_tokens": Choice((0, 128, 256, 512), (*BLOCKS, *CYCLE_BLOCKS), TINY_BLOCKS),

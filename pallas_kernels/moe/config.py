@@ -53,7 +53,6 @@ class Config:
         grid: blocks of a kernel, one a multiprocessor.
         pieces: the shared experts as a number of routed experts of the same total size; 0 if XLA computes them.
         piece_rows: token rows of a piece, which has all tokens.
-        joined: the two matmuls are one kernel (`packed_matmul.py`).
     """
 
     rows: int
@@ -64,7 +63,6 @@ class Config:
     grid: int
     pieces: int = 0
     piece_rows: int = 0
-    joined: bool = False
 
 
 def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: int = 0) -> Tiles:

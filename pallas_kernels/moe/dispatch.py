@@ -58,11 +58,11 @@ def dispatch_assigned(
     """
     chunks = ids_N.shape[0]
     if all_tokens or chunks <= MOST_CHUNKS:
-        num_slots, expert, token, place, zeros = place_all(chunks, E, k, rows, slots, all_tokens, interpret)(ids_N)
+        num_slots, expert, token, place = place_all(chunks, E, k, rows, slots, all_tokens, interpret)(ids_N)
     else:
         counts, rank = count_chunks(chunks, E, interpret)(ids_N)
-        num_slots, expert, token, place, zeros = place_chunks(chunks, E, k, rows, slots, interpret)(ids_N, counts, rank)
-    return SlotTables(num_slots, expert, token, place.reshape(-1)[: place.size // k * k].reshape(-1, k), zeros)
+        num_slots, expert, token, place = place_chunks(chunks, E, k, rows, slots, interpret)(ids_N, counts, rank)
+    return SlotTables(num_slots, expert, token, place.reshape(-1)[: place.size // k * k].reshape(-1, k))
 
 
 def copies_tokens(ids_N: jax.Array, k: int, H: int) -> bool:
@@ -88,7 +88,8 @@ def dispatch_and_copy(
     Args:
         ordered: the rows have their columns in `packed_codes.fragment_order`.
     """
-    kernel = place_all(ids_N.shape[0], E, k, rows, slots, False, interpret, Copied(x.shape[1], x.dtype, ordered))
-    num_slots, expert, copied, place, zeros = kernel(ids_N, x)
+    copied = Copied(x.shape[1], x.dtype, ordered)
+    kernel = place_all(ids_N.shape[0], E, k, rows, slots, False, interpret, copied)
+    num_slots, expert, copied, place = kernel(ids_N, x)
     token = jnp.zeros(slots * rows, jnp.int32)  # never read
-    return SlotTables(num_slots, expert, token, place.reshape(-1, k), zeros), copied.reshape(slots, rows, -1)
+    return SlotTables(num_slots, expert, token, place.reshape(-1, k)), copied.reshape(slots, rows, -1)

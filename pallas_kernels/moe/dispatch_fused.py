@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.compat import load
-from pallas_kernels.moe.dispatch_tiles import AS_ROWS, BLOCK, slot_ends, slot_experts, zero_rows
+from pallas_kernels.moe.dispatch_tiles import AS_ROWS, BLOCK, slot_ends, slot_experts
 from pallas_kernels.moe.selection import (
     COLUMNS,
     ROWS,
@@ -51,19 +51,19 @@ def route_and_dispatch(
         slots: `max_slots` or more.
     """
     run = _route_and_dispatch(live.shape[0], logits.shape[-1], routing, rows, slots, interpret)
-    weights, num_slots, expert, place, zeros = run(*kernel_inputs(logits, bias, live))
+    weights, num_slots, expert, place = run(*kernel_inputs(logits, bias, live))
     token = jnp.zeros(slots * rows, jnp.int32)  # never read
-    return weights, SlotTables(num_slots, expert, token, place, zeros)
+    return weights, SlotTables(num_slots, expert, token, place)
 
 
 @functools.cache
 def _route_and_dispatch(T: int, E: int, r: Routing, rows: int, slots: int, interpret: Any) -> Any:
-    """kernel(*kernel_inputs) -> weights float32 [ROWS, COLUMNS], num_slots, expert, place int32 [ROWS, COLUMNS], zeros."""
+    """kernel(*kernel_inputs) -> weights float32 [ROWS, COLUMNS], num_slots, expert, place int32 [ROWS, COLUMNS]."""
     int32 = jnp.int32
     experts = -(-E // COLUMNS) * COLUMNS
 
     def moe_route_plan(*refs, order_smem, used_smem, ends_smem):
-        *inputs, weights, num_slots, expert, place, zeros = refs
+        *inputs, weights, num_slots, expert, place = refs
         logits, bias, live = read_block(inputs, 0, T)
         order, _, weights[...] = select_experts(logits, bias, E, r)
         order = jnp.where(along_rows(live, experts) == 1, order, constant_like(-1, order))
@@ -76,7 +76,6 @@ def _route_and_dispatch(T: int, E: int, r: Routing, rows: int, slots: int, inter
         num_slots[0] = ends_smem[experts - 1]
         for first in range(0, slots, BLOCK):
             expert[pl.ds(first, BLOCK)] = slot_experts(ends_smem, first)
-            zeros[pl.ds(first, BLOCK)] = zero_rows(BLOCK)
         # The rows of a slot are the tokens.
         starts = down_columns(load(ends_smem, (pl.ds(0, experts),), layout=TILE.reduce(0))) * rows - rows
         starts = starts + iota((ROWS, experts), 0)
@@ -94,7 +93,6 @@ def _route_and_dispatch(T: int, E: int, r: Routing, rows: int, slots: int, inter
             jax.ShapeDtypeStruct((1,), int32),
             jax.ShapeDtypeStruct((-(-slots // BLOCK) * BLOCK,), int32),
             jax.ShapeDtypeStruct((ROWS, COLUMNS), int32),
-            jax.ShapeDtypeStruct((-(-slots // BLOCK) * BLOCK,), int32),
         ],
         scratch_types={
             "order_smem": plgpu.SMEM((ROWS, experts), int32),

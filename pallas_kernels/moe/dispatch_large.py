@@ -78,11 +78,11 @@ def count_chunks(chunks: int, E: int, interpret: Any) -> Any:
 
 @functools.cache
 def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: Any) -> Any:
-    """kernel(ids, counts, rank) -> num_slots, expert, token, place [chunks, BLOCK], zeros; all int32."""
+    """kernel(ids, counts, rank) -> num_slots, expert, token, place [chunks, BLOCK]; all int32."""
     experts = -(-E // BLOCK) * BLOCK
     parts, narrow = blocks_per_chunk(chunks), tile_columns(experts)
 
-    def body(ids, counts, rank, num_slots, expert, token, place, zeros, blocks_smem, ends_smem, before_smem, row_smem):
+    def body(ids, counts, rank, num_slots, expert, token, place, blocks_smem, ends_smem, before_smem, row_smem):
         block = lax.axis_index("block")
         here, part = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
 
@@ -99,7 +99,7 @@ def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: 
         blocks_smem[...] = slots_needed(every.sum(axis=1), E, rows)
         before_smem[...] = before.sum(axis=1)
         ends_smem[...] = slot_ends(blocks_smem)
-        write_slots(num_slots, expert, zeros, ends_smem, block)
+        write_slots(num_slots, expert, ends_smem, block)
 
         @pl.when(here < chunks)
         def _place():

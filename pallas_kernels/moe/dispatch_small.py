@@ -59,7 +59,7 @@ def copies(chunks: int, k: int, H: int) -> bool:
 def place_all(
     chunks: int, E: int, k: int, rows: int, slots: int, all_tokens: bool, interpret: Any, copied: Copied | None = None
 ) -> Any:
-    """kernel(ids [chunks, BLOCK], E for no expert) -> num_slots, expert, token, place [chunks, BLOCK], zeros; all int32.
+    """kernel(ids [chunks, BLOCK], E for no expert) -> num_slots, expert, token, place [chunks, BLOCK]; all int32.
 
     With `copied`, where `copies` holds, it is kernel(ids, x [T, H]), and instead of `token` gives the slots' rows of x,
     [slots * rows, H]; rows without a token are uninitialised.
@@ -70,7 +70,7 @@ def place_all(
     narrow = tile_columns(experts)
 
     def body(ids, *refs, ids_smem, blocks_smem, ends_smem, row_smem, arrived):
-        num_slots, expert, filled, place, zeros = refs[-5:]
+        num_slots, expert, filled, place = refs[-4:]
         block = lax.axis_index("block")
         here, part = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
         plgpu.copy_gmem_to_smem(ids, ids_smem, arrived)
@@ -105,7 +105,7 @@ def place_all(
         else:
             blocks_smem[...] = slots_needed(counts, E, rows)
         ends_smem[...] = slot_ends(blocks_smem)
-        write_slots(num_slots, expert, zeros, ends_smem, block)
+        write_slots(num_slots, expert, ends_smem, block)
 
         @pl.when(here < chunks)
         def _place():

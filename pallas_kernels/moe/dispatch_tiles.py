@@ -25,9 +25,8 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, r
 
 
 def table_types(chunks: int, slots: int, rows: int) -> list[jax.ShapeDtypeStruct]:
-    """Types of the results num_slots, expert, token, place and zeros."""
-    padded = -(-slots // BLOCK) * BLOCK
-    shapes = (1,), (padded,), (slots * rows,), (chunks, BLOCK), (padded,)
+    """Types of the results num_slots, expert, token and place."""
+    shapes = (1,), (-(-slots // BLOCK) * BLOCK,), (slots * rows,), (chunks, BLOCK)
     return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
 
@@ -107,8 +106,8 @@ def slot_experts(ends_smem: Any, first: jax.Array | int) -> jax.Array:
     return lax.fori_loop(0, ends_smem.shape[0] // BLOCK, passed, zero_rows(BLOCK))
 
 
-def write_slots(num_slots: Any, expert: Any, zeros: Any, ends_smem: Any, block: Any) -> None:
-    """Writes the number of slots, in the first block, and the experts and zeros of this block's BLOCK slots, if it has any."""
+def write_slots(num_slots: Any, expert: Any, ends_smem: Any, block: Any) -> None:
+    """Writes the number of slots, in the first block, and the experts of this block's BLOCK slots, if it has any."""
 
     @pl.when(block == 0)
     def _count() -> None:
@@ -117,7 +116,6 @@ def write_slots(num_slots: Any, expert: Any, zeros: Any, ends_smem: Any, block: 
     @pl.when(block < expert.shape[0] // BLOCK)
     def _name() -> None:
         expert[pl.ds(block * BLOCK, BLOCK)] = slot_experts(ends_smem, block * BLOCK)
-        zeros[pl.ds(block * BLOCK, BLOCK)] = zero_rows(BLOCK)
 
 
 def slots_needed(counts: jax.Array, E: int, rows: int) -> jax.Array:

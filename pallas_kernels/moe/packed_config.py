@@ -1,7 +1,5 @@
 """How the work of a call is cut whose experts have codes of four bits (`packed_matmul.py`), and which calls these are."""
 
-import dataclasses
-
 from pallas_kernels.moe.config import (
     ALL_TOKENS_ROWS,
     WIDE_ROWS,
@@ -29,14 +27,6 @@ def is_packed(parameters: ExpertWeights) -> bool:
     return in_schemes(SCHEMES, parameters.gate_up, parameters.down)
 
 
-def _stages(rows: int, consumers: int, blocks: int, splits: int, tiles: int, depth: int) -> int:
-    """Of a ring, each with `depth` columns of that many tiles of M rows, and of the tokens."""
-    # In bytes, and so many a column: codes half a one, scales a byte of 16 columns or two of 32.
-    stage = (tiles * M * 9 // 16 + rows * 2) * depth
-    others = (splits - 1) * consumers * blocks * M * rows * 4 + consumers * rows * M * 2
-    return min((SHARED_BYTES - others) // stage, MOST_STAGES) // splits * splits
-
-
 def packed_tiles(rows: int, columns: int, out_rows: int, *, gated: bool, most_blocks: int = 2) -> Tiles:
     """Tiles of a matmul; the other arguments are those of `config.tiles`.
 
@@ -50,30 +40,11 @@ def packed_tiles(rows: int, columns: int, out_rows: int, *, gated: bool, most_bl
     # Rows of 128 bytes of codes are read faster than shorter ones, where they divide a matrix and its stages are many.
     depth = next(depth for depth in ((128, 64) if wide else (256, 128, 64)) if columns % depth == 0)
     splits = 1 if wide else 3 if depth == 256 and rows <= THREE_TEAMS_ROWS else 2
-    stages = _stages(rows, consumers, blocks, splits, consumers * blocks, depth)
-    return Tiles(depth, stages, consumers, blocks, splits)
-
-
-def joined_config(cut: Config, H: int) -> Config:
-    """The same for both matmuls in one kernel, which is not for wide slots.
-
-    Args:
-        cut: of two kernels.
-        H: hidden size.
-    """
-    if cut.rows >= WIDE_ROWS:
-        return cut
-    up, down = cut.up, cut.down
-    # As many codes in a stage of down, if its sums do not take the ring's memory and there are tiles for all blocks.
-    fills = 4 * down.depth == up.blocks * up.depth and H % (4 * M) == 0
-    if fills and cut.rows <= 16 and cut.slots * H // (4 * M) >= cut.grid:
-        down = dataclasses.replace(down, blocks=4)
-    blocks, depth = max(up.blocks, down.blocks), max(up.depth, down.depth)
-    tiles = max(t.blocks * t.depth for t in (up, down)) // depth
-    stages = _stages(cut.rows, up.consumers, blocks, up.splits, tiles, depth)
-    ring = {"stages": stages, "splits": up.splits}
-    up, down = (dataclasses.replace(t, **ring) for t in (up, down))
-    return dataclasses.replace(cut, up=up, down=down, joined=True)
+    # In bytes, and so many a column: codes half a one, scales a byte of 16 columns or two of 32.
+    stage = (consumers * blocks * M * 9 // 16 + rows * 2) * depth
+    others = (splits - 1) * consumers * blocks * M * rows * 4 + consumers * rows * M * 2
+    stages = min((SHARED_BYTES - others) // stage, MOST_STAGES)
+    return Tiles(depth, stages // splits * splits, consumers, blocks, splits)
 
 
 def configure_packed(T: int, E: int, k: int, H: int, inner: int) -> Config:
@@ -83,8 +54,7 @@ def configure_packed(T: int, E: int, k: int, H: int, inner: int) -> Config:
     slots = max_slots(T, k, E, rows, all_tokens=all_tokens)
     up = packed_tiles(rows, H, inner, gated=True)
     down = packed_tiles(rows, inner, H, gated=False)
-    cut = Config(rows, slots, all_tokens, up, down, blocks_of_a_kernel())
-    return joined_config(cut, H) if current().joined_packed_experts else cut
+    return Config(rows, slots, all_tokens, up, down, blocks_of_a_kernel())
 
 
 def configure_packed_mlp(T: int, H: int, inner: int) -> Config:

@@ -18,14 +18,12 @@ class SlotTables(NamedTuple):
         token: int32 [slots * rows], the row of x in each row of a slot; undefined where every slot has all tokens.
         place: int32 [>= T, >= k], the row among all slots' rows of each assignment; 0 for tokens that are not live. Rows
             and columns past T and k are padding.
-        zeros: int32 [at least slots], for a kernel that counts what it has done of a slot; None where it has to make them.
     """
 
     num_slots: jax.Array
     expert: jax.Array
     token: jax.Array
     place: jax.Array
-    zeros: jax.Array | None = None
 
 
 def max_slots(T: int, k: int, E: int, rows: int, *, all_tokens: bool) -> int:

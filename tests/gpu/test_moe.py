@@ -186,7 +186,6 @@ def test_dispatch_gives_the_slot_tables_of_the_reference(T, E, k):
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
-    assert not got.zeros[:n].any()
     np.testing.assert_array_equal(got.place, want.place)
     if not config.all_tokens:
         used = np.asarray(want.place)[live]
@@ -359,7 +358,6 @@ def test_tables_of_the_routing_launch(shape, sigmoid, T):
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
-    assert not got.zeros[:n].any()
     np.testing.assert_array_equal(got.place[:T, : routing.top_k], want.place)
     np.testing.assert_array_equal(weights[:T, : routing.top_k], want_weights)
 

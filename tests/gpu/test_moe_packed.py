@@ -12,7 +12,6 @@ from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, packed_matmul, reference
 from pallas_kernels.moe.activation import Clamp
-from pallas_kernels.moe.config import Config
 from pallas_kernels.moe.dispatch import dispatch
 from pallas_kernels.moe.packed_codes import SCHEMES, fragment_order
 from pallas_kernels.moe.packed_config import configure_packed
@@ -189,86 +188,3 @@ def test_experts(scheme: Scheme, special: bool, T: int):
     np.testing.assert_array_equal(got[~live], 0)
     assert np.isnan(got[live & ~sound]).all()
     assert ratio(jnp.asarray(got[sound]), want[sound]) < 5e-3
-
-
-def joined(T: int, shape: str) -> tuple[Config, Config]:
-    """Of one kernel for both matmuls, and of two kernels with the same tiles."""
-    H, E, k, inner = SHAPES[shape]
-    with tuning.use(dataclasses.replace(tuning.current(), joined_packed_experts=True)):
-        config = configure_packed(T, E, k, H, inner)
-    assert config.joined
-    return config, dataclasses.replace(config, joined=False)
-
-
-def several_tokens(T: int, shape: str, calls: int) -> list[tuple[jax.Array, np.ndarray, np.ndarray]]:
-    """Of each call its tokens, weights and experts, which are other ones each time."""
-    H, E, k, _ = SHAPES[shape]
-    xs = jax.random.normal(jax.random.key(T, impl="rbg"), (calls, T, H), jnp.bfloat16)
-    rng = np.random.default_rng(T)
-    ids = rng.permuted(np.tile(np.arange(E, dtype=np.int32), (calls, T, 1)), axis=2)[:, :, :k]
-    return list(zip(xs, rng.uniform(0.1, 1, (calls, T, k)).astype(np.float32), ids, strict=True))
-
-
-@pytest.mark.parametrize(("scheme", "shape", "T"), [
-    *((scheme, "moonlight", T) for scheme in (INT4_G32, NVFP4) for T in (1, 8, 9, 32, 64, 128, 200)),
-    # With more tokens slots are wide.
-    *((scheme, "kimi-k2", T) for scheme in (INT4_G32, MXFP4) for T in (1, 8, 9, 32, 64)),
-], ids=str)  # fmt: skip
-def test_joined(scheme: Scheme, shape: str, T: int):
-    """To the bit as two kernels with the same tiles, as near to the reference as those with tiles of their own.
-
-    Tokens and routes are others each time, or stale results of gate and up would be the right ones.
-    """
-    one_kernel, two_kernels = joined(T, shape)
-    parameters, live = ExpertWeights(*experts_of(scheme, shape)), jnp.ones(T, bool)
-    calls = several_tokens(T, shape, 3)
-    want = [mosaic.experts(x, parameters, *routed, live, config=two_kernels) for x, *routed in calls]
-    for _ in range(3):  # the third run is a recorded graph's
-        for (x, *routed), bits in zip(calls, want, strict=True):
-            got = mosaic.experts(x, parameters, *routed, live, config=one_kernel)
-            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(bits, np.float32))
-    x, *routed = calls[-1]
-    apart = mosaic.experts(x, parameters, *routed, live)
-    with jax.default_matmul_precision("highest"):
-        true = exact(x.astype(jnp.float32), parameters, *map(jnp.asarray, routed), live)
-    assert ratio(got, true) < 5e-3
-    assert ratio(got, true) < 1.1 * ratio(apart, true)
-
-
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("T", [1, 9, 64])
-def test_joined_with_biases(scheme: Scheme, special: bool, T: int):
-    """In stages that down fills to a half."""
-    H, E, _, inner = SHAPES["odd"]
-    one_kernel, two_kernels = joined(T, "odd")
-    draw = jax.random.normal
-    biases = (
-        draw(jax.random.key(5, impl="rbg"), (E, 2, inner), jnp.bfloat16),
-        draw(jax.random.key(6, impl="rbg"), (E, H), jnp.bfloat16),
-    )
-    beside = {"biases": biases, "clamp": Clamp(limit=1.0)} if special else {}
-    parameters, live = ExpertWeights(*experts_of(scheme, "odd"), **beside), jnp.asarray(np.arange(T) % 5 != 4)
-    ((x, *routed),) = several_tokens(T, "odd", 1)
-    got, want = (mosaic.experts(x, parameters, *routed, live, config=each) for each in (one_kernel, two_kernels))
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
-
-
-@pytest.mark.parametrize("T", [1, 32])
-def test_joined_one_after_another(T: int):
-    """24 calls in one graph, and a hundred launches: each finds its counters at zero, and none reads what another wrote."""
-    one_kernel, two_kernels = joined(T, "moonlight")
-    parameters, live = ExpertWeights(*experts_of(INT4_G32, "moonlight")), jnp.ones(T, bool)
-    calls = several_tokens(T, "moonlight", 24)
-
-    @functools.partial(jax.jit, static_argnames="config")
-    def run(parameters, calls, config):
-        return jnp.stack([mosaic.experts(x, parameters, *routed, live, config=config) for x, *routed in calls])
-
-    want = np.asarray(run(parameters, calls, two_kernels), np.float32)
-    for _ in range(3):  # the third run is a recorded graph's
-        np.testing.assert_array_equal(np.asarray(run(parameters, calls, one_kernel), np.float32), want)
-    for i in range(100):
-        x, *routed = calls[i % 24]
-        got = mosaic.experts(x, parameters, *routed, live, config=one_kernel)
-        np.testing.assert_array_equal(np.asarray(got, np.float32), want[i % 24])

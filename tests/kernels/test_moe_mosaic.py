@@ -230,7 +230,6 @@ def check_tables(ids: np.ndarray, live: np.ndarray, E: int, rows: int, *, all_to
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
-    assert not got.zeros[:n].any()
     np.testing.assert_array_equal(got.place, want.place)
     if not all_tokens:
         used = want.place[live]

@@ -13,7 +13,6 @@ from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.config import Config, Tiles
 from pallas_kernels.moe.packed_codes import SCHEMES, UNIT, fragment_order
 from pallas_kernels.moe.packed_config import configure_packed, configure_packed_mlp, packed_tiles
-from pallas_kernels.moe.packed_work import share
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
@@ -125,79 +124,6 @@ def test_interpreted_with_teams(tiles: Tiles):
     check(INT4_G32, 20, 256, 256, dataclasses.replace(config, up=tiles, down=tiles))
 
 
-JOINED = Tuning(joined_packed_experts=True)
-# Of both matmuls in one kernel: unequal depths, of which a stage has two tiles of down or four; one depth, in teams of three; a
-# stage that down fills to a half.
-JOINED_TILES = [
-    (256, 128, Tiles(256, 2, 1, 2, 2), Tiles(128, 2, 1, 2, 2)),
-    (256, 128, Tiles(256, 3, 1, 2, 3), Tiles(128, 3, 1, 4, 3)),
-    (512, 256, Tiles(256, 3, 1, 2, 3), Tiles(256, 3, 1, 2, 3)),
-    (192, 192, Tiles(64, 4, 1, 2, 2), Tiles(64, 4, 1, 1, 2)),
-]
-
-
-@interpreted
-@pytest.mark.parametrize(("H", "inner", "up", "down"), [*full(*JOINED_TILES[:2]), *JOINED_TILES[2:]], ids=str)
-def test_joined_interpreted(H: int, inner: int, up: Tiles, down: Tiles):
-    """Both matmuls in one kernel of one block, in slots of eight rows, of which some experts need several."""
-    with tuning.use(Tuning(slot_rows=((100.0, 8),))):
-        config = configure_packed(17, 4, 2, H, inner)
-    config = dataclasses.replace(config, up=up, down=down, joined=True)
-    check(INT4_G32, 17, H, inner, config)
-
-
-@interpreted
-@pytest.mark.parametrize("clamp", [None, Clamp(1.702, 1.0)], ids=["plain", "clamp"])
-@pytest.mark.parametrize(
-    ("scheme", "T"),
-    [
-        (INT4_G32, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((INT4_G32, 40), (NVFP4, 9), (MXFP4, 5))),
-    ],
-    ids=str,
-)
-def test_joined_interpreted_with_its_own_tiles(scheme: Scheme, T: int, clamp: Clamp | None):
-    """Of one token the ring has room for steps of down before gate and up have multiplied anything."""
-    with tuning.use(JOINED):
-        config = configure_packed(T, 4, 2, 256, 128)
-    assert config.joined
-    check(scheme, T, 256, 128, config, clamp)
-
-
-@interpreted
-def test_joined_gives_the_bits_of_two_kernels():
-    """With the same tiles and teams."""
-    E, k, H, inner, T = 4, 2, 256, 128, 11
-    rng = np.random.default_rng(0)
-    parameters = ExpertWeights(sized(INT4_G32, E, 2, inner, H), sized(INT4_G32, E, H, inner, seed=1))
-    x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16)
-    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
-    weights = rng.uniform(0.1, 1, size=(T, k)).astype(np.float32)
-    with tuning.use(JOINED):
-        config = dataclasses.replace(configure_packed(T, E, k, H, inner), grid=2)
-    got, want = (
-        mosaic.experts(
-            x, parameters, weights, ids, jnp.ones(T, bool), config=dataclasses.replace(config, joined=joined),
-            interpret=detect_races(),
-        )
-        for joined in (True, False)
-    )  # fmt: skip
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
-
-
-@pytest.mark.parametrize(
-    ("up_items", "down_items"), [(0, 5), (3, 4), (22 * 61, 8 * 61), (132, 132), (131, 1), (400, 7)]
-)
-def test_items_of_down_follow_those_of_gate_and_up(up_items: int, down_items: int):
-    """So that blocks with one item less of gate and up get the first ones of down; each is somebody's."""
-    grid, owner = 132, {}
-    for block in range(grid):
-        _, first = share(block, up_items, grid)
-        mine, _ = share(first, down_items, grid)
-        owner |= {int(first) + j * grid: block for j in range(int(mine))}
-    assert owner == {d: (up_items + d) % grid for d in range(down_items)}
-
-
 def mlp_by_oracle(x: jax.Array, gate_up: Quantised, down: Quantised) -> np.ndarray:
     weights = (dequantise(weight, jnp.bfloat16).astype(jnp.float32) for weight in (gate_up, down))
     return np.asarray(reference.swiglu(x.astype(jnp.float32), *weights))
@@ -305,7 +231,13 @@ def test_interpreted_with_tokens_ordered_as_they_are_copied():
         check(INT4_G32, 12, 128, 128)
 
 
-def lowered(scheme: Scheme, model: str, T: int) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "model", "T"), [
+    *full((INT4_G32, "moonlight", 32)), (INT4_G32, "kimi-k2", 1), *full((INT4_G32, "kimi-k2", 2048)),
+    (NVFP4, "kimi-k2", 32), *full((MXFP4, "gpt-oss-20b", 1)), (MXFP4, "gpt-oss-20b", 2048),
+], ids=str)  # fmt: skip
+def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
+    """No weight is turned into numbers outside of the kernels."""
     H, E, k, inner = SIZES[model]
     S = jax.ShapeDtypeStruct
     pair = [Quantised(**scheme.arrays(shape), scheme=scheme) for shape in ((E, 2, inner, H), (E, H, inner))]
@@ -314,18 +246,7 @@ def lowered(scheme: Scheme, model: str, T: int) -> str:
     parameters = ExpertWeights(*pair, biases=biases, clamp=Clamp() if special else None)
     routes = S((T, k), jnp.float32), S((T, k), jnp.int32), S((T,), jnp.bool_)
     traced = jax.jit(mosaic.experts).trace(S((T, H), jnp.bfloat16), parameters, *routes)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "model", "T"), [
-    *full((INT4_G32, "moonlight", 32)), (INT4_G32, "kimi-k2", 1), *full((INT4_G32, "kimi-k2", 2048)),
-    (NVFP4, "kimi-k2", 32), *full((MXFP4, "gpt-oss-20b", 1)), (MXFP4, "gpt-oss-20b", 2048),
-], ids=str)  # fmt: skip
-def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
-    """No weight is turned into numbers outside of the kernels."""
-    H, E, _, inner = SIZES[model]
-    text = lowered(scheme, model, T)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") >= 3
     assert f"{E}x2x{inner}x{H}xbf16" not in text
     assert "dot_general" not in text
@@ -335,28 +256,17 @@ def test_lowers_for_the_gpu(scheme: Scheme, model: str, T: int):
 @pytest.mark.parametrize("model", ["moonlight", "kimi-k2"])
 def test_no_kernel_of_xla_orders_the_tokens_that_are_copied(model: str):
     """Also where a row is no whole number of a warpgroup's sixteens."""
-    jax.clear_caches()
+    H, E, k, inner = SIZES[model]
+    S, T = jax.ShapeDtypeStruct, 32
+    pair = [Quantised(**INT4_G32.arrays(shape), scheme=INT4_G32) for shape in ((E, 2, inner, H), (E, H, inner))]
+    routes = S((T, k), jnp.float32), S((T, k), jnp.int32), S((T,), jnp.bool_)
     with tuning.use(Tuning(copying_tokens=128)):
-        text = lowered(INT4_G32, model, 32)
+        # A call traced under one tuning must not serve another.
+        jax.clear_caches()
+        traced = jax.jit(mosaic.experts).trace(S((T, H), jnp.bfloat16), ExpertWeights(*pair), *routes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3
     assert "stablehlo.transpose" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "model", "T"), [
-    (INT4_G32, "moonlight", 32), *full((INT4_G32, "moonlight", 200)), (INT4_G32, "kimi-k2", 8),
-    *full((NVFP4, "kimi-k2", 32)), (MXFP4, "gpt-oss-20b", 32), (INT4_G32, "moonlight", 512),
-], ids=str)  # fmt: skip
-def test_joined_lowers_as_one_kernel(scheme: Scheme, model: str, T: int):
-    """With wide slots as two."""
-    kernels = {}
-    for joined in (False, True):
-        jax.clear_caches()
-        with tuning.use(Tuning(joined_packed_experts=joined)):
-            text = lowered(scheme, model, T)
-        assert "dot_general" not in text
-        kernels[joined] = text.count("custom_call @mosaic_gpu")
-    assert kernels[True] == kernels[False] - (T < 512)
 
 
 @pytest.mark.slow
@@ -387,20 +297,11 @@ def test_tiles_divide_mlps(T: int, H: int, inner: int):
     assert config.slots * H >= config.grid * config.down.consumers * 2 * UNIT or config.down.blocks == 1
 
 
-@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize(("H", "E", "k", "inner"), SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("T", [1, 8, 32, 128, 512, 2048, 8192])
-def test_tiles_divide_the_weights(T: int, H: int, E: int, k: int, inner: int, joined: bool):
-    """And stages of a joined kernel are both matmuls'."""
-    with tuning.use(Tuning(joined_packed_experts=joined)):
-        config = configure_packed(T, E, k, H, inner)
-    assert config.joined == (joined and config.rows < 64)
+def test_tiles_divide_the_weights(T: int, H: int, E: int, k: int, inner: int):
+    config = configure_packed(T, E, k, H, inner)
     for t, rows, columns in ((config.up, inner, H), (config.down, H, inner)):
         assert rows % (t.consumers * UNIT) == 0
-        assert rows % (t.consumers * (1 if t is config.up else t.blocks) * UNIT) == 0
         assert columns % t.depth == 0
         assert t.stages >= 3
-    if config.joined:
-        assert (config.up.stages, config.up.splits) == (config.down.stages, config.down.splits)
-        assert config.up.stages % config.up.splits == 0
-        assert config.down.blocks * config.down.depth <= config.up.blocks * config.up.depth

@@ -68,7 +68,6 @@ def test_tables_of_the_same_launch(shape, sigmoid, T):
     n = int(want.num_slots[0])
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
-    assert not got.zeros[:n].any()
     np.testing.assert_array_equal(got.place[:T, : routing.top_k], want.place)
     np.testing.assert_allclose(weights[:T, : routing.top_k], want_weights, rtol=1e-6)
     assert_no_races(got)
