@@ -21,7 +21,6 @@ from jaxspec.engine.state import (
     GREEDY_DRAFTS,
     MAX_LEN,
     MIN_P,
-    NUM_DRAFTS,
     SEED_HIGH,
     SEED_LOW,
     SEEDED,
@@ -30,6 +29,7 @@ from jaxspec.engine.state import (
     TOP_K,
     TOP_P,
     StepState,
+    drafts_that_count,
 )
 from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
@@ -90,10 +90,7 @@ def choose(
         if part.windows
     ]
 
-    # What lies past the drafts that a slot holds is stale: it may be right, but never counts.
-    verified_D = jnp.minimum(rows.params_i[E:, NUM_DRAFTS], n - 1)
-    if n > 1:
-        verified_D = jnp.minimum(verified_D, state.held[rows.slots[E:]])
+    verified_D = drafts_that_count(state, rows.slots[E:], n)
     ids_Rn, accepted_R = _sample_or_verify(
         parts, rows, verified_D, state, inputs, columns,
         n=n, full=full, synthetic_length=synthetic_length, one_by_one=one_by_one,

@@ -34,7 +34,7 @@ def add_load(words: jax.Array, ids: Sequence[jax.Array], live_T: jax.Array) -> j
     Args:
         words: int32 [1, 2, L, E] of this rank, see `load_dims`.
         ids: of each mixture layer, the experts that it chose, int32 [T, top_k].
-        live_T: bool [T], false for padding tokens, which reach no expert.
+        live_T: bool [T], false for tokens that reach no expert.
     """
     low, high = words[:, 0], words[:, 1]
     ids_LTk = jnp.where(live_T[:, None], jnp.stack(ids), -1)
@@ -45,8 +45,8 @@ def add_load(words: jax.Array, ids: Sequence[jax.Array], live_T: jax.Array) -> j
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The counts since the start, of the target's layers and of all tokens that they computed: prompts, windows with the
-    drafts that were rejected, and what a preempted request computes again.
+    """The counts since the start, of the target's layers and of all tokens that they computed: prompts, windows with those
+    drafts that could be accepted, and what a preempted request computes again.
 
     Attributes:
         words: int32 [ranks, 2, L, E], see `load_dims`; on the devices until a count is read.

@@ -10,7 +10,7 @@ from jaxspec.engine.expert_load import add_load
 from jaxspec.engine.handoff import Forwarded
 from jaxspec.engine.lookup import write_history
 from jaxspec.engine.rules import count_prefilled, reset_rules
-from jaxspec.engine.state import StepState
+from jaxspec.engine.state import StepState, drafts_that_count
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.metadata import StepMetadata, window_bounds
 from jaxspec.sampling.columns import Columns
@@ -106,16 +106,17 @@ def lay_out(state: StepState, inputs: StepInputs, settings: Settings, n: int) ->
     if n > 1:
         ids_Dn = jnp.concatenate([ids_Dn, state.drafts[slots_D, : n - 1]], axis=1)
     ids_Dn = jnp.where(live_D[:, None], ids_Dn, 0)
+    counts_Dn = live_D[:, None] & (jnp.arange(n, dtype=jnp.int32) <= drafts_that_count(state, slots_D, n)[:, None])
 
     positions_T = jnp.concatenate([positions_P, positions_Dn.reshape(-1)])
     slots_T = jnp.concatenate([slots_P, jnp.repeat(slots_D, n)])
-    live_T = jnp.concatenate([live_P, jnp.repeat(live_D, n)])
-    pages_T, offsets_T = kv_places(state.page_table, slots_T, positions_T, live_T, settings)
+    written_T = jnp.concatenate([live_P, jnp.repeat(live_D, n)])
+    pages_T, offsets_T = kv_places(state.page_table, slots_T, positions_T, written_T, settings)
     meta = StepMetadata(
         positions=positions_T,
         pages=pages_T,
         offsets=offsets_T,
-        live=live_T,
+        live=jnp.concatenate([live_P, counts_Dn.reshape(D * n)]),
         prefill_tables=jnp.where((slots_E > 0)[:, None], state.page_table[slots_E], 0),
         prefill_rows=row_P,
         prefill_ends=jnp.where(slots_E > 0, starts_E + lengths_E, 0),

@@ -91,6 +91,12 @@ class StepState(NamedTuple):
     mailboxes: Any = ()
 
 
+def drafts_that_count(state: StepState, slots_D: jax.Array, n: int) -> jax.Array:
+    """How many drafts of each window may be accepted, int32 [D], 0 to n - 1; what lies past them is stale, but legal."""
+    wanted_D = jnp.minimum(state.params_i[slots_D, NUM_DRAFTS], n - 1)
+    return wanted_D if n == 1 else jnp.minimum(wanted_D, state.held[slots_D])
+
+
 def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draft | None = None) -> StepState:
     """Shapes, dtypes and shardings; all but the caches, and what has a number for each id, is on every device of its rank."""
 

@@ -120,7 +120,7 @@ class ResidualMLP(Protocol):
         """The residual stream after the block: x + attended, and the MLP of its norm added.
 
         Args:
-            live_T: false for padding tokens, whose rows are never read.
+            live_T: as in `StepMetadata`; rows of other tokens must be finite, and nobody reads them.
             following: the norm that the stream is read through next, if by one only.
         """
         ...

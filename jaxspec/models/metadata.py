@@ -12,7 +12,8 @@ class StepMetadata(NamedTuple):
     Attributes:
         positions: int32 [T] absolute positions.
         pages, offsets: int32 [T] where each token's KV goes; padding tokens go to page 0.
-        live: bool [T], false for padding tokens.
+        live: bool [T], false for padding tokens, and for drafts that cannot be accepted: their KV is written, but they need
+            no experts, as nobody reads what comes of them.
         prefill_tables: int32 [E, max_pages] page tables of the prompt rows.
         prefill_rows: int32 [P] the row of each prompt token; E for padding.
         prefill_ends: int32 [E] tokens of each row with this chunk; 0 for padding.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.config import Lookup
 from jaxspec.engine.calibration import Calibration
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.expert_load import WORD_BITS, ExpertLoad, add_load
@@ -31,12 +32,15 @@ CONFIG = read_config(HF_CONFIG | {"num_hidden_layers": 3})
 E, TOP_K = HF_CONFIG["n_routed_experts"], HF_CONFIG["num_experts_per_tok"]
 
 
-def runner_of(devices: int, k: int, *, probe: bool = False, counted: bool = True) -> Runner:
+def runner_of(
+    devices: int, k: int, *, probe: bool = False, counted: bool = True, lookup: Lookup | None = None
+) -> Runner:
     mesh, model = mesh_of(devices), CausalLM(CONFIG, jnp.float32)
     settings = dataclasses.replace(
-        SETTINGS, num_speculative_tokens=k, readout_depth=1, prefix_caching=False, expert_load_metrics=counted
-    )
-    draft = NextN(CONFIG, jnp.float32) if k else None
+        SETTINGS, num_speculative_tokens=k, readout_depth=1, prefix_caching=False, expert_load_metrics=counted,
+        lookup=lookup,
+    )  # fmt: skip
+    draft = NextN(CONFIG, jnp.float32) if k and lookup is None else None
     return Runner(
         model, params_of(model, 1, mesh), settings, mesh, draft=(draft, params_of(draft, 2, mesh)) if draft else None,
         buckets=one_bucket(settings), split=(), probe=probe,
@@ -44,7 +48,8 @@ def runner_of(devices: int, k: int, *, probe: bool = False, counted: bool = True
 
 
 class Recount:
-    """An engine's observer that counts the chosen experts of all tokens that a step's plan has, but for rows that were done.
+    """An engine's observer that counts the chosen experts of all tokens that a step's plan has, but for rows that were done
+    and for drafts that could not be accepted.
 
     The choices themselves are compared with PyTorch's in tests/models/test_parity.py.
     """
@@ -52,33 +57,42 @@ class Recount:
     def __init__(self) -> None:
         self.counts = np.zeros((2, E), np.int64)
         self.mixed = self.windows = self.dead = 0
+        self.verified: set[int] = set()
 
     def __call__(self, step: StepOutput) -> None:
         assert step.probe is not None
         prompts, windows = step.token_offsets()
         live = step.emitted[len(prompts) :] > 0
         tokens = [first + np.arange(row.length) for first, row in zip(prompts, step.plan.prefill, strict=True)]
-        tokens += [first + np.arange(step.bucket.window) for first in windows[live]]
+        verified = step.verified[len(prompts) :][live]
+        tokens += [first + np.arange(1 + drafts) for first, drafts in zip(windows[live], verified, strict=True)]
         for layer, ids_Tk in enumerate(step.probe.experts):
             self.counts[layer] += np.bincount(ids_Tk[np.concatenate(tokens)].ravel(), minlength=E)
         self.mixed += bool(len(prompts) and live.any())
+        self.verified |= set(verified.tolist())
         self.windows += int(live.sum())
         self.dead += int((~live).sum())
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("devices", "k"), [(1, 2), (2, 0)])
-def test_counts_are_those_of_the_choices_of_live_tokens(devices, k):
+@pytest.mark.parametrize(("devices", "k", "lookup"), [(1, 2, None), (2, 0, None), (1, 2, Lookup(1, 2))])
+def test_counts_are_those_of_the_choices_of_live_tokens(devices, k, lookup):
     """Of prompts in chunks, of windows with their rejected drafts, of both in a step; not of padding, nor of rows that ended
-    while later steps were dispatched. Measuring what steps cost leaves them as they are."""
-    runner = runner_of(devices, k, probe=True)
+    while later steps were dispatched, nor of drafts that a row did not find or that its request does not want. Measuring
+    what steps cost leaves them as they are."""
+    runner = runner_of(devices, k, probe=True, lookup=lookup)
     runner.warm_up()
     recount, rng = Recount(), np.random.default_rng(0)
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), observer=recount)
     assert not engine.stats().expert_load.counts.any()
     # Stops that the host cannot foresee.
     params = SamplingParams(max_tokens=20, temperature=1, seed=1, stop_token_ids=tuple(range(10, 20)))
-    engine.add(*(Request(f"r{i}", rng.integers(6, VOCAB, n).tolist(), params) for i, n in enumerate((5, 90, 30, 70))))
+    for i, n in enumerate((5, 90, 30, 70)):
+        # Texts of few ids, in which something is found, and one that wants fewer drafts than there are.
+        ids = rng.integers(6, 30 if lookup else VOCAB, n).tolist()
+        engine.add(
+            Request(f"r{i}", ids, dataclasses.replace(params, num_speculative_tokens=1) if k and i == 3 else params)
+        )
     engine.step()
     early = engine.stats().expert_load  # read when later steps have taken the state that it was a copy of
     while engine.has_work:
@@ -86,6 +100,7 @@ def test_counts_are_those_of_the_choices_of_live_tokens(devices, k):
     assert recount.mixed
     assert recount.dead
     assert recount.windows > 10
+    assert recount.verified == ({0, 1, k} if lookup else {1, k} if k else {0})
     load = engine.stats().expert_load
     assert (load.layers, load.devices) == ((1, 2), devices)
     np.testing.assert_array_equal(load.counts, recount.counts)
