@@ -2,7 +2,8 @@
 
 Every row is one executable of several calls, launched again and again with its results passed back in, so that the
 device always has work and recorded graphs stay valid. `us` is wall time a call, measured in turns of a tenth of a
-second, each after as long a warm-up; `device us` is the time of the call's kernels in a trace, taken after all timing.
+second, each after as long a warm-up; `device us` is the time of the call's kernels in a trace, taken after all timing, and the record
+has each kernel's part of it (`device_us_by_kernel`).
 With `--peers` FlashMLA and FlashAttention-3 run on the same arrays in turn with ours, as recorded graphs of as many
 calls; `ratio` is ours (wall) over the better of them (time between events). Such a run has no device times: the ratio
 does not need them, and tracing would double its length. `sparse_mla` has rows of dense attention too, and its summary says
@@ -212,4 +213,8 @@ def trace(cases: Sequence[Case], compiled: Sequence[Future], rows: Sequence[dict
         except Exception as e:
             row["error"] = "; ".join([*filter(None, [row.get("error")]), f"trace: {one_line(e)}"])
             continue
-        row["ours_device_us"] = None if seconds is None else round(1e6 * seconds, 3)
+        if not seconds:
+            continue
+        row["ours_device_us"] = round(1e6 * sum(seconds.values()), 3)
+        longest_first = sorted(seconds.items(), key=lambda each: -each[1])
+        row["device_us_by_kernel"] = {name: round(1e6 * each, 3) for name, each in longest_first}

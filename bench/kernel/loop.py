@@ -58,7 +58,7 @@ class Loop:
         return (time.perf_counter() - started) / (launches * self.calls)
 
 
-def device_seconds(loop: Loop) -> float | None:
-    """Time of a call's kernels on the device without the gaps between them; None where the trace has none."""
-    total = kernel_seconds(traced(lambda: loop.launch(TRACED_LAUNCHES)))
-    return total / (TRACED_LAUNCHES * loop.calls) if total else None
+def device_seconds(loop: Loop) -> dict[str, float]:
+    """Time of a call's kernels on the device without the gaps between them, by name; empty where the trace has none."""
+    of_all = kernel_seconds(traced(lambda: loop.launch(TRACED_LAUNCHES)))
+    return {name: seconds / (TRACED_LAUNCHES * loop.calls) for name, seconds in of_all.items()}

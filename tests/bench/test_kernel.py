@@ -131,12 +131,14 @@ def test_turns_and_medians():
 
 
 def test_kernel_seconds_of_a_trace():
-    def line(name, *durations):
-        return SimpleNamespace(name=name, events=[SimpleNamespace(duration_ns=d) for d in durations])
+    def line(name, **durations):
+        events = [SimpleNamespace(name=kernel[0], duration_ns=d) for kernel, d in durations.items()]
+        return SimpleNamespace(name=name, events=events)
 
-    gpu = SimpleNamespace(name="/device:GPU:0", lines=[line("XLA Modules", 90), line("Stream #13(compute)", 20, 30)])
-    host = SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", 1000)])
-    assert kernel_seconds(SimpleNamespace(planes=[host, gpu])) == pytest.approx(50e-9)
+    of_gpu = line("XLA Modules", a=90), line("Stream #13(compute)", a1=20, b=30, a2=5), line("Stream #14", b=1)
+    gpu = SimpleNamespace(name="/device:GPU:0", lines=of_gpu)
+    host = SimpleNamespace(name="/host:CPU", lines=[line("Stream #1", a=1000)])
+    assert kernel_seconds(SimpleNamespace(planes=[host, gpu])) == pytest.approx({"a": 25e-9, "b": 31e-9})
 
 
 # Or whose rows count bytes alone.
