@@ -86,17 +86,17 @@ SIZES: dict[Variant, Sizes] = {
     "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (None, None))),
 }
 # The same where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as
-# `SIZES` has would not fit three times. These lose little against it, with and without prompts, by what steps of an H200 were
-# measured to take (tests/engine/test_adaptive_table.py): the full sampler alone serves where it costs little, small steps have
-# no single draft, and beside prompts full windows do without drafts.
+# `SIZES` has would be too many three times. These lose little against it, with and without prompts, by what steps of an H200
+# were measured to take (tests/engine/test_adaptive_table.py): the full sampler alone serves where it costs little, and beside
+# prompts there are hardly any steps for few rows. With 24 in all, the best that a search found loses 4 % somewhere.
 ADAPTIVE_SIZES: tuple[dict[Variant, Sizes], dict[Variant, Sizes], dict[Variant, Sizes]] = (
     {
-        "lean": Sizes((1, 4, 64)),
-        "full": Sizes((16, None), ((256, None), (512, None), (None, None))),
+        "lean": Sizes((1, 4, 16, 32, 64)),
+        "full": Sizes((16, None), ((256, None), (512, None), (1024, None), (None, None))),
     },
-    {"lean": Sizes((32, 64, None), ((512, None), (None, None)))},
+    {"lean": Sizes((1, 4, 16, 32, 64, None), ((512, None), (1024, None), (None, None)))},
     {
-        "lean": Sizes((1, 4, 16, 64), ((512, 16), (512, None), (1024, None), (None, None))),
+        "lean": Sizes((1, 4, 16, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
         "full": Sizes((1, 32, None)),
     },
 )
@@ -134,7 +134,8 @@ def _sizes_by_drafts(settings: Settings) -> dict[int, dict[Variant, Sizes]]:
 
 
 def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
-    """All buckets of an engine, smallest first; at most 24 on a GPU, and 4 on a CPU unless drafts are adaptive there.
+    """All buckets of an engine, smallest first; on a GPU at most 24, or 32 where the number of drafts changes; on a CPU at
+    most 4 unless it does.
 
     A CPU compiles for seconds a bucket and gains little from an exact fit or a lean sampler, so it gets few.
     """

@@ -101,10 +101,11 @@ def shares(table):
 
 
 def test_little_is_lost():
-    """Before, whose sizes were {0: (1, 8, 32, 128), 1: (1, 16, 64, 128), 3: (1, 4, 8, 16, 64, 128)}, the least was 0.90."""
+    """The best of 24 steps that a search found had 0.963 and 0.987."""
+    assert len(ADAPTIVE) <= 32
     of_best = shares(ADAPTIVE)
-    assert of_best.min() >= 0.96
-    assert np.minimum(of_best, 1).mean() >= 0.985
+    assert of_best.min() >= 0.98
+    assert np.minimum(of_best, 1).mean() >= 0.99
 
 
 def test_where_no_model_drafts_steps_without_drafts_are_a_plain_engine_s():
