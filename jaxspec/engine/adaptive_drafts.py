@@ -2,7 +2,9 @@
 
 A step with k drafts a row costs c(k) seconds and yields, of each row, 1 + p_1 + p_1 p_2 + ... + p_1 .. p_k tokens, where p_i
 is the probability that draft i is accepted if those before it are. The k with the most tokens a second is chosen. p_i is
-estimated for each request, from its own windows and from those of all requests lately.
+estimated for each request, from its own windows and from those of all requests lately. Whoever gets more tokens a step is over
+sooner and leaves its slot to another, so of rows that differ the slow ones are many: what counts is not the tokens of the rows
+as they are, but in how many steps requests are done (`_tokens`).
 
 With few drafts or none nothing is learned about the others. So from time to time, at the cost of a fixed small part of all
 time, some steps have more: a probe. It ends as soon as it shows that more drafts do not pay, or that they do. A part of what
@@ -24,6 +26,9 @@ SHARED_WEIGHT = 32.0
 # The estimate of all requests begins with this probability, as if from so many windows. At later positions it begins with
 # the estimate one position earlier.
 PRIOR, PRIOR_WEIGHT = 0.7, 4.0
+# So many standard errors are added to what is known of all running requests' drafts. Drafts that are given up are not seen any
+# more, so giving them up by chance costs more than keeping them by chance.
+OPTIMISM = 0.7
 # Another number of drafts must promise so much more, lest estimates that are nearly equal change it in every step.
 MARGIN = 0.01
 # The part of all time that probes may cost, and the steps that a probe usually takes: one that proposes, one that verifies,
@@ -107,16 +112,27 @@ class AdaptiveDrafts:
         return out
 
     def _tokens(self, load: Load) -> np.ndarray:
-        """Expected tokens of a decode step with 0 to `most` drafts, [most + 1], if the one before it had as many."""
+        """Expected tokens of a decode step with 0 to `most` drafts, [most + 1], if all steps had as many.
+
+        With the drafts of now they are those of the running requests. With others they are those of the rows that there would
+        be: of requests that come as often as those of now end, each stays for as many steps as its tokens take.
+        """
         if not load.slots:  # the prompts' own first drafts
             return 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(self._shared))])
         slots, wanted = np.asarray(load.slots), np.asarray(load.wanted)
         reached = self._reached[slots]
         p = (self._hits[slots] + SHARED_WEIGHT * self._shared) / (reached + SHARED_WEIGHT)
+        mean = p.mean(axis=0)
+        seen = 1 + reached.sum(axis=0) + np.minimum(SHARED_WEIGHT * len(slots), self._all_reached)
+        p = np.minimum(p + OPTIMISM * np.sqrt(mean * (1 - mean) / seen), 1.0)
         accepted = np.cumprod(p, axis=1)
         if wanted.min() < self._most:
             accepted = np.where(np.arange(self._most) < wanted[:, None], accepted, 0.0)
-        return len(slots) + np.concatenate([[0.0], np.cumsum(accepted.sum(axis=0))])
+        each = 1 + np.pad(np.cumsum(accepted, axis=1), ((0, 0), (1, 0)))  # [rows, most + 1]
+        if self._current is None:
+            return each.sum(axis=0)
+        now = each[:, self._current, None]
+        return len(slots) * now.sum() / (now / each).sum(axis=0)
 
     def _best(self, load: Load, rows: int, tokens: np.ndarray, seconds: dict[int, float]) -> int:
         """The drafts with the most tokens, less what could be had elsewhere in the same time."""
