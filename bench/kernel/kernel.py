@@ -2,8 +2,8 @@
 
 Every row is one executable of several calls, launched again and again with its results passed back in, so that the
 device always has work and recorded graphs stay valid. `us` is wall time a call, measured in turns of a tenth of a
-second, each after as long a warm-up; `device us` is the time of the call's kernels in a trace, taken after all timing, and the record
-has each kernel's part of it (`device_us_by_kernel`).
+second, each after as long a warm-up; `device us` is the time of the call's kernels in a trace, taken after all timing,
+and the record has each kernel's part of it (`device_us_by_kernel`).
 With `--peers` FlashMLA and FlashAttention-3 run on the same arrays in turn with ours, as recorded graphs of as many
 calls; `ratio` is ours (wall) over the better of them (time between events). Such a run has no device times: the ratio
 does not need them, and tracing would double its length. `sparse_mla` has rows of dense attention too, and its summary says
