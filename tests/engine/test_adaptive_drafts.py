@@ -164,7 +164,7 @@ def load(slots, choices=COUNTS, *, wanted=K, most=None, prompts=False):
 
 def test_choices_are_kept_to():
     """Never a number of drafts that the step cannot have, nor more than any request wants; without costs the most."""
-    slots = list(range(1, 33))  # fewer have no step with a single draft
+    slots = list(range(1, 33))
     control = AdaptiveDrafts(K, 33)
     assert control.choose(load(slots)) == K
     control.costs = costs("cheap")
