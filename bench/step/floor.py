@@ -50,12 +50,27 @@ class Traffic:
         return self.weights + self.kv + self.state
 
 
-def traffic(model: CausalLM, rows: int, context: float, *, tokens: int | None = None, devices: int = 1) -> Traffic:
-    """Of a step of `rows` rows and, with windows, `tokens` tokens in all (default: one a row)."""
+def traffic(
+    model: CausalLM,
+    rows: int,
+    context: float,
+    *,
+    tokens: int | None = None,
+    devices: int = 1,
+    touched: float | None = None,
+) -> Traffic:
+    """Of a step of `rows` rows and, with windows, `tokens` tokens in all (default: one a row).
+
+    Args:
+        touched: routed experts of a layer that the tokens reach, where they were counted (default: `touched_share`).
+    """
     tokens = tokens or rows
-    weights = weight_bytes(model, model.config, tokens, devices)
     moe = routed_experts(model.config)
-    experts = touched_share(moe, tokens, devices) * moe.num_experts / devices if moe else 0.0
+    share = touched_share(moe, tokens, devices) if moe else 0.0
+    if moe and touched is not None:
+        share = touched * devices / moe.num_experts
+    read = read_bytes(declarations(model), model.config, tokens, devices, share)
+    weights, experts = float(sum(read.values())), share * moe.num_experts / devices if moe else 0.0
     state = rows * state_bytes(model, tokens // rows, devices)
     return Traffic(weights, rows * kv_bytes(model, context, devices), state, experts)
 
@@ -123,17 +138,20 @@ def weight_bytes(module: Any, config: ModelConfig, tokens: int, devices: int = 1
 
 
 def read_bytes(
-    declared: Declarations, config: ModelConfig, tokens: int, devices: int = 1
+    declared: Declarations, config: ModelConfig, tokens: int, devices: int = 1, share: float | None = None
 ) -> dict[tuple[str | int, ...], float]:
     """The same of the weights that a module declares, by their paths.
 
     Each weight counts once; of the embedding only the tokens' rows count, of the routed experts those that are touched.
+
+    Args:
+        share: touched part of the routed experts (default: `touched_share`).
     """
     moe, found = routed_experts(config), {}
     for path, variable in declared.items():
         size = _nbytes(variable, devices)
         if moe and "experts" in variable.get_metadata()["axes"]:
-            size *= touched_share(moe, tokens, devices)
+            size *= touched_share(moe, tokens, devices) if share is None else share
         if path[0] == "embed" and not config.tie_embeddings:
             size *= tokens / config.vocab_size
         found[path] = size
@@ -182,8 +200,8 @@ class Floor:
         self._weights, self._bandwidth, self._devices = weights, bandwidth, devices
         self.kv_token = token_bytes(weights.model.cache_specs(), devices)
 
-    def of_step(self, rows: int, context: float) -> Traffic:
-        return traffic(self._weights.model, rows, context, devices=self._devices)
+    def of_step(self, rows: int, context: float, touched: float | None = None) -> Traffic:
+        return traffic(self._weights.model, rows, context, devices=self._devices, touched=touched)
 
     def of_cycle(self, rows: int, k: int, context: float) -> dict[str, float]:
         assert self._weights.draft is not None

@@ -15,6 +15,7 @@ import numpy as np
 from bench.harness.trace import compute_events, traced
 from bench.step.engines import decode_bucket
 from bench.step.sizes import WARMUP_STEPS
+from bench.step.step_vllm import random_prompts
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.host_rule import HostRule
@@ -123,7 +124,7 @@ class Load:
     Args:
         depth: readout depth of the engine's own loop.
         params: of the requests (default: greedy).
-        prompts: of the requests (default: random tokens).
+        prompts: of the requests (default: `random_prompts`).
         firsts: their first output tokens (default: those that the model chooses).
         rules: of the requests, if they have any. A rule does not follow a `rewind`: such requests only go on.
     """
@@ -141,8 +142,7 @@ class Load:
         rules: Sequence[HostRule | None] | None = None,
     ) -> None:
         self.engine, self.runner, self._depth = engine, engine.runner, depth
-        rng = np.random.default_rng(0)
-        prompts = prompts or [rng.integers(0, engine.vocab_size, context).tolist() for _ in range(rows)]
+        prompts = prompts or random_prompts(rows, context, engine.vocab_size)
         self.requests = [
             Request(f"r{i}", prompt, params, rule, arrival_time=float(i))
             for i, (prompt, rule) in enumerate(zip(prompts, rules or [None] * rows, strict=True))

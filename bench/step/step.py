@@ -257,8 +257,12 @@ def run(arguments: argparse.Namespace) -> int:
                 (row["cycle"] if k else row).update(traced)
         result["gates"] = gates(rows)
     if routed_experts(weights.model.config) and not arguments.no_expert_count and ranks == 1:
-        for n, count in touched_experts(loads[0], weights, mesh, sizes.rows).items():
-            rows[sizes.rows.index(n)]["experts_touched_measured"] = round(count, 2)
+        counts = touched_experts(loads[0], weights, mesh, sizes.rows, sizes.steps)
+        for row, count in zip(rows, counts.values(), strict=True):
+            row["experts_touched_measured"] = round(count, 2)
+            if floors:
+                moved = floors.of_step(row["rows"], sizes.context + (sizes.steps + 1) / 2, count)
+                row["floor_of_touched_ms"] = ms(floors.seconds(moved.total))
     vocab_size = weights.model.config.vocab_size
     result["prompt_steps"] = {kind(k): prompt_steps(engine, vocab_size, sizes.context) for k, engine in engines.items()}
     save()

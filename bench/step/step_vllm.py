@@ -11,10 +11,10 @@ routing spreads over all experts, where constant weights would send every token 
 or `int4` the same weights are quantised as DeepSeek and Kimi publish theirs (`bench.harness.published`), so that vLLM and
 jaxspec read one folder. A made-up tokenizer of as many ids lets servers take and give text.
 
-The figures of a row count come from greedy requests with new random prompts each time: the time for one token each, and
-the time for N + 1 tokens each. Their difference over N is the time per output token; the prompts' tokens over the first
-time are the prompt rate. Medians of the repeats. Prefix caching is off, CUDA graphs are on, and everything else is
-vLLM's default.
+The figures of a row count come from greedy requests, each time with the prompts that `bench step` gives its own, because
+texts differ in how many experts they reach: the time for one token each, and the time for N + 1 tokens each. Their
+difference over N is the time per output token; the prompts' tokens over the first time are the prompt rate. Medians of the
+repeats. Prefix caching is off, CUDA graphs are on, and everything else is vLLM's default.
 
 With MTP a cycle yields one token and the drafts that were accepted, so that the time per token is at most the time of a
 cycle: with random weights hardly any draft is accepted (`bench step` says how many).
@@ -73,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--commit", metavar="ID", help="commit of this code, where there is no git")
 
 
+def random_prompts(rows: int, context: int, vocab_size: int) -> list[list[int]]:
+    """Of `context` tokens each; the same for every engine, and the first ones of more rows."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, vocab_size, context).tolist() for _ in range(rows)]
+
+
 def measure(
     generate: Generate,
     rows: int,
@@ -89,10 +95,9 @@ def measure(
         Seconds of the first token and of all of them, medians; "step_ms", the median of the runs' time per output token,
         "of_each_run_ms" these; and prompt tokens a second.
     """
-    rng = np.random.default_rng(rows)
+    prompts = random_prompts(rows, context, vocab_size)
 
     def timed(tokens: int) -> float:
-        prompts = rng.integers(3, vocab_size, (rows, context)).tolist()
         started = clock()
         generate(prompts, tokens)
         return clock() - started

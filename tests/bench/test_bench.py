@@ -81,6 +81,9 @@ def test_byte_floor_of_the_moonlight_shape():
     assert one.experts == pytest.approx(6)
     assert one.weights == pytest.approx(rest + router + experts * 6 / 64 + 2048 * 2)
     assert one.kv == 1024 * 27 * 576 * 2
+    counted = traffic(model, 1, 1024, touched=12)
+    assert counted.experts == 12
+    assert counted.weights == pytest.approx(one.weights + experts * 6 / 64)
     assert traffic(model, 4096, 1024).weights == pytest.approx(rest + router + experts + 4096 * 2048 * 2)
 
 
@@ -97,6 +100,7 @@ def test_a_decode_step_is_measured(tmp_path, capsys, monkeypatch):
         assert row["step_read_ms"] > 0
         assert 0 < row["floor_share_read"] < 1
         assert row["experts_touched_measured"] <= 2 * row["rows"]
+        assert 0 < row["floor_of_touched_ms"] < row["step_read_ms"]
     assert result["environment"]["versions"]["jax"]
     assert "of read" in capsys.readouterr().out
 

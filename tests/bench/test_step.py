@@ -118,6 +118,20 @@ class FakeClock:
         return self.now
 
 
+def test_engines_get_the_same_prompts():
+    """Fewer rows get the first ones of more, each time."""
+    clock, seen = FakeClock(), []
+
+    def generate(prompts, tokens):
+        seen.append(prompts)
+        clock.generate(prompts, tokens)
+
+    for rows in (2, 3):
+        step_vllm.measure(generate, rows, context=5, steps=2, repeats=1, vocab_size=99, clock=clock)
+    every = step_vllm.random_prompts(3, 5, 99)
+    assert seen == 4 * [every[:2]] + 4 * [every]
+
+
 def test_time_of_a_token_is_a_difference():
     clock = FakeClock()
     figures = step_vllm.measure(clock.generate, 4, context=50, steps=20, repeats=3, vocab_size=99, clock=clock)
