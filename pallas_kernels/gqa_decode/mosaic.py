@@ -28,6 +28,9 @@ HEAD_DIMS = (64, 128, 256)
 # Thread blocks on a multiprocessor. Each has 64 KiB for pages: one of 256 columns, two of 128, or four of 64.
 RESIDENT = 2
 PAGES_BYTES = 64 * 2**10
+GRANULE = 8  # Rows of a tile of shared memory.
+# The most columns with which staging outputs in memory of their own leaves room for RESIDENT thread blocks.
+PACKED_COLUMNS = 128
 
 WGMMA = plgpu.Layout.WGMMA
 OF_ROWS = WGMMA.reduce(1)
@@ -73,26 +76,29 @@ def gqa_decode(
     B, n, K, G, D = q.shape
     live = n * G
     row_blocks = -(-live // ROWS)
-    rows = -(-live // 8) * 8 if row_blocks == 1 else ROWS
+    rows = -(-live // GRANULE) * GRANULE if row_blocks == 1 else ROWS
     blocks = K * row_blocks
+    # Rows of padding would need a kernel before this one and another after it.
+    packed = n == 1 and rows != live and row_blocks == 1 and D <= PACKED_COLUMNS
+    stored = live if packed else rows
     sms = sms or jax.devices()[0].core_count
     items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms * RESIDENT)
     if window is not None:  # every page may begin before a row's window
         items = items.at[:, 3].set(0)
 
     q_BKRD = q.transpose(0, 2, 1, 3, 4).reshape(B, K, live, D)
-    q_BKRD = jnp.pad(q_BKRD, ((0, 0), (0, 0), (0, row_blocks * rows - live), (0, 0)))
+    q_BKRD = jnp.pad(q_BKRD, ((0, 0), (0, 0), (0, row_blocks * stored - live), (0, 0)))
     # Rows of padding see what the last token sees: a smaller bound would need a mask.
     bounds_BR = jnp.pad(jnp.repeat(bounds, G, axis=1), ((0, 0), (0, row_blocks * ROWS - live)), mode="edge")
 
-    inputs = [q_BKRD.reshape(B, blocks * rows, D), k, v, page_tables, items, bounds_BR]
+    inputs = [q_BKRD.reshape(B, blocks * stored, D), k, v, page_tables, items, bounds_BR]
     if sinks is not None:  # one a row, in the units of unscaled scores
         inputs.append(jnp.tile(sinks / scale, (1, -(-row_blocks * ROWS // G)))[:, : row_blocks * ROWS])
-    attend = _attend_kernel(B, K, D, row_blocks, rows, items.shape[0], scale / math.log(2), window, interpret)
+    attend = _attend_kernel(B, K, D, row_blocks, stored, items.shape[0], scale / math.log(2), window, interpret)
     out, partial, lse = attend(*inputs)
     if splits.shape[0]:
-        out = merge("gqa_decode_merge", out, partial, lse, splits, blocks * rows, interpret)
-    out = out.reshape(B, K, row_blocks * rows, D)[:, :, :live]
+        out = merge("gqa_decode_merge", out, partial, lse, splits, blocks * stored, interpret)
+    out = out.reshape(B, K, row_blocks * stored, D)[:, :, :live]
     return out.reshape(B, K, n, G, D).transpose(0, 2, 1, 3, 4)
 
 
@@ -102,32 +108,39 @@ def _attend_kernel(
     K: int,
     D: int,
     row_blocks: int,
-    rows: int,
+    stored: int,
     num_items: int,
     log2_scale: float,
     window: int | None,
     interpret: Any,
 ) -> Any:
-    """kernel(q [B, blocks * rows, D], k, v, page_tables, items, bounds [B, row_blocks * 64], *sinks) -> out, partial, lse.
+    """kernel(q [B, blocks * stored, D], k, v, page_tables, items, bounds [B, row_blocks * 64], *sinks) -> out, partial, lse.
 
     sinks: float32 [K, row_blocks * 64], or none. A row begins with its sink in the item of the request's first
     page, so that it counts once however the request is split.
 
     There are `row_blocks` blocks of rows for each of the K key heads, one key head after another. out [B, blocks *
-    rows, D] holds the requests of one item; partial [blocks * rows, I, D] and the base-2 log-sum-exp lse float32
+    stored, D] holds the requests of one item; partial [blocks * stored, I, D] and the base-2 log-sum-exp lse float32
     [blocks * 64, I padded] hold the items of the others.
+
+    Shared memory is tiled by GRANULE rows. Where `stored`, a block's rows of queries and outputs, is no multiple of it, the last
+    rows that a block computes are queries of the next key head, and of none after the last: it leaves out their outputs.
     """
     blocks = K * row_blocks
+    packed = stored % GRANULE != 0
+    rows = -(-stored // GRANULE) * GRANULE
     padded_items = -(-num_items // WARPGROUP) * WARPGROUP
     stages = PAGES_BYTES // (2 * PAGE * D * 2)
 
-    def body(q, k, v, page_tables, items, bounds, *refs, q_s, k_s, v_s, p_s, q_full, k_full, v_full):
+    def body(q, k, v, page_tables, items, bounds, *refs, q_s, k_s, v_s, p_s, q_full, k_full, v_full, **plain):
         *sinks, out, partial, lse = refs
         item, block = lax.axis_index("item"), lax.axis_index("block")
         request, first, end, unmasked, alone = (items[item, j] for j in range(5))
         n = end - first
         head, bounds_at = lax.div(block, i32(row_blocks)), lax.rem(block, i32(row_blocks)) * ROWS
-        own_rows = pl.ds(block * rows, rows)
+        own_rows = pl.ds(block * stored, stored)
+        # Its memory is free at the end. A copy of single rows needs them one after the other instead.
+        staging = plain["out_s"] if packed else q_s
 
         def number(i):
             return page_tables[request, lax.min(first + i, end - 1)]
@@ -188,7 +201,7 @@ def _attend_kernel(
         # An item without pages has no work.
         @pl.when(n > 0)
         def _():
-            plgpu.copy_gmem_to_smem(q.at[request, own_rows, :], q_s.at[pl.ds(0, rows), :], q_full)
+            plgpu.copy_gmem_to_smem(q.at[request, pl.ds(block * stored, rows), :], q_s.at[pl.ds(0, rows), :], q_full)
 
             @pl.loop(0, lax.min(n, i32(stages)))
             def _(i):
@@ -212,9 +225,9 @@ def _attend_kernel(
             acc, top_R, sum_R, _ = lax.fori_loop(unmasked, n, functools.partial(attend, masked=True), carry)
 
             lse[pl.ds(block * ROWS, ROWS), item] = top_R * log2_scale + jnp.log2(sum_R)
-            q_s[...] = (acc * over_columns(1.0 / sum_R, acc.shape)).astype(bf16)  # its memory is free by now: staging
+            staging[...] = (acc * over_columns(1.0 / sum_R, acc.shape)).astype(bf16)
             plgpu.commit_smem()
-            source = q_s.at[pl.ds(0, rows), :]
+            source = staging.at[pl.ds(0, stored), :]
 
             @pl.when(alone == 1)
             def _():
@@ -232,8 +245,8 @@ def _attend_kernel(
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((B, blocks * rows, D), bf16),
-            jax.ShapeDtypeStruct((blocks * rows, num_items, D), bf16),
+            jax.ShapeDtypeStruct((B, blocks * stored, D), bf16),
+            jax.ShapeDtypeStruct((blocks * stored, num_items, D), bf16),
             jax.ShapeDtypeStruct((blocks * ROWS, padded_items), f32),
         ),
         scratch_types={
@@ -244,6 +257,7 @@ def _attend_kernel(
             "q_full": plgpu.Barrier(),
             "k_full": plgpu.Barrier(num_barriers=stages),
             "v_full": plgpu.Barrier(num_barriers=stages),
+            **({"out_s": plgpu.SMEM((ROWS, D), bf16)} if packed else {}),
         },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of a key head run together and share its pages in the L2 cache

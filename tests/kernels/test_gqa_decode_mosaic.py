@@ -59,6 +59,7 @@ def test_sink_independent_of_splits(sms):
     [
         (4, 8, 64, 128, True),
         (1, 2, 64, 20, False),
+        (1, 6, 64, 70, True),
         (3, 2, 128, 1, True),
         (8, 16, 64, 200, True),
         (2, 2, 256, 70, False),
@@ -82,6 +83,10 @@ def test_interpreted_sliding_windows(n, G, D, window, sinks):
         ((130, 400), 3, 1, 4, 256, 2),  # a single stage
         ((65, 300), 4, 1, 12, 128, 2),  # rows of a group that fill no whole block
         ((130,), 4, 2, 6, 128, 2),
+        ((150, 66, 333), 1, 2, 6, 64, 2),  # a single token: key heads are packed, no rows between them
+        ((65, 300, 1), 1, 3, 12, 128, 3),
+        ((130, 67), 1, 1, 4, 128, 1),  # fewer rows in all than a tile has
+        ((130,), 1, 2, 12, 256, 1),  # not packed
     ],
 )
 def test_interpreted_ragged(lengths, n, K, G, D, sms):
