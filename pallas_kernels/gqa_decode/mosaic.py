@@ -123,8 +123,8 @@ def _attend_kernel(
     stored, D] holds the requests of one item; partial [blocks * stored, I, D] and the base-2 log-sum-exp lse float32
     [blocks * 64, I padded] hold the items of the others.
 
-    Shared memory is tiled by GRANULE rows. Where `stored`, a block's rows of queries and outputs, is no multiple of it, the last
-    rows that a block computes are queries of the next key head, and of none after the last: it leaves out their outputs.
+    Shared memory is tiled by GRANULE rows. Where `stored`, a block's rows of queries and outputs, is no multiple of it, the
+    last rows that a block computes are queries of the next key head, and of none after the last: it leaves out their outputs.
     """
     blocks = K * row_blocks
     packed = stored % GRANULE != 0
