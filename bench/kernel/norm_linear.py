@@ -144,8 +144,9 @@ NORM_LINEAR: dict[str, list[Case]] = {
     "quick": [NormLinear(1)],
     "tiny": [NormLinear(T, 32, (8, 4), 3) for T in (1, 3)],
 }
-# The projections of Moonlight and GLM-4.7-Flash (queries and latents), Qwen3-30B-A3B and MiniMax-M2: hidden size, outputs.
-_JOINED = (2048, (3072, 576)), (768, (5120,)), (2048, (1344,)), (2048, (5120,)), (3072, (8192,))
+# The projections of Moonlight and GLM-4.7-Flash (queries and latents), Qwen3-30B-A3B, MiniMax-M2 and GLM-4.5-Air: hidden size,
+# outputs.
+_JOINED = (2048, (3072, 576)), (768, (5120,)), (2048, (1344,)), (2048, (5120,)), (3072, (8192,)), (4096, (14336,))
 # The output projections of the same, and of GLM-4.5-Air: hidden size, heads.
 _ADDED = (2048, (16, 128)), (2048, (20, 256)), (2048, (32, 128)), (3072, (48, 128)), (4096, (96, 128))
 _TOKENS = (4, 32, 64, 128)

@@ -11,20 +11,31 @@ from typing import Any
 import jax
 
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.norm_linear.ring_linear import DEPTH, MOST_BLOCKS, M, ring_linear, tokens_unsupported_reason
+from pallas_kernels.norm_linear.ring_linear import (
+    DEPTH,
+    MOST_BLOCKS,
+    M,
+    ring_linear,
+    ring_stages,
+    tokens_unsupported_reason,
+)
 
 # On an H100: what a multiprocessor takes in, and what memory gives. An arrival within SHORT_US is worthwhile in any case, as
 # that is about what XLA's kernels take for so little.
 BLOCK_BYTES_PER_US, MEMORY_BYTES_PER_US, SHORT_US = 110e3, 3.06e6, 8.0
+RESIDENT = 2  # Most blocks of a multiprocessor.
+FEWEST_STAGES = 3  # With fewer, too little is on its way while a block multiplies.
 
 
 def unsupported_reason(x: jax.Array, weights: tuple[jax.Array, ...]) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
     T, H = x.shape
     outputs = [math.prod(weight.shape[:-1]) for weight in weights]
-    if H % DEPTH or any(each % M for each in outputs) or sum(outputs) > M * MOST_BLOCKS:
-        most = f"up to {M * MOST_BLOCKS} in all"
+    if H % DEPTH or any(each % M for each in outputs) or sum(outputs) > M * MOST_BLOCKS * RESIDENT:
+        most = f"up to {M * MOST_BLOCKS * RESIDENT} in all"
         return f"it supports multiples of {M} outputs, {most}, and of {DEPTH} columns, not {outputs} and {H}"
+    if ring_stages(sum(outputs) // M, T) < FEWEST_STAGES:
+        return f"it supports fewer than {T} tokens with {sum(outputs)} outputs"
     return tokens_unsupported_reason(T) or hopper_unsupported_reason(x.dtype, *(weight.dtype for weight in weights))
 
 

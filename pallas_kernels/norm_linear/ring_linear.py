@@ -20,8 +20,8 @@ M = 64  # Rows of a wgmma: outputs of a block.
 GRANULE = 8  # Of a wgmma's columns, the tokens.
 MOST_TOKENS = 128
 DEPTH = 128  # Columns of a stage of the ring.
-MOST_BLOCKS = 132  # That run at once, one a multiprocessor. More were not tried.
-RING_BYTES = 192 * 1024
+MOST_BLOCKS = 132  # That run at once, one a multiprocessor.
+RING_BYTES = 192 * 1024  # Of a multiprocessor.
 # Numbers that a part is stored as: its rounded value and the rest, which keep 16 bits of a float32 sum.
 TERMS = 2
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
@@ -32,6 +32,15 @@ def tokens_unsupported_reason(T: int) -> str | None:
     if T > MOST_TOKENS or (T > GRANULE and T % GRANULE):
         return f"it supports up to {MOST_TOKENS} tokens, from {GRANULE} on in multiples of {GRANULE}, not {T}"
     return None
+
+
+def ring_stages(blocks: int, T: int) -> int:
+    """Stages of a block's ring. More than MOST_BLOCKS blocks share multiprocessors and their memory."""
+    return RING_BYTES // -(-blocks // MOST_BLOCKS) // ((M + _rows(T)) * DEPTH * 2)
+
+
+def _rows(T: int) -> int:
+    return -(-T // GRANULE) * GRANULE
 
 
 def ring_linear(name: str, x: jax.Array, weights: Sequence[jax.Array], parts: int | None, interpret: Any) -> jax.Array:
@@ -46,8 +55,8 @@ def ring_linear(name: str, x: jax.Array, weights: Sequence[jax.Array], parts: in
     """
     T, H = x.shape
     tiles = [0, *itertools.accumulate(weight.shape[0] // M for weight in weights)]
-    depths, rows, terms = H // DEPTH // (parts or 1), -(-T // GRANULE) * GRANULE, TERMS if parts else 1
-    stages = min(RING_BYTES // ((M + rows) * DEPTH * 2), depths)
+    depths, rows, terms = H // DEPTH // (parts or 1), _rows(T), TERMS if parts else 1
+    stages = min(ring_stages(tiles[-1] * (parts or 1), T), depths)
 
     def body(x, *refs, w_s, x_s, out_s, full, free):
         *w, out = refs

@@ -85,7 +85,8 @@ def test_parts_of_a_linear_map(H, columns, T):
 
 @pytest.mark.parametrize("T", [2, 4, 32, 128])
 @pytest.mark.parametrize(
-    ("H", "outs"), [READERS["moonlight, attention"][:2], (768, ((20, 256),)), (3072, ((8, 8, 128),))]
+    ("H", "outs"),
+    [READERS["moonlight, attention"][:2], (768, ((20, 256),)), (3072, ((8, 8, 128),)), (4096, ((8, 14, 128),))],
 )
 def test_linear_maps_side_by_side(H, outs, T):
     x, _, weights, _ = inputs(T, H, outs)

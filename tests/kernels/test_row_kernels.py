@@ -13,6 +13,7 @@ from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear import add_norm, joined_linear, reference, split_linear
 from pallas_kernels.norm_linear.api import joins_linears, linear_to_add, norm_linear, norms_apart
+from pallas_kernels.norm_linear.ring_linear import ring_stages
 from pallas_kernels.tuning import Tuning
 from tests.kernels.moe_cases import ROUTINGS
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
@@ -88,6 +89,20 @@ def test_few_blocks_with_many_columns_are_left_to_xla():
     assert [T for T in (4, 16, 32, 64, 128) if joined_linear.worthwhile(T, 7168, 2112)] == [4, 16]
     others = (2048, 3648), (2048, 1344), (768, 5120), (2048, 5120), (3072, 8192)
     assert all(joined_linear.worthwhile(T, *size) for T in (4, 32, 128) for size in others)
+
+
+def test_more_blocks_than_multiprocessors_share_their_memory():
+    """GLM-4.5's 224 blocks have half a ring each: too few stages for more than 64 tokens."""
+
+    def reason(T, outputs):
+        shapes = [jax.ShapeDtypeStruct((n, 4096), jnp.bfloat16) for n in (T, outputs)]
+        return joined_linear.unsupported_reason(shapes[0], (shapes[1],))
+
+    assert [ring_stages(224, T) for T in (8, 32, 64, 128)] == [5, 4, 3, 2]
+    # What is left to say of sizes that it supports is that here is no GPU.
+    assert all("NVIDIA GPU" in reason(T, outputs) for T, outputs in ((8, 14336), (64, 14336), (128, 8448)))
+    assert "fewer than 128 tokens" in reason(128, 14336)
+    assert "up to 16896 in all" in reason(8, 16960)
 
 
 @interpreted
