@@ -54,11 +54,16 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., dim] -> [..., dim]
         return rms_norm(x, self.factor, self.eps)
 
-    def of_heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of this device's heads [T, *heads]: their factors [*heads], and the mean [T] of the squares of all devices' heads."""
+    def of_heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Of this device's heads [T, *heads]: their factors [*heads], and the mean [T] of the squares of all devices' heads.
+
+        No mean where this device has all heads: see `HeadNorms`.
+        """
         _, *heads = x.shape
+        if not comm.is_split():
+            return self.factor.reshape(heads), None
         squares_T1 = comm.total(jnp.square(x.astype(jnp.float32)).sum(axis=range(1, x.ndim))[:, None])
-        factor = comm.own(self.factor, math.prod(heads), axis=0) if comm.is_split() else self.factor
+        factor = comm.own(self.factor, math.prod(heads), axis=0)
         return factor.reshape(heads), squares_T1[:, 0] / self.weight[...].size
 
     def into(self, x_TH: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:

@@ -30,7 +30,8 @@ def write_heads(
         k_cache, v_cache: [num_pages, page_size, K, D] the layer's caches.
         qkv: [T, K, G + 2, D] as the projection leaves it: of each key head its G queries, the key, the value.
         bias: [K, G + 2, D], added first; None for none.
-        norms: of queries and keys before they are rotated (Qwen3, MiniMax-M2); None for none.
+        norms: of queries and keys before they are rotated (Qwen3, MiniMax-M2); None for none. Squares it does not give are
+            summed here: by the kernel, where that costs less than kernels of XLA (`mosaic.sums_squares`).
         cos, sin: float32 [T, R / 2]: the first R columns of a head are rotated by halves (RoPE, arXiv 2104.09864), the
             others pass.
         pages, offsets: int32 [T] where each token goes; padding tokens go to page 0.
@@ -39,9 +40,10 @@ def write_heads(
     Returns:
         The caches with the tokens written, and the queries [T, K, G, D].
     """
-    arguments = k_cache, v_cache, qkv, bias, norms, cos, sin, pages, offsets
     if qkv.shape[0] <= tuning.current().head_kernel_tokens and current().attention != "reference":
         reasons = {"mosaic": mosaic.unsupported_reason(k_cache, qkv, cos)}
         if choose("gqa_write", "auto", reasons) == "mosaic":
-            return mosaic.write_heads(*arguments, eps=eps)
-    return reference.write_heads(*arguments, eps=eps)
+            if norms is not None and not mosaic.sums_squares(qkv):
+                norms = norms.with_squares(qkv, bias)
+            return mosaic.write_heads(k_cache, v_cache, qkv, bias, norms, cos, sin, pages, offsets, eps=eps)
+    return reference.write_heads(k_cache, v_cache, qkv, bias, norms, cos, sin, pages, offsets, eps=eps)

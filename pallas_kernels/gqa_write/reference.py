@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.kv_write.reference import write_kv
 from pallas_kernels.norm_linear.reference import rms_norm
@@ -13,14 +14,33 @@ class HeadNorms(NamedTuple):
     """The RMS norms of queries and keys.
 
     Attributes:
-        q, k: factors: [D] of every head, or [K, G, D] and [K, D] of each.
-        q_square, k_square: float32 [T], means of the squares over all heads of a token; None where each head has its own.
+        q, k: factors: [D] where each head is normed by itself, [K, G, D] and [K, D] where all heads of a token are together.
+        q_square, k_square: float32 [T], means of the squares of all heads of a token, where a call has not all of them; None:
+            of what the norms are over in this call.
     """
 
     q: jax.Array
     k: jax.Array
     q_square: jax.Array | None = None
     k_square: jax.Array | None = None
+
+    @property
+    def of_all_heads(self) -> bool:
+        """Whether all heads of a token are normed together."""
+        return self.q.ndim > 1
+
+    def with_squares(self, qkv: jax.Array, bias: jax.Array | None) -> "HeadNorms":
+        """The means of the squares given, where all heads are normed together. Arguments are those of `write_heads`."""
+        if not self.of_all_heads or self.q_square is not None:
+            return self
+        biased = qkv if bias is None else qkv + bias
+        squares = mean_square(biased[:, :, :-2]), mean_square(biased[:, :, -2])
+        return HeadNorms(self.q, self.k, *squares)
+
+
+def mean_square(x: jax.Array) -> jax.Array:
+    """Of all heads of each token: [T, ..., D] -> float32 [T]."""
+    return jnp.square(x.astype(jnp.float32)).mean(axis=range(1, x.ndim))
 
 
 def place(
@@ -33,6 +53,8 @@ def place(
 ) -> jax.Array:
     """Heads [T, ..., D], normed if there is a factor, and rotated: see `HeadNorms`."""
     if factor is not None:
+        if square is None and factor.ndim > 1:
+            square = mean_square(x)
         mean = None if square is None else square.reshape(-1, *(1,) * (x.ndim - 1))
         x = rms_norm(x, factor, eps, mean)
     return apply_rope(x, cos, sin)

@@ -15,14 +15,21 @@ from tests.kernels.test_gqa_write_mosaic import EPS, PAGE, arguments, empty_cach
 
 pytestmark = pytest.mark.gpu
 
-NORMS = {"qwen3-30b-a3b": "head", "minimax-m2": "whole", "qwen3.5-35b-a3b": "centred"}
+CASES = [
+    pytest.param("qwen3-30b-a3b", "head", id="qwen3-30b-a3b"),
+    pytest.param("glm-4.5-air", None, id="glm-4.5-air"),
+    pytest.param("minimax-m2", "whole", id="minimax-m2"),
+    pytest.param("minimax-m2", "part", id="minimax-m2, means given"),
+    pytest.param("qwen3.5-35b-a3b", "centred", id="qwen3.5-35b-a3b"),
+    pytest.param("gpt-oss", None, id="gpt-oss"),
+]
 
 
 @pytest.mark.parametrize("T", TOKENS)
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "glm-4.5-air", "minimax-m2", "qwen3.5-35b-a3b", "gpt-oss"])
-def test_rows(name, T):
+@pytest.mark.parametrize(("name", "norm"), CASES)
+def test_rows(name, norm, T):
     """Queries and the rows written are right, and no other is touched, except page 0 with its padding tokens."""
-    heads, norm, pages_in_all = HEADS[name], NORMS.get(name), 20 + T // PAGE
+    heads, pages_in_all = HEADS[name], 20 + T // PAGE
     *args, pages, offsets = arguments(
         T, heads, ROTATED.get(name, heads.columns), norm, bias=norm is None, pages=pages_in_all
     )
