@@ -296,7 +296,9 @@ def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request, monkeypat
     assert {operation for operation, ran in alone.items() if "reference" in ran} <= EXTRAS
     with tuning.use(dataclasses.replace(tuning.of_device("NVIDIA H200"), rule_kernel=True)):
         chosen, text = lowered_step(request, CausalLM(config, BF16), rows, prompt, two, variant="full")
-    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS
+    # The kernel of rules needs whole blocks of columns: MiniMax-M2's 200064 do not divide so.
+    uneven = {"logit_rules"} if config.vocab_size // 2 % 128 else set()
+    assert {operation for operation, ran in chosen.items() if "reference" in ran} <= EXTRAS | uneven
     assert set(alone) - set(chosen) <= EXTRAS
     assert {"logits_stats", "gumbel_argmax", "cutoffs", "likeliest"} <= set(chosen)
     assert "mosaic_gpu" in text
