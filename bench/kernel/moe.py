@@ -14,7 +14,7 @@ from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import add_routed_experts, experts, logit_parts, splits_router
 from pallas_kernels.moe.shapes import LAYERS, TOKENS
 from pallas_kernels.moe.weights import ExpertWeights
-from pallas_kernels.norm_linear.api import norm_linear
+from pallas_kernels.norm_linear.api import norm_linear, norm_linear_and_zero
 from pallas_kernels.quant import activations
 from pallas_kernels.quant.reference import dequantise
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, INT4_G32, MXFP4, NVFP4, SCHEMES, VALUES
@@ -227,10 +227,11 @@ class MoeBlock(Moe):
 
         def block(parameters: ExpertWeights, x: Any, attended: Any) -> tuple[jax.Array, jax.Array]:
             split = splits_router(x, router)
-            x, normed, logits = norm_linear(x, gain, () if split else (router,), eps=1e-6, delta=attended)
+            weights = () if split else (router,)
+            x, normed, logits, zero = norm_linear_and_zero(x, gain, weights, eps=1e-6, delta=attended)
             out, following = add_routed_experts(
                 x, normed, parameters, logit_parts(normed, router) if split else logits[0], bias, live, (gain, 1e-6),
-                top_k=self.K, num_groups=1, top_groups=1, normalize=True, scale=self.scale,
+                zero, top_k=self.K, num_groups=1, top_groups=1, normalize=True, scale=self.scale,
             )  # fmt: skip
             return out, norm_linear(out, gain, (), eps=1e-6)[1] if following is None else following
 

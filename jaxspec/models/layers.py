@@ -15,7 +15,7 @@ from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare, declared
 from pallas_kernels.moe.api import mlp, mlp_obstacle
-from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear
+from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear, norm_linear_and_zero
 from pallas_kernels.norm_linear.reference import factor_of, project, rms_norm, whole
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
@@ -80,6 +80,17 @@ class RMSNorm(nnx.Module):
         if normed_TH is None:
             return self.norm_linear(x_TH, weights)
         return x_TH, normed_TH, project(normed_TH, weights)
+
+    def add_into_and_zero(
+        self, x_TH: jax.Array, delta: Attended, weight: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """As `add_into` of one weight, and a 0 for a kernel, if there is one: see `norm_linear_and_zero`."""
+        if isinstance(delta, comm.Part):
+            x_TH, normed_TH, (out,) = self.add_into(x_TH, delta, weight)
+            return x_TH, normed_TH, out, None
+        options: dict[str, Any] = {"eps": self.eps, "delta": delta, "centred": self.centred}
+        x_TH, normed_TH, (out,), zero = norm_linear_and_zero(x_TH, self.weight[...], (weight,), **options)
+        return x_TH, normed_TH, out, zero
 
     def norm_linear(
         self, x_TH: jax.Array, weights: tuple[jax.Array, ...] = (), delta: jax.Array | None = None

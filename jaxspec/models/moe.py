@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,18 @@ class MoESpec:
         return out
 
 
+class Logits(NamedTuple):
+    """What a router gives.
+
+    Attributes:
+        values: float32 [T, E], or their `logit_parts`.
+        zero: int32 [1] for the experts' kernel, where the kernel before it makes one: see `routed_experts`.
+    """
+
+    values: jax.Array
+    zero: jax.Array | None = None
+
+
 class MoE(nnx.Module):
     """Routed sum plus the shared experts."""
 
@@ -117,7 +129,7 @@ class MoE(nnx.Module):
         self,
         x_TH: jax.Array,
         normed_TH: jax.Array,
-        logits: jax.Array,
+        logits: Logits,
         live_T: jax.Array,
         following: RMSNorm | None = None,
     ) -> Stream:
@@ -128,7 +140,7 @@ class MoE(nnx.Module):
         if comm.has_ranks():
             shared = parameters.shared
             routed = replace(parameters, shared=None, first=comm.first_expert(parameters.down.shape[0]))
-            out_AH = self._of_all_ranks(normed_TH, routed, logits, live_T)
+            out_AH = self._of_all_ranks(normed_TH, routed, logits.values, live_T)
             beside_TH = None if shared is None else mlp(normed_TH, *shared)
             if following is not None and not comm.is_split():
                 added = comm.add_total_of_own_rows(x_TH, out_AH, beside_TH, following.factor, following.eps)
@@ -137,14 +149,13 @@ class MoE(nnx.Module):
             return Stream(x_TH + comm.total(out_TH if beside_TH is None else out_TH + beside_TH))
         if comm.is_split():
             parameters = replace(parameters, first=comm.first(parameters.down.shape[0]))
-            out_TH = routed_experts(normed_TH, parameters, logits, bias_E, live_T, **self._routing())
+            out_TH = routed_experts(normed_TH, parameters, logits.values, bias_E, live_T, **self._routing())
             if following is None:
                 return Stream(x_TH + comm.total(out_TH))
             return Stream(*comm.add_total(x_TH, out_TH, following.factor, following.eps))
         norm_after = (following.factor, following.eps) if following else None
-        return Stream(
-            *add_routed_experts(x_TH, normed_TH, parameters, logits, bias_E, live_T, norm_after, **self._routing())
-        )
+        arguments = x_TH, normed_TH, parameters, logits.values, bias_E, live_T, norm_after, logits.zero
+        return Stream(*add_routed_experts(*arguments, **self._routing()))
 
     def _of_all_ranks(
         self, x_TH: jax.Array, parameters: ExpertWeights, logits: jax.Array, live_T: jax.Array
@@ -189,15 +200,15 @@ class MoE(nnx.Module):
     def chosen_experts(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> jax.Array:
         """See `ResidualMLP`."""
         _, _, logits = self.logits(x_TH, attended, norm)
-        return self._route(logits, x_TH.shape[0])[1]
+        return self._route(logits.values, x_TH.shape[0])[1]
 
-    def logits(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x + attended, its norm, and the router's logits float32 [T, E], or their `logit_parts`."""
+    def logits(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> tuple[jax.Array, jax.Array, Logits]:
+        """x + attended, its norm, and the router's logits."""
         if not self.spec.biases and splits_router(x_TH, self.router[...]):
             x_TH, normed_TH, _ = norm.add_into(x_TH, attended)
-            return x_TH, normed_TH, logit_parts(normed_TH, self.router[...])
-        x_TH, normed_TH, (logits_TE,) = norm.add_into(x_TH, attended, self.router[...])
-        return x_TH, normed_TH, logits_TE + self.logit_bias[...] if self.spec.biases else logits_TE
+            return x_TH, normed_TH, Logits(logit_parts(normed_TH, self.router[...]))
+        x_TH, normed_TH, logits_TE, zero = norm.add_into_and_zero(x_TH, attended, self.router[...])
+        return x_TH, normed_TH, Logits(logits_TE + self.logit_bias[...] if self.spec.biases else logits_TE, zero)
 
     def _routing(self) -> dict[str, Any]:
         spec = self.spec

@@ -4,7 +4,7 @@ Which files run, by the tokens T of a call:
 
 | T                                   | routing             | slot tables         | experts            |
 |-------------------------------------|---------------------|---------------------|--------------------|
-| 1, if `Tuning.one_token_experts`    | `routing.py`        | none                | `one_token.py`     |
+| 1, if `Tuning.one_token_experts`    | in the same kernel  | none                | `one_token.py`     |
 | 1, with biases or a clamp           | as for several      |                     |                    |
 | 1 to 8 (few)                        | `dispatch_fused.py` | in the same kernel  | `mosaic.py`        |
 | 9 and more, <= 1024 assignments     | `routing.py`        | `dispatch_small.py` | `mosaic.py`        |
@@ -133,6 +133,7 @@ def routed_experts(
     bias: jax.Array | None,
     live: jax.Array,
     residual: jax.Array | None = None,
+    zero: jax.Array | None = None,
     *,
     top_k: int,
     num_groups: int,
@@ -148,6 +149,7 @@ def routed_experts(
         logits: float32 [T, E], or parts of them (`logit_parts`).
         bias, top_k, num_groups, top_groups, normalize, scale: as in `route_sigmoid`.
         x, parameters, live, residual: as in `experts`.
+        zero: int32 [1], a 0 for a kernel that needs a counter, if one is there; nothing else may read it later.
 
     Returns:
         [T, H] in x's dtype.
@@ -160,6 +162,8 @@ def routed_experts(
     route_backend = _route_backend(logits, options)
     kernels = backend == route_backend == "mosaic"
     if kernels and one_token.supports(x, parameters):
+        if parameters.first is None:
+            return one_token.routed_experts(x, parameters, logits, bias, live, residual, zero, routing=options)
         # With their padding: to cut them to k would be two launches.
         weights, ids, zero = routing.route_padded(logits, bias, live, routing=options)
         return one_token.experts(x, parameters, weights, ids, live, residual, zero, k=top_k)
@@ -178,13 +182,14 @@ def add_routed_experts(
     bias: jax.Array | None,
     live: jax.Array,
     following: tuple[jax.Array, float] | None = None,
+    zero: jax.Array | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`routed_experts` with a residual, and where one kernel makes both, the RMS norm of the result.
 
     Args:
         following: weight [H] and eps of that norm; None for no norm.
-        others: as in `routed_experts`.
+        zero and others: as in `routed_experts`.
 
     Returns:
         [T, H] in x's dtype, and its norm [T, H], or None where whoever needs the norm has to make it.
@@ -200,7 +205,7 @@ def add_routed_experts(
             return mosaic.add_and_norm(
                 x, parameters, logits, bias, live, residual, following[0], routing=routing_options, eps=following[1]
             )
-    return routed_experts(x, parameters, logits, bias, live, residual, **options), None
+    return routed_experts(x, parameters, logits, bias, live, residual, zero, **options), None
 
 
 def experts_obstacle(dtype: Any, parameters: ExpertWeights) -> str | None:

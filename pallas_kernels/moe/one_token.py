@@ -6,6 +6,9 @@ and goes on with its rows of down through a second ring, while the consumers sti
 blocks wait for each other at a counter in global memory, because every row of down needs all of gate and up. Rows are
 dealt out by eight: tiles of 64 rows for a tensor core would leave some multiprocessors twice the work of others.
 
+The producer also chooses the experts, in every block again, once the first rows of the shared ones are on their way: a kernel
+before this one would take longer than they do.
+
 Blocks that wait for each other must all be on the device at once, which one block a multiprocessor is. The interpreter
 has no such wait: it runs the two halves as two kernels, one after the other.
 """
@@ -24,7 +27,8 @@ from jax import lax
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 from pallas_kernels.meet import meet
-from pallas_kernels.moe.selection import live_flags
+from pallas_kernels.moe.selection import COLUMNS, Routing, kernel_inputs, live_flags, read_block, select_experts
+from pallas_kernels.moe.selection import ROWS as ROUTED_ROWS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import current
 
@@ -120,19 +124,57 @@ def experts(
         blocks: of the grid, all on the device at once (default: one a multiprocessor).
         interpret: passed to Pallas.
     """
+    choice = [ids, weights, live_flags(live)]
+    return _run(x, parameters, choice, None, k, residual, counter, blocks, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("routing", "blocks", "interpret"))
+def routed_experts(
+    x: jax.Array,
+    parameters: ExpertWeights,
+    logits: jax.Array,
+    bias: jax.Array | None,
+    live: jax.Array,
+    residual: jax.Array | None = None,
+    counter: jax.Array | None = None,
+    *,
+    routing: Routing,
+    blocks: int | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """As `api.routed_experts`, where `routing.unsupported_reason` is None too and all experts are on this device.
+
+    Args:
+        logits: float32 [1, E]. counter, blocks, interpret: as of `experts`.
+    """
+    choice = kernel_inputs(logits, bias, live)
+    return _run(x, parameters, choice, routing, routing.top_k, residual, counter, blocks, interpret)
+
+
+def _run(
+    x: jax.Array,
+    parameters: ExpertWeights,
+    choice: list[jax.Array],
+    routing: Routing | None,
+    k: int,
+    residual: jax.Array | None,
+    counter: jax.Array | None,
+    blocks: int | None,
+    interpret: Any,
+) -> jax.Array:
     gate_up, down, shared = parameters.arrays()
     E, _, inner, H = gate_up.shape
     first = parameters.first
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = blocks or getattr(jax.devices()[0], "core_count", None) or 132
     z = Sizes(E, k, H, inner, parameters.shared_inner, grid)
-    inputs = [ids, live_flags(live), weights, x, *([] if residual is None else [residual])]
+    inputs = [*choice, x, *([] if residual is None else [residual])]
     inputs += [] if first is None else [first.reshape(1)]
     inputs += [gate_up.reshape(E, 2, inner, -1, z.up_cut.columns), down.reshape(E, H, -1, z.down_cut.columns)]
     if shared is not None:
         inputs += [shared[0].reshape(2, z.S, -1, z.up_cut.columns), shared[1].reshape(H, -1, z.down_cut.columns)]
     h, out = (jax.ShapeDtypeStruct(shape, bf16) for shape in ((z.S + k * inner,), (1, H)))
-    kernel = functools.partial(_kernel, z, residual is not None, first is not None, interpret)
+    kernel = functools.partial(_kernel, z, len(choice), routing, residual is not None, first is not None, interpret)
     if interpret:
         h_up = plgpu.kernel(out_type=h, **kernel("up"))(*inputs)
         return plgpu.kernel(out_type=out, **kernel("down"))(*inputs, h_up)
@@ -158,10 +200,13 @@ def _choices_here(ids: Any, first: Any, E: int, k: int) -> tuple[jax.Array, list
     return count, out
 
 
-def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str) -> dict[str, Any]:
+def _kernel(
+    z: Sizes, choice_inputs: int, routing: Routing | None, adds: bool, elsewhere: bool, interpret: Any, *halves: str
+) -> dict[str, Any]:
     """Arguments of `plgpu.kernel` for one or both halves of the work: "up" writes h [S + k * inner], "down" out [1, H].
 
-    The body's references are ids, live flags, weights and x; the residual [1, H] if `adds`; the first expert's id [1] if some
+    The body's first references, `choice_inputs` of them, are the token's choice: ids, weights and live flags, or with `routing`
+    what `selection.read_block` reads to make it. Then x; the residual [1, H] if `adds`; the first expert's id [1] if some
     are `elsewhere`; gate_up [E, 2, inner, parts, columns] and down [E, H, parts, columns]; if S, the shared experts' [2, S,
     parts, columns] and [H, parts, columns]; then h for "up", h and out for "down", and the counter, h and out for both.
     """
@@ -169,7 +214,10 @@ def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str)
     # Stages of a row of gate and up; and of a row of down those that are shared or one expert's.
     up_stages, shared_stages, expert_stages = H // up_cut.depth, S // down_cut.depth, inner // down_cut.depth
 
-    def moe_one_token(ids, live, weights, x, *refs, up_s, up_full, up_free, down_s, down_full, down_free):
+    def moe_one_token(*inputs, up_s, up_full, up_free, down_s, down_full, down_free, **chosen):
+        chooses, x, refs = inputs[:choice_inputs], inputs[choice_inputs], inputs[choice_inputs + 1 :]
+        live = chooses[-1]
+        ids, weights = (chosen["ids_s"], chosen["weights_s"]) if routing else chooses[:2]
         residual = refs[0] if adds else None
         first, given = (refs[int(adds)], refs[1 + int(adds) :]) if elsewhere else (None, refs[int(adds) :])
         (gate_up, down), given = given[:2], given[2:]
@@ -239,9 +287,17 @@ def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str)
                     at = pl.ds(lax.rem(place, i32(expert_stages)) * down_cut.parts, down_cut.parts)
                     plgpu.copy_gmem_to_smem(down.at[e, mine, at], down_s.at[s], down_full.at[s])
 
-            def stream(fill, steps, stages, free):
+            def choose(routing):
+                """Writes the choice to shared memory, for the whole block."""
+                logits, bias, _ = read_block(chooses, 0, 1)
+                _, ids[...], weights[...] = select_experts(logits, bias, E, routing)
+                plgpu.barrier_arrive(chosen["routed"])
+                plgpu.barrier_wait(chosen["routed"])
+
+            def stream(fill, steps, stages, free, begun=0):
+                """All steps but the first ones, which have `begun`."""
                 ahead = lax.min(steps, i32(stages))
-                pl.loop(0, ahead)(fill)
+                pl.loop(begun, ahead)(fill)
 
                 @pl.loop(ahead, steps)
                 def _refill(step):
@@ -255,7 +311,13 @@ def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str)
                 def _wait(step):
                     plgpu.barrier_wait(free.at[lax.rem(step, i32(stages))])
 
-            stream(fill_up, mine_up * up_stages, up_cut.stages, up_free)
+            begun = i32(0)
+            if routing:
+                if S and "up" in halves:
+                    begun = lax.min(share(i32(S // ROWS)) * up_stages, i32(up_cut.stages))
+                    pl.loop(0, begun)(fill_up)
+                choose(routing)
+            stream(fill_up, mine_up * up_stages, up_cut.stages, up_free, begun)
             stream(fill_down, mine_down * down_stages, down_cut.stages, down_free)
             drain(mine_up * up_stages, up_cut.stages, up_free)
             drain(mine_down * down_stages, down_cut.stages, down_free)
@@ -289,6 +351,8 @@ def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str)
                     value = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
                     h[pl.ds(row_of(item) + warpgroup * WARPS, WARPS)] = value.astype(bf16)
 
+            if routing:
+                plgpu.barrier_wait(chosen["routed"])
             if counter is not None:
                 meet(counter, grid * CONSUMERS)
 
@@ -342,6 +406,11 @@ def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str)
                     def _():
                         out[0, mine] = kept.astype(bf16)
 
+    of_choice = {
+        "ids_s": plgpu.SMEM((ROUTED_ROWS, COLUMNS), i32),
+        "weights_s": plgpu.SMEM((ROUTED_ROWS, COLUMNS), f32),
+        "routed": plgpu.Barrier(),
+    }
     return {
         "body": moe_one_token,
         "scratch_types": {
@@ -351,6 +420,7 @@ def _kernel(z: Sizes, adds: bool, elsewhere: bool, interpret: Any, *halves: str)
             "down_s": plgpu.SMEM((down_cut.stages, ROWS, down_cut.parts, down_cut.columns), bf16),
             "down_full": plgpu.Barrier(num_barriers=down_cut.stages),
             "down_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=down_cut.stages),
+            **(of_choice if routing else {}),
         },
         "grid": (grid,),
         "grid_names": ("block",),

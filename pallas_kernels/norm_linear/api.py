@@ -1,6 +1,7 @@
 """An RMS norm and the linear maps that read it."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,17 +89,32 @@ def norm_linear(
     Returns:
         x + delta [T, H]; its norm [T, H]; and for each of the weights the projection [T, *out], in the weight's type.
     """
+    return norm_linear_and_zero(x, norm_weight, weights, eps=eps, delta=delta, centred=centred)[:3]
+
+
+def norm_linear_and_zero(
+    x: jax.Array,
+    norm_weight: jax.Array,
+    weights: tuple[jax.Array, ...],
+    *,
+    eps: float,
+    delta: jax.Array | None = None,
+    centred: bool = False,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array | None]:
+    """`norm_linear`, and from a kernel that makes one a 0, int32 [1], for a later kernel that needs a counter; else None."""
+    options: dict[str, Any] = {"eps": eps, "centred": centred}
     # With more tokens XLA's matmuls are faster.
     if x.shape[0] > tuning.current().norm_linear_tokens:
         if delta is None or not norms_apart(x.shape[0]):
-            return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta, centred=centred)
+            return *reference.norm_linear(x, norm_weight, weights, delta=delta, **options), None
         reason = add_norm.unsupported_reason(x, norm_weight)
         if choose("add_norm", "auto", {"mosaic": reason}) != "mosaic":
-            return reference.norm_linear(x, norm_weight, weights, eps=eps, delta=delta, centred=centred)
-        summed, normed = add_norm.add_norm(x, delta, norm_weight, eps=eps, centred=centred)
-        return summed, normed, reference.project(normed, weights)
+            return *reference.norm_linear(x, norm_weight, weights, delta=delta, **options), None
+        summed, normed = add_norm.add_norm(x, delta, norm_weight, **options)
+        return summed, normed, reference.project(normed, weights), None
     unsupported_reasons = {"mosaic": mosaic.unsupported_reason(x, norm_weight, weights)}
     wanted = "reference" if current().attention == "reference" else "auto"
     delta = None if delta is None else reference.whole(delta)
-    chosen = mosaic if choose("norm_linear", wanted, unsupported_reasons) == "mosaic" else reference
-    return chosen.norm_linear(x, norm_weight, weights, eps=eps, delta=delta, centred=centred)
+    if choose("norm_linear", wanted, unsupported_reasons) == "mosaic":
+        return mosaic.norm_linear(x, norm_weight, weights, delta=delta, **options)
+    return *reference.norm_linear(x, norm_weight, weights, delta=delta, **options), None

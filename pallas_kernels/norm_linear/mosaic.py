@@ -56,8 +56,11 @@ def norm_linear(
     delta: jax.Array | None = None,
     centred: bool = False,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """See api.py. Jitted, so that the layers of a model share one lowering. `interpret` is passed to Pallas."""
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...], jax.Array]:
+    """See api.py. Jitted, so that the layers of a model share one lowering. `interpret` is passed to Pallas.
+
+    The last result is a 0, int32 [1], for a kernel that needs a counter.
+    """
     T, H = x.shape
     flat = [weight.reshape(-1, H) for weight in weights]
     blocks = [weight.shape[0] // ROWS[weight.dtype] for weight in flat]
@@ -68,7 +71,7 @@ def norm_linear(
     def body(x, norm_weight, *refs, rows_s, arrived):
         delta = refs[0] if adds else None
         refs = refs[int(adds) :]
-        w, (summed, normed, *outs) = refs[: len(flat)], refs[len(flat) :]
+        w, (summed, normed, zero, *outs) = refs[: len(flat)], refs[len(flat) :]
         block = lax.axis_index("block")
 
         def added(t, at, layout):
@@ -112,6 +115,7 @@ def norm_linear(
 
         @pl.when(block == first)
         def _():
+            zero[0] = jnp.int32(0)
             for t in range(T):
                 row = added(t, pl.ds(0, H), whole)
                 summed[t, :] = row
@@ -123,6 +127,7 @@ def norm_linear(
         body,
         out_type=(
             *[jax.ShapeDtypeStruct((T, H), bf16)] * 2,
+            jax.ShapeDtypeStruct((1,), jnp.int32),
             *(jax.ShapeDtypeStruct((T, weight.shape[0]), weight.dtype) for weight in flat),
         ),
         scratch_types={
@@ -136,6 +141,6 @@ def norm_linear(
         ),
         interpret=interpret,
     )
-    summed, normed, *outs = run(x, norm_weight, *([delta] if adds else []), *flat)
+    summed, normed, zero, *outs = run(x, norm_weight, *([delta] if adds else []), *flat)
     shaped = tuple(out.reshape(T, *weight.shape[:-1]) for out, weight in zip(outs, weights, strict=True))
-    return summed, normed, shaped
+    return summed, normed, shaped, zero

@@ -98,18 +98,15 @@ def test_of_experts_here_and_elsewhere_only_those_here_are_read(first, S):
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("sigmoid", [True, False])
 def test_routing_and_experts_give_what_the_reference_does(sigmoid, live):
-    """From the logits on, with the routing kernel's padded results as they are."""
+    """From the logits on."""
     E, routing = ROUTINGS["odd"]
     H, inner = 128, 64
     gate_up, down, shared = layer(H, E, inner, inner)
     logits, bias = (a if a is None else jnp.asarray(a) for a in routers("odd", 1, sigmoid=sigmoid))
     x, alive = jnp.linspace(-1, 1, H, dtype=jnp.bfloat16)[None], jnp.array([live])
-    interpret = detect_races()
-    weights, ids, zero = route_padded(logits, bias, alive, routing=routing, interpret=interpret)
-    assert zero.tolist() == [0]
     args = x, ExpertWeights(gate_up, down, shared)
-    got = one_token.experts(*args, weights, ids, alive, x, zero, k=routing.top_k, blocks=2, interpret=interpret)
-    assert_no_races(got, kernels=3)
+    got = one_token.routed_experts(*args, logits, bias, alive, x, routing=routing, blocks=2, interpret=detect_races())
+    assert_no_races(got, kernels=2)
     options = dataclasses.asdict(routing)
     of_reference = (
         reference.route_softmax(logits, **options) if bias is None else reference.route_sigmoid(logits, bias, **options)
@@ -125,7 +122,10 @@ DEFAULT = ("demo", "deepseek-v3", "no shared experts")
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("model", members(SHAPES, DEFAULT))
 def test_lowers_for_the_gpu(model, elsewhere):
-    """Two launches and no kernel of XLA's, from the router's logits to the residual stream after the layer."""
+    """One launch and no kernel of XLA's, from the router's logits to the residual stream after the layer.
+
+    With experts elsewhere two: a device must know before it begins which of them are here.
+    """
     H, E, k, inner, S = SHAPES[model]
 
     def shape(*dims, dtype=jnp.bfloat16):
@@ -134,18 +134,20 @@ def test_lowers_for_the_gpu(model, elsewhere):
     f32 = functools.partial(shape, dtype=jnp.float32)
     routing = Routing(k, 1, 1, True, 2.0)
 
-    def block(x, gate_up, down, logits, bias, live, shared, first):
-        weights, ids, zero = route_padded(logits, bias, live, routing=routing)
+    def block(x, gate_up, down, logits, bias, live, zero, shared, first):
         parameters = ExpertWeights(gate_up, down, shared, first=first)
+        if first is None:
+            return one_token.routed_experts(x, parameters, logits, bias, live, x, zero, routing=routing)
+        weights, ids, zero = route_padded(logits, bias, live, routing=routing)
         return one_token.experts(x, parameters, weights, ids, live, x, zero, k=k)
 
     shared = (shape(2, S, H), shape(H, S)) if S else None
     traced = jax.jit(block).trace(
-        shape(1, H), shape(E, 2, inner, H), shape(E, H, inner), f32(1, E), f32(E), shape(1, dtype=jnp.bool_), shared,
-        shape(dtype=jnp.int32) if elsewhere else None,
+        shape(1, H), shape(E, 2, inner, H), shape(E, H, inner), f32(1, E), f32(E), shape(1, dtype=jnp.bool_),
+        shape(1, dtype=jnp.int32), shared, shape(dtype=jnp.int32) if elsewhere else None,
     )  # fmt: skip
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2(") == 2
+    assert text.count("@mosaic_gpu_v2(") == 1 + elsewhere
     assert not any(name in text for name in ("dot_general", "stablehlo.gather", "stablehlo.add", "stablehlo.slice"))
 
 
@@ -180,19 +182,30 @@ def test_which_calls_it_supports():
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_the_api_uses_it(adds, monkeypatch):
-    """Where tuning says so and the experts' kernels can run, with routing and without."""
-    calls = []
+    """Where tuning says so and the experts' kernels can run: from the logits on, with experts elsewhere after the routing
+    kernel, and given a choice."""
+    calls, routed = [], []
     monkeypatch.setattr(mosaic, "unsupported_reason", lambda *_, **__: None)
     monkeypatch.setattr(api.routing, "unsupported_reason", lambda *_: None)
     monkeypatch.setattr(api.routing, "route_padded", lambda logits, *_, **__: (logits, logits.astype(jnp.int32), None))
     monkeypatch.setattr(one_token, "experts", lambda *args, k: calls.append((args, k)) or args[0])
+    monkeypatch.setattr(one_token, "routed_experts", lambda *args, routing: routed.append((args, routing)) or args[0])
     H, E, inner = 128, 8, 64
     parameters = ExpertWeights(*layer(H, E, inner, inner))
     x, logits, live = jnp.ones((1, H), jnp.bfloat16), jnp.ones((1, E)), jnp.ones(1, bool)
     residual = x if adds else None
-    options = dataclasses.asdict(ROUTINGS["odd"][1])
+    routing, zero = ROUTINGS["odd"][1], jnp.zeros(1, jnp.int32)
+    options = dataclasses.asdict(routing)
+    split = dataclasses.replace(parameters, first=jnp.array(0))
     with use(Backends()), tuning.use(ON):
-        api.routed_experts(x, parameters, logits, None, live, residual, **options)
+        api.routed_experts(x, parameters, logits, None, live, residual, zero, **options)
+        api.routed_experts(x, split, logits, None, live, residual, **options)
         api.experts(x, parameters, logits[:, :2], logits[:, :2].astype(jnp.int32), live, residual)
+    ((args, chosen),) = routed
+    assert args[1] is parameters
+    assert args[2] is logits
+    assert args[5:] == (residual, zero)
+    assert chosen == routing
     assert [k for _, k in calls] == [2, 2]
-    assert all(args[1] is parameters and args[5] is residual for args, _ in calls)
+    assert [args[1] for args, _ in calls] == [split, parameters]
+    assert all(args[5] is residual for args, _ in calls)
