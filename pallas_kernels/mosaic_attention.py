@@ -154,7 +154,14 @@ class Merging:
 
 
 def merge(
-    name: str, out: jax.Array, partial: jax.Array, lse: jax.Array, splits: jax.Array, live: int, interpret: Any
+    name: str,
+    out: jax.Array,
+    partial: jax.Array,
+    lse: jax.Array,
+    splits: jax.Array,
+    num_splits: int,
+    live: int,
+    interpret: Any,
 ) -> jax.Array:
     """Writes the merged outputs of split requests into their first `live` rows of out.
 
@@ -162,7 +169,7 @@ def merge(
         name: of the kernel, in profiles.
         out: [B, rows, V], rows in equal blocks of at most ROWS.
         partial, lse: see `Merging`.
-        splits: see `split_kv.Schedule`.
+        splits, num_splits: see `split_schedule.Plan`.
     """
     merging = Merging(partial, lse, out.shape[0])
 
@@ -180,7 +187,7 @@ def merge(
         (partial, lse, splits),
         (out,),
         scratch_types={"weights_s": merging.weights_s},
-        grid=(splits.shape[0], live),
+        grid=(num_splits, live),
         grid_names=("split", "row"),
         compiler_params=merging.params,
         interpret=interpret,

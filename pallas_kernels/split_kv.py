@@ -1,6 +1,7 @@
 """Split-KV: which runs of pages the thread blocks of one call attend to.
 
-All layers of a step have the same lengths, so their calls have equal schedules, which XLA computes once.
+All layers of a step have the same lengths, so their calls have equal schedules, which XLA computes once. Kernels for Hopper
+may have theirs made by a kernel (`split_schedule.py`), of which this is the reference.
 """
 
 import math

@@ -49,6 +49,7 @@ class Tuning:
         delta_chunk_kernel: whether prompts of the gated delta rule walk over their chunks in a kernel of ours.
         bounded_draws: whether a draw takes logarithms only of columns that may win.
         rule_kernel: whether requests' rules for their logits are a kernel of ours, which touches only rows that have some.
+        schedule_kernel: whether the schedule of split attention is a kernel of ours.
         peer_sum_bytes: sums over several devices of up to this many bytes are a kernel of ours, in the step's graph; 0: none.
         host_readback: whether steps write their output into the host's memory.
     """
@@ -69,6 +70,7 @@ class Tuning:
     delta_chunk_kernel: bool = False
     bounded_draws: bool = False
     rule_kernel: bool = False
+    schedule_kernel: bool = False
     peer_sum_bytes: int = 0
     host_readback: bool = False
 

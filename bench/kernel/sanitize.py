@@ -80,6 +80,7 @@ KERNELS = (
     Watched("gated_delta_chunks", "test_gated_delta.py::test_prompts[Qwen3.5-35B-A3B-lengths1-9]"),
     Watched("mla_query", "test_mla_query.py::test_sizes[1-4]"),
     Watched("mla_write_and_query", "test_mla_query.py::test_with_the_latents_in_one_launch[1-4-False]"),
+    Watched("split_schedule", "test_split_schedule.py::test_is_that_of_plain_xla[(5, 8, 64, 4, 12, 2)]"),
     Watched("mla_decode", "test_mla_decode.py::test_windows[mosaic-2]"),
     Watched("mla_decode_fp8", "test_fp8_cache.py::test_decoding_with_values[lengths0-1-16]"),
     Watched("mla_decode_merge", "test_mla_decode.py::test_windows[mosaic-3]"),

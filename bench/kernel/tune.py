@@ -25,6 +25,7 @@ from bench.harness.arguments import names_among
 from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.kernel.case import LARGEST_ERROR, Case
 from bench.kernel.gated_delta import GatedDeltaPrompts
+from bench.kernel.gqa import GqaDecode
 from bench.kernel.gqa_write import GqaWrite
 from bench.kernel.loop import Loop
 from bench.kernel.mla import MlaDecode, MlaValues
@@ -34,6 +35,7 @@ from bench.kernel.sampling import RULED, Rules, Sampling
 from jaxspec.errors import ConfigError
 from pallas_kernels import tuning
 from pallas_kernels.gated_delta import shapes as gated_delta
+from pallas_kernels.gqa_decode.shapes import HEADS as GQA_HEADS
 from pallas_kernels.gqa_decode.shapes import Heads
 from pallas_kernels.gqa_write.shapes import TOKENS
 from pallas_kernels.mla_decode.shapes import CONTEXTS, HEADS, WINDOWS
@@ -66,6 +68,7 @@ def slots(
 MOST_SPLIT_REQUESTS = 64
 # Of plain steps; of cycles, windows of 4 tokens of 64 and 128 rows.
 CYCLE_BLOCKS = tuple(MoeBlock(T) for T in (256, 512))
+MINIMAX = GQA_HEADS["minimax-m2"][:3]
 BLOCKS, TINY_BLOCKS = tuple(MoeBlock(T) for T in (4, 32, 128)), (MoeBlock(6, 32, 8, 2, 16, 2, 4),)
 CHOICES: dict[str, Choice] = {
     "split_overhead_pages": Choice(
@@ -129,6 +132,16 @@ CHOICES: dict[str, Choice] = {
     ),
     "bounded_draws": Choice((False, True), tuple(Sampling(R, R) for R in (8, 32, 128)), (Sampling(3, 2, 40, 2),)),
     "rule_kernel": Choice((False, True), RULED, (Rules(6, 2, 1, 40, 2),)),
+    "schedule_kernel": Choice(
+        (False, True),
+        # One call: XLA joins the schedules of several.
+        (
+            *(MlaValues(B, 1024, HEADS["moonlight"], 1, calls=1) for B in (1, 8, 32, 128)),
+            MlaDecode(32, 4096, HEADS["moonlight"], 4, calls=1),
+            *(GqaDecode(B, 1024, *MINIMAX, 1, calls=1) for B in (1, 32)),
+        ),
+        (MlaDecode(2, 70, 2, 1, 1), GqaDecode(2, 70, 1, 2, 64, 1, calls=1)),
+    ),
     "joined_linear_tokens": Choice(
         (0, 16, 32, 64, 128), tuple(JoinedLinear(T) for T in (4, 16, 32, 64, 128)), (JoinedLinear(3, 32, (8, 4), 3),)
     ),

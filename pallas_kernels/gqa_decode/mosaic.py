@@ -22,7 +22,8 @@ from jax import lax
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.mosaic_attention import MASKED, ROWS, WARPGROUP, accumulate, merge, over_columns, params
-from pallas_kernels.split_kv import PAGE, make_schedule
+from pallas_kernels.split_kv import PAGE
+from pallas_kernels.split_schedule import split_schedule
 
 HEAD_DIMS = (64, 128, 256)
 # Thread blocks on a multiprocessor. Each has 64 KiB for pages: one of 256 columns, two of 128, or four of 64.
@@ -82,22 +83,26 @@ def gqa_decode(
     packed = n == 1 and rows != live and row_blocks == 1 and D <= PACKED_COLUMNS
     stored = live if packed else rows
     sms = sms or jax.devices()[0].core_count
-    items, splits = make_schedule(bounds, page_tables.shape[1], blocks, sms * RESIDENT)
-    if window is not None:  # every page may begin before a row's window
-        items = items.at[:, 3].set(0)
+    plan = split_schedule(
+        bounds,
+        page_tables.shape[1],
+        blocks,
+        sms * RESIDENT,
+        heads=G,
+        row_blocks=row_blocks,
+        all_masked=window is not None,  # every page may begin before a row's window
+        interpret=interpret,
+    )
 
     q_BKRD = q.transpose(0, 2, 1, 3, 4).reshape(B, K, live, D)
     q_BKRD = jnp.pad(q_BKRD, ((0, 0), (0, 0), (0, row_blocks * stored - live), (0, 0)))
-    # Rows of padding see what the last token sees: a smaller bound would need a mask.
-    bounds_BR = jnp.pad(jnp.repeat(bounds, G, axis=1), ((0, 0), (0, row_blocks * ROWS - live)), mode="edge")
-
-    inputs = [q_BKRD.reshape(B, blocks * stored, D), k, v, page_tables, items, bounds_BR]
+    inputs = [q_BKRD.reshape(B, blocks * stored, D), k, v, page_tables, plan.items, plan.row_bounds]
     if sinks is not None:  # one a row, in the units of unscaled scores
         inputs.append(jnp.tile(sinks / scale, (1, -(-row_blocks * ROWS // G)))[:, : row_blocks * ROWS])
-    attend = _attend_kernel(B, K, D, row_blocks, stored, items.shape[0], scale / math.log(2), window, interpret)
+    attend = _attend_kernel(B, K, D, row_blocks, stored, plan.num_items, scale / math.log(2), window, interpret)
     out, partial, lse = attend(*inputs)
-    if splits.shape[0]:
-        out = merge("gqa_decode_merge", out, partial, lse, splits, blocks * stored, interpret)
+    if plan.num_splits:
+        out = merge("gqa_decode_merge", out, partial, lse, plan.splits, plan.num_splits, blocks * stored, interpret)
     out = out.reshape(B, K, row_blocks * stored, D)[:, :, :live]
     return out.reshape(B, K, n, G, D).transpose(0, 2, 1, 3, 4)
 

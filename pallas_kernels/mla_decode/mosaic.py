@@ -42,7 +42,8 @@ from pallas_kernels.mosaic_attention import (
     params,
     write_ones,
 )
-from pallas_kernels.split_kv import PAGE, make_schedule
+from pallas_kernels.split_kv import PAGE
+from pallas_kernels.split_schedule import split_schedule
 
 # Columns of a page that are copied together; the right part ends with the 64 columns that are no value.
 LEFT, RIGHT = 256, 320
@@ -102,29 +103,33 @@ def mla_decode(
     padding = blocks * rows - live
     sms = sms or jax.devices()[0].core_count
     at_once = fp8.items_of_a_block(B, rows) if isinstance(latent, Fp8Latents) else 1
-    items, splits = make_schedule(bounds, page_tables.shape[1] // (PAGE if gathered else 1), blocks, sms * at_once)
-    items = jnp.pad(items, ((0, -items.shape[0] % at_once), (0, 0)))
-    # An item that holds its first page waits for one load less before it can begin.
-    if not gathered:
-        items = jnp.concatenate([items, page_tables[items[:, 0], items[:, 1], None].astype(i32)], axis=1)
+    plan = split_schedule(
+        bounds,
+        page_tables.shape[1] // (PAGE if gathered else 1),
+        blocks,
+        sms * at_once,
+        heads=H,
+        row_blocks=blocks,
+        # An item that holds its first page waits for one load less before it can begin.
+        page_tables=None if gathered else page_tables,
+        multiple=at_once,
+        interpret=interpret,
+    )
 
     q = jnp.pad(q.reshape(B, live, KEY_DIM), ((0, 0), (0, padding), (0, 0)))
-    # Rows of padding see what the last token sees: a smaller bound would need a mask.
-    bounds_BR = jnp.pad(jnp.repeat(bounds, H, axis=1), ((0, 0), (0, blocks * ROWS - live)), mode="edge")
-
-    sizes = B, blocks, rows, live, items.shape[0], scale / math.log(2)
+    sizes = B, blocks, rows, live, plan.num_items, scale / math.log(2)
     if isinstance(latent, Fp8Latents):
         assert not gathered
         attend = fp8.attend_kernel(*sizes, interpret)
     else:
         attend = _attend_kernel(*sizes, "gathered" if gathered else "copied", interpret)
-    out, partial, lse = attend(q, *jax.tree.leaves(latent), page_tables, items, bounds_BR)
-    if splits.shape[0] and w_uv is not None:
+    out, partial, lse = attend(q, *jax.tree.leaves(latent), page_tables, plan.items, plan.row_bounds)
+    if plan.num_splits and w_uv is not None:
         for ending in (values, wide_values):
             if ending.supports(B * n, w_uv):
-                return ending.merged_values(out, partial, lse, splits, w_uv, (n, H), interpret)
-    if splits.shape[0]:
-        out = merge("mla_decode_merge", out, partial, lse, splits, live, interpret)
+                return ending.merged_values(out, partial, lse, plan, w_uv, (n, H), interpret)
+    if plan.num_splits:
+        out = merge("mla_decode_merge", out, partial, lse, plan.splits, plan.num_splits, live, interpret)
     if w_uv is not None and live == blocks * rows and head_values.supports(B * n, w_uv):
         of_tokens = head_values.head_values(out.reshape(B * n, H, VALUE_DIM), w_uv, interpret=interpret)
         return of_tokens.reshape(B, n, *w_uv.shape[:2])

@@ -15,6 +15,7 @@ from jax import lax
 from pallas_kernels.compat import load
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 from pallas_kernels.mosaic_attention import Merging, bf16, f32, i32
+from pallas_kernels.split_schedule import Plan
 
 # With more tokens tensor cores are faster.
 MOST_TOKENS = 4
@@ -32,7 +33,7 @@ def merged_values(
     out: jax.Array,
     partial: jax.Array,
     lse: jax.Array,
-    splits: jax.Array,
+    plan: Plan,
     w_uv: jax.Array,
     window: tuple[int, int],
     interpret: Any,
@@ -42,7 +43,7 @@ def merged_values(
     Args:
         out: [B, rows, L], of which the rows of the window count, for requests that are one item.
         partial, lse: see `Merging`.
-        splits: see `split_kv.Schedule`.
+        plan: of the call that wrote them.
         w_uv: [H, V, L].
         window: tokens of each request, and rows of a token, at least H.
     """
@@ -57,7 +58,7 @@ def merged_values(
             source = w_uv.at[head, pl.ds(part * ROWS, ROWS), pl.ds(column, COLUMNS)]
             plgpu.copy_gmem_to_smem(source, w_s.at[i], arrived)
         first, n = i32(0), i32(0)
-        for split in range(splits.shape[0]):
+        for split in range(plan.num_splits):
             mine = (splits[split, 0] == request) & (splits[split, 2] > 0)
             first, n = (jnp.where(mine, splits[split, j], old) for j, old in ((1, first), (2, n)))
         row = token * head_rows + head
@@ -94,4 +95,4 @@ def merged_values(
         grid_names=("request", "token", "head", "part"),
         compiler_params=merging.params,
         interpret=interpret,
-    )(out, partial, lse, splits, w_uv)
+    )(out, partial, lse, plan.splits, w_uv)

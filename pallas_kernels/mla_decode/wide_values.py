@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.mosaic_attention import MASKED, ROWS, UNSEEN, WARPGROUP, bf16, f32, i32, over_columns, params
+from pallas_kernels.split_schedule import Plan
 from pallas_kernels.tuning import current
 
 M = 64  # Rows of a wgmma: rows of the weights.
@@ -32,17 +33,11 @@ def supports(tokens: int, w_uv: jax.Array) -> bool:
     return fits and tokens <= current().wide_values_tokens and H * V // M * tokens // GRANULE <= MOST_BLOCKS
 
 
-def items_of_requests(splits: jax.Array, requests: int) -> jax.Array:
-    """int32 [requests, 2]: first item and number of items of each request that is split, 0 of one that is not."""
-    mine = (splits[None, :, 0] == jnp.arange(requests)[:, None]) & (splits[None, :, 2] > 0)
-    return jnp.where(mine[..., None], splits[None, :, 1:], 0).sum(axis=1).astype(i32)
-
-
 def merged_values(
     out: jax.Array,
     partial: jax.Array,
     lse: jax.Array,
-    splits: jax.Array,
+    plan: Plan,
     w_uv: jax.Array,
     window: tuple[int, int],
     interpret: Any,
@@ -53,13 +48,13 @@ def merged_values(
     block_rows = partial.shape[0] * ROWS // lse.shape[0]
     row_layout = plgpu.Layout.WG_STRIDED((L,), vec_size=L // WARPGROUP)
 
-    def mla_decode_wide_values(whole, partial, lse, items, w_uv, values, w_s, rows_s, x_s, out_s, arrived):
+    def mla_decode_wide_values(whole, partial, lse, runs, w_uv, values, w_s, rows_s, x_s, out_s, arrived):
         head, part, first_token = lax.axis_index("head"), lax.axis_index("part"), lax.axis_index("group") * GRANULE
         plgpu.copy_gmem_to_smem(w_uv.at[head, pl.ds(part * M, M)], w_s, arrived)
         requests = [lax.div(first_token + i, i32(tokens)) for i in range(GRANULE)]
         rows = [lax.rem(first_token + i, i32(tokens)) * head_rows + head for i in range(GRANULE)]
         lse_rows = [lax.div(row, i32(block_rows)) * ROWS + lax.rem(row, i32(block_rows)) for row in rows]
-        firsts, counts = ([items[request, j] for request in requests] for j in range(2))
+        firsts, counts = ([runs[request, j] for request in requests] for j in range(2))
         # Of requests in one piece; for others uninitialised, and not used.
         wholes = [
             load(whole, (at, row, slice(None)), layout=row_layout) for at, row in zip(requests, rows, strict=True)
@@ -139,5 +134,5 @@ def merged_values(
         grid_names=("head", "part", "group"),
         compiler_params=params(),
         interpret=interpret,
-    )(out, partial, lse, items_of_requests(splits, B), w_uv)
+    )(out, partial, lse, plan.runs, w_uv)
     return values.reshape(B, tokens, H, V)

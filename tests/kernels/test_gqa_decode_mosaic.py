@@ -13,6 +13,8 @@ from pallas_kernels.gqa_decode.api import gqa_decode
 from pallas_kernels.sliding_window import window_pages
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import paged_pool, relative_error, window_bounds
+from tests.kernels.schedule_cases import check_attention, chosen
+from tests.kernels.schedule_cases import gqa_decode as gqa_decode_of_both
 from tests.matrices import full
 
 slow = pytest.mark.slow
@@ -135,6 +137,17 @@ def test_lowers_for_cuda(batch, n, K, G, D, window):
     text = lowered(batch, n, K, G, D, window)
     assert text.count("@mosaic_gpu_v2(") == 2
     assert "output_operand_alias" in text  # the merge writes into the first kernel's output
+
+
+def test_lowers_with_the_schedule_in_a_kernel():
+    text = chosen(lowered, 8, 4, 8, 8, 64, 128, schedule_kernel=True)
+    assert text.count("@mosaic_gpu_v2(") == 3
+
+
+@interpreted
+@pytest.mark.parametrize("window", [None, pytest.param(70, marks=slow)])
+def test_the_schedule_in_a_kernel_changes_no_bit(window):
+    assert_no_races(check_attention(functools.partial(gqa_decode_of_both, window=window), detect_races()), kernels=5)
 
 
 def test_a_backend_that_cannot_run_says_why():

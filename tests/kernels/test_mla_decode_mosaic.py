@@ -21,6 +21,8 @@ from pallas_kernels.split_kv import PAGE, make_schedule, num_items, page_limits
 from pallas_kernels.tuning import Tuning
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.paged_cases import fp8_and_plain, fp8_shapes, paged_pool, relative_error, window_bounds
+from tests.kernels.schedule_cases import CASES, MANY_REQUESTS, check_attention, check_schedules, chosen
+from tests.kernels.schedule_cases import mla_decode as mla_decode_of_both
 from tests.matrices import full, members
 
 
@@ -182,6 +184,17 @@ def test_lowers_for_cuda_with_values(batch, n, V, kernels):
     assert ("dot_general" in text) == (batch == 33)
 
 
+def lowered(batch, n, heads, fp8):
+    call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
+    shapes = (
+        jax.ShapeDtypeStruct((batch, n, heads, CACHED), jnp.bfloat16),
+        fp8_shapes(1000) if fp8 else jax.ShapeDtypeStruct((1000, 64, CACHED), jnp.bfloat16),
+        jax.ShapeDtypeStruct((batch, 64), jnp.int32),
+        jax.ShapeDtypeStruct((batch, n), jnp.int32),
+    )
+    return jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "n", "heads", "fp8"),
@@ -195,14 +208,7 @@ def test_lowers_for_cuda_with_values(batch, n, V, kernels):
     ),
 )
 def test_lowers_for_cuda(batch, n, heads, fp8):
-    call = functools.partial(mosaic.mla_decode, scale=SCALE, sms=132)
-    shapes = (
-        jax.ShapeDtypeStruct((batch, n, heads, CACHED), jnp.bfloat16),
-        fp8_shapes(1000) if fp8 else jax.ShapeDtypeStruct((1000, 64, CACHED), jnp.bfloat16),
-        jax.ShapeDtypeStruct((batch, 64), jnp.int32),
-        jax.ShapeDtypeStruct((batch, n), jnp.int32),
-    )
-    text = jax.jit(call).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(batch, n, heads, fp8)
     assert text.count("@mosaic_gpu_v2(") == 2
     assert ("mla_decode_fp8" in text) == fp8
     assert "output_operand_alias" in text  # the merge writes into the first kernel's output
@@ -246,6 +252,27 @@ def test_items_cover_every_page_once(shape, data):
     cost = {c: -(-n * blocks // 12) * (c + Tuning().split_overhead_pages) for c, n in counts.items() if n <= len(items)}
     best = min(cost, key=lambda c: (cost[c], c))
     assert sum(map(len, of_request.values())) == counts[best]
+
+
+@interpreted
+@pytest.mark.parametrize("case", [*CASES, pytest.param(MANY_REQUESTS, marks=pytest.mark.slow)])
+def test_the_kernel_makes_the_same_schedule(case):
+    assert_no_races(check_schedules(case, detect_races()), kernels=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fp8", [False, True])
+def test_lowers_with_the_schedule_in_a_kernel(fp8):
+    assert chosen(lowered, 8, 8, 4, fp8, schedule_kernel=True).count("@mosaic_gpu_v2(") == 3
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("n", "values"), [(1, True), pytest.param(4, False, marks=pytest.mark.slow)], ids=["values", "merge"]
+)
+def test_the_schedule_in_a_kernel_changes_no_bit(n, values):
+    attend = functools.partial(mla_decode_of_both, n=n, values=values)
+    assert_no_races(check_attention(attend, detect_races()), kernels=5)
 
 
 def test_a_backend_that_cannot_run_says_why():
