@@ -258,7 +258,8 @@ def run(arguments: argparse.Namespace) -> int:
         result["gates"] = gates(rows)
     if routed_experts(weights.model.config) and not arguments.no_expert_count and ranks == 1:
         counts = touched_experts(loads[0], weights, mesh, sizes.rows, sizes.steps)
-        for row, count in zip(rows, counts.values(), strict=True):
+        for row in rows:
+            count = counts[row["rows"]]
             row["experts_touched_measured"] = round(count, 2)
             if floors:
                 moved = floors.of_step(row["rows"], sizes.context + (sizes.steps + 1) / 2, count)

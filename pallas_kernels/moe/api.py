@@ -5,6 +5,7 @@ Which files run, by the tokens T of a call:
 | T                                   | routing             | slot tables         | experts            |
 |-------------------------------------|---------------------|---------------------|--------------------|
 | 1, if `Tuning.one_token_experts`    | in the same kernel  | none                | `one_token.py`     |
+| 1, the same on several devices      | `routing.py`        | none                | `one_token.py`     |
 | 1, with biases or a clamp           | as for several      |                     |                    |
 | 1 to 8 (few)                        | `dispatch_fused.py` | in the same kernel  | `mosaic.py`        |
 | 9 and more, <= 1024 assignments     | `routing.py`        | `dispatch_small.py` | `mosaic.py`        |

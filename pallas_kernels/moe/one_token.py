@@ -406,7 +406,7 @@ def _kernel(
                     def _():
                         out[0, mine] = kept.astype(bf16)
 
-    of_choice = {
+    routing_scratch = {
         "ids_s": plgpu.SMEM((ROUTED_ROWS, COLUMNS), i32),
         "weights_s": plgpu.SMEM((ROUTED_ROWS, COLUMNS), f32),
         "routed": plgpu.Barrier(),
@@ -420,7 +420,7 @@ def _kernel(
             "down_s": plgpu.SMEM((down_cut.stages, ROWS, down_cut.parts, down_cut.columns), bf16),
             "down_full": plgpu.Barrier(num_barriers=down_cut.stages),
             "down_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=down_cut.stages),
-            **(of_choice if routing else {}),
+            **(routing_scratch if routing else {}),
         },
         "grid": (grid,),
         "grid_names": ("block",),
