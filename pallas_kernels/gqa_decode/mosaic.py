@@ -30,7 +30,7 @@ HEAD_DIMS = (64, 128, 256)
 RESIDENT = 2
 PAGES_BYTES = 64 * 2**10
 GRANULE = 8  # Rows of a tile of shared memory.
-# The most columns with which staging outputs in memory of their own leaves room for RESIDENT thread blocks.
+# The most columns with which queries and outputs in memory of their own leaves room for RESIDENT thread blocks.
 PACKED_COLUMNS = 128
 
 WGMMA = plgpu.Layout.WGMMA
@@ -128,12 +128,12 @@ def _attend_kernel(
     stored, D] holds the requests of one item; partial [blocks * stored, I, D] and the base-2 log-sum-exp lse float32
     [blocks * 64, I padded] hold the items of the others.
 
-    Shared memory is tiled by GRANULE rows. Where `stored`, a block's rows of queries and outputs, is no multiple of it, the
-    last rows that a block computes are queries of the next key head, and of none after the last: it leaves out their outputs.
+    Shared memory is tiled by GRANULE rows. Where `stored`, a block's rows of queries and outputs, is no multiple of it, both
+    pass through memory that is not: the copy engine sees tiles in global memory too, and a row that begins inside one is
+    followed by zeros at its end, not by the next tile. What a block computes beside these rows is nobody's.
     """
     blocks = K * row_blocks
     packed = stored % GRANULE != 0
-    rows = -(-stored // GRANULE) * GRANULE
     padded_items = -(-num_items // WARPGROUP) * WARPGROUP
     stages = PAGES_BYTES // (2 * PAGE * D * 2)
 
@@ -144,8 +144,8 @@ def _attend_kernel(
         n = end - first
         head, bounds_at = lax.div(block, i32(row_blocks)), lax.rem(block, i32(row_blocks)) * ROWS
         own_rows = pl.ds(block * stored, stored)
-        # Its memory is free at the end. A copy of single rows needs them one after the other instead.
-        staging = plain["out_s"] if packed else q_s
+        # The memory of the queries is free at the end. A copy of single rows needs them one after the other instead.
+        staging = plain["rows_s"] if packed else q_s
 
         def number(i):
             return page_tables[request, lax.min(first + i, end - 1)]
@@ -206,7 +206,7 @@ def _attend_kernel(
         # An item without pages has no work.
         @pl.when(n > 0)
         def _():
-            plgpu.copy_gmem_to_smem(q.at[request, pl.ds(block * stored, rows), :], q_s.at[pl.ds(0, rows), :], q_full)
+            plgpu.copy_gmem_to_smem(q.at[request, own_rows, :], staging.at[pl.ds(0, stored), :], q_full)
 
             @pl.loop(0, lax.min(n, i32(stages)))
             def _(i):
@@ -226,6 +226,9 @@ def _attend_kernel(
             zeros = plgpu.layout_cast(jnp.zeros((ROWS, D), f32), WGMMA)
             carry = zeros, top_R, sum_R, number(i32(stages))
             plgpu.barrier_wait(q_full)
+            if packed:
+                q_s[...] = load(staging, (slice(None), slice(None)), layout=WGMMA)
+                plgpu.commit_smem()
             carry = lax.fori_loop(i32(0), unmasked, functools.partial(attend, masked=False), carry)
             acc, top_R, sum_R, _ = lax.fori_loop(unmasked, n, functools.partial(attend, masked=True), carry)
 
@@ -262,7 +265,7 @@ def _attend_kernel(
             "q_full": plgpu.Barrier(),
             "k_full": plgpu.Barrier(num_barriers=stages),
             "v_full": plgpu.Barrier(num_barriers=stages),
-            **({"out_s": plgpu.SMEM((ROWS, D), bf16)} if packed else {}),
+            **({"rows_s": plgpu.SMEM((ROWS, D), bf16)} if packed else {}),
         },
         grid=(num_items, blocks),
         grid_names=("item", "block"),  # blocks of a key head run together and share its pages in the L2 cache
