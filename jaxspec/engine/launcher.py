@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -55,6 +56,7 @@ class Launcher:
         self._masks, self._counts, self._copies = masks, counts, copies
         self._reads_parameters = reads_parameters
         self._handed: dict[Bucket, Forwarded] = {}  # of each split bucket, by its last run
+        self._filled: Callable[[jax.Array, np.int32], jax.Array] | None = None
         self.leaves: tuple[Any, ...] = ()
         self.state = state
         self.steps: dict[Bucket, jax.stages.Compiled] = {}
@@ -90,6 +92,8 @@ class Launcher:
                 return self.scores[order.which](self.leaves, hidden, *order.arrays)
             case Kind.PUT:
                 self._put(StepState._fields[order.which], *order.arrays)
+            case Kind.HOLD:
+                self._hold(order.which)
         return None
 
     def _step(self, bucket: Bucket, *inputs: np.ndarray) -> StepArrays | Forwarded:
@@ -115,3 +119,10 @@ class Launcher:
     def _put(self, name: str, value: np.ndarray) -> None:
         fields: dict[str, Any] = {name: laid_out(value, getattr(self.state, name).sharding)}
         self.state = self.state._replace(**fields)
+
+    def _hold(self, drafts: int) -> None:
+        held = self.state.held
+        if self._filled is None:
+            # In its place: a recorded graph is changed wherever an array lies elsewhere than before.
+            self._filled = jax.jit(jnp.full_like, donate_argnums=0, keep_unused=True, out_shardings=held.sharding)
+        self.state = self.state._replace(held=self._filled(held, np.int32(drafts)))

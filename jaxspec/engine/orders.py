@@ -23,9 +23,10 @@ class Kind(enum.IntEnum):
     MASKS, COUNTS, STATES: what `MaskUpload`, `CountUpload` and `StateCopies` take.
     SCORE: of a chunk of `which` tokens: int32 [which], the ids that follow, see `jaxspec.engine.scoring`.
     PUT: the field `which` of the state: its values. Not between steps of requests: it waits.
+    HOLD: every slot holds `which` drafts.
     """
 
-    STEP, MASKS, COUNTS, SCORE, PUT, STATES = range(1, 7)
+    STEP, MASKS, COUNTS, SCORE, PUT, STATES, HOLD = range(1, 8)
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,10 @@ class Runner:
         for name, value in fields.items():
             self.launcher.launch(Order(Kind.PUT, StepState._fields.index(name), (value,)))
 
+    def hold(self, drafts: int) -> None:
+        """Every slot holds so many drafts, as after a step that proposed them. It waits for nothing, as a step does not."""
+        self.launcher.launch(Order(Kind.HOLD, drafts, ()))
+
     def run_packed(self, bucket: Bucket, inputs: np.ndarray) -> StepArrays:
         """A step of packed inputs, int32 [ranks * size of the bucket's layout], whose output `read` does not give."""
         return self._run(bucket, inputs)

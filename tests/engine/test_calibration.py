@@ -49,7 +49,8 @@ def measured(monkeypatch):
 
     def measure(runner, bucket, rows, vocab_size):
         assert really(runner, bucket, rows, vocab_size) > 0
-        out.append((bucket, rows))
+        if (bucket, rows) not in out:  # in the first round
+            out.append((bucket, rows))
         return seconds_of(bucket, rows)
 
     monkeypatch.setattr(calibration, "step_seconds", measure)

@@ -105,6 +105,17 @@ def test_the_text_of_cached_pages_and_of_preempted_requests_is_there(model):
 
 
 @pytest.mark.slow
+def test_slots_hold_drafts_again_in_the_same_place():
+    """As steps are timed that verify them: with an array elsewhere a recorded graph would be changed in every one."""
+    runner = lookup_runner(3)
+    place = runner.state.held.unsafe_buffer_pointer()
+    for drafts in (3, 2, 0):
+        runner.hold(drafts)
+        assert (np.asarray(runner.state.held) == drafts).all()
+    assert runner.state.held.unsafe_buffer_pointer() == place
+
+
+@pytest.mark.slow
 def test_a_row_uses_the_text_where_it_finds_something_and_else_the_model():
     """In each step: drafts, how many, and of which kind, as the host finds them in the request's tokens."""
     runner = lookup_runner(3, model=True)
