@@ -1,10 +1,9 @@
 """Steps that read prompts while rows decode: those of a server while requests come, which neither of both alone shows."""
 
-import math
 from typing import Any
 
 from bench.harness.timing import ms
-from jaxspec.engine.calibration import ROUNDS, busy_counts, busy_state, step_seconds
+from jaxspec.engine.calibration import busy_counts, busy_state, step_seconds
 from jaxspec.engine.engine import Engine
 
 
@@ -20,14 +19,11 @@ def prompt_steps(engine: Engine, vocab_size: int, context: int) -> list[dict[str
     runner, figures = engine.runner, []
     settings = runner.settings
     pages = [list(range(1, settings.num_pages))] * settings.data_parallel_size
+    state = busy_state(settings, vocab_size, pages, context)
     for bucket in runner.ready:
         if bucket.prefill_tokens:
-            state = busy_state(settings, vocab_size, pages, context)
             prompts, length, rows = busy_counts(bucket, bucket.decode_rows, settings)
-            seconds = math.inf
-            for _ in range(ROUNDS):
-                runner.put(**state)
-                seconds = min(seconds, step_seconds(runner, bucket, rows, vocab_size))
+            (seconds,) = step_seconds(runner, [(bucket, rows)], state, vocab_size).values()
             tokens = prompts * length * settings.data_parallel_size
             figures.append(
                 {

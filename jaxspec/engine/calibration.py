@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from jaxspec.engine.pages import PADDING_PAGE
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.state import MAX_LEN, NUM_DRAFTS, PARAMS_F, PARAMS_I, STOP_IDS
 
-# Steps in a row that are timed together, without prompts and with them; with the one before them a row stays on its page. All
-# that is unknown takes its turn in every round, and the fastest counts: what disturbs the device or the host for a while should
-# not make some steps look dear beside others.
-STEPS, PROMPT_STEPS, ROUNDS = 3, 1, 4
+# Two numbers of steps in a row, without prompts and with them: a step is what the second takes longer than the first, as both
+# begin with an idle device and end with a wait for it. With the one before them a row stays on its page.
+STEPS, PROMPT_STEPS = (1, 4), (1, 2)
+# All that is unknown takes its turn in every round, and the fastest counts: what disturbs the device or the host for a while
+# should not make some steps look dear beside others.
+ROUNDS = 3
 # Tokens that decode rows begin with.
 CONTEXT = 32
 # Of each rank, the pages that may be written to.
@@ -71,10 +73,8 @@ class Calibration:
             busy = busy_state(runner.settings, self._vocab_size, pages)
             counts = ("expert_load",) if runner.settings.expert_load_metrics else ()
             before = {name: np.array(getattr(runner.state, name)) for name in (*busy, *counts)}
-            for bucket, rows in unknown * ROUNDS:
-                runner.put(**busy)
-                seconds = step_seconds(runner, bucket, rows, self._vocab_size)
-                self._seconds[bucket][rows] = min(seconds, self._seconds[bucket].get(rows, seconds))
+            for (bucket, rows), seconds in step_seconds(runner, unknown, busy, self._vocab_size).items():
+                self._seconds[bucket][rows] = seconds
             runner.put(**before)
         for bucket in dict.fromkeys(bucket for bucket, _ in unknown):
             if self._is_known(bucket):
@@ -98,24 +98,40 @@ def numbers_of_rows(bucket: Bucket) -> list[int]:
     return [rows] if bucket.prefill_tokens else sorted({-(-rows // part) for part in (1, 2, 4)})
 
 
-def step_seconds(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> float:
-    """Of a step with so many busy rows, from the state of `busy_state` on: each of them has all its drafts to verify."""
-    settings = runner.settings
-    steps = PROMPT_STEPS if bucket.prefill_tokens else STEPS
+def step_seconds(
+    runner: Runner, cases: Sequence[tuple[Bucket, int]], busy: Mapping[str, np.ndarray], vocab_size: int
+) -> dict[tuple[Bucket, int], float]:
+    """Of a step in each bucket with so many busy rows, from the state `busy` on: each has all its drafts to verify."""
+    fastest: dict[tuple[Bucket, int], np.ndarray] = {}
+    for case in [*cases] * ROUNDS:
+        runner.put(**busy)
+        times = np.array(seconds_of_steps(runner, *case, vocab_size))
+        fastest[case] = np.minimum(times, fastest.get(case, times))
+    out = {}
+    for case, (few, many) in fastest.items():
+        least, most = _numbers_of_steps(case[0])
+        # At least half of the average, should a few steps have been disturbed in every round.
+        out[case] = max((many - few) / (most - least), many / most / 2)
+    return out
+
+
+def _numbers_of_steps(bucket: Bucket) -> tuple[int, int]:
+    return PROMPT_STEPS if bucket.prefill_tokens else STEPS
+
+
+def seconds_of_steps(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> list[float]:
+    """Of both numbers of steps, each from an idle device to an idle device."""
+    settings, times = runner.settings, []
     inputs = np.tile(busy_inputs(runner, bucket, rows, vocab_size), settings.data_parallel_size)
-
-    def step() -> None:
-        if settings.lookup is not None:  # which finds hardly anything in such texts
-            runner.hold(settings.num_speculative_tokens)
-        runner.run_packed(bucket, inputs)
-
-    step()
-    runner.wait()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    runner.wait()
-    return (time.perf_counter() - started) / steps
+    for number in (1, *_numbers_of_steps(bucket)):  # the first finds arrays elsewhere than the last run did
+        started = time.perf_counter()
+        for _ in range(number):
+            if settings.lookup is not None:  # which finds hardly anything in such texts
+                runner.hold(settings.num_speculative_tokens)
+            runner.run_packed(bucket, inputs)
+        runner.wait()
+        times.append(time.perf_counter() - started)
+    return times[1:]
 
 
 def busy_inputs(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> np.ndarray:

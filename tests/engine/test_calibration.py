@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,11 +48,10 @@ def measured(monkeypatch):
     """The buckets and rows that are measured, in order. They run; their times are those of `seconds_of`."""
     really, out = calibration.step_seconds, []
 
-    def measure(runner, bucket, rows, vocab_size):
-        assert really(runner, bucket, rows, vocab_size) > 0
-        if (bucket, rows) not in out:  # in the first round
-            out.append((bucket, rows))
-        return seconds_of(bucket, rows)
+    def measure(runner, cases, busy, vocab_size):
+        assert min(really(runner, cases, busy, vocab_size).values()) > 0
+        out.extend(cases)
+        return {case: seconds_of(*case) for case in cases}
 
     monkeypatch.setattr(calibration, "step_seconds", measure)
     return out
@@ -68,6 +68,27 @@ def every_pair(buckets) -> list[tuple[Bucket, int]]:
 
 def costs_of(buckets) -> list[float | None]:
     return all_costs(StepCosts({pair: seconds_of(*pair) for pair in every_pair(buckets)}))
+
+
+def test_what_a_step_costs_is_without_the_wait_for_it_and_without_slow_moments(monkeypatch):
+    """Of each case another round is slow, in its few or its many steps; a wait takes as long as some steps."""
+    cases = [(bucket, rows) for bucket in BUCKETS for rows in numbers_of_rows(bucket)]
+    rounds = dict.fromkeys(cases, 0)
+
+    def times(_runner, bucket, rows, _vocab_size):
+        case, wait = (bucket, rows), 2.5e-3
+        slow = rounds[case] == cases.index(case) % calibration.ROUNDS
+        rounds[case] += 1
+        numbers = calibration.PROMPT_STEPS if bucket.prefill_tokens else calibration.STEPS
+        few, many = (wait + number * seconds_of(bucket, rows) for number in numbers)
+        return [few + 1e-2 * slow * (rows % 2), many + 1e-2 * slow * (1 - rows % 2)]
+
+    monkeypatch.setattr(calibration, "seconds_of_steps", times)
+    runner = SimpleNamespace(put=lambda **_: None)
+    got = calibration.step_seconds(runner, cases, {}, VOCAB)
+    assert list(got) == cases
+    assert got == pytest.approx({case: seconds_of(*case) for case in cases})
+    assert set(rounds.values()) == {calibration.ROUNDS}
 
 
 @pytest.mark.long
