@@ -16,12 +16,30 @@ def meet(counter: Any, count: int) -> None:
     Args:
         counter: reference of one int32, 0 before the first arrival.
     """
+    arrive(counter)
+    await_arrivals(counter, count)
+
+
+def arrive(counter: Any) -> None:
+    """The first half of `meet`, for warpgroups that others wait for."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def signal(_: Any, counter: Any) -> None:
+        mgpu.utils.warpgroup_barrier()
+        _semaphore(counter).signal(1, memory_scope="gpu")
+
+    signal(counter)
+
+
+def await_arrivals(counter: Any, count: int) -> None:
+    """The second half of `meet`, for warpgroups that wait for others."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def wait(_: Any, counter: Any) -> None:
-        mgpu.utils.warpgroup_barrier()
-        semaphore = mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))
-        semaphore.signal(1, memory_scope="gpu")
-        semaphore.wait(count, decrement=False, memory_scope="gpu")
+        _semaphore(counter).wait(count, decrement=False, memory_scope="gpu")
 
     wait(counter)
+
+
+def _semaphore(counter: Any) -> mgpu.utils.SemaphoreRef:
+    return mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(counter))

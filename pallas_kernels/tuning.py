@@ -38,6 +38,8 @@ class Tuning:
             the norms that follow them are kernels of ours.
         copying_tokens: up to this many tokens, the kernel that makes the slot tables also copies the tokens to their slots,
             if it is one kernel.
+        route_plan_tokens: up to this many tokens, at least 8, routing and the slot tables are one kernel, where the router is a
+            kernel of ours.
         router_tokens: with more tokens than `norm_linear_tokens` and up to this many, the router is a kernel of ours, of
             whose parts the routing makes the sum.
         split_linear_tokens: as `row_kernel_tokens`, of the linear map before such a sum, whose parts the sum adds up.
@@ -62,6 +64,7 @@ class Tuning:
     one_token_experts: bool = False
     row_kernel_tokens: int = 0
     copying_tokens: int = 0
+    route_plan_tokens: int = 8
     router_tokens: int = 0
     split_linear_tokens: int = 0
     joined_linear_tokens: int = 0

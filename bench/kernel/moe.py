@@ -228,10 +228,11 @@ class MoeBlock(Moe):
         def block(parameters: ExpertWeights, x: Any, attended: Any) -> tuple[jax.Array, jax.Array]:
             split = splits_router(x, router)
             weights = () if split else (router,)
-            x, normed, logits, zero = norm_linear_and_zero(x, gain, weights, eps=1e-6, delta=attended)
+            x, normed, made, zero = norm_linear_and_zero(x, gain, weights, eps=1e-6, delta=attended)
+            logits, zero = logit_parts(normed, router) if split else (made[0], zero)
             out, following = add_routed_experts(
-                x, normed, parameters, logit_parts(normed, router) if split else logits[0], bias, live, (gain, 1e-6),
-                zero, top_k=self.K, num_groups=1, top_groups=1, normalize=True, scale=self.scale,
+                x, normed, parameters, logits, bias, live, (gain, 1e-6), zero,
+                top_k=self.K, num_groups=1, top_groups=1, normalize=True, scale=self.scale,
             )  # fmt: skip
             return out, norm_linear(out, gain, (), eps=1e-6)[1] if following is None else following
 

@@ -99,6 +99,7 @@ KERNELS = (
     Watched("moe_router", "test_moe.py::test_router_on_tensor_cores[moonlight-2048-2]"),
     Watched("moe_route", "test_moe.py::test_routed_as_the_reference[odd-True-9]"),
     Watched("moe_route_plan", "test_moe.py::test_tables_of_the_routing_launch[moonlight-True-3]"),
+    Watched("moe_route_and_plan", "test_moe.py::test_tables_of_blocks_that_wait[odd-True-9-True]"),
     Watched("moe_plan", "test_moe.py::test_dispatch_gives_the_slot_tables_of_the_reference[9-8-2]"),
     Watched("moe_count", "test_moe.py::test_dispatch_gives_the_slot_tables_of_the_reference[2048-8-2]"),
     Watched("moe_place", "test_moe.py::test_dispatch_gives_the_slot_tables_of_the_reference[2048-8-2]"),

@@ -110,6 +110,7 @@ CHOICES: dict[str, Choice] = {
     "one_token_experts": Choice((False, True), (Moe(1), MoeShared(1)), (MoeShared(1, 32, 8, 2, 16, 2, 4),)),
     "row_kernel_tokens": Choice((0, 512), BLOCKS, TINY_BLOCKS),
     "copying_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
+    "route_plan_tokens": Choice((8, 32, 128), BLOCKS, TINY_BLOCKS),
     "router_tokens": Choice((0, 128, 256, 512), (*BLOCKS, *CYCLE_BLOCKS), TINY_BLOCKS),
     "split_linear_tokens": Choice(
         (0, 64, 128), tuple(AddLinear(T) for T in (4, 32, 64, 128)), (AddLinear(3, 32, (2, 8), 3),)

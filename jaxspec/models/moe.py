@@ -206,7 +206,7 @@ class MoE(nnx.Module):
         """x + attended, its norm, and the router's logits."""
         if not self.spec.biases and splits_router(x_TH, self.router[...]):
             x_TH, normed_TH, _ = norm.add_into(x_TH, attended)
-            return x_TH, normed_TH, Logits(logit_parts(normed_TH, self.router[...]))
+            return x_TH, normed_TH, Logits(*logit_parts(normed_TH, self.router[...]))
         x_TH, normed_TH, logits_TE, zero = norm.add_into_and_zero(x_TH, attended, self.router[...])
         return x_TH, normed_TH, Logits(logits_TE + self.logit_bias[...] if self.spec.biases else logits_TE, zero)
 

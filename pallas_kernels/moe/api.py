@@ -8,6 +8,7 @@ Which files run, by the tokens T of a call:
 | 1, the same on several devices      | `routing.py`        | none                | `one_token.py`     |
 | 1, with biases or a clamp           | as for several      |                     |                    |
 | 1 to 8 (few)                        | `dispatch_fused.py` | in the same kernel  | `mosaic.py`        |
+| 9 to `Tuning.route_plan_tokens`     | `dispatch_meet.py`  | in the same kernel  | `mosaic.py`        |
 | 9 and more, <= 1024 assignments     | `routing.py`        | `dispatch_small.py` | `mosaic.py`        |
 | more (prefill)                      | `routing.py`        | `dispatch_large.py` | `mosaic.py`        |
 | any, if no kernel supports the call | `reference.py`      | none                | `reference.py`     |
@@ -15,6 +16,8 @@ Which files run, by the tokens T of a call:
 Weights with codes of four bits have matmuls of their own in `mosaic.py`, also for one token: `packed_matmul.py`. So have
 those in FP8, whose activations are FP8 too: `fp8_matmul.py`. Quantised shared experts and dense MLPs run on these matmuls too:
 `quantised_mlp.py`.
+
+`dispatch_meet.py` needs a counter, which the router's kernel (`logit_parts`) makes; without one two kernels run.
 
 `mosaic.py` runs the steps in its rows one after another; its matmuls are in `grouped_matmul.py`, and from 9 tokens on
 `gather.py` collects their rows. Called by itself, `experts` uses `dispatch_small.py` for few tokens too.
@@ -93,8 +96,10 @@ def splits_router(x: jax.Array, weight: jax.Array) -> bool:
     return choose("moe_router", _wanted_beside(), {"mosaic": router.unsupported_reason(x, weight)}) == "mosaic"
 
 
-def logit_parts(x: jax.Array, weight: jax.Array) -> jax.Array:
+def logit_parts(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits x weight^T as float32 [parts, >= T, E], whose sum they are: routing takes them as it takes logits.
+
+    The second result is `zero` of `routed_experts`.
 
     Args:
         x: [T, H]. weight: float32 [E, H].
@@ -171,7 +176,7 @@ def routed_experts(
     if not kernels or parameters.first is not None:
         weights, ids = (a[: x.shape[0]] for a in _route_on(route_backend, logits, bias, options))
         return _experts(backend, x, parameters, weights, ids, live, residual)
-    out = mosaic.routed_experts(x, parameters, logits, bias, live, routing=options)
+    out = mosaic.routed_experts(x, parameters, logits, bias, live, zero, routing=options)
     return out if residual is None else residual + out
 
 
@@ -204,8 +209,9 @@ def add_routed_experts(
         reason = combine.unsupported_reason(residual, following[0])
         if backends == ("mosaic", "mosaic") and choose("moe_combine", "auto", {"mosaic": reason}) == "mosaic":
             return mosaic.add_and_norm(
-                x, parameters, logits, bias, live, residual, following[0], routing=routing_options, eps=following[1]
-            )
+                x, parameters, logits, bias, live, residual, following[0], zero,
+                routing=routing_options, eps=following[1],
+            )  # fmt: skip
     return routed_experts(x, parameters, logits, bias, live, residual, zero, **options), None
 
 

@@ -1,6 +1,7 @@
-"""From chosen experts to slot tables. Three sets of kernels do this, by the number of assignments (tokens times k):
+"""From chosen experts to slot tables. Four sets of kernels do this, by the number of assignments (tokens times k):
 
 - `dispatch_fused`: up to 8 tokens; the tables come out of the routing kernel itself.
+- `dispatch_meet`: up to `Tuning.route_plan_tokens`; so they do here, from blocks that wait for those that route.
 - `dispatch_small`: one kernel, in which every block counts all assignments.
 - `dispatch_large`: two kernels, a prefill's; each block counts its own assignments, the second adds the counts up.
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.moe.dispatch_large import count_chunks, place_chunks
-from pallas_kernels.moe.dispatch_small import Copied, copies, place_all
+from pallas_kernels.moe.dispatch_small import Copied, Plan, copies, place_all
 from pallas_kernels.moe.dispatch_tiles import BLOCK
 from pallas_kernels.moe.slots import SlotTables
 
@@ -56,18 +57,18 @@ def dispatch_assigned(
     `place` has a row for each token that the ids have room for. With `all_tokens` it holds the first row of each slot; the
     token's own row has still to be added.
     """
-    chunks = ids_N.shape[0]
-    if all_tokens or chunks <= MOST_CHUNKS:
-        num_slots, expert, token, place = place_all(chunks, E, k, rows, slots, all_tokens, interpret)(ids_N)
+    plan = Plan(ids_N.shape[0], E, k, rows, slots, all_tokens)
+    if all_tokens or plan.chunks <= MOST_CHUNKS:
+        results = place_all(plan, interpret)(ids_N)
     else:
-        counts, rank = count_chunks(chunks, E, interpret)(ids_N)
-        num_slots, expert, token, place = place_chunks(chunks, E, k, rows, slots, interpret)(ids_N, counts, rank)
-    return SlotTables(num_slots, expert, token, place.reshape(-1)[: place.size // k * k].reshape(-1, k))
+        counts, rank = count_chunks(plan.chunks, E, interpret)(ids_N)
+        results = place_chunks(plan.chunks, E, k, rows, slots, interpret)(ids_N, counts, rank)
+    return plan.tables(results)[0]
 
 
-def copies_tokens(ids_N: jax.Array, k: int, H: int) -> bool:
-    """Whether `dispatch_and_copy` supports these ids, and tokens of H columns."""
-    return ids_N.shape[0] <= MOST_CHUNKS and copies(ids_N.shape[0], k, H)
+def copies_tokens(chunks: int, k: int, H: int) -> bool:
+    """Whether `dispatch_and_copy` supports so many chunks of ids, k for each token, and tokens of H columns."""
+    return chunks <= MOST_CHUNKS and copies(chunks, k, H)
 
 
 def dispatch_and_copy(
@@ -88,8 +89,7 @@ def dispatch_and_copy(
     Args:
         ordered: the rows have their columns in `packed_codes.fragment_order`.
     """
-    copied = Copied(x.shape[1], x.dtype, ordered)
-    kernel = place_all(ids_N.shape[0], E, k, rows, slots, False, interpret, copied)
-    num_slots, expert, copied, place = kernel(ids_N, x)
-    token = jnp.zeros(slots * rows, jnp.int32)  # never read
-    return SlotTables(num_slots, expert, token, place.reshape(-1, k)), copied.reshape(slots, rows, -1)
+    plan = Plan(ids_N.shape[0], E, k, rows, slots, copied=Copied(x.shape[1], x.dtype, ordered))
+    tables, copied = plan.tables(place_all(plan, interpret)(ids_N, x))
+    assert copied is not None
+    return tables, copied

@@ -2,7 +2,8 @@
 
 Route (`routing.py`), make the slot tables (`dispatch.py`), gather the slots' tokens (`gather.py`), multiply
 (`grouped_matmul.py`), and sum each token's weighted rows in XLA. Up to 8 tokens, routing and tables are one kernel
-(`dispatch_fused.py`) and nothing is gathered, because every slot has all tokens.
+(`dispatch_fused.py`) and nothing is gathered, because every slot has all tokens; for more they may be one too
+(`dispatch_meet.py`).
 """
 
 import dataclasses
@@ -17,8 +18,17 @@ from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.moe import gather, quantised_mlp
 from pallas_kernels.moe.combine import combine_and_norm
 from pallas_kernels.moe.config import GRANULE, Config, M, configure
-from pallas_kernels.moe.dispatch import assigned_blocks, copies_tokens, dispatch, dispatch_and_copy, dispatch_assigned
+from pallas_kernels.moe.dispatch import (
+    MOST_CHUNKS,
+    assigned_blocks,
+    copies_tokens,
+    dispatch,
+    dispatch_and_copy,
+    dispatch_assigned,
+)
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
+from pallas_kernels.moe.dispatch_meet import chunks_of, route_and_place
+from pallas_kernels.moe.dispatch_small import Copied, Plan
 from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, padded_rows, pieces_beside
 from pallas_kernels.moe.fp8_matmul import fp8_experts
 from pallas_kernels.moe.grouped_matmul import down_matmul, up_matmul
@@ -82,7 +92,7 @@ def experts(
     k, width = ids.shape[1], -(-ids.shape[1] // 8) * 8
     if not config.all_tokens and tuning.current().copying_tokens >= x.shape[0] and not is_fp8(parameters):
         assigned = assigned_blocks(jnp.pad(ids, ((0, 0), (0, width - k)), constant_values=E), live, E)
-        if copies_tokens(assigned, width, x.shape[1]):
+        if copies_tokens(assigned.shape[0], width, x.shape[1]):
             sizes = width, E, config.rows, config.slots
             tables, copied = _dispatched_and_copied(assigned, x, parameters, sizes, interpret)
             rows = _expert_rows(x, copied, parameters, weights, tables, config, interpret)
@@ -100,6 +110,7 @@ def routed_experts(
     logits: jax.Array,
     bias: jax.Array | None,
     live: jax.Array,
+    zero: jax.Array | None = None,
     *,
     routing: Routing,
     config: Config | None = None,
@@ -107,10 +118,10 @@ def routed_experts(
 ) -> jax.Array:
     """As `api.routed_experts` without the residual, in bfloat16, where `routing.unsupported_reason` is None too.
 
-    Between the router's matmul and the experts' a step of up to 8 tokens has one kernel, a larger decode step two or
+    Between the router's matmul and the experts' a step of up to 8 tokens has one kernel, a larger decode step one to
     three, a prefill four.
     """
-    rows = _routed_rows(x, parameters, logits, bias, live, routing, config, interpret)
+    rows = _routed_rows(x, parameters, logits, bias, live, zero, routing, config, interpret)
     return combine(rows, live, routing.top_k).astype(x.dtype)
 
 
@@ -123,6 +134,7 @@ def add_and_norm(
     live: jax.Array,
     residual: jax.Array,
     norm_weight: jax.Array,
+    zero: jax.Array | None = None,
     *,
     routing: Routing,
     eps: float,
@@ -130,7 +142,7 @@ def add_and_norm(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """residual + `routed_experts`, and the norm of that, where `combine.unsupported_reason` is None too."""
-    rows = _routed_rows(x, parameters, logits, bias, live, routing, config, interpret)
+    rows = _routed_rows(x, parameters, logits, bias, live, zero, routing, config, interpret)
     return combine_and_norm(
         rows.y, rows.addends, rows.weights, rows.place, live, residual, norm_weight,
         k=routing.top_k, eps=eps, beside=rows.beside, interpret=interpret,
@@ -161,25 +173,35 @@ def _routed_rows(
     logits: jax.Array,
     bias: jax.Array | None,
     live: jax.Array,
+    zero: jax.Array | None,
     routing: Routing,
     config: Config | None,
     interpret: Any,
 ) -> ExpertRows:
-    E = logits.shape[-1]
+    (T, H), E, width, choices = x.shape, logits.shape[-1], routing.width, tuning.current()
     config = config or _configured(x, parameters, routing.top_k)
+    sizes = width, E, config.rows, config.slots
+    copied = None
     if config.all_tokens:
         weights, tables = route_and_dispatch(
             logits, bias, live, config.rows, config.slots, routing=routing, interpret=interpret
         )
     else:
-        weights, assigned = assign(logits, bias, live, routing=routing, interpret=interpret)
-        sizes = routing.width, E, config.rows, config.slots
-        copies = tuning.current().copying_tokens >= x.shape[0] and not is_fp8(parameters)
-        if copies and copies_tokens(assigned, routing.width, x.shape[1]):
-            tables, copied = _dispatched_and_copied(assigned, x, parameters, sizes, interpret)
-            return _expert_rows(x, copied, parameters, weights, tables, config, interpret)
-        tables = dispatch_assigned(assigned, *sizes, all_tokens=False, interpret=interpret)
-    slots_x = _slot_inputs(x, parameters, tables, config, interpret)
+        chunks = chunks_of(T, width)
+        copies = choices.copying_tokens >= T and not is_fp8(parameters) and copies_tokens(chunks, width, H)
+        if zero is not None and choices.route_plan_tokens >= T and chunks <= MOST_CHUNKS:
+            copy = Copied(H, x.dtype, is_packed(parameters)) if copies else None
+            plan = Plan(chunks, E, width, config.rows, config.slots, copied=copy)
+            weights, tables, copied = route_and_place(
+                logits, bias, live, x, zero, plan, routing=routing, interpret=interpret
+            )
+        else:
+            weights, assigned = assign(logits, bias, live, routing=routing, interpret=interpret)
+            if copies:
+                tables, copied = _dispatched_and_copied(assigned, x, parameters, sizes, interpret)
+            else:
+                tables = dispatch_assigned(assigned, *sizes, all_tokens=False, interpret=interpret)
+    slots_x = _slot_inputs(x, parameters, tables, config, interpret) if copied is None else copied
     return _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
 
 

@@ -42,8 +42,10 @@ def unsupported_reason(x: jax.Array, router: jax.Array) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
-def logit_parts(x: jax.Array, router: jax.Array, *, interpret: Any = False) -> jax.Array:
+def logit_parts(x: jax.Array, router: jax.Array, *, interpret: Any = False) -> tuple[jax.Array, jax.Array]:
     """Parts of the logits x router^T, which are their sum: float32 [H / DEPTH, T padded to a multiple of ROWS, E].
+
+    The second result is a 0, int32 [1], for a later kernel that needs a counter.
 
     Args:
         x: [T, H] in bfloat16. router: float32 [E, H].
@@ -53,12 +55,17 @@ def logit_parts(x: jax.Array, router: jax.Array, *, interpret: Any = False) -> j
     E = router.shape[0]
     token_blocks, parts = -(-T // ROWS), H // DEPTH
 
-    def moe_router(x, router, out, x_s, w_s, arrived):
+    def moe_router(x, router, out, zero, x_s, w_s, arrived):
         part, first, expert = (
             lax.axis_index("part"),
             lax.axis_index("tokens") * ROWS,
             lax.axis_index("experts") * EXPERTS,
         )
+
+        @pl.when((part == 0) & (first == 0) & (expert == 0))
+        def _clear_counter():
+            zero[0] = jnp.int32(0)
+
         columns = pl.ds(part * DEPTH, DEPTH)
         # Past the last token TMA reads zeros.
         plgpu.copy_gmem_to_smem(x.at[pl.ds(first, ROWS), columns], x_s, arrived)
@@ -81,7 +88,10 @@ def logit_parts(x: jax.Array, router: jax.Array, *, interpret: Any = False) -> j
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return plgpu.kernel(
         moe_router,
-        out_type=jax.ShapeDtypeStruct((parts, token_blocks * ROWS, E), f32),
+        out_type=(
+            jax.ShapeDtypeStruct((parts, token_blocks * ROWS, E), f32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ),
         scratch_types={
             "x_s": plgpu.SMEM((ROWS, DEPTH), bf16, transforms=swizzled),
             "w_s": plgpu.SMEM((TERMS, EXPERTS, DEPTH), bf16, transforms=swizzled),

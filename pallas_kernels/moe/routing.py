@@ -1,7 +1,7 @@
 """The routing of a layer as one small Mosaic GPU kernel (`moe_route` in traces): scores, groups, the k best experts.
 
 XLA makes five kernels of it, and each small kernel of a decode step costs 2.2 us on an H200, whatever it does. Up to 8
-tokens `dispatch_fused.py` makes the slot tables in the same launch.
+tokens `dispatch_fused.py` makes the slot tables in the same launch, for more `dispatch_meet.py` may.
 """
 
 import functools
@@ -85,6 +85,20 @@ def assign(
     return weights, ids.reshape(-1, BLOCK)
 
 
+def route_block(inputs: Any, block: Any, T: int, E: int, r: Routing, weights: Any, chosen: Any, ids_smem: Any) -> None:
+    """Chooses the experts of a block's tokens, inside a kernel.
+
+    Args:
+        inputs: references to `kernel_inputs` of T tokens.
+        weights, chosen: references float32 [padded T, COLUMNS] and int32 [blocks, ROWS, width].
+        ids_smem: scratch int32 [ROWS, COLUMNS].
+    """
+    logits, bias, live = read_block(inputs, block, T)
+    _, ids, weights[pl.ds(block * ROWS, ROWS)] = select_experts(logits, bias, E, r)
+    ids_smem[...] = jnp.where(along_rows(live, COLUMNS) == 1, ids, constant_like(E, ids))
+    chosen[block] = load(ids_smem, (slice(None), pl.ds(0, r.width)), layout=CHOSEN)
+
+
 @functools.cache
 def _route(T: int, E: int, r: Routing, interpret: Any) -> Any:
     """kernel(*kernel_inputs) -> weights float32 [padded T, COLUMNS], ids int32 [blocks, ROWS, width], 0 int32 [1]."""
@@ -99,10 +113,7 @@ def _route(T: int, E: int, r: Routing, interpret: Any) -> Any:
         def _clear_counter():
             zero[0] = int32(0)
 
-        logits, bias, live = read_block(inputs, block, T)
-        _, ids, weights[pl.ds(block * ROWS, ROWS)] = select_experts(logits, bias, E, r)
-        ids_smem[...] = jnp.where(along_rows(live, COLUMNS) == 1, ids, constant_like(E, ids))
-        chosen[block] = load(ids_smem, (slice(None), pl.ds(0, r.width)), layout=CHOSEN)
+        route_block(inputs, block, T, E, r, weights, chosen, ids_smem)
 
     return plgpu.kernel(
         moe_route,

@@ -23,7 +23,13 @@ from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.reference import rms_norm
-from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
+from tests.kernels.moe_cases import (
+    ROUTINGS,
+    assert_same_plan,
+    by_reference,
+    planned_in_one_launch_and_in_two,
+    routers,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -330,7 +336,8 @@ def test_router_on_tensor_cores(shape, H, T):
     bias, live = jnp.linspace(-0.1, 0.1, E), jnp.ones(T, bool)
     run = jax.jit(router.logit_parts)
     for _ in range(3):  # the third run is a recorded graph's
-        parts = run(x, weight)
+        parts, zero = run(x, weight)
+    assert zero.tolist() == [0]
     exact = np.asarray(x, np.float64), np.asarray(weight, np.float64)
     error = np.abs(np.asarray(parts, np.float64).sum(axis=0)[:T] - exact[0] @ exact[1].T)
     assert (error <= 1e-6 * np.abs(exact[0]) @ np.abs(exact[1]).T).all()
@@ -360,6 +367,54 @@ def test_tables_of_the_routing_launch(shape, sigmoid, T):
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
     np.testing.assert_array_equal(got.place[:T, : routing.top_k], want.place)
     np.testing.assert_array_equal(weights[:T, : routing.top_k], want_weights)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("T", [9, 32, 40, 128])
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("shape", ROUTINGS)
+def test_tables_of_blocks_that_wait(shape, sigmoid, T, copies):
+    """Bit for bit what routing and tables in two launches give."""
+    _, routing = ROUTINGS[shape]
+    logits, bias = routers(shape, T, sigmoid=sigmoid)
+    live = jnp.arange(T) % 3 != 1
+    x = jax.random.normal(jax.random.key(T), (T, 2048), jnp.bfloat16)
+    run = jax.jit(functools.partial(planned_in_one_launch_and_in_two, routing=routing, copies=copies))
+    for _ in range(3):  # the third run is a recorded graph's
+        assert_same_plan(*run(logits, bias, live, x), live, routing.top_k)
+
+
+@pytest.mark.parametrize("T", [16, 32, 128])
+def test_blocks_that_wait_in_one_layer_after_another(T):
+    """In one graph, each with the counter of its router: without waiting a block would read stale ids."""
+    H, E, _, _ = SHAPES["moonlight"]
+    _, routing = ROUTINGS["moonlight"]
+    parameters, live = ExpertWeights(*layer("moonlight")), jnp.arange(T) % 5 != 4
+    weights = jax.random.normal(jax.random.key(1), (12, E, H), jnp.float32) * H**-0.5
+    stream = jax.random.normal(jax.random.key(2), (T, H), jnp.bfloat16)
+    gain, bias = jnp.ones(H, jnp.bfloat16), jnp.linspace(-0.1, 0.1, E)
+
+    def run(parameters, weights, stream):
+        normed = rms_norm(stream, gain, 1e-5)
+        for weight in weights:
+            logits, zero = api.logit_parts(normed, weight)
+            stream, normed = api.add_routed_experts(
+                stream, normed, parameters, logits, bias, live, (gain, 1e-5), zero, **dataclasses.asdict(routing)
+            )
+        return stream
+
+    results = []
+    for most in (8, 128):
+        jax.clear_caches()
+        on = dataclasses.replace(
+            tuning.current(), row_kernel_tokens=512, copying_tokens=128, route_plan_tokens=most, norm_linear_tokens=1
+        )
+        with use(Backends(moe="mosaic")), tuning.use(on):
+            step = jax.jit(run)
+            results += [np.asarray(step(parameters, weights, stream), np.float32) for _ in range(4)]
+    assert np.isfinite(results[0]).all()
+    for got in results[1:]:
+        np.testing.assert_array_equal(got, results[0])
 
 
 @pytest.mark.parametrize("T", [1, 8, 9, 40, 300])

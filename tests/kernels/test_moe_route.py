@@ -14,13 +14,22 @@ from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, mosaic, reference, router
 from pallas_kernels.moe.config import configure
 from pallas_kernels.moe.dispatch_fused import route_and_dispatch
+from pallas_kernels.moe.dispatch_meet import chunks_of, route_and_place
+from pallas_kernels.moe.dispatch_small import Copied, Plan
 from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.routing import route, route_padded, unsupported_reason
+from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.tuning import Tuning
-from tests.kernels.moe_cases import ROUTINGS, by_reference, routers
+from tests.kernels.moe_cases import (
+    ROUTINGS,
+    assert_same_plan,
+    by_reference,
+    planned_in_one_launch_and_in_two,
+    routers,
+)
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.matrices import full, members
 
@@ -74,9 +83,64 @@ def test_tables_of_the_same_launch(shape, sigmoid, T):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("shape", "sigmoid", "T", "H"),
+    [
+        ("odd", True, 9, 128), ("moonlight", False, 17, 0),
+        *slow(("moonlight", True, 32, 256), ("deepseek-v3", True, 12, 128), ("deepseek-v2", False, 20, 0)),
+        pytest.param("odd", True, 128, 0, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_tables_of_blocks_that_wait(shape, sigmoid, T, H):
+    """More tokens: one launch gives what two do, with tokens copied (of H columns) and without. Some are dead."""
+    _, routing = ROUTINGS[shape]
+    logits, bias = routers(shape, T, sigmoid=sigmoid)
+    check_one_launch(logits, bias, T, H, routing)
+
+
+@interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize(("T", "copying", "rows"), [(3, 0, 16), (20, 0, 16), (20, 20, 16), (40, 40, 24)])
-def test_routed_experts(T, copying, rows):
+def test_tables_of_blocks_that_wait_for_more_experts_of_a_token():
+    """Ten ids, padded to 16: a block that routes fills two chunks. Logits in parts; the copied columns in another order."""
+    parts = np.random.default_rng(0).normal(size=(2, 64, 64)).astype(np.float32)
+    check_one_launch(parts, None, 20, 1024, Routing(10, 1, 1, False, 1.0), ordered=True)
+
+
+def check_one_launch(logits, bias, T: int, H: int, routing: Routing, *, ordered: bool = False) -> None:
+    live = jnp.arange(T) % 3 != 1
+    x = jnp.asarray(np.random.default_rng(T).normal(size=(T, H or 128)), jnp.bfloat16)
+    one, two = planned_in_one_launch_and_in_two(
+        logits, bias, live, x, routing=routing, copies=H > 0, ordered=ordered, interpret=detect_races()
+    )
+    assert_same_plan(one, two, live, routing.top_k)
+    assert_no_races((one, two), kernels=4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "T", "copies"), [("moonlight", 32, True), *slow(("moonlight", 128, False), ("deepseek-v3", 128, True))]
+)
+def test_blocks_that_wait_lower_for_the_gpu(shape, T, copies):
+    """In one kernel, and the counter is used in place."""
+    E, routing = ROUTINGS[shape]
+    H = LAYERS[shape].hidden
+    slots = max_slots(T, routing.top_k, E, 8, all_tokens=False)
+    plan = Plan(chunks_of(T, 8), E, 8, 8, slots, copied=Copied(H, jnp.dtype(jnp.bfloat16)) if copies else None)
+    arrays = abstract(
+        ((T, E), jnp.float32), ((E,), jnp.float32), ((T,), jnp.bool_), ((T, H), jnp.bfloat16), ((1,), jnp.int32)
+    )
+    step = jax.jit(lambda *a: route_and_place(*a, plan, routing=routing))
+    text = step.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "output_operand_alias<" in text
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("T", "copying", "one_launch", "rows"),
+    [(3, 0, 8, 16), (20, 0, 8, 16), (20, 20, 8, 16), (40, 40, 8, 24), (20, 0, 20, 16), (40, 40, 40, 24)],
+)
+def test_routed_experts(T, copying, one_launch, rows):
     """Slots with all tokens, and others: as routing and then experts."""
     E, H, inner, routing = 8, 128, 128, ROUTINGS["odd"][1]
     rng = np.random.default_rng(T)
@@ -87,9 +151,10 @@ def test_routed_experts(T, copying, rows):
     live = jnp.arange(T) % 5 != 4
     call = x, ExpertWeights(gate_up, down), logits, bias, live
     jax.clear_caches()
-    with tuning.use(Tuning(slot_rows=((12.0, rows),), copying_tokens=copying)):
+    with tuning.use(Tuning(slot_rows=((12.0, rows),), copying_tokens=copying, route_plan_tokens=one_launch)):
         config = dataclasses.replace(configure(T, E, routing.top_k, H, inner), grid=2)
-        got = mosaic.routed_experts(*call, routing=routing, config=config, interpret=detect_races())
+        zero = jnp.zeros(1, jnp.int32)
+        got = mosaic.routed_experts(*call, zero, routing=routing, config=config, interpret=detect_races())
     weights, ids = by_reference(logits, bias, routing)
     exact = (a.astype(jnp.float32) for a in (gate_up, down))
     want = reference.experts(x.astype(jnp.float32), ExpertWeights(*exact), weights, ids, live)
@@ -107,8 +172,9 @@ def test_the_router_on_tensor_cores(T):
     rng = np.random.default_rng(T)
     x = jnp.asarray(rng.normal(size=(T, H)), jnp.bfloat16).at[T // 2, 0].set(jnp.nan)
     weight = jnp.asarray(rng.normal(size=(E, H)), jnp.float32)
-    parts = router.logit_parts(x, weight, interpret=detect_races())
+    parts, zero = router.logit_parts(x, weight, interpret=detect_races())
     assert_no_races(parts)
+    assert zero.tolist() == [0]
     assert parts.shape == (2, -(-T // 64) * 64, E)
     got = np.asarray(parts, np.float64).sum(axis=0)[:T]
     want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
@@ -132,7 +198,7 @@ def test_the_router_lowers_for_cuda():
     )
 
     def step(x, weight, bias, live):
-        return route_padded(router.logit_parts(x, weight), bias, live, routing=ROUTINGS["deepseek-v3"][1])
+        return route_padded(router.logit_parts(x, weight)[0], bias, live, routing=ROUTINGS["deepseek-v3"][1])
 
     text = jax.jit(step).trace(x, weight, bias, live).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
@@ -174,23 +240,26 @@ def test_lowers_for_the_gpu(shape, sigmoid, T):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("T", "copying", "kernels"),
-    [(1, 0, 3), *full((8, 128, 3), (32, 0, 5)), (32, 128, 4), *full((128, 128, 4)), (2048, 4096, 6)],
-)
-def test_a_layer_lowers_for_the_gpu(T, copying, kernels):
+    ("T", "copying", "one_launch", "kernels"),
+    [
+        (1, 0, 8, 3), *full((8, 128, 8, 3), (32, 0, 8, 5)), (32, 128, 8, 4), *full((128, 128, 8, 4)), (2048, 4096, 4096, 6),
+        (32, 128, 128, 3), (32, 0, 128, 4), (128, 128, 128, 3), *full((128, 128, 32, 4), (8, 128, 128, 3)),
+    ],
+)  # fmt: skip
+def test_a_layer_lowers_for_the_gpu(T, copying, one_launch, kernels):
     """From logits to the experts' matmuls: one kernel for few tokens, three with the gather for more, four for a prefill.
 
-    With tokens copied by the kernel that makes the tables one less, where that is one.
+    With tokens copied by the kernel that makes the tables one less, where that is one; and one less where it routes too.
     """
     E, routing = ROUTINGS["moonlight"]
     H, _, _, inner, _ = LAYERS["moonlight"]
     args = abstract(
         ((T, H), jnp.bfloat16), ((E, 2, inner, H), jnp.bfloat16), ((E, H, inner), jnp.bfloat16), ((T, E), jnp.float32),
-        ((E,), jnp.float32), ((T,), jnp.bool_),
+        ((E,), jnp.float32), ((T,), jnp.bool_), ((1,), jnp.int32),
     )  # fmt: skip
     layer = jax.jit(lambda x, *a: mosaic.routed_experts(x, ExpertWeights(*a[:2]), *a[2:], routing=routing))
     jax.clear_caches()
-    with tuning.use(Tuning(copying_tokens=copying)):
+    with tuning.use(Tuning(copying_tokens=copying, route_plan_tokens=one_launch)):
         text = layer.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == kernels
 
