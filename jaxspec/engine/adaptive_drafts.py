@@ -1,10 +1,10 @@
 """The number of drafts of each step, chosen for throughput: from what steps cost and from what was accepted lately.
 
-A step with k drafts a row costs c(k) seconds and yields, of each row, 1 + p_1 + p_1 p_2 + ... + p_1 .. p_k tokens, where p_i
-is the probability that draft i is accepted if those before it are. The k with the most tokens a second is chosen. p_i is
-estimated for each request, from its own windows and from those of all requests lately. Whoever gets more tokens a step is over
-sooner and leaves its slot to another, so of rows that differ the slow ones are many: what counts is not the tokens of the rows
-as they are, but in how many steps requests are done (`_tokens`).
+A step with k drafts a row costs c(k) seconds, by its rows and the length of their contexts, and yields, of each row,
+1 + p_1 + p_1 p_2 + ... + p_1 .. p_k tokens, where p_i is the probability that draft i is accepted if those before it are. The k
+with the most tokens a second is chosen. p_i is estimated for each request, from its own windows and from those of all requests
+lately. Whoever gets more tokens a step is over sooner and leaves its slot to another, so of rows that differ the slow ones are
+many: what counts is not the tokens of the rows as they are, but in how many steps requests are done (`_tokens`).
 
 With few drafts or none nothing is learned about the others. So from time to time, at the cost of a fixed small part of all
 time, some steps have more: a probe. It ends as soon as it shows that more drafts do not pay, or that they do. A part of what
@@ -73,7 +73,10 @@ class AdaptiveDrafts:
         rows = max(load.rows, 1)
         self._prompt_share += (load.prompts - self._prompt_share) / 32
         costs = self.costs
-        seconds = {k: costs and costs.seconds(rows, k, prompts=load.prompts, full=load.full) for k in choices}
+        seconds = {
+            k: costs and costs.seconds(rows, k, tokens=load.tokens, prompts=load.prompts, full=load.full)
+            for k in choices
+        }
         if len(choices) == 1 or not all(seconds.values()):
             return choices[-1]
         known: dict[int, float] = {k: value for k, value in seconds.items() if value}
@@ -144,7 +147,7 @@ class AdaptiveDrafts:
             # Time is worth what decode steps make of it. A step with fewer drafts than those around it also leaves the next
             # one with fewer to verify.
             assert self.costs is not None
-            alone = {k: self.costs.seconds(rows, k, full=load.full) for k in seconds}
+            alone = {k: self.costs.seconds(rows, k, tokens=load.tokens, full=load.full) for k in seconds}
             rate = max(tokens[k] / (alone[k] or value) for k, value in seconds.items())
             after = tokens[current] if current is not None else 0.0
             follows = (1 - self._prompt_share) * np.maximum(after - tokens, 0.0)

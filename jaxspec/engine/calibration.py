@@ -25,8 +25,10 @@ STEPS, PROMPT_STEPS = (1, 4), (1, 2)
 # All that is unknown takes its turn in every round, and the fastest counts: what disturbs the device or the host for a while
 # should not make some steps look dear beside others.
 ROUNDS = 3
-# Tokens that decode rows begin with.
-CONTEXT = 32
+# Tokens that decode rows begin with, and where what their contexts add is measured.
+CONTEXT, LONG_CONTEXT = 32, 2048
+# Of its record.
+TOKEN = "token"
 # Of each rank, the pages that may be written to.
 Pages = Sequence[Sequence[int]]
 logger = logging.getLogger(__name__)
@@ -48,6 +50,16 @@ class Calibration:
             names = {str(rows): rows for rows in numbers_of_rows(bucket)}
             kept = runner.store.load_record(runner.compiler.key("costs", bucket), names) or {}
             self._seconds[bucket] = {names[name]: seconds for name, seconds in kept.items()}
+        # The decode step of most rows, without drafts, of which the time that a context takes is measured.
+        self._widest = max(
+            (b for b in runner.buckets if not b.prefill_tokens and not b.drafts), key=_size, default=None
+        )
+        self._context = min(LONG_CONTEXT, runner.settings.max_model_len // 2)
+        self._token_seconds: float | None = None
+        if self._widest is None or self._context <= CONTEXT:
+            self._token_seconds = 0.0
+        elif record := runner.store.load_record(runner.compiler.key("context", self._widest), {TOKEN}):
+            self._token_seconds = record[TOKEN]
         if known := sum(map(self._is_known, runner.buckets)):
             logger.info("what %d of %d steps cost was measured by an earlier start", known, len(runner.buckets))
 
@@ -70,12 +82,8 @@ class Calibration:
         """
         runner = self._runner
         if unknown := self.unknown[:most]:
-            busy = busy_state(runner.settings, self._vocab_size, pages)
-            counts = ("expert_load",) if runner.settings.expert_load_metrics else ()
-            before = {name: np.array(getattr(runner.state, name)) for name in (*busy, *counts)}
-            for (bucket, rows), seconds in step_seconds(runner, unknown, busy, self._vocab_size).items():
-                self._seconds[bucket][rows] = seconds
-            runner.put(**before)
+            for (bucket, rows), value in self._timed(unknown, pages, CONTEXT).items():
+                self._seconds[bucket][rows] = value
         for bucket in dict.fromkeys(bucket for bucket, _ in unknown):
             if self._is_known(bucket):
                 of_rows = self._seconds[bucket]
@@ -84,9 +92,40 @@ class Calibration:
                 )
                 text = "; ".join(f"{rows} rows: {1e3 * value:.2f} ms" for rows, value in of_rows.items())
                 logger.info("measured what a step costs: %s, %s", bucket, text)
+        if self._token_seconds is None:
+            self._measure_context(pages)
         known = [bucket for bucket in runner.buckets if self._is_known(bucket)]
         runner.bucket_seconds = {bucket: self._seconds[bucket][bucket.decode_rows] for bucket in known}
-        return StepCosts({(b, rows): seconds for b in known for rows, seconds in self._seconds[b].items()})
+        seconds = {(b, rows): value for b in known for rows, value in self._seconds[b].items()}
+        return StepCosts(seconds, CONTEXT, self._token_seconds or 0.0)
+
+    def _timed(
+        self, cases: Sequence[tuple[Bucket, int]], pages: Pages, context: int
+    ) -> dict[tuple[Bucket, int], float]:
+        runner = self._runner
+        busy = busy_state(runner.settings, self._vocab_size, pages, context)
+        counts = ("expert_load",) if runner.settings.expert_load_metrics else ()
+        before = {name: np.array(getattr(runner.state, name)) for name in (*busy, *counts)}
+        seconds = step_seconds(runner, cases, busy, self._vocab_size)
+        runner.put(**before)
+        return seconds
+
+    def _measure_context(self, pages: Pages) -> None:
+        """What a token of a decode row's context adds to a step, if the widest step is there and its time known."""
+        runner, bucket = self._runner, self._widest
+        if bucket is None or bucket not in runner.ready or not self._is_known(bucket):
+            return
+        case = bucket, bucket.decode_rows
+        longer = self._timed([case], pages, self._context)[case] - self._seconds[bucket][bucket.decode_rows]
+        *_, rows = busy_counts(bucket, bucket.decode_rows, runner.settings)
+        # A record has positive numbers.
+        self._token_seconds = max(longer / rows / (self._context - CONTEXT), 1e-15)
+        runner.store.save_record(runner.compiler.key("context", bucket), {TOKEN: self._token_seconds})
+        logger.info("measured what a token of context costs: %.3g ns a step", 1e9 * self._token_seconds)
+
+
+def _size(bucket: Bucket) -> tuple[int, bool]:
+    return bucket.decode_rows, bucket.variant == "lean"
 
 
 def numbers_of_rows(bucket: Bucket) -> list[int]:
@@ -162,16 +201,16 @@ def busy_counts(bucket: Bucket, rows: int, settings: Settings) -> tuple[int, int
     return prompts, length, min(rows, slots - prompts)
 
 
-def busy_state(settings: Settings, vocab_size: int, pages: Pages, context: int | None = None) -> dict[str, np.ndarray]:
+def busy_state(settings: Settings, vocab_size: int, pages: Pages, context: int) -> dict[str, np.ndarray]:
     """Fields of the state in which every slot decodes greedily: some tokens of its own, and drafts where there are any.
 
     A rank's slots share its pages where these are too few; where there are none, they share that for padding.
 
     Args:
-        context: tokens of each slot (default: CONTEXT, or half of `max_model_len`).
+        context: tokens of each slot, or half of `max_model_len` if that is less.
     """
     rng, S = np.random.default_rng(1), settings.max_slots
-    context = context or min(CONTEXT, settings.max_model_len // 2)
+    context = min(context, settings.max_model_len // 2)
     params_i = np.zeros((S, PARAMS_I), np.int32)
     params_i[:, MAX_LEN], params_i[:, NUM_DRAFTS] = settings.max_model_len, settings.num_speculative_tokens
     out = {

@@ -14,10 +14,14 @@ class StepCosts:
     Args:
         seconds: of a step in each bucket that so many of its decode rows are busy in. Between what was measured they are on
             a straight line; with fewer rows than the fewest they are as with these.
+        context: tokens of each decode row in these steps.
+        token_seconds: what each further one adds to a step. It is read once however many drafts its row has.
     """
 
-    def __init__(self, seconds: Mapping[tuple[Bucket, int], float]):
+    def __init__(self, seconds: Mapping[tuple[Bucket, int], float], context: int = 0, token_seconds: float = 0.0):
         assert all(value > 0 for value in seconds.values())
+        assert token_seconds >= 0
+        self._context, self._token_seconds = context, token_seconds
         # Of each bucket: numbers of rows, ascending, and seconds.
         measured: dict[Bucket, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         for (bucket, rows), value in sorted(seconds.items()):
@@ -42,12 +46,17 @@ class StepCosts:
                         for n in (range(1, most + 1) if most else [0] * bool(fitting))
                     ]
 
-    def seconds(self, rows: int, drafts: int, *, prompts: bool = False, full: bool = False) -> float | None:
+    def seconds(
+        self, rows: int, drafts: int, *, tokens: int = 0, prompts: bool = False, full: bool = False
+    ) -> float | None:
         """Of a step with so many decode rows; None where no bucket that was measured has these drafts.
 
         Args:
+            tokens: of all these rows' contexts together.
             prompts: prompt tokens run beside them.
             full: with the full sampler.
         """
         values = self._steps.get((prompts, full, drafts))
-        return values[min(rows, len(values)) - 1] if values else None
+        if not values:
+            return None
+        return values[min(rows, len(values)) - 1] + self._token_seconds * max(tokens - rows * self._context, 0)

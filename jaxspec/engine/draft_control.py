@@ -17,6 +17,7 @@ class Load:
         full: a request of the step needs the full sampler.
         choices: the numbers of drafts that the step may have, fewest first.
         ranks: of the requests that may decode, how many each rank has; () where there is one.
+        tokens: of their contexts, of the rank with the most.
     """
 
     slots: Sequence[int]
@@ -26,6 +27,7 @@ class Load:
     full: bool
     choices: tuple[int, ...]
     ranks: tuple[int, ...] = ()
+    tokens: int = 0
 
     @property
     def rows(self) -> int:

@@ -465,6 +465,7 @@ def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]], *, pr
             full=full,
             choices=choices,
             ranks=tuple(map(len, ready)),
+            tokens=max(sum(len(r.tokens) for r in own) for own in ready),
         )
     )
 

@@ -162,6 +162,19 @@ def load(slots, choices=COUNTS, *, wanted=K, most=None, prompts=False):
     return Load(slots, [wanted] * len(slots), wanted if most is None else most, prompts, False, choices)
 
 
+@pytest.mark.parametrize("prompts", [False, True])
+def test_long_contexts_make_drafts_cheap(prompts):
+    """A context is read once however many drafts its row has: where that takes most of the time, few accepted ones pay."""
+    slots = list(range(1, 33))
+    steps = {(b, rows): STEPS["h200"].seconds(b, rows) for b in ADAPTIVE for rows in numbers_of_rows(b)}
+    control = AdaptiveDrafts(K, 33, StepCosts(steps, context=32, token_seconds=1e-8))
+    for step in range(60):
+        control.observe([(slot, K, (slot + step) % 12 == 0) for slot in slots])
+    short, long = (replace(load(slots, prompts=prompts), tokens=32 * context) for context in (256, 65536))
+    assert control.choose(short) == 0
+    assert control.choose(long) > 0
+
+
 def test_choices_are_kept_to():
     """Never a number of drafts that the step cannot have, nor more than any request wants; without costs the most."""
     slots = list(range(1, 33))

@@ -38,6 +38,9 @@ def make_runner() -> Runner:
     )  # fmt: skip
 
 
+TOKEN_SECONDS = 1e-6
+
+
 def seconds_of(bucket: Bucket, rows: int) -> float:
     """As if measured: different for each bucket and number of rows."""
     return 1e-3 * (1 + bucket.tokens / 64 + rows / 7 + bucket.drafts / 3)
@@ -45,13 +48,22 @@ def seconds_of(bucket: Bucket, rows: int) -> float:
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The buckets and rows that are measured, in order. They run; their times are those of `seconds_of`."""
+    """The buckets and rows that are measured, in order. They run; their times are those of `seconds_of`, longer contexts a
+    little more.
+    """
     really, out = calibration.step_seconds, []
 
     def measure(runner, cases, busy, vocab_size):
         assert min(really(runner, cases, busy, vocab_size).values()) > 0
-        out.extend(cases)
-        return {case: seconds_of(*case) for case in cases}
+        context = busy["seq_len"].max()
+        if context == calibration.CONTEXT:
+            out.extend(cases)
+        else:
+            assert cases == [(BUCKETS[1], 4)]
+            assert context == SETTINGS.max_model_len // 2
+        return {
+            (b, rows): seconds_of(b, rows) + TOKEN_SECONDS * rows * (context - calibration.CONTEXT) for b, rows in cases
+        }
 
     monkeypatch.setattr(calibration, "step_seconds", measure)
     return out
@@ -105,7 +117,11 @@ def test_a_second_start_measures_nothing(tmp_path, measured, monkeypatch):
     assert measured == every_pair(BUCKETS)
     second = Calibration(runner, VOCAB)
     assert not second.unknown
-    assert all_costs(second.measure(pages)) == all_costs(costs) == costs_of(BUCKETS)
+    again = second.measure(pages)
+    assert all_costs(again) == all_costs(costs) == costs_of(BUCKETS)
+    for each in (costs, again):
+        longer = each.seconds(4, 0, tokens=4 * (calibration.CONTEXT + 100)) - each.seconds(4, 0, tokens=9)
+        assert longer == pytest.approx(400 * TOKEN_SECONDS)
     assert runner.bucket_seconds == {b: seconds_of(b, b.decode_rows) for b in BUCKETS}
     assert measured == every_pair(BUCKETS)
 

@@ -19,7 +19,7 @@ from jaxspec.engine.output import FinishReason
 from jaxspec.engine.pages import PADDING_PAGE, PageAllocator
 from jaxspec.engine.plan import pages_needed
 from jaxspec.engine.request import Request, RequestState
-from jaxspec.engine.scheduler import reserved_slots
+from jaxspec.engine.scheduler import Scheduler, reserved_slots
 from jaxspec.errors import InvalidRequestError
 from jaxspec.sampling.params import SamplingParams
 from tests.engine.mock_runner import MockRanks, MockRunner, next_token
@@ -113,8 +113,12 @@ class AnyDrafts(FixedDrafts):
     def __init__(self, seed: int):
         super().__init__(0)
         self._rng = random.Random(seed)
+        self.ranks: list[Scheduler] = []
 
     def choose(self, load):
+        if len(self.ranks) == 1:
+            lengths = {r.slot: len(r.tokens) for r in self.ranks[0].running}
+            assert load.tokens == sum(lengths[slot] for slot in load.slots)
         return self._rng.choice(load.choices)
 
 
@@ -176,7 +180,9 @@ def check_schedule(seed: int, ranks: int) -> collections.Counter:
         state_snapshots=rng.choice([0, 0, 1, 3, 8]), state_interval=rng.choice([PAGE, 3 * PAGE, CONTEXT]),
         data_parallel_size=ranks, max_prefill_delay_steps=rng.choice([0, 1, 3, 50]) if ranks > 1 else 0,
     )  # fmt: skip
-    engine = make_engine(settings, eos_token_ids=(EOS,), control=AnyDrafts(seed))
+    control = AnyDrafts(seed)
+    engine = make_engine(settings, eos_token_ids=(EOS,), control=control)
+    control.ranks = list(engine.ranks)
     if rng.random() < 0.7:
         engine.runner.split_ready = split_table(settings)
     watches = [Watch(engine, rank) for rank in range(ranks)]
