@@ -44,7 +44,7 @@ class Calibration:
     def __init__(self, runner: Runner, vocab_size: int):
         self._runner, self._vocab_size = runner, vocab_size
         if runner.settings.lookup is not None:
-            runner.hold(0)  # as they do: what holds them is compiled with the rest
+            runner.hold(0)  # before a request slots hold none: this compiles it, later it must not compile
         self._seconds: defaultdict[Bucket, dict[int, float]] = defaultdict(dict)  # by number of busy rows
         for bucket in runner.buckets:
             names = {str(rows): rows for rows in numbers_of_rows(bucket)}
@@ -187,12 +187,6 @@ def busy_inputs(runner: Runner, bucket: Bucket, rows: int, vocab_size: int) -> n
     return flat
 
 
-def all_held(settings: Settings) -> np.ndarray:
-    """The state's `held` when all slots have as many drafts as a step may have."""
-    slots = settings.max_slots * settings.data_parallel_size
-    return np.full(slots, settings.num_speculative_tokens, np.int32)
-
-
 def busy_counts(bucket: Bucket, rows: int, settings: Settings) -> tuple[int, int, int]:
     """Of a rank: prompts, tokens of each, and so many of `rows` decode rows as there are slots for."""
     slots = settings.max_num_seqs
@@ -221,11 +215,9 @@ def busy_state(settings: Settings, vocab_size: int, pages: Pages, context: int) 
         "params_i": params_i,
         "stop_ids": np.full((S, STOP_IDS), -1, np.int32),
     }
-    if settings.num_speculative_tokens:
-        out["drafts"] = rng.integers(0, vocab_size, (S, settings.num_speculative_tokens)).astype(np.int32)
+    if k := settings.num_speculative_tokens:
+        out |= {"drafts": rng.integers(0, vocab_size, (S, k)).astype(np.int32), "held": np.full(S, k, np.int32)}
     state = {name: np.concatenate([value] * settings.data_parallel_size) for name, value in out.items()}
-    if settings.num_speculative_tokens:
-        state["held"] = all_held(settings)
     tables = [np.resize(np.array(each or [PADDING_PAGE], np.int32), (S, settings.max_pages)) for each in pages]
     for table in tables:
         table[0] = PADDING_PAGE

@@ -1,4 +1,4 @@
-"""What interpreted kernels are checked for."""
+"""What is found in interpreted kernels: races, in whichever kernel of a call they are, and torn copies."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -7,9 +7,23 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from tests.gpu.faulty_kernels import add_one
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+@interpreted
+def test_a_race_of_any_kernel_is_seen():
+    x = jnp.arange(128, dtype=jnp.float32)
+    params = detect_races()
+    got = add_one(add_one(x, wait=True, interpret=params), wait=True, interpret=params)
+    assert_no_races(got, kernels=2)
+    assert (got == x + 2).all()
+    params = detect_races()
+    got = add_one(add_one(x, wait=False, interpret=params), wait=True, interpret=params)
+    with pytest.raises(AssertionError):
+        assert_no_races(got)
 
 
 def copied(x, apart, interpret):
