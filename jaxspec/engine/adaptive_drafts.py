@@ -9,15 +9,20 @@ many: what counts is not the tokens of the rows as they are, but in how many ste
 With few drafts or none nothing is learned about the others. So from time to time, at the cost of a fixed small part of all
 time, some steps have more: a probe. It ends as soon as it shows that more drafts do not pay, or that they do. A part of what
 its drafts gain counts against its cost: where the two are nearly equal, a probe shows little and another follows sooner.
+
+What steps cost was measured once, with texts of its own, on a host that did nothing else. So steps that run are timed too, and
+where fewer drafts would be about as fast by what is known, a check runs a few steps with them (`StepPace`).
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.draft_control import Load, at_least
 from jaxspec.engine.probe import Probe
+from jaxspec.engine.step_pace import FIRST, StepPace
 
 # Windows, and windows of all requests, after which what was seen counts for 1/e.
 HORIZON, SHARED_HORIZON = 128.0, 512.0
@@ -38,6 +43,9 @@ PROBE_SHARE, PROBE_STEPS = 0.004, 3
 GAIN_SHARE = 0.5
 # Windows that what a probe saw counts for at most.
 PROBE_WEIGHT = 32.0
+# Fewer drafts are checked where they promise a rate within this factor of the best, and from one check to the next of a bucket
+# so many steps pass: a check may lose the gain of as many as it has, and the drafts of the step after it.
+CHECK_WITHIN, CHECK_EVERY = 1.25, 256
 
 
 class AdaptiveDrafts:
@@ -63,6 +71,10 @@ class AdaptiveDrafts:
         self._probe: Probe | None = None
         self._allowance = 0.0  # seconds that the next probe may cost
         self._prompt_share = 0.0  # of steps lately
+        self._pace = StepPace()
+        self._chosen = 0  # steps
+        # Of a check: its drafts and the steps that are left of it; and of each bucket the step of its latest one.
+        self._check, self._check_left, self._checked_at = 0, 0, dict[Bucket, int]()
 
     def admitted(self, slot: int) -> None:
         self._reached[slot] = self._hits[slot] = 0.0
@@ -70,19 +82,35 @@ class AdaptiveDrafts:
     def choose(self, load: Load) -> int:
         ceiling = at_least(load.most, load.choices)
         choices = [k for k in load.choices if k <= ceiling]
-        rows = max(load.rows, 1)
         self._prompt_share += (load.prompts - self._prompt_share) / 32
-        costs = self.costs
-        seconds = {
-            k: costs and costs.seconds(rows, k, tokens=load.tokens, prompts=load.prompts, full=load.full)
-            for k in choices
-        }
+        self._chosen += 1
+        seconds = {k: self._seconds(load, k, prompts=load.prompts) for k in choices}
         if len(choices) == 1 or not all(seconds.values()):
             return choices[-1]
         known: dict[int, float] = {k: value for k, value in seconds.items() if value}
         tokens = self._tokens(load)
-        drafts = self._best(load, rows, tokens, known)
-        return self._probed(load, drafts, choices, known, tokens)
+        drafts = self._best(load, tokens, known)
+        fewer = self._checked(load, drafts, known, tokens)
+        return self._probed(load, drafts, choices, known, tokens) if fewer is None else fewer
+
+    def took(self, bucket: Bucket, rows: int, tokens: int, seconds: float) -> None:
+        """A step without prompts has been read so long after the one before it, of which it did not wait for the host.
+
+        Args:
+            rows, tokens: its decode rows, and of their contexts together; of the rank with the most.
+        """
+        expected = self.costs and self.costs.seconds_in(bucket, rows, tokens)
+        if expected:
+            self._pace.observe(bucket, seconds / expected)
+
+    def _seconds(self, load: Load, drafts: int, *, prompts: bool) -> float | None:
+        """Of such a step, as steps in its bucket are lately; None where that is not known."""
+        if self.costs is None:
+            return None
+        rows = max(load.rows, 1)
+        bucket = self.costs.bucket(rows, drafts, prompts=prompts, full=load.full)
+        seconds = None if bucket is None else self.costs.seconds_in(bucket, rows, load.tokens)
+        return None if bucket is None or seconds is None else seconds * self._pace.factor(bucket)
 
     def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
         if not windows:
@@ -137,7 +165,7 @@ class AdaptiveDrafts:
         now = each[:, self._current, None]
         return len(slots) * now.sum() / (now / each).sum(axis=0)
 
-    def _best(self, load: Load, rows: int, tokens: np.ndarray, seconds: dict[int, float]) -> int:
+    def _best(self, load: Load, tokens: np.ndarray, seconds: dict[int, float]) -> int:
         """The drafts with the most tokens, less what could be had elsewhere in the same time."""
         current = self._current
         if not load.prompts:
@@ -146,8 +174,7 @@ class AdaptiveDrafts:
         else:
             # Time is worth what decode steps make of it. A step with fewer drafts than those around it also leaves the next
             # one with fewer to verify.
-            assert self.costs is not None
-            alone = {k: self.costs.seconds(rows, k, tokens=load.tokens, full=load.full) for k in seconds}
+            alone = {k: self._seconds(load, k, prompts=False) for k in seconds}
             rate = max(tokens[k] / (alone[k] or value) for k, value in seconds.items())
             after = tokens[current] if current is not None else 0.0
             follows = (1 - self._prompt_share) * np.maximum(after - tokens, 0.0)
@@ -158,6 +185,29 @@ class AdaptiveDrafts:
         if not load.prompts:
             self._current = best
         return best
+
+    def _checked(self, load: Load, drafts: int, seconds: dict[int, float], tokens: np.ndarray) -> int | None:
+        """Fewer drafts than `drafts`, where a check of them runs or begins."""
+        if load.prompts or not load.slots:
+            return None
+        if self._check_left and self._check in seconds and self._check < drafts:
+            self._check_left -= 1
+            return self._check
+        self._check_left = 0
+        rates = {k: tokens[k] / value for k, value in seconds.items() if k <= drafts}
+        best = rates.pop(drafts)
+        if not rates or self._probe is not None or not self._pace.is_steady:
+            return None
+        fewer = max(rates, key=lambda k: rates[k])
+        assert self.costs is not None
+        bucket = self.costs.bucket(max(load.rows, 1), fewer, full=load.full)
+        if bucket is None or CHECK_WITHIN * rates[fewer] < best:
+            return None
+        if bucket in self._checked_at and self._chosen - self._checked_at[bucket] < CHECK_EVERY:
+            return None
+        self._checked_at[bucket] = self._chosen
+        self._check, self._check_left = fewer, FIRST - 1
+        return fewer
 
     def _probed(
         self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float], tokens: np.ndarray

@@ -50,16 +50,17 @@ class Calibration:
             names = {str(rows): rows for rows in numbers_of_rows(bucket)}
             kept = runner.store.load_record(runner.compiler.key("costs", bucket), names) or {}
             self._seconds[bucket] = {names[name]: seconds for name, seconds in kept.items()}
-        # The decode step of most rows, without drafts, of which the time that a context takes is measured.
-        self._widest = max(
-            (b for b in runner.buckets if not b.prefill_tokens and not b.drafts), key=_size, default=None
-        )
+        # Of each number of drafts the decode step of most rows, of which the time that a context takes is measured.
+        self._widest: dict[int, Bucket] = {}
+        for bucket in sorted((b for b in runner.buckets if b.decode_rows), key=_size):
+            self._widest[bucket.drafts] = bucket
         self._context = min(LONG_CONTEXT, runner.settings.max_model_len // 2)
-        self._token_seconds: float | None = None
-        if self._widest is None or self._context <= CONTEXT:
-            self._token_seconds = 0.0
-        elif record := runner.store.load_record(runner.compiler.key("context", self._widest), {TOKEN}):
-            self._token_seconds = record[TOKEN]
+        self._token_seconds: dict[int, float] = {}
+        for drafts, bucket in self._widest.items():
+            if self._context <= CONTEXT:
+                self._token_seconds[drafts] = 0.0
+            elif record := runner.store.load_record(runner.compiler.key("context", bucket), {TOKEN}):
+                self._token_seconds[drafts] = record[TOKEN]
         if known := sum(map(self._is_known, runner.buckets)):
             logger.info("what %d of %d steps cost was measured by an earlier start", known, len(runner.buckets))
 
@@ -92,12 +93,13 @@ class Calibration:
                 )
                 text = "; ".join(f"{rows} rows: {1e3 * value:.2f} ms" for rows, value in of_rows.items())
                 logger.info("measured what a step costs: %s, %s", bucket, text)
-        if self._token_seconds is None:
-            self._measure_context(pages)
+        for drafts, bucket in self._widest.items():
+            if drafts not in self._token_seconds and bucket in runner.ready:
+                self._token_seconds[drafts] = self._measure_context(bucket, pages)
         known = [bucket for bucket in runner.buckets if self._is_known(bucket)]
         runner.bucket_seconds = {bucket: self._seconds[bucket][bucket.decode_rows] for bucket in known}
         seconds = {(b, rows): value for b in known for rows, value in self._seconds[b].items()}
-        return StepCosts(seconds, CONTEXT, self._token_seconds or 0.0)
+        return StepCosts(seconds, CONTEXT, self._token_seconds)
 
     def _timed(
         self, cases: Sequence[tuple[Bucket, int]], pages: Pages, context: int
@@ -110,22 +112,22 @@ class Calibration:
         runner.put(**before)
         return seconds
 
-    def _measure_context(self, pages: Pages) -> None:
-        """What a token of a decode row's context adds to a step, if the widest step is there and its time known."""
-        runner, bucket = self._runner, self._widest
-        if bucket is None or bucket not in runner.ready or not self._is_known(bucket):
-            return
-        case = bucket, bucket.decode_rows
-        longer = self._timed([case], pages, self._context)[case] - self._seconds[bucket][bucket.decode_rows]
+    def _measure_context(self, bucket: Bucket, pages: Pages) -> float:
+        """What a token of a decode row's context adds to a step."""
+        runner, case = self._runner, (bucket, bucket.decode_rows)
+        # Both now, so that what disturbs one disturbs the other: their difference is small beside either.
+        short, long = (self._timed([case], pages, context)[case] for context in (CONTEXT, self._context))
         *_, rows = busy_counts(bucket, bucket.decode_rows, runner.settings)
         # A record has positive numbers.
-        self._token_seconds = max(longer / rows / (self._context - CONTEXT), 1e-15)
-        runner.store.save_record(runner.compiler.key("context", bucket), {TOKEN: self._token_seconds})
-        logger.info("measured what a token of context costs: %.3g ns a step", 1e9 * self._token_seconds)
+        seconds = max((long - short) / rows / (self._context - CONTEXT), 1e-15)
+        runner.store.save_record(runner.compiler.key("context", bucket), {TOKEN: seconds})
+        logger.info("measured what a token of context costs: %s, %.3g ns", bucket, 1e9 * seconds)
+        return seconds
 
 
-def _size(bucket: Bucket) -> tuple[int, bool]:
-    return bucket.decode_rows, bucket.variant == "lean"
+def _size(bucket: Bucket) -> tuple[bool, int, bool]:
+    """In the order of what contexts are best measured in: without prompts if there is one, with the most rows."""
+    return not bucket.prefill_tokens, bucket.decode_rows, bucket.variant == "lean"
 
 
 def numbers_of_rows(bucket: Bucket) -> list[int]:

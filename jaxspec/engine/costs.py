@@ -15,20 +15,27 @@ class StepCosts:
         seconds: of a step in each bucket that so many of its decode rows are busy in. Between what was measured they are on
             a straight line; with fewer rows than the fewest they are as with these.
         context: tokens of each decode row in these steps.
-        token_seconds: what each further one adds to a step. It is read once however many drafts its row has.
+        token_seconds: what each further one adds to a step, by the number of its drafts: it is read once, but every token of
+            a window attends to it. Where that is not known yet it is the most of those that are.
     """
 
-    def __init__(self, seconds: Mapping[tuple[Bucket, int], float], context: int = 0, token_seconds: float = 0.0):
+    def __init__(
+        self,
+        seconds: Mapping[tuple[Bucket, int], float],
+        context: int = 0,
+        token_seconds: Mapping[int, float] | None = None,
+    ):
+        self._context, self._token_seconds = context, dict(token_seconds or {})
         assert all(value > 0 for value in seconds.values())
-        assert token_seconds >= 0
-        self._context, self._token_seconds = context, token_seconds
+        assert all(value >= 0 for value in self._token_seconds.values())
         # Of each bucket: numbers of rows, ascending, and seconds.
         measured: dict[Bucket, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         for (bucket, rows), value in sorted(seconds.items()):
             measured[bucket][0].append(rows)
             measured[bucket][1].append(value)
-        # (prompts, full, drafts) -> seconds by decode rows, from one on: in the cheapest step that holds them.
-        self._steps: dict[tuple[bool, bool, int], list[float]] = {}
+        self._measured = dict(measured)
+        # (prompts, full, drafts) -> by decode rows, from one on: the bucket of the cheapest step that holds them.
+        self._cheapest: dict[tuple[bool, bool, int], list[Bucket]] = {}
         for prompts in (False, True):
             # Of buckets for prompts the largest: what windows add beside prompts hardly depends on the prompts.
             tokens = max((b.prefill_tokens for b in measured), default=0) if prompts else 0
@@ -41,8 +48,8 @@ class StepCosts:
                     ]
                     # Without mixed steps the buckets for prompts have no decode rows at all.
                     most = max((b.decode_rows for b in fitting), default=0)
-                    self._steps[prompts, full, drafts] = [
-                        min(float(np.interp(n, *measured[b])) for b in fitting if b.decode_rows >= n)
+                    self._cheapest[prompts, full, drafts] = [
+                        min((b for b in fitting if b.decode_rows >= n), key=lambda b: self._seconds_in(b, n))
                         for n in (range(1, most + 1) if most else [0] * bool(fitting))
                     ]
 
@@ -56,7 +63,21 @@ class StepCosts:
             prompts: prompt tokens run beside them.
             full: with the full sampler.
         """
-        values = self._steps.get((prompts, full, drafts))
-        if not values:
+        bucket = self.bucket(rows, drafts, prompts=prompts, full=full)
+        return None if bucket is None else self.seconds_in(bucket, rows, tokens)
+
+    def bucket(self, rows: int, drafts: int, *, prompts: bool = False, full: bool = False) -> Bucket | None:
+        """That such a step runs in."""
+        buckets = self._cheapest.get((prompts, full, drafts))
+        return buckets[min(rows, len(buckets)) - 1] if buckets else None
+
+    def seconds_in(self, bucket: Bucket, rows: int, tokens: int = 0) -> float | None:
+        """Of a step in this bucket, if it was measured."""
+        if bucket not in self._measured:
             return None
-        return values[min(rows, len(values)) - 1] + self._token_seconds * max(tokens - rows * self._context, 0)
+        further = max(tokens - rows * self._context, 0)
+        most = max(self._token_seconds.values(), default=0.0)
+        return self._seconds_in(bucket, rows) + self._token_seconds.get(bucket.drafts, most) * further
+
+    def _seconds_in(self, bucket: Bucket, rows: int) -> float:
+        return float(np.interp(rows, *self._measured[bucket]))

@@ -378,6 +378,7 @@ class Engine:
                 outputs.append(self._emit(step, row, request, emitted, accepted, read))
         if self.mask_pace is not None and step.plan.split:
             self.mask_pace.observe(step.bucket, read - self._last_read, reading - self._last_read - self._mask_seconds)
+        self._note_time(step, planned, read)
         self._last_read = read
         if self.runner.begun and self.runner.in_flight == 1:
             self._choose(self.runner.begun)
@@ -387,6 +388,19 @@ class Engine:
             waiting = sum(len(rank.waiting) for rank in self.ranks)
             self.step_log.write(step.plan, step.bucket, times, step.emitted, step.accepted, waiting=waiting)
         return outputs
+
+    def _note_time(self, step: StepOutput, planned: float, read: float) -> None:
+        """Where drafts are chosen by what steps cost: what this one did, if it was planned before the last one was read.
+
+        On a CPU the same requests take the same steps.
+        """
+        plan = step.plan
+        if not isinstance(self.control, AdaptiveDrafts) or not self.settings.on_gpu or planned > self._last_read:
+            return
+        if plan.decode and not plan.prefill and not plan.split:
+            rows = max(len(part.decode) for part in plan.parts)
+            tokens = max(sum(len(r.tokens) for r in part.decode) for part in plan.parts)
+            self.control.took(step.bucket, rows, tokens, read - self._last_read)
 
     def _choose(self, begun: StepPlan) -> None:
         """Lets the rows of the split step choose, all steps before which are read."""

@@ -17,6 +17,7 @@ from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket, draft_ch
 from jaxspec.engine.calibration import numbers_of_rows
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.draft_control import FixedDrafts, Load
+from jaxspec.engine.step_pace import FIRST, StepPace
 from tests.engine.measured_steps import MeasuredSteps
 from tests.engine.test_buckets import GPU
 
@@ -28,7 +29,8 @@ STEPS = {
     "dear": MeasuredSteps({0: 1.0, 1: 1.6, 3: 2.8}),
 }
 LENGTHS = (1.0, 1.5, 2.2, 3.0)
-BOUND = 0.965
+# The second of hosts that stutter: single steps take 5 % more or less, one in fifty four times as long.
+BOUND, STUTTERING_BOUND = 0.965, 0.94
 # Tokens of prompts and of answers, as `bench adaptive` has them.
 PROMPT, OUTPUT = (128, 384), (128, 384)
 FIXED = {k: bucket_table(replace(GPU, num_speculative_tokens=k)) for k in COUNTS}
@@ -97,9 +99,18 @@ def prompts_that_fit(waiting, budget):
     return count, tokens
 
 
-def throughput(name, table, rows, length_of, control, *, steps, late=1):
-    """Tokens a second in simulated time; what a step accepted is known so many steps late."""
-    seconds_of, requests = STEPS[name].seconds, Requests(rows, length_of)
+def throughput(name, table, rows, length_of, control, *, steps, late=1, factors=None):
+    """Tokens a second in simulated time; what a step accepted, and took, is known so many steps late.
+
+    Args:
+        factors: of what steps really take, by number of drafts; they are disturbed then too, and told to the control.
+    """
+    rng = np.random.default_rng(1)
+
+    def seconds_of(bucket, rows=None, prompt_tokens=None):
+        return STEPS[name].seconds(bucket, rows, prompt_tokens) * (factors[bucket.drafts] if factors else 1.0)
+
+    requests = Requests(rows, length_of)
     measured = {bucket: seconds_of(bucket) for bucket in table} if isinstance(control, AdaptiveDrafts) else None
     choices = {prompts: draft_choices(table, prompts=prompts, full=False) for prompts in (False, True)}
     tokens, seconds, unread = 0, 0.0, []
@@ -112,24 +123,32 @@ def throughput(name, table, rows, length_of, control, *, steps, late=1):
         count, prompt_tokens = prompts_that_fit(requests.waiting, GPU.max_num_batched_tokens - len(slots) * (k + 1))
         sizes = {"prefill_tokens": prompt_tokens, "prefill_rows": count, "decode_rows": len(slots)}
         bucket = choose_bucket(table, **sizes, full=False, drafts=k, seconds=measured)
-        seconds += seconds_of(bucket, len(slots), prompt_tokens)
+        took = seconds_of(bucket, len(slots), prompt_tokens)
+        if factors:  # hosts stutter, and now and then they halt
+            took *= rng.lognormal(sigma=0.05) * (4.0 if rng.random() < 0.02 else 1.0)
+        seconds += took
         verified, accepted, ended = requests.step(k, count)
         tokens += count + len(slots) + accepted.sum()
         seen = zip(decoding.tolist(), verified.tolist(), accepted.tolist(), number[decoding].tolist(), strict=True)
-        unread.append([window for window in seen if window[1]])
+        timed = (bucket, len(slots), 0, took) if factors and slots and not prompts else None
+        unread.append(([window for window in seen if window[1]], timed))
         for slot in ended:
             control.admitted(slot + 1)
         if len(unread) > late:
-            control.observe([(s + 1, v, a) for s, v, a, n in unread.pop(0) if requests.number[s] == n])
+            windows, timed = unread.pop(0)
+            if timed and isinstance(control, AdaptiveDrafts):
+                control.took(*timed)
+            control.observe([(s + 1, v, a) for s, v, a, n in windows if requests.number[s] == n])
     return tokens / seconds
 
 
-def ratio(name, rows, case, *, late=1, steps=None):
+def ratio(name, rows, case, *, late=1, steps=None, factors=None):
     """To the better of plain decoding and the best fixed number of drafts."""
     steps, length_of = steps or (3000 if rows <= 8 else 1200), CASES[case]
+    same = {"steps": steps, "factors": factors}
     control = AdaptiveDrafts(K, rows + 1, costs(name))
-    got = throughput(name, ADAPTIVE, rows, length_of, control, steps=steps, late=late)
-    return got / max(throughput(name, FIXED[k], rows, length_of, FixedDrafts(k), steps=steps) for k in COUNTS)
+    got = throughput(name, ADAPTIVE, rows, length_of, control, late=late, **same)
+    return got / max(throughput(name, FIXED[k], rows, length_of, FixedDrafts(k), **same) for k in COUNTS)
 
 
 SOME = [("h200", 1, "1.0"), ("h200", 16, "2.2"), ("h200", 32, "mixed"), ("dear", 128, "3.0")]
@@ -167,7 +186,7 @@ def test_long_contexts_make_drafts_cheap(prompts):
     """A context is read once however many drafts its row has: where that takes most of the time, few accepted ones pay."""
     slots = list(range(1, 33))
     steps = {(b, rows): STEPS["h200"].seconds(b, rows) for b in ADAPTIVE for rows in numbers_of_rows(b)}
-    control = AdaptiveDrafts(K, 33, StepCosts(steps, context=32, token_seconds=1e-8))
+    control = AdaptiveDrafts(K, 33, StepCosts(steps, context=32, token_seconds=dict.fromkeys(COUNTS, 1e-8)))
     for step in range(60):
         control.observe([(slot, K, (slot + step) % 12 == 0) for slot in slots])
     short, long = (replace(load(slots, prompts=prompts), tokens=32 * context) for context in (256, 65536))
@@ -221,3 +240,55 @@ def test_costs_between_what_was_measured(points, rows):
         of_buckets.append(first + (last - first) * (rows - low) / max(high - low, 1))
     assert StepCosts(seconds).seconds(rows, 0) == pytest.approx(min(of_buckets))
     assert StepCosts(seconds).seconds(most + 5, 0) == StepCosts(seconds).seconds(most, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "factors"), [
+    ("1.5", {0: 1.0, 1: 1.1, 3: 1.25}), ("2.2", {0: 1.0, 1: 0.9, 3: 0.8}), ("1.5", {0: 1.3, 1: 1.0, 3: 1.0}),
+    ("2.2", {0: 1.3, 1: 1.3, 3: 1.3}),
+])  # fmt: skip
+def test_steps_that_take_other_times_than_measured(case, factors):
+    """Whichever steps the measurement got wrong, by a quarter or less, and on a host that stutters: near the best there is."""
+    assert ratio("h200", 1, case, factors=factors) >= STUTTERING_BOUND
+
+
+def test_a_pace_knows_what_buckets_differ_in():
+    """Of a bucket that is left, its difference to the others; what has changed since then has changed for all."""
+    rng, (plain, drafting) = np.random.default_rng(0), (Bucket(0, 0, 4, "lean", k) for k in (0, K))
+    pace = StepPace()
+
+    def run(bucket, ratio, steps=40):
+        for _ in range(steps):
+            pace.observe(bucket, ratio * rng.lognormal(sigma=0.02) * (5.0 if rng.random() < 0.03 else 1.0))
+
+    assert pace.factor(plain) == pace.factor(drafting) == 1.0
+    run(drafting, 1.2)
+    assert pace.factor(plain) == pytest.approx(pace.factor(drafting)) == pytest.approx(1.2, rel=0.03)
+    run(plain, 1.0, FIRST)
+    assert pace.factor(drafting) / pace.factor(plain) == pytest.approx(1.2, rel=0.06)
+    run(plain, 0.8)
+    assert pace.factor(plain) == pytest.approx(0.8, rel=0.03)
+    assert pace.factor(drafting) == pytest.approx(0.96, rel=0.06)
+    run(drafting, 9.0, FIRST - 1)  # too few to say
+    assert pace.factor(plain) == pytest.approx(0.8, rel=0.03)
+
+
+def test_a_check_is_short_and_comes_only_where_it_may_pay():
+    """A few steps with none of the drafts, once steps have been timed; no other soon after, none where drafts pay by far."""
+    slots = list(range(1, 17))
+
+    def steps_without_drafts(accepted):
+        control, plain = AdaptiveDrafts(K, 17, costs("cheap")), []
+        for step in range(200):
+            k = control.choose(load(slots, (0, K)))
+            if k == 0:
+                plain.append(step)
+            bucket = control.costs.bucket(16, k)
+            control.took(bucket, 16, 0, control.costs.seconds_in(bucket, 16))
+            control.observe([(slot, K, accepted(slot + step)) for slot in slots] if k else [])
+        return plain
+
+    first, *others = steps_without_drafts(lambda n: n % 8 == 0)  # 1.125 tokens in 1.08 steps' time
+    assert first >= FIRST
+    assert others == list(range(first + 1, first + FIRST))
+    assert not steps_without_drafts(lambda _: K)

@@ -38,7 +38,9 @@ def make_runner() -> Runner:
     )  # fmt: skip
 
 
-TOKEN_SECONDS = 1e-6
+TOKEN_SECONDS = {0: 1e-6, 1: 3e-6}
+# Of each number of drafts the step that contexts are measured in.
+WIDEST = [(BUCKETS[1], 4), (BUCKETS[3], 8)]
 
 
 def seconds_of(bucket: Bucket, rows: int) -> float:
@@ -59,10 +61,13 @@ def measured(monkeypatch):
         if context == calibration.CONTEXT:
             out.extend(cases)
         else:
-            assert cases == [(BUCKETS[1], 4)]
+            assert cases in [[case] for case in WIDEST]
             assert context == SETTINGS.max_model_len // 2
+        further = context - calibration.CONTEXT
         return {
-            (b, rows): seconds_of(b, rows) + TOKEN_SECONDS * rows * (context - calibration.CONTEXT) for b, rows in cases
+            (b, rows): seconds_of(b, rows)
+            + TOKEN_SECONDS[b.drafts] * calibration.busy_counts(b, rows, runner.settings)[-1] * further
+            for b, rows in cases
         }
 
     monkeypatch.setattr(calibration, "step_seconds", measure)
@@ -114,16 +119,18 @@ def test_a_second_start_measures_nothing(tmp_path, measured, monkeypatch):
     assert all_costs(first.measure(pages, most=1)) == all_costs(StepCosts({}))
     assert Calibration(runner, VOCAB).unknown == every_pair(BUCKETS)
     costs = first.measure(pages)
-    assert measured == every_pair(BUCKETS)
+    one, *rest = every_pair(BUCKETS)
+    assert measured == [one, *WIDEST, *rest]  # with what contexts cost, the widest come once more
     second = Calibration(runner, VOCAB)
     assert not second.unknown
     again = second.measure(pages)
     assert all_costs(again) == all_costs(costs) == costs_of(BUCKETS)
     for each in (costs, again):
-        longer = each.seconds(4, 0, tokens=4 * (calibration.CONTEXT + 100)) - each.seconds(4, 0, tokens=9)
-        assert longer == pytest.approx(400 * TOKEN_SECONDS)
+        for k, seconds in TOKEN_SECONDS.items():
+            longer = each.seconds(4, k, tokens=4 * (calibration.CONTEXT + 100)) - each.seconds(4, k, tokens=9)
+            assert longer == pytest.approx(400 * seconds)
     assert runner.bucket_seconds == {b: seconds_of(b, b.decode_rows) for b in BUCKETS}
-    assert measured == every_pair(BUCKETS)
+    assert measured == [one, *WIDEST, *rest]
 
     # Damaged, no record, of other rows, and impossible: each is measured again.
     damaged, *others = BUCKETS
@@ -159,11 +166,11 @@ def test_a_start_waits_for_the_first_buckets_only(measured, monkeypatch):
     engine.warm_up(wait_for_all=False)
     try:
         assert not loaded
-        assert measured == every_pair(first)
+        assert measured == every_pair(first) + WIDEST
         assert all_costs(engine.control.costs) == costs_of(first)
         before = text("before")
         assert engine.prepare()  # it has yet to come
-        assert measured == every_pair(first)
+        assert measured == every_pair(first) + WIDEST
     finally:
         may_come.set()
     numbers, deadline = [], time.monotonic() + 60
@@ -171,7 +178,7 @@ def test_a_start_waits_for_the_first_buckets_only(measured, monkeypatch):
         numbers.append(len(measured))
         time.sleep(0.01)
     assert set(np.diff([*numbers, len(measured)])) <= {0, 1}  # one number of rows at a time
-    assert sorted(measured) == sorted(every_pair(BUCKETS))
+    assert sorted(measured) == sorted(every_pair(BUCKETS) + WIDEST)
     assert all_costs(engine.control.costs) == costs_of(BUCKETS)
     # What an earlier request left in the prefix cache is as it was.
     ids, logprobs = text("after")

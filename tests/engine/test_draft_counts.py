@@ -239,3 +239,28 @@ def test_costs_are_measured_with_busy_rows():
     engine = Engine(runner, vocab_size=VOCAB, control=AdaptiveDrafts(K, runner.settings.max_slots, costs))
     with with_pattern(runner, texts):
         assert run(engine, greedy_requests(VOCAB))[0] == ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0, 1])
+def test_steps_are_timed_where_they_follow_each_other(depth):
+    """On a GPU each step of decode rows only that was planned before the one before it was read; on a CPU none."""
+    told, steps = [], []
+
+    class Timed(AdaptiveDrafts):
+        def took(self, bucket, rows, tokens, seconds):
+            told.append((bucket, rows, tokens))
+            assert seconds > 0
+
+    runner = changing_runner(K)
+    for on_gpu in (True, False):
+        told.clear()
+        steps.clear()
+        with options(runner, readout_depth=depth, on_gpu=on_gpu):
+            engine = make_engine(runner, Timed(K, runner.settings.max_slots))
+            engine.observer = lambda step: steps.append((step.bucket, step.plan))
+            run(engine, greedy_requests(VOCAB))
+        # The first step of all follows none.
+        alone = [(b, len(p.decode)) for b, p in steps[1:] if p.decode and not p.prefill]
+        assert [each[:2] for each in told] == (alone if on_gpu and depth else [])
+        assert all(tokens >= rows for _, rows, tokens in told)
