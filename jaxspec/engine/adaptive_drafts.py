@@ -94,13 +94,13 @@ class AdaptiveDrafts:
         return self._probed(load, drafts, choices, known, tokens) if fewer is None else fewer
 
     def took(self, bucket: Bucket, rows: int, tokens: int, seconds: float) -> None:
-        """A step without prompts has been read so long after the one before it, of which it did not wait for the host.
+        """A step without prompts was read so long after the one before it, when it had been planned already.
 
         Args:
-            rows, tokens: its decode rows, and of their contexts together; of the rank with the most.
+            rows, tokens: its decode rows, and those of their contexts together, of the rank with the most.
         """
         expected = self.costs and self.costs.seconds_in(bucket, rows, tokens)
-        if expected:
+        if expected and seconds > 0:  # a clock may be coarse
             self._pace.observe(bucket, seconds / expected)
 
     def _seconds(self, load: Load, drafts: int, *, prompts: bool) -> float | None:
