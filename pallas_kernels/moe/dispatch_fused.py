@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.compat import load
-from pallas_kernels.moe.dispatch_tiles import AS_ROWS, BLOCK, slot_ends, slot_experts
+from pallas_kernels.moe.dispatch_tiles import AS_ROWS, BLOCK, slot_experts, write_slot_ends
 from pallas_kernels.moe.selection import (
     COLUMNS,
     ROWS,
@@ -72,7 +72,7 @@ def _route_and_dispatch(T: int, E: int, r: Routing, rows: int, slots: int, inter
         for t in range(1, T):
             used = jnp.maximum(used, load(order_smem, (t,), layout=AS_ROWS))
         used_smem[...] = jnp.where(used >= 0, constant_like(1, used), constant_like(0, used))
-        ends_smem[...] = slot_ends(used_smem)
+        write_slot_ends(used_smem, ends_smem)
         num_slots[0] = ends_smem[experts - 1]
         for first in range(0, slots, BLOCK):
             expert[pl.ds(first, BLOCK)] = slot_experts(ends_smem, first)

@@ -26,11 +26,11 @@ from pallas_kernels.moe.dispatch_tiles import (
     down_columns,
     iota,
     masked_row_sums,
-    slot_ends,
     slots_needed,
     table_types,
     tile_columns,
     write_places,
+    write_slot_ends,
     write_slots,
     write_token,
     zero_rows,
@@ -98,7 +98,7 @@ def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: 
         every, before = lax.fori_loop(0, counts.shape[1] // narrow, add, (empty, empty))
         blocks_smem[...] = slots_needed(every.sum(axis=1), E, rows)
         before_smem[...] = before.sum(axis=1)
-        ends_smem[...] = slot_ends(blocks_smem)
+        write_slot_ends(blocks_smem, ends_smem)
         write_slots(num_slots, expert, ends_smem, block)
 
         @pl.when(here < chunks)

@@ -29,11 +29,11 @@ from pallas_kernels.moe.dispatch_tiles import (
     increment,
     iota,
     masked_row_sums,
-    slot_ends,
     slots_needed,
     table_types,
     tile_columns,
     write_places,
+    write_slot_ends,
     write_slots,
     write_token,
     zero_past,
@@ -194,7 +194,7 @@ def make_tables(
         blocks_smem[...] = zero_past(jnp.minimum(counts, jnp.full((experts,), 1, int32)), E)
     else:
         blocks_smem[...] = slots_needed(counts, E, rows)
-    ends_smem[...] = slot_ends(blocks_smem)
+    write_slot_ends(blocks_smem, ends_smem)
     write_slots(num_slots, expert, ends_smem, block)
 
     @pl.when(here < chunks)

@@ -81,18 +81,18 @@ def count_experts(ids: Any, chunk: Any, counts: jax.Array) -> jax.Array:
     return counts
 
 
-def slot_ends(blocks_smem: Any) -> jax.Array:
-    """Inclusive prefix sums [experts] of the experts' numbers of slots, blocks_smem [experts]."""
-    experts = blocks_smem.shape[0]
-    narrow = tile_columns(experts)
+def write_slot_ends(blocks_smem: Any, ends_smem: Any) -> None:
+    """Writes inclusive prefix sums of the experts' numbers of slots, both [experts]."""
+    within = iota((BLOCK, BLOCK), 1) <= iota((BLOCK, BLOCK), 0)
 
-    def accumulate(chunk, ends):
-        start = chunk * narrow
-        col = load(blocks_smem, (pl.ds(start, narrow),), layout=AS_COLUMNS)
-        before = iota((experts, narrow), 1) + start <= iota((experts, narrow), 0)
-        return ends + masked_row_sums(before, down_columns(col, experts))
+    def accumulate(tile: Any, before: jax.Array) -> jax.Array:
+        of_tile = pl.ds(tile * BLOCK, BLOCK)
+        counts = down_columns(load(blocks_smem, (of_tile,), layout=AS_COLUMNS), BLOCK)
+        # Of the tiles before this one all columns count; their sum across threads is that of this tile.
+        ends_smem[of_tile] = (before + jnp.where(within, counts, jnp.zeros(counts.shape, jnp.int32))).sum(axis=1)
+        return before + counts
 
-    return lax.fori_loop(0, experts // narrow, accumulate, zero_rows(experts))
+    lax.fori_loop(0, blocks_smem.shape[0] // BLOCK, accumulate, zero_tile((BLOCK, BLOCK)))
 
 
 def slot_experts(ends_smem: Any, first: jax.Array | int) -> jax.Array:

@@ -27,8 +27,8 @@ TILE = plgpu.Layout.TILED(plgpu.Tiling(((4, COLUMNS), (2,))), warp_dims=(-3,), l
 
 # Tiles of scores, their keys and the order of choice stay in registers.
 MAX_EXPERTS = 512
-# Experts times parts of their logits that are loaded at once: 4 registers a thread for each 64.
-PARTS_TILE = 1024
+# Experts times parts of their logits that are loaded at once: 4 registers a thread for each 64, of which little else is in use.
+PARTS_TILE = 2048
 # One bit each.
 MAX_GROUPS = 31
 
