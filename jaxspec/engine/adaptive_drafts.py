@@ -43,8 +43,8 @@ PROBE_SHARE, PROBE_STEPS = 0.004, 3
 GAIN_SHARE = 0.5
 # Windows that what a probe saw counts for at most.
 PROBE_WEIGHT = 32.0
-# Fewer drafts are checked where they promise a rate within this factor of the best, and from one check to the next of a bucket
-# so many steps pass: a check may lose the gain of as many as it has, and the drafts of the step after it.
+# Fewer drafts are checked where they promise a rate within this factor of the best, each bucket of theirs at most once in so
+# many steps: a check costs what drafts would have gained in its steps, and those that the next step would have verified.
 CHECK_WITHIN, CHECK_EVERY = 1.25, 256
 
 
