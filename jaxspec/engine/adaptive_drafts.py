@@ -105,12 +105,17 @@ class AdaptiveDrafts:
 
     def _seconds(self, load: Load, drafts: int, *, prompts: bool) -> float | None:
         """Of such a step, as steps in its bucket are lately; None where that is not known."""
+        bucket = self._bucket(load, drafts, prompts=prompts)
+        if self.costs is None or bucket is None:
+            return None
+        seconds = self.costs.seconds(max(load.rows, 1), drafts, tokens=load.tokens, prompts=prompts, full=load.full)
+        return seconds and seconds * self._pace.factor(bucket)
+
+    def _bucket(self, load: Load, drafts: int, *, prompts: bool) -> Bucket | None:
+        """That such a step runs in, if one was measured."""
         if self.costs is None:
             return None
-        rows = max(load.rows, 1)
-        bucket = self.costs.bucket(rows, drafts, prompts=prompts, full=load.full)
-        seconds = None if bucket is None else self.costs.seconds_in(bucket, rows, load.tokens)
-        return None if bucket is None or seconds is None else seconds * self._pace.factor(bucket)
+        return self.costs.bucket(max(load.rows, 1), drafts, prompts=prompts, full=load.full)
 
     def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
         if not windows:
@@ -199,8 +204,7 @@ class AdaptiveDrafts:
         if not rates or self._probe is not None or not self._pace.is_steady:
             return None
         fewer = max(rates, key=lambda k: rates[k])
-        assert self.costs is not None
-        bucket = self.costs.bucket(max(load.rows, 1), fewer, full=load.full)
+        bucket = self._bucket(load, fewer, prompts=False)
         if bucket is None or CHECK_WITHIN * rates[fewer] < best:
             return None
         if bucket in self._checked_at and self._chosen - self._checked_at[bucket] < CHECK_EVERY:

@@ -88,7 +88,7 @@ def write_slot_ends(blocks_smem: Any, ends_smem: Any) -> None:
     def accumulate(tile: Any, before: jax.Array) -> jax.Array:
         of_tile = pl.ds(tile * BLOCK, BLOCK)
         counts = down_columns(load(blocks_smem, (of_tile,), layout=AS_COLUMNS), BLOCK)
-        # Of the tiles before this one all columns count; their sum across threads is that of this tile.
+        # Of earlier tiles all columns count. They are added in registers, so that a tile needs one sum across threads.
         ends_smem[of_tile] = (before + jnp.where(within, counts, jnp.zeros(counts.shape, jnp.int32))).sum(axis=1)
         return before + counts
 

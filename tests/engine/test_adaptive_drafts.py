@@ -244,11 +244,11 @@ def test_costs_between_what_was_measured(points, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "factors"), [
-    ("1.5", {0: 1.0, 1: 1.1, 3: 1.25}), ("2.2", {0: 1.0, 1: 0.9, 3: 0.8}), ("1.5", {0: 1.3, 1: 1.0, 3: 1.0}),
+    ("2.2", {0: 1.0, 1: 1.2, 3: 1.4}), ("2.2", {0: 1.0, 1: 0.9, 3: 0.8}), ("1.5", {0: 1.3, 1: 1.0, 3: 1.0}),
     ("2.2", {0: 1.3, 1: 1.3, 3: 1.3}),
 ])  # fmt: skip
 def test_steps_that_take_other_times_than_measured(case, factors):
-    """Whichever steps the measurement got wrong, by a quarter or less, and on a host that stutters: near the best there is."""
+    """Whichever steps the measurement got wrong, and on a host that stutters: near the best that there is."""
     assert ratio("h200", 1, case, factors=factors) >= STUTTERING_BOUND
 
 
