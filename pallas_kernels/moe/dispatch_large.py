@@ -78,11 +78,25 @@ def count_chunks(chunks: int, E: int, interpret: Any) -> Any:
 
 @functools.cache
 def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: Any) -> Any:
-    """kernel(ids, counts, rank) -> num_slots, expert, token, place [chunks, BLOCK]; all int32."""
+    """kernel(ids, counts, rank) -> num_slots, expert, used, token, place [chunks, BLOCK]; all int32."""
     experts = -(-E // BLOCK) * BLOCK
     parts, narrow = blocks_per_chunk(chunks), tile_columns(experts)
 
-    def body(ids, counts, rank, num_slots, expert, token, place, blocks_smem, ends_smem, before_smem, row_smem):
+    def body(
+        ids,
+        counts,
+        rank,
+        num_slots,
+        expert,
+        used,
+        token,
+        place,
+        counts_smem,
+        blocks_smem,
+        ends_smem,
+        before_smem,
+        row_smem,
+    ):
         block = lax.axis_index("block")
         here, part = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
 
@@ -96,10 +110,12 @@ def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: 
         # Sums across threads after the loop.
         empty = zero_tile((experts, narrow))
         every, before = lax.fori_loop(0, counts.shape[1] // narrow, add, (empty, empty))
-        blocks_smem[...] = slots_needed(every.sum(axis=1), E, rows)
+        assigned = every.sum(axis=1)
+        counts_smem[...] = assigned
+        blocks_smem[...] = slots_needed(assigned, E, rows)
         before_smem[...] = before.sum(axis=1)
         write_slot_ends(blocks_smem, ends_smem)
-        write_slots(num_slots, expert, ends_smem, block)
+        write_slots(num_slots, expert, used, counts_smem, blocks_smem, ends_smem, block, rows)
 
         @pl.when(here < chunks)
         def _place():
@@ -125,6 +141,7 @@ def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: 
         body,
         out_type=table_types(chunks, slots, rows),
         scratch_types={
+            "counts_smem": plgpu.SMEM((experts,), int32),
             "blocks_smem": plgpu.SMEM((experts,), int32),
             "ends_smem": plgpu.SMEM((experts,), int32),
             "before_smem": plgpu.SMEM((experts,), int32),

@@ -93,16 +93,17 @@ class Plan:
 
     @property
     def out_type(self) -> list[jax.ShapeDtypeStruct]:
-        """Of num_slots, expert, token, place [chunks, BLOCK]; with `copied` the slots' rows [slots * rows, H] for `token`."""
+        """Of num_slots, expert, used, token, place [chunks, BLOCK]; with `copied` rows [slots * rows, H] stand for `token`."""
         types = table_types(self.chunks, self.slots, self.rows)
         if self.copied:
-            types[2] = jax.ShapeDtypeStruct((self.slots * self.rows, self.copied.columns), self.copied.dtype)
+            types[3] = jax.ShapeDtypeStruct((self.slots * self.rows, self.copied.columns), self.copied.dtype)
         return types
 
     @property
     def scratch_types(self) -> dict[str, Any]:
         return {
             "ids_smem": plgpu.SMEM((self.chunks, BLOCK), jnp.int32),
+            "counts_smem": plgpu.SMEM((self.experts,), jnp.int32),
             "blocks_smem": plgpu.SMEM((self.experts,), jnp.int32),
             "ends_smem": plgpu.SMEM((self.experts,), jnp.int32),
             "row_smem": plgpu.SMEM((BLOCK,), jnp.int32),
@@ -113,12 +114,12 @@ class Plan:
 
         `place` has a row for each token that the ids have room for.
         """
-        num_slots, expert, filled, place = results
+        num_slots, expert, used, filled, place = results
         place = place.reshape(-1)[: place.size // self.k * self.k].reshape(-1, self.k)
         if not self.copied:
-            return SlotTables(num_slots, expert, filled, place), None
+            return SlotTables(num_slots, expert, used, filled, place), None
         token = jnp.zeros(self.slots * self.rows, jnp.int32)  # never read
-        return SlotTables(num_slots, expert, token, place), filled.reshape(self.slots, self.rows, -1)
+        return SlotTables(num_slots, expert, used, token, place), filled.reshape(self.slots, self.rows, -1)
 
 
 @functools.cache
@@ -148,6 +149,7 @@ def make_tables(
     *refs: Any,
     emulated: bool,
     ids_smem: Any,
+    counts_smem: Any,
     blocks_smem: Any,
     ends_smem: Any,
     row_smem: Any,
@@ -162,7 +164,7 @@ def make_tables(
     int32 = jnp.int32
     chunks, E, rows, experts, parts, copied = plan.chunks, plan.E, plan.rows, plan.experts, plan.parts, plan.copied
     narrow = tile_columns(experts)
-    num_slots, expert, filled, place = refs[-4:]
+    num_slots, expert, used, filled, place = refs[-5:]
     here, part = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
     if copied:
         x, columns = refs[0], pl.ds(0, copied.columns)
@@ -190,12 +192,13 @@ def make_tables(
 
     # One sum across threads, after the loop.
     counts = lax.fori_loop(0, chunks, count, zero_tile((experts, narrow))).sum(axis=1)
+    counts_smem[...] = counts
     if plan.all_tokens:
         blocks_smem[...] = zero_past(jnp.minimum(counts, jnp.full((experts,), 1, int32)), E)
     else:
         blocks_smem[...] = slots_needed(counts, E, rows)
     write_slot_ends(blocks_smem, ends_smem)
-    write_slots(num_slots, expert, ends_smem, block)
+    write_slots(num_slots, expert, used, counts_smem, blocks_smem, ends_smem, block, rows)
 
     @pl.when(here < chunks)
     def _place():

@@ -18,6 +18,8 @@ TILE = 4096
 # The tokens of a slot's rows are written one after another, at a store and two barriers each. Up to this many blocks, one
 # a multiprocessor, several blocks share a chunk of assignments: all compute its places, each writes a part of the tokens.
 MOST_SHARING_BLOCKS = 128
+# Bits of an expert's number where the rows that a slot uses stand above it.
+USED_BITS = 20
 
 # Layouts of a tile's rows and of its columns as vectors.
 AS_ROWS, AS_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -25,8 +27,9 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, r
 
 
 def table_types(chunks: int, slots: int, rows: int) -> list[jax.ShapeDtypeStruct]:
-    """Types of the results num_slots, expert, token and place."""
-    shapes = (1,), (-(-slots // BLOCK) * BLOCK,), (slots * rows,), (chunks, BLOCK)
+    """Types of the results num_slots, expert, used, token and place."""
+    named = (-(-slots // BLOCK) * BLOCK,)
+    shapes = (1,), named, named, (slots * rows,), (chunks, BLOCK)
     return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
 
@@ -106,8 +109,37 @@ def slot_experts(ends_smem: Any, first: jax.Array | int) -> jax.Array:
     return lax.fori_loop(0, ends_smem.shape[0] // BLOCK, passed, zero_rows(BLOCK))
 
 
-def write_slots(num_slots: Any, expert: Any, ends_smem: Any, block: Any) -> None:
-    """Writes the number of slots, in the first block, and the experts of this block's BLOCK slots, if it has any."""
+def used_slots(
+    counts_smem: Any, blocks_smem: Any, ends_smem: Any, first: Any, rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """The experts of BLOCK slots from `first` on, and how many of their `rows` rows have a token; 0 past the last slot.
+
+    counts_smem, blocks_smem and ends_smem, all [experts], have assignments, slots and the slots up to an expert's last.
+    """
+    slot = iota((BLOCK, BLOCK), 0) + first
+
+    def look(tile: Any, found: jax.Array) -> jax.Array:
+        of_tile = pl.ds(tile * BLOCK, BLOCK)
+        counts, blocks, ends = (
+            load(smem, (of_tile,), layout=AS_COLUMNS) for smem in (counts_smem, blocks_smem, ends_smem)
+        )
+        number = iota((BLOCK, BLOCK), 1) + tile * BLOCK
+        before = slot - down_columns(ends - blocks, BLOCK)  # of the same expert's slots
+        used = jnp.minimum(down_columns(counts, BLOCK) - before * rows, jnp.full((BLOCK, BLOCK), rows, jnp.int32))
+        mine = (before >= 0) & (slot < down_columns(ends, BLOCK))
+        return jnp.where(mine, number + lax.shift_left(used, jnp.full(used.shape, USED_BITS, jnp.int32)), found)
+
+    # Each slot has one expert. With both numbers in one, there is one sum across threads.
+    both = lax.fori_loop(0, ends_smem.shape[0] // BLOCK, look, zero_tile((BLOCK, BLOCK))).sum(axis=1)
+    bits = jnp.full(both.shape, USED_BITS, jnp.int32)
+    used = lax.shift_right_logical(both, bits)
+    return both - lax.shift_left(used, bits), used
+
+
+def write_slots(
+    num_slots: Any, expert: Any, used: Any, counts_smem: Any, blocks_smem: Any, ends_smem: Any, block: Any, rows: int
+) -> None:
+    """Writes the number of slots, in the first block, and what `used_slots` gives of this block's BLOCK slots, if any."""
 
     @pl.when(block == 0)
     def _count() -> None:
@@ -115,7 +147,8 @@ def write_slots(num_slots: Any, expert: Any, ends_smem: Any, block: Any) -> None
 
     @pl.when(block < expert.shape[0] // BLOCK)
     def _name() -> None:
-        expert[pl.ds(block * BLOCK, BLOCK)] = slot_experts(ends_smem, block * BLOCK)
+        mine = pl.ds(block * BLOCK, BLOCK)
+        expert[mine], used[mine] = used_slots(counts_smem, blocks_smem, ends_smem, block * BLOCK, rows)
 
 
 def slots_needed(counts: jax.Array, E: int, rows: int) -> jax.Array:

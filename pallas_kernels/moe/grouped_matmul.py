@@ -27,6 +27,7 @@ from pallas_kernels.moe.activation import Clamp, joined
 from pallas_kernels.moe.config import Config, M
 from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
+from pallas_kernels.moe.store_rows import is_short, short_slots, staging, store_tile
 
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Registers of a thread: the producer gives away what the consumers' accumulators need.
@@ -58,7 +59,7 @@ def up_matmul(
     w = [gate_up[0].reshape(E, 2 * inner, H), *(part.reshape(-1, H) for part in gate_up[1:])]
     biases = [] if bias is None else [bias.reshape(E, 2 * inner).astype(jnp.float32)]
     kernel = _matmul(config, inner, H, True, bias is not None, clamp, interpret)
-    return kernel(tables.num_slots, tables.expert, *biases, *w, *x)
+    return kernel(tables.num_slots, tables.expert, *short_slots(tables, config), *biases, *w, *x)
 
 
 def down_matmul(
@@ -83,23 +84,25 @@ def down_matmul(
     _, H, inner = down[0].shape
     biases = [] if bias is None else [bias.astype(jnp.float32)]
     kernel = _matmul(config, H, inner, False, bias is not None, None, interpret)
-    return kernel(tables.num_slots, tables.expert, *biases, *down, *h)
+    return kernel(tables.num_slots, tables.expert, *short_slots(tables, config), *biases, *down, *h)
 
 
 @functools.cache
 def _matmul(
     config: Config, out_rows: int, columns: int, gated: bool, biased: bool, clamp: Clamp | None, interpret: Any
 ) -> Any:
-    """kernel(num_slots [1], expert [slots], *bias, *weights, *tokens): products of the slots and, if any, of the pieces.
+    """kernel(num_slots [1], expert [slots], *used [slots], *bias, *weights, *tokens): products of the slots and the pieces.
 
+    used: `SlotTables.used`, if the configuration `is_short`.
     bias: float32 [E, (2 *) out_rows], if `biased`.
     weights: [E, (2 *) out_rows, columns]; of pieces [2 * pieces * out_rows, columns] or [out_rows, pieces * columns].
     tokens: [slots or 1, rows, columns]; of pieces [pieces or 1, piece_rows, columns]. With fewer than GRANULE tokens they
     have as many rows as there are tokens.
-    Returns bfloat16 [slots, rows, out_rows], where only slots that exist are written; [pieces, piece_rows, out_rows].
+    Returns bfloat16 [slots, rows, out_rows], of which slots that exist are written, of short ones the rows with a token; and
+    of pieces [pieces, piece_rows, out_rows].
     """
     t = config.up if gated else config.down
-    grid, pieces = config.grid, config.pieces
+    grid, pieces, short = config.grid, config.pieces, is_short(config)
     kinds, most_rows = (2, max(config.rows, config.piece_rows)) if pieces else (1, config.rows)
     width = t.consumers * (1 if gated else t.blocks) * M  # output columns of a tile
     num_tiles, depths = out_rows // width, columns // t.depth
@@ -109,7 +112,8 @@ def _matmul(
         raise ValueError("shared experts have no biases")
     dtype = jnp.bfloat16
 
-    def body(num_slots, expert, *refs, w_smem, x_smem, out_smem, full, free):
+    def body(num_slots, expert, *refs, w_smem, x_smem, full, free, **stages):
+        used, refs = refs[0] if short else None, refs[int(short) :]
         bias, refs = refs[: int(biased)], refs[int(biased) :]
         w, x, out = refs[:kinds], refs[kinds : 2 * kinds], refs[2 * kinds :]
         warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
@@ -175,7 +179,7 @@ def _matmul(
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             me = warpgroup
 
-            def work(j, *, rows, out, first_slot):
+            def work(j, *, rows, out, first_slot, staged, used):
                 slot, tile = item(j)
                 own = pl.ds(0, rows)
 
@@ -204,29 +208,31 @@ def _matmul(
                     gate, up = sums
                     sums = (joined(gate, up, clamp) if clamp else gate * (1.0 / (1.0 + jnp.exp(-gate))) * up,)
                 for b, total in enumerate(sums):
-                    plgpu.wait_smem_to_gmem(0)  # until the store before this one has read the staging buffer
-                    staged = transpose_ref(out_smem.at[me, own], (1, 0))
-                    staged[...] = plgpu.layout_cast(total.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                    plgpu.commit_smem()
-                    column = tile * width + (me * len(sums) + b) * M
-                    plgpu.copy_smem_to_gmem(out_smem.at[me, own], out.at[slot - first_slot, :, pl.ds(column, M)])
+                    at = pl.ds(tile * width + (me * len(sums) + b) * M, M)
+                    of_slot = None if used is None else used[slot - first_slot]
+                    store_tile(total.astype(dtype), staged, out.at[slot - first_slot, :, at], of_slot)
 
             if pieces:
-                pl.loop(0, of_pieces)(functools.partial(work, rows=config.piece_rows, out=out[1], first_slot=0))
-            pl.loop(of_pieces, mine)(functools.partial(work, rows=config.rows, out=out[0], first_slot=pieces))
+                whole = {"out": out[1], "first_slot": 0, "staged": stages["piece_smem"].at[me], "used": None}
+                pl.loop(0, of_pieces)(functools.partial(work, rows=config.piece_rows, **whole))
+            routed = {"out": out[0], "first_slot": pieces, "staged": stages["out_smem"].at[me], "used": used}
+            pl.loop(of_pieces, mine)(functools.partial(work, rows=config.rows, **routed))
             plgpu.wait_smem_to_gmem(0)
 
     body.__name__ = "moe_up" if gated else "moe_down"
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
     shapes = ((config.slots, config.rows, out_rows), (pieces, config.piece_rows, out_rows))
+    scratch = {"out_smem": staging(t.consumers, config.rows, M, dtype, short=short)}
+    if pieces:
+        scratch["piece_smem"] = staging(t.consumers, config.piece_rows, M, dtype, short=False)
     return plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:kinds]],
         scratch_types={
             "w_smem": smem((t.stages, t.consumers, t.blocks, M, t.depth)),
             "x_smem": smem((t.stages, most_rows, t.depth)),
-            "out_smem": smem((t.consumers, most_rows, M)),
+            **scratch,
             "full": plgpu.Barrier(num_arrivals=t.consumers * t.blocks + 1, num_barriers=t.stages),
             "free": plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
         },

@@ -33,6 +33,7 @@ from pallas_kernels.moe.packed_codes import (
 )
 from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
+from pallas_kernels.moe.store_rows import is_short, short_slots, staging, store_tile
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.schemes import Scheme
 from pallas_kernels.quant.values import Quantised
@@ -114,7 +115,9 @@ def _matmul(
     numbers = [] if weight.factor is None else [weight.factor]
     numbers += [] if bias is None else [bias.astype(jnp.float32)]
     kernel = _kernel(config, weight.scheme, *weight.shape[1:], bias is not None, clamp, interpret)
-    return kernel(tables.num_slots, tables.expert, *numbers, weight.codes, weight.scale, x)
+    return kernel(
+        tables.num_slots, tables.expert, *short_slots(tables, config), *numbers, weight.codes, weight.scale, x
+    )
 
 
 @functools.cache
@@ -128,15 +131,16 @@ def _kernel(
     clamp: Clamp | None,
     interpret: Any,
 ) -> Any:
-    """kernel(num_slots [1], expert [slots], *factor, *bias, codes, scale, tokens) -> [slots, rows, out_rows].
+    """kernel(num_slots [1], expert [slots], *used, *factor, *bias, codes, scale, tokens) -> [slots, rows, out_rows].
 
+    used: `SlotTables.used`, if the configuration `is_short`: then only rows with a token are written.
     factor: float32 [E, parts], where the scheme has one. bias: float32 [E, parts, out_rows], if `biased`.
     codes, scale: of a weight [E, parts, out_rows, columns]; two parts are gate and up.
     tokens: bfloat16 [slots or 1, rows, columns]. With fewer than GRANULE tokens they have as many rows as there are tokens.
     """
     gated = parts == 2
     t, rows, grid = config.up if gated else config.down, config.rows, config.grid
-    teams, members = t.splits, t.splits * t.consumers
+    teams, members, short = t.splits, t.splits * t.consumers, is_short(config)
     width = t.consumers * (1 if gated else t.blocks) * M  # output columns of a tile
     num_tiles, depths, units = out_rows // width, pl.cdiv(columns, t.depth), t.depth // UNIT
     groups, pitch = t.depth // group_of(scheme), t.depth // 2
@@ -148,7 +152,7 @@ def _kernel(
     f32, bf16 = jnp.float32, jnp.bfloat16
 
     def body(num_slots, expert, *refs, w_smem, s_smem, x_smem, out_smem, full, free, **only):
-        numbers, (codes, scale, x, out) = list(refs[:-4]), refs[-4:]
+        used, numbers, (codes, scale, x, out) = refs[0] if short else None, list(refs[int(short) : -4]), refs[-4:]
         bias = numbers.pop() if biased else None
         factor = numbers.pop() if scheme.factor else None
         warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
@@ -269,12 +273,8 @@ def _kernel(
                     gate, up = sums
                     sums = (joined(gate, up, clamp) if clamp else gate * (1.0 / (1.0 + jnp.exp(-gate))) * up,)
                 for b, total in enumerate(sums):
-                    plgpu.wait_smem_to_gmem(0)  # until the store before this one has read the staging buffer
-                    staged = transpose_ref(out_smem.at[me], (1, 0))
-                    staged[...] = plgpu.layout_cast(total.astype(bf16), plgpu.Layout.WGMMA_TRANSPOSED)
-                    plgpu.commit_smem()
-                    at = pl.ds(place_of(me, b, tile)[1], M)
-                    plgpu.copy_smem_to_gmem(out_smem.at[me], out.at[slot, :, at])
+                    to = out.at[slot, :, pl.ds(place_of(me, b, tile)[1], M)]
+                    store_tile(total.astype(bf16), out_smem.at[me], to, None if used is None else used[slot])
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -311,7 +311,7 @@ def _kernel(
         "w_smem": plgpu.SMEM((*tiles, M, pitch), jnp.uint8, transforms=tile_transforms(pitch)),
         "s_smem": plgpu.SMEM((*tiles, groups, M), scheme.scale),
         "x_smem": smem((t.stages, rows, t.depth)),
-        "out_smem": smem((t.consumers, rows, M)),
+        "out_smem": staging(t.consumers, rows, M, bf16, short=short),
         "full": plgpu.Barrier(num_arrivals=2 * t.consumers * t.blocks + 1, num_barriers=t.stages),
         "free": plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
     }

@@ -119,7 +119,8 @@ def slot_tables(ids: jax.Array, live: jax.Array, E: int, rows: int, *, all_token
     expert = jnp.minimum((ends_E[None] <= jnp.arange(slots)[:, None]).sum(axis=1), E - 1)
     owned_N = jnp.where(jnp.repeat(live, k), place_N, slots * rows)
     token = jnp.zeros(slots * rows, jnp.int32).at[owned_N].set(token_N, mode="drop")
-    tables = SlotTables(ends_E[-1:], expert.astype(jnp.int32), token, place_N.reshape(T, k))
+    used = jnp.zeros(slots, jnp.int32).at[owned_N // rows].add(1, mode="drop")
+    tables = SlotTables(ends_E[-1:], expert.astype(jnp.int32), used, token, place_N.reshape(T, k))
     # Without the barrier XLA fuses the sums into the gather and the combine and recomputes them for each element.
     return lax.optimization_barrier(tables)
 

@@ -15,6 +15,8 @@ class SlotTables(NamedTuple):
     Attributes:
         num_slots: int32 [1].
         expert: int32 [at least slots], the expert of each slot.
+        used: int32 [at least slots], how many rows of each slot have a token: its first ones. Undefined where every slot has
+            all tokens.
         token: int32 [slots * rows], the row of x in each row of a slot; undefined where every slot has all tokens.
         place: int32 [>= T, >= k], the row among all slots' rows of each assignment; 0 for tokens that are not live. Rows
             and columns past T and k are padding.
@@ -22,6 +24,7 @@ class SlotTables(NamedTuple):
 
     num_slots: jax.Array
     expert: jax.Array
+    used: jax.Array
     token: jax.Array
     place: jax.Array
 

@@ -86,6 +86,7 @@ def assert_same_plan(one: Planned, two: Planned, live: jax.Array, k: int) -> Non
     np.testing.assert_array_equal(*(np.asarray(a).view(np.int32) for a in (weights, want_weights)))
     assert tables.num_slots.tolist() == want.num_slots.tolist()
     np.testing.assert_array_equal(tables.expert, want.expert)
+    np.testing.assert_array_equal(tables.used, want.used)
     np.testing.assert_array_equal(tables.place, want.place)
     assert (copied is None) == (want_copied is None)
     used = np.asarray(want.place)[: len(live)][np.asarray(live), :k].reshape(-1)

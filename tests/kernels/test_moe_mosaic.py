@@ -232,6 +232,7 @@ def check_tables(ids: np.ndarray, live: np.ndarray, E: int, rows: int, *, all_to
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
     np.testing.assert_array_equal(got.place, want.place)
     if not all_tokens:
+        np.testing.assert_array_equal(got.used[:n], want.used[:n])
         used = want.place[live]
         np.testing.assert_array_equal(got.token[used], want.token[used])
     assert_no_races(got, kernels=kernels)
@@ -338,6 +339,7 @@ def test_tables(seed, T, E, k, rows, share_live):
             np.testing.assert_array_equal(place % rows, np.flatnonzero(live)[:, None] + 0 * place)
         else:
             np.testing.assert_array_equal(got.token[place], np.flatnonzero(live)[:, None] + 0 * place)
+            np.testing.assert_array_equal(got.used, np.bincount(place.reshape(-1) // rows, minlength=len(got.used)))
             assert ((got.token >= 0) & (got.token < T)).all()
         np.testing.assert_array_equal(got.place[~live], 0)
 
