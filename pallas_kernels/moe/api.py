@@ -33,7 +33,7 @@ import jax
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import REFERENCES, W8A8, choose, current
-from pallas_kernels.moe import combine, mosaic, one_token, quantised_mlp, reference, router, routing
+from pallas_kernels.moe import combine, dense_mlp, mosaic, one_token, quantised_mlp, reference, router, routing
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norms_apart
@@ -246,6 +246,14 @@ def mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
         x: [T, H]. gate_up: [2, I, H]. down: [H, I].
     """
     if not unquantised_reason(gate_up, down):
+        assert isinstance(gate_up, jax.Array)
+        assert isinstance(down, jax.Array)
+        choices = tuning.current()
+        fits = choices.norm_linear_tokens < x.shape[0] <= choices.mlp_kernel_tokens
+        if fits and dense_mlp.worthwhile(*down.shape):
+            reason = dense_mlp.unsupported_reason(x, gate_up, down)
+            if choose("dense_mlp", _wanted_beside(), {"mosaic": reason}) == "mosaic":
+                return dense_mlp.mlp(x, gate_up, down)
         return reference.swiglu(x, gate_up, down)
     reason = quantised_mlp.unsupported_reason(x, gate_up, down)
     # The option is about experts; where it asks for their kernels, plain XLA may still run this.

@@ -65,18 +65,19 @@ class Config:
     piece_rows: int = 0
 
 
-def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: int = 0) -> Tiles:
+def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: int = 0, small: bool = False) -> Tiles:
     """Tiles of a matmul.
 
     Args:
         rows: token rows of a slot.
         columns, out_rows: of the weights [out_rows, columns], of which there are two if `gated`.
         piece_rows: token rows of a piece, 0 without pieces.
+        small: tiles are as small as they can be, where there are hardly more of them than blocks.
     """
-    wide = rows >= WIDE_ROWS
+    wide = rows >= WIDE_ROWS and not small
     # For one accumulator a stage of one warpgroup is short: on an H200 two are 1 to 3 % faster. More rows of pieces need the
     # shared memory for what is stored.
-    pairs = wide or (not gated and piece_rows <= WIDE_ROWS)
+    pairs = not small and (wide or (not gated and piece_rows <= WIDE_ROWS))
     consumers = 2 if pairs and out_rows % (2 * M) == 0 else 1
     blocks = 2 if gated or (wide and out_rows % (2 * consumers * M) == 0) else 1
     depth = 128 if not wide and columns % 128 == 0 else 64

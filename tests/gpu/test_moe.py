@@ -418,6 +418,24 @@ def test_blocks_that_wait_in_one_layer_after_another(T):
         np.testing.assert_array_equal(got, results[0])
 
 
+@pytest.mark.parametrize("T", [2, 8, 32, 128])
+@pytest.mark.parametrize(("H", "inner"), [(4096, 10944), (2048, 11264)])
+def test_mlp_of_a_dense_layer(H, inner, T):
+    """A token that is NaN reaches no other."""
+    keys = jax.random.split(jax.random.key(T), 3)
+    shapes = (T, H), (2, inner, H), (H, inner)
+    x, gate_up, down = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
+    gate_up, down, broken = gate_up * H**-0.5, down * inner**-0.5, np.arange(T) == 1
+    with use(Backends()) as chosen, tuning.use(dataclasses.replace(tuning.current(), mlp_kernel_tokens=128)):
+        got = jax.jit(api.mlp)(jnp.where(broken[:, None], jnp.nan, x), gate_up, down)
+    assert chosen["dense_mlp"] == {"mosaic"}
+    with jax.default_matmul_precision("highest"):
+        exact = jax.jit(reference.swiglu)(*(a.astype(jnp.float32) for a in (x, gate_up, down)))
+    got, exact = np.asarray(got, np.float32), np.asarray(exact)
+    assert np.isnan(got[broken]).all()
+    assert np.abs(got - exact)[~broken].mean() <= 5e-3 * np.abs(exact[~broken]).mean()
+
+
 @pytest.mark.parametrize("T", [1, 8, 9, 40, 300])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_routing_and_experts_together(shape, T):
@@ -431,7 +449,9 @@ def test_routing_and_experts_together(shape, T):
     live = jnp.arange(T) % 5 != 4
     residual, gain = jax.random.normal(jax.random.key(2), (T, H), jnp.bfloat16), jnp.full(H, 1.5, jnp.bfloat16)
     options = dataclasses.asdict(routing)
-    joined = functools.partial(api.add_routed_experts, following=api.NormAfter(gain, 1e-5), **options)
+    joined = functools.partial(
+        api.add_routed_experts, following=api.NormAfter(gain, 1e-5, layer(shape)[0][0, 0]), **options
+    )
     off = dataclasses.replace(tuning.current(), copying_tokens=0, row_kernel_tokens=0)
     with use(Backends(moe="mosaic")):
         jax.clear_caches()
