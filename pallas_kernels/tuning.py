@@ -53,7 +53,6 @@ class Tuning:
         bounded_draws: whether a draw takes logarithms only of columns that may win.
         rule_kernel: whether requests' rules for their logits are a kernel of ours, which touches only rows that have some.
         schedule_kernel: whether the schedule of split attention is a kernel of ours.
-        prefetches: whether kernels that leave the memory idle ask for the first weights of the next one.
         peer_sum_bytes: sums over several devices of up to this many bytes are a kernel of ours, in the step's graph; 0: none.
         host_readback: whether steps write their output into the host's memory.
     """
@@ -77,7 +76,6 @@ class Tuning:
     bounded_draws: bool = False
     rule_kernel: bool = False
     schedule_kernel: bool = False
-    prefetches: bool = False
     peer_sum_bytes: int = 0
     host_readback: bool = False
 

@@ -33,8 +33,6 @@ class FadingSpec:
 
 
 class Fading(nnx.Module):
-    reads_first = None
-
     def __init__(self, hidden, inputs, declare):
         self.gate = declare((hidden, inputs), (None, None))
         self.value = declare((hidden, inputs), (None, None))

@@ -11,7 +11,7 @@ import numpy as np
 from bench.kernel.arrays import exact, largest_error, normal, rounded, spread, take
 from bench.kernel.case import Case, once
 from pallas_kernels.moe.activation import Clamp
-from pallas_kernels.moe.api import NormAfter, add_routed_experts, experts, logit_parts, splits_router
+from pallas_kernels.moe.api import add_routed_experts, experts, logit_parts, splits_router
 from pallas_kernels.moe.shapes import LAYERS, TOKENS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norm_linear, norm_linear_and_zero
@@ -231,7 +231,7 @@ class MoeBlock(Moe):
             x, normed, made, zero = norm_linear_and_zero(x, gain, weights, eps=1e-6, delta=attended)
             logits, zero = logit_parts(normed, router) if split else (made[0], zero)
             out, following = add_routed_experts(
-                x, normed, parameters, logits, bias, live, NormAfter(gain, 1e-6), zero,
+                x, normed, parameters, logits, bias, live, (gain, 1e-6), zero,
                 top_k=self.K, num_groups=1, top_groups=1, normalize=True, scale=self.scale,
             )  # fmt: skip
             return out, norm_linear(out, gain, (), eps=1e-6)[1] if following is None else following

@@ -8,7 +8,6 @@ from flax import nnx
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.layers import Attended, RMSNorm
 from jaxspec.models.metadata import LiveRows, StepMetadata
-from pallas_kernels.quant.values import Weight
 
 
 class Attention(Protocol):
@@ -17,11 +16,6 @@ class Attention(Protocol):
     @property
     def cache_spec(self) -> CacheSpec:
         """The layer's cache."""
-        ...
-
-    @property
-    def reads_first(self) -> Weight | None:
-        """The weight [..., input_dim] that reads the input of a call first; None where that is not known."""
         ...
 
     def __call__(

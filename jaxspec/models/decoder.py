@@ -15,7 +15,7 @@ from jaxspec.models.attention import Attention
 from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import LayerSpec, ModelConfig, RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import Following, ResidualMLP, RMSNorm, RopeTables, Stream, added, rope_tables
+from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, Stream, added, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.quant.reference import linear
@@ -52,13 +52,13 @@ class Block(nnx.Module):
         meta: StepMetadata,
         rope: RopeTables | None,
         experts: list[jax.Array] | None = None,
-        following: Following | None = None,
+        following: RMSNorm | None = None,
     ) -> tuple[Stream, LayerCache]:
         """The residual stream of T tokens after the block, and its cache.
 
         Args:
             experts: where given, the layer's chosen experts are added to it, if it has any.
-            following: what reads the result next, if it goes through one norm only.
+            following: the norm that the result is read through next, if by one only.
         """
         x_TH = stream.x
         with jax.named_scope("attention"):
@@ -81,7 +81,7 @@ class Block(nnx.Module):
         cache: LayerCache,
         meta: StepMetadata,
         rope: RopeTables | None,
-        following: Following | None = None,
+        following: RMSNorm | None = None,
     ) -> tuple[Stream, LayerCache]:
         """The block for R live tokens out of T, -> [R, H]: all T tokens' caches are written, the rest is live only."""
         out_RH, cache = self.attention.catch_up(self.input_norm(x_TH), live, cache, meta, rope)
@@ -155,8 +155,7 @@ class CausalLM(nnx.Module):
         """
         meta = meta._replace(choices=[])
         stream = Stream(self.embed_ids(ids_T))
-        reads = [Following(layer.input_norm, layer.attention.reads_first) for layer in self.layers]
-        reads.append(Following(self.norm, self._head.weight[...]))
+        norms = [*(layer.input_norm for layer in self.layers), self.norm]
         ropes: dict[RopeConfig, RopeTables] = {}
         written: list[LayerCache] = []
         captured = []
@@ -169,7 +168,7 @@ class CausalLM(nnx.Module):
                 ropes[rope] = rope_tables(rope, meta.positions)
             with jax.named_scope(f"layer{i}"):
                 tables = ropes[rope] if rope else None
-                stream, layer_cache = layer(stream, cache[i], meta, tables, chosen, reads[i + 1])
+                stream, layer_cache = layer(stream, cache[i], meta, tables, chosen, norms[i + 1])
             written.append(layer_cache)
         if len(self.layers) in capture:
             captured.append(stream.x)
@@ -181,13 +180,10 @@ class CausalLM(nnx.Module):
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
         """[R, vocab] of hidden states after the final norm, in their type; of several devices each has its columns."""
+        head = self.embed if self.config.tie_embeddings else self.head
         if self.config.logit_scale != 1:
             hidden_RH = hidden_RH * self.config.logit_scale
-        return self._head.logits(hidden_RH)
-
-    @property
-    def _head(self) -> Embedding:
-        return self.embed if self.config.tie_embeddings else self.head
+        return head.logits(hidden_RH)
 
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """Of its layers, in order."""

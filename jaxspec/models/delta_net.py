@@ -99,11 +99,6 @@ class DeltaNet(nnx.Module):
         self.norm = declare((V,), (None,), "ones")
         self.out = declare((hidden, K, R, V), (None, "kv_heads", None, None))
 
-    @property
-    def reads_first(self) -> jax.Array:
-        """See `Attention`."""
-        return self.qkv[...]
-
     def __call__(
         self,
         x_TH: jax.Array,

@@ -30,7 +30,7 @@ from jaxspec.models.decoder import CausalLM, Embedding, logits_at
 from jaxspec.models.fields import flag, require, section, text_list, text_or, whole_list, whole_or
 from jaxspec.models.hf_fields import MAX_LAYERS, MAX_SIZE, MAX_VOCAB, common_fields, norm_eps, size
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import Attended, DenseSpec, Following, ResidualMLP, RMSNorm, RopeTables, rope_tables
+from jaxspec.models.layers import Attended, DenseSpec, ResidualMLP, RMSNorm, RopeTables, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.norm_linear.reference import rms_norm
@@ -323,9 +323,9 @@ class Eagle3(nnx.Module):
         return pair_T2H, residual_TH, rope_tables(rope, meta.positions) if rope else None
 
     def _finish(self, residual_TH: jax.Array, out_TH: Attended, live_T: jax.Array) -> jax.Array:
-        following = Following(self.norm) if self.config.norm_output else None
+        following = self.norm if self.config.norm_output else None
         stream = self.mlp.add_to(residual_TH, out_TH, self.post_norm, live_T, following)
-        return stream.norm(self.norm) if following else stream.x
+        return stream.norm(following) if following else stream.x
 
 
 def eagle3_key_map(config: Eagle3Config, *, names: Iterable[str], own_embedding: bool, own_head: bool) -> KeyMap:

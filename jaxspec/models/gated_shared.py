@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.models.keymap import KeyMap, Piece
-from jaxspec.models.layers import MLP, Attended, DenseSpec, Following, RMSNorm, Stream
+from jaxspec.models.layers import MLP, Attended, DenseSpec, RMSNorm, Stream
 from jaxspec.models.moe import MoE, MoESpec
 from jaxspec.models.params import Declare
 
@@ -51,7 +51,7 @@ class GatedSharedMoE(nnx.Module):
         attended: Attended,
         norm: RMSNorm,
         live_T: jax.Array,
-        following: Following | None = None,  # noqa: ARG002
+        following: RMSNorm | None = None,  # noqa: ARG002
     ) -> Stream:
         """See `ResidualMLP`."""
         x_TH, normed_TH, logits = self.routed.logits(x_TH, attended, norm)

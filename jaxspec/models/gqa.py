@@ -125,11 +125,6 @@ class GQA(nnx.Module):
         if spec.sinks:
             self.sinks = declare((K, G), ("kv_heads", None), "zeros", dtype=jnp.float32, spreads=spreads)
 
-    @property
-    def reads_first(self) -> jax.Array:
-        """See `Attention`."""
-        return self.qkv[...]
-
     def __call__(
         self,
         x_TH: jax.Array,

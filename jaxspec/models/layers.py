@@ -17,7 +17,6 @@ from jaxspec.models.params import Declare, declared
 from pallas_kernels.moe.api import mlp, mlp_obstacle
 from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear, norm_linear_and_zero
 from pallas_kernels.norm_linear.reference import factor_of, project, rms_norm, whole
-from pallas_kernels.quant.values import Weight
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
 RopeTables = tuple[jax.Array, jax.Array]
@@ -105,18 +104,6 @@ def added(attended: Attended) -> jax.Array:
     return comm.total(whole(attended.array)) if isinstance(attended, comm.Part) else whole(attended)
 
 
-class Following(NamedTuple):
-    """What reads the residual stream after a block, and nothing else does.
-
-    Attributes:
-        norm: that it is read through.
-        weight: [..., columns] that reads the norm first, for the memory to bring early; None where that is not known.
-    """
-
-    norm: RMSNorm
-    weight: Weight | None = None
-
-
 class Stream(NamedTuple):
     """The residual stream [T, H] between blocks, and its norm for what follows, where its writer made that too."""
 
@@ -144,13 +131,13 @@ class ResidualMLP(Protocol):
         attended: Attended,
         norm: RMSNorm,
         live_T: jax.Array,
-        following: Following | None = None,
+        following: RMSNorm | None = None,
     ) -> Stream:
         """The residual stream after the block: x + attended, and the MLP of its norm added.
 
         Args:
             live_T: as in `StepMetadata`; rows of other tokens must be finite, and nobody reads them.
-            following: what reads the stream next, if it goes through one norm only.
+            following: the norm that the stream is read through next, if by one only.
         """
         ...
 
@@ -203,7 +190,7 @@ class MLP(nnx.Module):
         attended: Attended,
         norm: RMSNorm,
         live_T: jax.Array,  # noqa: ARG002
-        following: Following | None = None,
+        following: RMSNorm | None = None,
     ) -> Stream:
         """See `ResidualMLP`."""
         if not isinstance(attended, comm.Part):
@@ -213,7 +200,7 @@ class MLP(nnx.Module):
         if following is None or self.scale != 1:
             return Stream(x_TH + self(normed_TH))
         part_TH = mlp(normed_TH, self.gate_up[...], self.down[...])
-        return Stream(*comm.add_total(x_TH, part_TH, following.norm.factor, following.norm.eps))
+        return Stream(*comm.add_total(x_TH, part_TH, following.factor, following.eps))
 
     def chosen_experts(self, x_TH: jax.Array, attended: Attended, norm: RMSNorm) -> None:
         """See `ResidualMLP`."""

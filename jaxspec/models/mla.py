@@ -131,11 +131,6 @@ class MLA(nnx.Module):
         self.w_uv = declare((N, mla.v_dim, L), ("heads", None, None))
         self.o = declare((H, N, mla.v_dim), (None, "heads", None))
 
-    @property
-    def reads_first(self) -> jax.Array:
-        """See `Attention`."""
-        return self.qkv_a[...] if self.q_lora_rank else self.q[...]
-
     def __call__(
         self,
         x_TH: jax.Array,

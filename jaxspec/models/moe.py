@@ -11,11 +11,10 @@ from jax import lax
 
 from jaxspec import comm
 from jaxspec.models.keymap import KeyMap, Piece
-from jaxspec.models.layers import MLP, Attended, DenseSpec, Following, RMSNorm, Stream
+from jaxspec.models.layers import MLP, Attended, DenseSpec, RMSNorm, Stream
 from jaxspec.models.params import Declare, QuantisedParam, declared
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.api import (
-    NormAfter,
     add_routed_experts,
     experts,
     experts_obstacle,
@@ -121,7 +120,7 @@ class MoE(nnx.Module):
         attended: Attended,
         norm: RMSNorm,
         live_T: jax.Array,
-        following: Following | None = None,
+        following: RMSNorm | None = None,
     ) -> Stream:
         """See `ResidualMLP`. Padding tokens are routed to no expert."""
         return self.add_experts(*self.logits(x_TH, attended, norm), live_T, following)
@@ -132,7 +131,7 @@ class MoE(nnx.Module):
         normed_TH: jax.Array,
         logits: Logits,
         live_T: jax.Array,
-        following: Following | None = None,
+        following: RMSNorm | None = None,
     ) -> Stream:
         """x and what the experts that `logits` names make of its norm."""
         spec = self.spec
@@ -144,8 +143,7 @@ class MoE(nnx.Module):
             out_AH = self._of_all_ranks(normed_TH, routed, logits.values, live_T)
             beside_TH = None if shared is None else mlp(normed_TH, *shared)
             if following is not None and not comm.is_split():
-                norm = following.norm
-                added = comm.add_total_of_own_rows(x_TH, out_AH, beside_TH, norm.factor, norm.eps)
+                added = comm.add_total_of_own_rows(x_TH, out_AH, beside_TH, following.factor, following.eps)
                 return Stream(*added)
             out_TH = comm.total_of_own_rows(out_AH)
             return Stream(x_TH + comm.total(out_TH if beside_TH is None else out_TH + beside_TH))
@@ -154,9 +152,9 @@ class MoE(nnx.Module):
             out_TH = routed_experts(normed_TH, parameters, logits.values, bias_E, live_T, **self._routing())
             if following is None:
                 return Stream(x_TH + comm.total(out_TH))
-            return Stream(*comm.add_total(x_TH, out_TH, following.norm.factor, following.norm.eps))
-        after = NormAfter(following.norm.factor, following.norm.eps, following.weight) if following else None
-        arguments = x_TH, normed_TH, parameters, logits.values, bias_E, live_T, after, logits.zero
+            return Stream(*comm.add_total(x_TH, out_TH, following.factor, following.eps))
+        norm_after = (following.factor, following.eps) if following else None
+        arguments = x_TH, normed_TH, parameters, logits.values, bias_E, live_T, norm_after, logits.zero
         return Stream(*add_routed_experts(*arguments, **self._routing()))
 
     def _of_all_ranks(

@@ -13,7 +13,7 @@ from jaxspec.models.cache import CacheSpec, LayerCache
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.decoder import Block, CausalLM, block_key_map
 from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
-from jaxspec.models.layers import Following, RMSNorm, RopeTables, Stream, rope_tables
+from jaxspec.models.layers import RMSNorm, RopeTables, Stream, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
 from pallas_kernels.quant.reference import linear
@@ -56,7 +56,7 @@ class NextN(nnx.Module):
         The result is normed: it feeds the target's head, and is the next draft step's `hidden_TH`.
         """
         x_TH, rope = self._join(embedded_TH, hidden_TH, meta)
-        stream, cache = self.layer(Stream(x_TH), cache, meta, rope, following=Following(self.norm))
+        stream, cache = self.layer(Stream(x_TH), cache, meta, rope, following=self.norm)
         return stream.norm(self.norm), cache
 
     def catch_up(
@@ -64,7 +64,7 @@ class NextN(nnx.Module):
     ) -> tuple[jax.Array, LayerCache]:
         """As a call, but hidden states [R, H] of the live tokens only; see `Block.catch_up`."""
         x_TH, rope = self._join(embedded_TH, hidden_TH, meta)
-        stream, cache = self.layer.catch_up(x_TH, live, cache, meta, rope, following=Following(self.norm))
+        stream, cache = self.layer.catch_up(x_TH, live, cache, meta, rope, following=self.norm)
         return stream.norm(self.norm), cache
 
     def write_keys(

@@ -27,7 +27,7 @@ kernels.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -37,21 +37,7 @@ from pallas_kernels.moe import combine, dense_mlp, mosaic, one_token, quantised_
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norms_apart
-from pallas_kernels.prefetch import rows_ahead
 from pallas_kernels.quant.values import Weight, unquantised_reason
-
-
-class NormAfter(NamedTuple):
-    """The RMS norm of a result.
-
-    Attributes:
-        weight: [H]. eps: of the norm.
-        first: [..., H] the weight that reads the norm first, which may be brought to the cache early.
-    """
-
-    weight: jax.Array
-    eps: float
-    first: Weight | None = None
 
 
 def route_sigmoid(
@@ -201,14 +187,14 @@ def add_routed_experts(
     logits: jax.Array,
     bias: jax.Array | None,
     live: jax.Array,
-    following: NormAfter | None = None,
+    following: tuple[jax.Array, float] | None = None,
     zero: jax.Array | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`routed_experts` with a residual, and where one kernel makes both, the RMS norm of the result.
 
     Args:
-        following: that norm; None for none.
+        following: weight [H] and eps of that norm; None for no norm.
         zero and others: as in `routed_experts`.
 
     Returns:
@@ -220,11 +206,11 @@ def add_routed_experts(
     if following is not None and norms_apart(x.shape[0]):
         routing_options = Routing(**options)
         backends = _experts_backend(x, parameters), _route_backend(logits, routing_options)
-        reason = combine.unsupported_reason(residual, following.weight)
+        reason = combine.unsupported_reason(residual, following[0])
         if backends == ("mosaic", "mosaic") and choose("moe_combine", "auto", {"mosaic": reason}) == "mosaic":
             return mosaic.add_and_norm(
-                x, parameters, logits, bias, live, residual, following.weight, zero,
-                routing=routing_options, eps=following.eps, ahead=rows_ahead(following.first),
+                x, parameters, logits, bias, live, residual, following[0], zero,
+                routing=routing_options, eps=following[1],
             )  # fmt: skip
     return routed_experts(x, parameters, logits, bias, live, residual, zero, **options), None
 

@@ -13,7 +13,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import prefetch
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
 from pallas_kernels.moe.selection import live_flags
@@ -38,7 +37,6 @@ def combine_and_norm(
     k: int,
     eps: float,
     beside: int = 0,
-    ahead: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """residual + the weighted sum of each live token's rows and of the addends, and the norm of that: [T, H] each.
@@ -52,7 +50,6 @@ def combine_and_norm(
         live: bool [T]. residual: [T, H]. norm_weight: [H].
         k: experts of a token.
         eps: of the norm.
-        ahead: [parts, rows, columns] to be prefetched meanwhile.
         interpret: passed to Pallas.
     """
     T, H = residual.shape
@@ -61,20 +58,7 @@ def combine_and_norm(
 
     def moe_combine(y, weights, place, live, residual, norm_weight, *refs):
         *addends, out, normed = refs
-        asked, block = addends.pop() if ahead is not None else None, lax.axis_index("block")
-
-        @pl.when(block < T)
-        def _combine():
-            of_token(block, y, weights, place, live, residual, norm_weight, addends, out, normed)
-
-        if asked is not None:
-
-            @pl.when(block >= T)
-            def _ask():
-                prefetch.prefetch(asked, block - T)
-
-    def of_token(t, y, weights, place, live, residual, norm_weight, addends, out, normed):
-        columns = pl.ds(0, H)
+        t, columns = lax.axis_index("token"), pl.ds(0, H)
         alive = live[t]
         places = [place[t, j] for j in range(k)]
         shares = [weights[t, j] for j in range(k)]
@@ -108,17 +92,8 @@ def combine_and_norm(
     return plgpu.kernel(
         moe_combine,
         out_type=(jax.ShapeDtypeStruct((T, H), residual.dtype),) * 2,
-        grid=(T + (0 if ahead is None else prefetch.BLOCKS),),
-        grid_names=("block",),
+        grid=(T,),
+        grid_names=("token",),
         compiler_params=PARAMS,
         interpret=interpret,
-    )(
-        y.reshape(-1, H),
-        weights,
-        place.astype(jnp.int32),
-        live_flags(live),
-        residual,
-        norm_weight,
-        *addends,
-        *prefetch.operands(ahead),
-    )
+    )(y.reshape(-1, H), weights, place.astype(jnp.int32), live_flags(live), residual, norm_weight, *addends)

@@ -11,9 +11,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels import prefetch
 from pallas_kernels.compat import load
 from pallas_kernels.moe.dispatch_tiles import AS_ROWS, BLOCK, slot_experts, write_slot_ends
 from pallas_kernels.moe.selection import (
@@ -40,7 +38,6 @@ def route_and_dispatch(
     slots: int,
     *,
     routing: Routing,
-    ahead: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, SlotTables]:
     """Weights and the slot tables of T <= ROWS tokens, where every slot has all tokens.
@@ -52,24 +49,21 @@ def route_and_dispatch(
         live: bool [T].
         rows: token rows of a slot, ROWS.
         slots: `max_slots` or more.
-        ahead: [parts, rows, columns] to be prefetched meanwhile.
     """
-    run = _route_and_dispatch(live.shape[0], logits.shape[-1], routing, rows, slots, ahead is not None, interpret)
-    weights, num_slots, expert, place = run(*kernel_inputs(logits, bias, live), *prefetch.operands(ahead))
+    run = _route_and_dispatch(live.shape[0], logits.shape[-1], routing, rows, slots, interpret)
+    weights, num_slots, expert, place = run(*kernel_inputs(logits, bias, live))
     nothing = jnp.zeros(slots * rows, jnp.int32)  # never read
     return weights, SlotTables(num_slots, expert, nothing, nothing, place)
 
 
 @functools.cache
-def _route_and_dispatch(T: int, E: int, r: Routing, rows: int, slots: int, asks: bool, interpret: Any) -> Any:
-    """kernel(*kernel_inputs) -> weights float32 [ROWS, COLUMNS], num_slots, expert, place int32 [ROWS, COLUMNS].
-
-    If it `asks`, the last input is prefetched.
-    """
+def _route_and_dispatch(T: int, E: int, r: Routing, rows: int, slots: int, interpret: Any) -> Any:
+    """kernel(*kernel_inputs) -> weights float32 [ROWS, COLUMNS], num_slots, expert, place int32 [ROWS, COLUMNS]."""
     int32 = jnp.int32
     experts = -(-E // COLUMNS) * COLUMNS
 
-    def plan(inputs, weights, num_slots, expert, place, order_smem, used_smem, ends_smem):
+    def moe_route_plan(*refs, order_smem, used_smem, ends_smem):
+        *inputs, weights, num_slots, expert, place = refs
         logits, bias, live = read_block(inputs, 0, T)
         order, _, weights[...] = select_experts(logits, bias, E, r)
         order = jnp.where(along_rows(live, experts) == 1, order, constant_like(-1, order))
@@ -92,20 +86,6 @@ def _route_and_dispatch(T: int, E: int, r: Routing, rows: int, slots: int, asks:
             places = jnp.where(column == j, along_rows(start, COLUMNS), places)
         place[...] = places
 
-    def moe_route_plan(*refs, **scratch):
-        *inputs, weights, num_slots, expert, place = refs
-        asked, block = inputs.pop() if asks else None, lax.axis_index("block")
-
-        @pl.when(block == 0)
-        def _work():
-            plan(inputs, weights, num_slots, expert, place, **scratch)
-
-        if asked is not None:
-
-            @pl.when(block > 0)
-            def _ask():
-                prefetch.prefetch(asked, block - 1)
-
     return plgpu.kernel(
         moe_route_plan,
         out_type=[
@@ -119,7 +99,7 @@ def _route_and_dispatch(T: int, E: int, r: Routing, rows: int, slots: int, asks:
             "used_smem": plgpu.SMEM((experts,), int32),
             "ends_smem": plgpu.SMEM((experts,), int32),
         },
-        grid=(1 + (prefetch.BLOCKS if asks else 0),),
+        grid=(1,),
         grid_names=("block",),
         interpret=interpret,
         # Exact exp and division: approximate ones would reorder scores that nearly tie.

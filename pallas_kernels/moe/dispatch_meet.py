@@ -17,7 +17,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import prefetch
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.meet import arrive, await_arrivals
 from pallas_kernels.moe.dispatch_small import Plan, make_tables
@@ -46,7 +45,6 @@ def route_and_place(
     plan: Plan,
     *,
     routing: Routing,
-    ahead: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, SlotTables, jax.Array | None]:
     """Weights as `routing.assign` gives them, and `Plan.tables` of its ids.
@@ -57,36 +55,30 @@ def route_and_place(
         x: [T, H], read only if the plan copies it.
         zero: int32 [1], a 0, in which the blocks count themselves.
         plan: of `chunks_of` chunks, `routing.width` ids for each token.
-        ahead: [parts, rows, columns] to be prefetched meanwhile.
     """
     T = live.shape[0]
     inputs, tokens = kernel_inputs(logits, bias, live), [x] if plan.copied else []
     blocks = -(-T // ROWS)
     weights = jax.ShapeDtypeStruct((blocks * ROWS, COLUMNS), jnp.float32)
     ids = jax.ShapeDtypeStruct((blocks, ROWS, routing.width), jnp.int32)
-    asked = prefetch.operands(ahead)
-    kernel = functools.partial(_kernel, T, len(inputs), routing, plan, bool(asked), interpret)
+    kernel = functools.partial(_kernel, T, len(inputs), routing, plan, interpret)
     if interpret:
         made, chosen = plgpu.kernel(out_type=[weights, ids], **kernel("route"))(*inputs)
         results = plgpu.kernel(out_type=plan.out_type, **kernel("plan"))(*tokens, chosen.reshape(-1, BLOCK))
     else:
         new = [weights, ids, *plan.out_type]
-        _, made, _, *results = run_in_place(
-            inputs=[*inputs, *tokens, *asked], outs=[zero], new=new, **kernel("route", "plan")
-        )
+        _, made, _, *results = run_in_place(inputs=[*inputs, *tokens], outs=[zero], new=new, **kernel("route", "plan"))
     return made, *plan.tables(results)
 
 
-def _kernel(T: int, inputs: int, r: Routing, plan: Plan, asks: bool, interpret: Any, *halves: str) -> dict[str, Any]:
+def _kernel(T: int, inputs: int, r: Routing, plan: Plan, interpret: Any, *halves: str) -> dict[str, Any]:
     """Arguments of `plgpu.kernel` for one or both halves of the work.
 
     The body's references are for "route" `inputs` of `kernel_inputs`, then weights and ids [blocks, ROWS, width]; for "plan"
-    x if it is copied, ids [chunks, BLOCK], then `Plan.out_type`; for both `kernel_inputs`, x if it is copied, what is
-    prefetched if it `asks`, the counter, weights, ids as of "route", then `Plan.out_type`.
+    x if it is copied, ids [chunks, BLOCK], then `Plan.out_type`; for both `kernel_inputs`, x if it is copied, the counter,
+    weights, ids as of "route", then `Plan.out_type`.
     """
     routers = -(-T // ROWS) if "route" in halves else 0
-    workers = routers + (plan.blocks if "plan" in halves else 0)
-    asks = asks and len(halves) == 2
 
     def moe_route_and_plan(*refs, chosen_smem, **scratch):
         block, emulated = lax.axis_index("block"), bool(interpret)
@@ -109,28 +101,21 @@ def _kernel(T: int, inputs: int, r: Routing, plan: Plan, asks: bool, interpret: 
             *tokens, ids = refs[:-5]
             make(tokens, ids, refs[-5:])
         else:
-            *others, counter, weights, chosen = refs[inputs:-5]
-            tokens = others[: int(plan.copied is not None)]
+            *tokens, counter, weights, chosen = refs[inputs:-5]
 
             @pl.when(block < routers)
             def _route():
                 route(refs[:inputs], weights, chosen)
                 arrive(counter)
 
-            @pl.when((block >= routers) & (block < workers))
+            @pl.when(block >= routers)
             def _make():
                 make(tokens, chosen.reshape(plan.chunks, BLOCK), refs[-5:], counter)
-
-            if asks:
-
-                @pl.when(block >= workers)
-                def _ask():
-                    prefetch.prefetch(others[-1], block - workers)
 
     return {
         "body": moe_route_and_plan,
         "scratch_types": {"chosen_smem": plgpu.SMEM((ROWS, COLUMNS), jnp.int32), **plan.scratch_types},
-        "grid": (workers + (prefetch.BLOCKS if asks else 0),),
+        "grid": (routers + (plan.blocks if "plan" in halves else 0),),
         "grid_names": ("block",),
         "interpret": interpret,
         # Exact exp and division, as of `routing.py`.

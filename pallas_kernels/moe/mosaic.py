@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import prefetch, tuning
+from pallas_kernels import tuning
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.moe import gather, quantised_mlp
 from pallas_kernels.moe.combine import combine_and_norm
@@ -138,19 +138,14 @@ def add_and_norm(
     *,
     routing: Routing,
     eps: float,
-    ahead: jax.Array | None = None,
     config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """residual + `routed_experts`, and the norm of that, where `combine.unsupported_reason` is None too.
-
-    Args:
-        ahead: [parts, rows, columns] to be prefetched at the end.
-    """
+    """residual + `routed_experts`, and the norm of that, where `combine.unsupported_reason` is None too."""
     rows = _routed_rows(x, parameters, logits, bias, live, zero, routing, config, interpret)
     return combine_and_norm(
         rows.y, rows.addends, rows.weights, rows.place, live, residual, norm_weight,
-        k=routing.top_k, eps=eps, beside=rows.beside, ahead=ahead, interpret=interpret,
+        k=routing.top_k, eps=eps, beside=rows.beside, interpret=interpret,
     )  # fmt: skip
 
 
@@ -186,10 +181,10 @@ def _routed_rows(
     (T, H), E, width, choices = x.shape, logits.shape[-1], routing.width, tuning.current()
     config = config or _configured(x, parameters, routing.top_k)
     sizes = width, E, config.rows, config.slots
-    copied, ahead = None, _read_first(parameters, config, T * routing.top_k)
+    copied = None
     if config.all_tokens:
         weights, tables = route_and_dispatch(
-            logits, bias, live, config.rows, config.slots, routing=routing, ahead=ahead, interpret=interpret
+            logits, bias, live, config.rows, config.slots, routing=routing, interpret=interpret
         )
     else:
         chunks = chunks_of(T, width)
@@ -198,28 +193,16 @@ def _routed_rows(
             copy = Copied(H, x.dtype, is_packed(parameters)) if copies else None
             plan = Plan(chunks, E, width, config.rows, config.slots, copied=copy)
             weights, tables, copied = route_and_place(
-                logits, bias, live, x, zero, plan, routing=routing, ahead=ahead, interpret=interpret
+                logits, bias, live, x, zero, plan, routing=routing, interpret=interpret
             )
         else:
-            weights, assigned = assign(logits, bias, live, routing=routing, ahead=ahead, interpret=interpret)
+            weights, assigned = assign(logits, bias, live, routing=routing, interpret=interpret)
             if copies:
                 tables, copied = _dispatched_and_copied(assigned, x, parameters, sizes, interpret)
             else:
                 tables = dispatch_assigned(assigned, *sizes, all_tokens=False, interpret=interpret)
     slots_x = _slot_inputs(x, parameters, tables, config, interpret) if copied is None else copied
     return _expert_rows(x, slots_x, parameters, weights, tables, config, interpret)
-
-
-def _read_first(parameters: ExpertWeights, config: Config, assignments: int) -> jax.Array | None:
-    """What the matmuls probably read first whatever the routing is: the shared experts, or the first of the routed ones.
-
-    None where the first expert is no more likely than not to have a token, or it is not prefetched.
-    """
-    if config.pieces:
-        assert parameters.shared is not None
-        return prefetch.halves_ahead(parameters.shared[0])
-    likely = assignments >= parameters.gate_up.shape[0]
-    return prefetch.halves_ahead(parameters.gate_up) if likely else None
 
 
 def _configured(x: jax.Array, parameters: ExpertWeights, k: int) -> Config:

@@ -13,7 +13,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import prefetch
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
 from pallas_kernels.moe.dispatch_tiles import BLOCK
@@ -61,13 +60,7 @@ def route(
 
 @functools.partial(jax.jit, static_argnames=("routing", "interpret"))
 def route_padded(
-    logits: jax.Array,
-    bias: jax.Array | None,
-    live: jax.Array,
-    *,
-    routing: Routing,
-    ahead: jax.Array | None = None,
-    interpret: Any = False,
+    logits: jax.Array, bias: jax.Array | None, live: jax.Array, *, routing: Routing, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `route`, with the kernel's padding: [>= T, COLUMNS] weights and [>= T, `routing.width`] ids.
 
@@ -75,31 +68,20 @@ def route_padded(
 
     Ids are E past the k-th, past the last token and for tokens that are not live. The third result is a 0, int32 [1], for
     a kernel that needs a counter.
-
-    Args:
-        ahead: [parts, rows, columns] to be prefetched meanwhile.
     """
     T, E = live.shape[0], logits.shape[-1]
-    kernel, asked = _route(T, E, routing, ahead is not None, interpret), prefetch.operands(ahead)
-    weights, chosen, zero = kernel(*kernel_inputs(logits, bias, live), *asked)
+    weights, chosen, zero = _route(T, E, routing, interpret)(*kernel_inputs(logits, bias, live))
     return weights, chosen.reshape(-1, routing.width), zero
 
 
 def assign(
-    logits: jax.Array,
-    bias: jax.Array | None,
-    live: jax.Array,
-    *,
-    routing: Routing,
-    ahead: jax.Array | None = None,
-    interpret: Any = False,
+    logits: jax.Array, bias: jax.Array | None, live: jax.Array, *, routing: Routing, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
     """Weights float32 [>= T, >= k], and ids for `dispatch.dispatch_assigned`.
 
     The ids are int32 [chunks, BLOCK], `routing.width` for each token; E for tokens that are not live or do not exist.
-    `ahead` is as in `route_padded`.
     """
-    weights, ids, _ = route_padded(logits, bias, live, routing=routing, ahead=ahead, interpret=interpret)
+    weights, ids, _ = route_padded(logits, bias, live, routing=routing, interpret=interpret)
     return weights, ids.reshape(-1, BLOCK)
 
 
@@ -118,35 +100,20 @@ def route_block(inputs: Any, block: Any, T: int, E: int, r: Routing, weights: An
 
 
 @functools.cache
-def _route(T: int, E: int, r: Routing, asks: bool, interpret: Any) -> Any:
-    """kernel(*kernel_inputs) -> weights float32 [padded T, COLUMNS], ids int32 [blocks, ROWS, width], 0 int32 [1].
-
-    If it `asks`, the last input is prefetched.
-    """
+def _route(T: int, E: int, r: Routing, interpret: Any) -> Any:
+    """kernel(*kernel_inputs) -> weights float32 [padded T, COLUMNS], ids int32 [blocks, ROWS, width], 0 int32 [1]."""
     int32 = jnp.int32
     padded = -(-T // ROWS) * ROWS
-    workers = padded // ROWS
 
     def moe_route(*refs, ids_smem):
         *inputs, weights, chosen, zero = refs
-        asked = inputs.pop() if asks else None
         block = lax.axis_index("block")
 
         @pl.when(block == 0)
         def _clear_counter():
             zero[0] = int32(0)
 
-        if asked is None:
-            route_block(inputs, block, T, E, r, weights, chosen, ids_smem)
-            return
-
-        @pl.when(block < workers)
-        def _work():
-            route_block(inputs, block, T, E, r, weights, chosen, ids_smem)
-
-        @pl.when(block >= workers)
-        def _ask():
-            prefetch.prefetch(asked, block - workers)
+        route_block(inputs, block, T, E, r, weights, chosen, ids_smem)
 
     return plgpu.kernel(
         moe_route,
@@ -156,7 +123,7 @@ def _route(T: int, E: int, r: Routing, asks: bool, interpret: Any) -> Any:
             jax.ShapeDtypeStruct((1,), int32),
         ],
         scratch_types={"ids_smem": plgpu.SMEM((ROWS, COLUMNS), int32)},
-        grid=(workers + (prefetch.BLOCKS if asks else 0),),
+        grid=(padded // ROWS,),
         grid_names=("block",),
         interpret=interpret,
         # Exact exp and division: approximate ones would reorder scores that nearly tie.

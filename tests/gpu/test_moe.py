@@ -449,9 +449,7 @@ def test_routing_and_experts_together(shape, T):
     live = jnp.arange(T) % 5 != 4
     residual, gain = jax.random.normal(jax.random.key(2), (T, H), jnp.bfloat16), jnp.full(H, 1.5, jnp.bfloat16)
     options = dataclasses.asdict(routing)
-    joined = functools.partial(
-        api.add_routed_experts, following=api.NormAfter(gain, 1e-5, layer(shape)[0][0, 0]), **options
-    )
+    joined = functools.partial(api.add_routed_experts, following=(gain, 1e-5), **options)
     off = dataclasses.replace(tuning.current(), copying_tokens=0, row_kernel_tokens=0)
     with use(Backends(moe="mosaic")):
         jax.clear_caches()

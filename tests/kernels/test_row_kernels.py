@@ -176,7 +176,7 @@ def test_without_a_gpu_the_results_are_the_reference():
         summed, normed, (logits,) = norm_linear(x, gain, (router,), eps=EPS, delta=delta)
         options = dataclasses.asdict(ROUTINGS["odd"][1])
         args = normed, parameters, logits, jnp.zeros(E), jnp.ones(T, bool)
-        out, following = api.add_routed_experts(summed, *args, following=api.NormAfter(gain, EPS), **options)
+        out, following = api.add_routed_experts(summed, *args, following=(gain, EPS), **options)
     for got, want in zip(
         (summed, normed, logits),
         jax.tree.leaves(reference.norm_linear(x, gain, (router,), eps=EPS, delta=delta)),
