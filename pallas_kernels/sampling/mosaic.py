@@ -23,7 +23,7 @@ from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, float_of, ordered
 from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
-from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
+from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts, widened
 from pallas_kernels.sampling.reference import Best, Drawn, LogitsStats, Residual
 from pallas_kernels.sampling.warps import any_in_warp, largest_in_warp
 
@@ -149,13 +149,11 @@ def logits_stats(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=2048
         ),
     )(logits, temperature, *(() if cuts is None else (cuts,)))
-    # One reduction, which is one kernel of XLA's.
-    _, column, top, total, tempered_top, tempered_total, lowest = lax.reduce(
-        (best, column.astype(i32), top, total, top / temperature[:, None], tempered_total, lowest),
-        (f32(-jnp.inf), i32(MOST_IDS), f32(LOWEST), f32(0), f32(LOWEST), f32(0), f32(jnp.inf)),
-        _joined,
-        (1,),
-    )
+    # One reduction, which is one kernel of XLA's, across threads where warps can be filled.
+    found = best, column.astype(i32), top, total, top / temperature[:, None], tempered_total, lowest
+    nothing = f32(-jnp.inf), i32(MOST_IDS), f32(LOWEST), f32(0), f32(LOWEST), f32(0), f32(jnp.inf)
+    padded = tuple(widened(array, value) for array, value in zip(found, nothing, strict=True))
+    _, column, top, total, tempered_top, tempered_total, lowest = lax.reduce(padded, nothing, _joined, (1,))
     log_z = top + jnp.log(total)
     finite = jnp.isfinite(log_z) & (lowest > -jnp.inf)
     return LogitsStats(column, log_z, tempered_top + jnp.log(tempered_total), finite)
@@ -345,6 +343,7 @@ def _best_of_row(
     )
 
     def joined(best: jax.Array, column: jax.Array) -> Best:
+        best, column = widened(best, f32(-jnp.inf)), widened(column, f32(0))
         winner = jnp.argmax(best, axis=1)[:, None]
         # Rows that do not draw are uninitialised.
         ids = jnp.where(wanted, jnp.take_along_axis(column, winner, axis=1)[:, 0], 0.0)
