@@ -1,6 +1,7 @@
 """Engines with a pool for exactly one load, and their compilation."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,12 +40,12 @@ def build_engine(
 
     Args:
         k: drafted tokens a step; 0 for plain steps.
-        lean: only the buckets that are measured, see `measured_buckets`.
+        lean: only the buckets that are measured, see `measured_buckets`, of every number of drafts.
         full: of them also those that know every sampling parameter.
         split: the step of the most rows that know every sampling parameter also exists in two parts.
         skip_dead: see `Runner`.
         method: what proposes tokens, as in `EngineConfig` (default: the draft of the weights).
-        adaptive: the number of drafts follows the load; `lean` then leaves all that `without_rules` does.
+        adaptive: the number of drafts follows the load.
     """
     ranks = num_ranks(mesh)
     rows = tuple(dict.fromkeys(-(-n // ranks) for n in sizes.rows))  # of each
@@ -72,10 +73,11 @@ def build_engine(
         on_gpu=jax.devices()[0].platform == "gpu",
     )
     table = bucket_table(settings)
-    if lean and adaptive:
-        buckets = without_rules(table)
-    else:
-        buckets = measured_buckets(table, rows, sizes.context, full=full) if lean else table
+    buckets = table
+    if lean:
+        by_drafts = [tuple(b for b in table if b.drafts == n) for n in sorted({b.drafts for b in table})]
+        each = (measured_buckets(of_one, rows, sizes.context, full=full) for of_one in by_drafts)
+        buckets = tuple(sorted(itertools.chain.from_iterable(each)))
     runner = Runner(
         weights.model,
         weights.params,
