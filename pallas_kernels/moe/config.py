@@ -51,6 +51,7 @@ class Config:
         all_tokens: every slot has all tokens.
         up, down: the tiles of the two matmuls.
         grid: blocks of a kernel, one a multiprocessor.
+        together: both matmuls are one kernel, whose tiles are the same.
         pieces: the shared experts as a number of routed experts of the same total size; 0 if XLA computes them.
         piece_rows: token rows of a piece, which has all tokens.
     """
@@ -63,6 +64,7 @@ class Config:
     grid: int
     pieces: int = 0
     piece_rows: int = 0
+    together: bool = False
 
 
 def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: int = 0, small: bool = False) -> Tiles:
@@ -83,6 +85,12 @@ def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: in
     depth = 128 if not wide and columns % 128 == 0 else 64
     stages = RING_BYTES // ((consumers * blocks * M + max(rows, piece_rows)) * depth * 2)
     return Tiles(depth, stages, consumers, blocks)
+
+
+def tiles_of_both(rows: int, H: int, inner: int, *, piece_rows: int) -> Tiles:
+    """Tiles with which one kernel runs both matmuls: gate and up side by side, of down two blocks of rows."""
+    depth = 128 if H % 128 == inner % 128 == 0 else 64
+    return Tiles(depth, RING_BYTES // ((2 * M + max(rows, piece_rows)) * depth * 2), consumers=1, blocks=2)
 
 
 def rows_of_all(T: int) -> int:
@@ -118,4 +126,6 @@ def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0)
     piece_rows = -(-T // GRANULE) * GRANULE if pieces else 0
     up = tiles(rows, H, inner, gated=True, piece_rows=piece_rows)
     down = tiles(rows, inner, H, gated=False, piece_rows=piece_rows)
-    return Config(rows, slots, all_tokens, up, down, grid, pieces, piece_rows)
+    if together := tuning.experts_together and not all_tokens and rows < WIDE_ROWS and H % (2 * M) == 0:
+        up = down = tiles_of_both(rows, H, inner, piece_rows=piece_rows)
+    return Config(rows, slots, all_tokens, up, down, grid, pieces, piece_rows, together)

@@ -54,7 +54,7 @@ def mlp(
     T, H = x.shape
     config = config or configure_mlp(T, H, down.shape[1])
     nothing = jnp.zeros(0, jnp.int32)
-    tables = SlotTables(jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), nothing, nothing, nothing)
+    tables = SlotTables(jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32), *[nothing] * 4)
     h = up_matmul([x[None]], [gate_up[None]], tables, config, interpret=interpret)
     (y,) = down_matmul(h, [down[None]], tables, config, interpret=interpret)
     return y[0, :T]

@@ -98,10 +98,10 @@ def _kernel(T: int, inputs: int, r: Routing, plan: Plan, interpret: Any, *halves
         if halves == ("route",):
             route(refs[:inputs], *refs[inputs:])
         elif halves == ("plan",):
-            *tokens, ids = refs[:-5]
-            make(tokens, ids, refs[-5:])
+            *tokens, ids = refs[:-6]
+            make(tokens, ids, refs[-6:])
         else:
-            *tokens, counter, weights, chosen = refs[inputs:-5]
+            *tokens, counter, weights, chosen = refs[inputs:-6]
 
             @pl.when(block < routers)
             def _route():
@@ -110,7 +110,7 @@ def _kernel(T: int, inputs: int, r: Routing, plan: Plan, interpret: Any, *halves
 
             @pl.when(block >= routers)
             def _make():
-                make(tokens, chosen.reshape(plan.chunks, BLOCK), refs[-5:], counter)
+                make(tokens, chosen.reshape(plan.chunks, BLOCK), refs[-6:], counter)
 
     return {
         "body": moe_route_and_plan,

@@ -179,7 +179,7 @@ def _kernel(
                 for unit in range(units):
                     plgpu.copy_gmem_to_smem(x_scale.at[own, depth * units + unit], s_smem.at[s, unit], full.at[s])
 
-            keep_full(fill, free, mine * depths, t.stages)
+            keep_full([(fill, mine * depths)], free, t.stages)
 
         def of_weights(slot, numbers):
             """numbers(scales, e, piece) of the slot's weights, whose scales are in one of two places."""

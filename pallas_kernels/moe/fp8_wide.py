@@ -72,7 +72,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
                     plgpu.copy_gmem_to_smem(x.at[own, tokens, pl.ds(at, GROUP)], x_smem.at[s, half], full.at[s])
                     plgpu.copy_gmem_to_smem(x_scale.at[own, depth, tokens], s_smem.at[s, half], full.at[s])
 
-            keep_full(fill, free, mine * depths, t.stages)
+            keep_full([(fill, mine * depths)], free, t.stages)
 
         def block_scales(e, tile, depth):
             """Of the blocks of weights that a step multiplies."""

@@ -195,7 +195,7 @@ def _kernel(
                 ]
                 plgpu.copy_gmem_to_smem(own, x_smem.at[s], full.at[s])
 
-            keep_full(fill, free, steps, t.stages)
+            keep_full([(fill, steps)], free, t.stages)
 
         def loads(s, member):
             """Of all units of a stage, so that none has to be waited for between two products."""

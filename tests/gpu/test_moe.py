@@ -23,6 +23,7 @@ from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.reference import rms_norm
+from tests.gpu.moe_layers import SHAPES, layer, shared_experts
 from tests.kernels.moe_cases import (
     ROUTINGS,
     assert_same_plan,
@@ -32,28 +33,6 @@ from tests.kernels.moe_cases import (
 )
 
 pytestmark = pytest.mark.gpu
-
-# Hidden, experts, top-k, inner: the large one with an eighth of its experts, so that workers share a GPU.
-SHAPES = {
-    "moonlight": LAYERS["moonlight"][:4], "qwen3-30b-a3b": LAYERS["qwen3-30b-a3b"][:4], "minimax-m2": (3072, 32, 8, 1536),
-    "odd": (320, 8, 2, 448),
-}  # fmt: skip
-
-
-@functools.cache
-def layer(shape: str) -> tuple[jax.Array, jax.Array]:
-    H, E, _, inner = SHAPES[shape]
-    a, b = jax.random.split(jax.random.key(0))
-    gate_up = jax.random.normal(a, (E, 2, inner, H), jnp.bfloat16) * H**-0.5
-    return gate_up, jax.random.normal(b, (E, H, inner), jnp.bfloat16) * inner**-0.5
-
-
-@functools.cache
-def shared_experts(shape: str, inner: int) -> tuple[jax.Array, jax.Array]:
-    H = SHAPES[shape][0]
-    a, b = jax.random.split(jax.random.key(1))
-    gate_up = jax.random.normal(a, (2, inner, H), jnp.bfloat16) * H**-0.5
-    return gate_up, jax.random.normal(b, (H, inner), jnp.bfloat16) * inner**-0.5
 
 
 @jax.jit
@@ -416,24 +395,6 @@ def test_blocks_that_wait_in_one_layer_after_another(T):
     assert np.isfinite(results[0]).all()
     for got in results[1:]:
         np.testing.assert_array_equal(got, results[0])
-
-
-@pytest.mark.parametrize("T", [2, 8, 32, 128])
-@pytest.mark.parametrize(("H", "inner"), [(4096, 10944), (2048, 11264)])
-def test_mlp_of_a_dense_layer(H, inner, T):
-    """A token that is NaN reaches no other."""
-    keys = jax.random.split(jax.random.key(T), 3)
-    shapes = (T, H), (2, inner, H), (H, inner)
-    x, gate_up, down = (jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, shapes, strict=True))
-    gate_up, down, broken = gate_up * H**-0.5, down * inner**-0.5, np.arange(T) == 1
-    with use(Backends()) as chosen, tuning.use(dataclasses.replace(tuning.current(), mlp_kernel_tokens=128)):
-        got = jax.jit(api.mlp)(jnp.where(broken[:, None], jnp.nan, x), gate_up, down)
-    assert chosen["dense_mlp"] == {"mosaic"}
-    with jax.default_matmul_precision("highest"):
-        exact = jax.jit(reference.swiglu)(*(a.astype(jnp.float32) for a in (x, gate_up, down)))
-    got, exact = np.asarray(got, np.float32), np.asarray(exact)
-    assert np.isnan(got[broken]).all()
-    assert np.abs(got - exact)[~broken].mean() <= 5e-3 * np.abs(exact[~broken]).mean()
 
 
 @pytest.mark.parametrize("T", [1, 8, 9, 40, 300])
