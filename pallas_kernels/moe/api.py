@@ -15,7 +15,7 @@ Which files run, by the tokens T of a call:
 
 Weights with codes of four bits have matmuls of their own in `mosaic.py`, also for one token: `packed_matmul.py`. So have
 those in FP8, whose activations are FP8 too: `fp8_matmul.py`. Quantised shared experts and dense MLPs run on these matmuls too:
-`quantised_mlp.py`.
+`quantised_mlp.py`; the bfloat16 MLPs of a decode step's dense layers on the experts': `dense_mlp.py`.
 
 `dispatch_meet.py` needs a counter, which the router's kernel (`logit_parts`) makes; without one two kernels run.
 
