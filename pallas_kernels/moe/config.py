@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.moe.selection import ROWS
-from pallas_kernels.moe.slots import max_slots
+from pallas_kernels.moe.slots import COUNTED_PIECES, max_slots
 from pallas_kernels.tuning import current
 
 M = 64  # Rows of a wgmma, of which hidden and expert sizes are multiples.
@@ -126,6 +126,7 @@ def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0)
     piece_rows = -(-T // GRANULE) * GRANULE if pieces else 0
     up = tiles(rows, H, inner, gated=True, piece_rows=piece_rows)
     down = tiles(rows, inner, H, gated=False, piece_rows=piece_rows)
-    if together := tuning.experts_together and not all_tokens and rows < WIDE_ROWS and H % (2 * M) == 0:
+    fits = not all_tokens and rows < WIDE_ROWS and H % (2 * M) == 0 and pieces <= COUNTED_PIECES
+    if together := tuning.experts_together and fits:
         up = down = tiles_of_both(rows, H, inner, piece_rows=piece_rows)
     return Config(rows, slots, all_tokens, up, down, grid, pieces, piece_rows, together)

@@ -1,6 +1,7 @@
 """The MLP of a dense layer in bfloat16, for a decode step's tokens, as one expert that all tokens visit.
 
-XLA makes three kernels of it, whose matmuls read the weights at half to two thirds of the memory's rate.
+XLA makes three kernels of it, whose matmuls read the weights at 83 and 62 % of the memory's rate (GLM-4.5-Air's, 32
+tokens, in a trace on an H200).
 """
 
 import functools

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import jax
 
-# Pieces of shared experts (`config.Config`), at most: counters for them are after those of the slots.
-MOST_PIECES = 64
+# Pieces of shared experts (`config.Config`) that can be counted, after the slots.
+COUNTED_PIECES = 64
 
 
 class SlotTables(NamedTuple):

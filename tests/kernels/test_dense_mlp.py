@@ -1,4 +1,4 @@
-"""The MLP of a dense layer on the experts' kernels: interpreted, lowered, and chosen."""
+"""The MLP of a dense layer on the experts' kernels: interpreted, lowered, and what it does not support."""
 
 import dataclasses
 

@@ -20,7 +20,7 @@ from pallas_kernels.moe.dispatch_tiles import BLOCK
 from pallas_kernels.moe.reference import slot_tables
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
-from pallas_kernels.moe.slots import MOST_PIECES, SlotTables, max_slots
+from pallas_kernels.moe.slots import COUNTED_PIECES, SlotTables, max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.schemes import FP8_BLOCK, INT4_G32
 from pallas_kernels.quant.values import Quantised
@@ -231,7 +231,7 @@ def check_tables(ids: np.ndarray, live: np.ndarray, E: int, rows: int, *, all_to
     assert got.num_slots.tolist() == [n]
     np.testing.assert_array_equal(got.expert[:n], want.expert[:n])
     np.testing.assert_array_equal(got.place, want.place)
-    np.testing.assert_array_equal(got.counters[: slots + MOST_PIECES], 0)
+    np.testing.assert_array_equal(got.counters[: slots + COUNTED_PIECES], 0)
     if not all_tokens:
         np.testing.assert_array_equal(got.used[:n], want.used[:n])
         used = want.place[live]
