@@ -9,13 +9,13 @@ import numpy as np
 
 from bench.kernel.arrays import exact, largest_error, normal, rounded
 from bench.kernel.case import Case, WithOrWithout, once
-from pallas_kernels.moe.api import mlp
-from pallas_kernels.norm_linear.api import head_linear
+from pallas_kernels.moe.api import mlp_to_add
+from pallas_kernels.norm_linear.api import head_linear, norm_linear
 
 
 @dataclass(frozen=True)
 class DenseMlp(Case):
-    """T tokens through the MLPs of several layers, whose sizes are those of GLM-4.5-Air's first."""
+    """T tokens through the MLPs of several layers, of GLM-4.5-Air's first layer's sizes, added to the stream and normed."""
 
     T: int
     H: int = 4096
@@ -35,23 +35,27 @@ class DenseMlp(Case):
             )
             for i in range(self.calls)
         ]
-        return [normal(1000 + i, (self.T, self.H)) for i in range(self.calls)], layers
+        tokens = [normal(1000 + i, (self.T, self.H)) for i in range(self.calls)]
+        return normal(998, (self.T, self.H)), normal(999, (self.H,)), tokens, layers
 
     def results(self) -> Any:
-        return [jax.ShapeDtypeStruct((self.T, self.H), jnp.bfloat16)] * self.calls
+        return [(jax.ShapeDtypeStruct((self.T, self.H), jnp.bfloat16),) * 2] * self.calls
 
     def many(self, inputs: Any, results: Any) -> Any:
         del results
-        call = once(mlp)
-        return [call(x, *layer) for x, layer in zip(*inputs, strict=True)]
+        stream, norm, tokens, layers = inputs
+        call = once(lambda x, *layer: norm_linear(stream, norm, (), eps=1e-6, delta=mlp_to_add(x, *layer))[:2])
+        return [call(x, *layer) for x, layer in zip(tokens, layers, strict=True)]
 
     def error(self, inputs: Any, results: Any) -> float:
         """Of the last call."""
-        tokens, layers = inputs
+        stream, norm, tokens, layers = inputs
         x, (gate_up, down) = exact(tokens[-1]), (exact(each) for each in layers[-1])
         gate, up = x @ gate_up[0].T, x @ gate_up[1].T
-        true = rounded(gate / (1 + np.exp(-gate)) * up) @ down.T
-        return largest_error(exact(results[-1]), true)
+        delta = rounded(gate / (1 + np.exp(-gate)) * up) @ down.T
+        summed = rounded(exact(stream) + rounded(delta))
+        normed = summed / np.sqrt(np.mean(summed**2, axis=1, keepdims=True) + 1e-6) * exact(norm)
+        return max(largest_error(exact(got), want) for got, want in zip(results[-1], (summed, normed), strict=True))
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class DenseMlpWith(WithOrWithout, DenseMlp):
 _SIZES = (4096, 10944), (2048, 11264), (2560, 6400)
 DENSE_MLP: dict[str, list[Case]] = {
     "all": [DenseMlpWith(T, *sizes, 8, kernel) for sizes in _SIZES for T in (4, 32, 64, 128) for kernel in (1, 0)],
-    "quick": [DenseMlpWith(32, kernel=kernel) for kernel in (1, 0)],
+    "quick": [DenseMlpWith(32, *sizes, 8, kernel) for sizes in _SIZES[:2] for kernel in (1, 0)],
     "tiny": [DenseMlpWith(3, 32, 16, 3, kernel) for kernel in (1, 0)],
 }
 # Of Moonlight, GLM-4.5-Air and MiniMax-M2: hidden sizes and vocabularies.

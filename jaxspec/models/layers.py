@@ -14,8 +14,8 @@ from jaxspec import comm
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.keymap import KeyMap, Piece
 from jaxspec.models.params import Declare, declared
-from pallas_kernels.moe.api import mlp, mlp_obstacle
-from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear, norm_linear_and_zero
+from pallas_kernels.moe.api import mlp, mlp_obstacle, mlp_to_add
+from pallas_kernels.norm_linear.api import needs_separate_weights, norm_linear, norm_linear_and_zero, norms_apart
 from pallas_kernels.norm_linear.reference import factor_of, project, rms_norm, whole
 
 # cos and sin of rotary embeddings, float32 [T, dim / 2] each.
@@ -194,6 +194,10 @@ class MLP(nnx.Module):
     ) -> Stream:
         """See `ResidualMLP`."""
         if not isinstance(attended, comm.Part):
+            if following is not None and self.scale == 1 and not comm.is_split() and norms_apart(x_TH.shape[0]):
+                x_TH, normed_TH, _ = norm.add_into(x_TH, attended)
+                delta = mlp_to_add(normed_TH, self.gate_up[...], self.down[...])
+                return Stream(*following.norm_linear(x_TH, delta=delta)[:2])
             x_TH = x_TH + whole(attended)
             return Stream(x_TH + self(norm(x_TH)))
         x_TH, normed_TH, _ = norm.add_into(x_TH, attended)

@@ -37,6 +37,7 @@ from pallas_kernels.moe import combine, dense_mlp, mosaic, one_token, quantised_
 from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.api import norms_apart
+from pallas_kernels.norm_linear.reference import whole
 from pallas_kernels.quant.values import Weight, unquantised_reason
 
 
@@ -231,15 +232,20 @@ def mlp(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     Args:
         x: [T, H]. gate_up: [2, I, H]. down: [H, I].
     """
+    return whole(mlp_to_add(x, gate_up, down))
+
+
+def mlp_to_add(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
+    """`mlp` for the `delta` of `norm_linear`: [T, H], or parts of it as `linear_to_add` gives them."""
     if not unquantised_reason(gate_up, down):
         assert isinstance(gate_up, jax.Array)
         assert isinstance(down, jax.Array)
         choices = tuning.current()
         fits = choices.norm_linear_tokens < x.shape[0] <= choices.mlp_kernel_tokens
-        if fits and dense_mlp.worthwhile(*down.shape):
+        if fits and dense_mlp.worthwhile(down.shape[1]):
             reason = dense_mlp.unsupported_reason(x, gate_up, down)
             if choose("dense_mlp", _wanted_beside(), {"mosaic": reason}) == "mosaic":
-                return dense_mlp.mlp(x, gate_up, down)
+                return dense_mlp.mlp_to_add(x, gate_up, down)
         return reference.swiglu(x, gate_up, down)
     reason = quantised_mlp.unsupported_reason(x, gate_up, down)
     # The option is about experts; where it asks for their kernels, plain XLA may still run this.

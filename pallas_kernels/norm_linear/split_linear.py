@@ -12,9 +12,10 @@ import jax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.norm_linear.ring_linear import DEPTH, MOST_BLOCKS, M, ring_linear, tokens_unsupported_reason
+from pallas_kernels.stream_linear import MOST_PARTS, cut_in_parts, stream_linear
 
-# More parts would take longer to sum than they save.
-MOST_PARTS = 4
+# Where `ring_linear` would have blocks for fewer multiprocessors, and no more tokens than this, blocks have other sizes.
+FEW_BLOCKS, FEW_TOKENS = 120, 64
 
 
 def unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
@@ -41,4 +42,12 @@ def split_linear(x: jax.Array, weight: jax.Array, *, interpret: Any = False) -> 
         interpret: passed to Pallas.
     """
     x, weight = x.reshape(x.shape[0], -1), weight.reshape(weight.shape[0], -1)
-    return ring_linear("split_linear", x, (weight,), parts_of(*weight.shape), interpret)
+    outputs, columns = weight.shape
+    parts = parts_of(outputs, columns)
+    if (
+        x.shape[0] <= FEW_TOKENS
+        and outputs // M * parts < FEW_BLOCKS
+        and (cut := cut_in_parts(outputs, columns, MOST_BLOCKS))
+    ):
+        return stream_linear("split_linear", x, [weight], cut, summed=False, interpret=interpret)
+    return ring_linear("split_linear", x, (weight,), parts, interpret)

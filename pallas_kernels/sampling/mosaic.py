@@ -23,12 +23,14 @@ from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, float_of, ordered
 from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
-from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts, widened
+from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts, resident_parts, widened
 from pallas_kernels.sampling.reference import Best, Drawn, LogitsStats, Residual
 from pallas_kernels.sampling.warps import any_in_warp, largest_in_warp
 
-# Vectors whose loads are in flight together.
-AT_ONCE = 4
+# Vectors of the statistics whose loads are in flight together, and columns of each that a thread loads. With 8 columns its
+# registers leave room for two blocks of a multiprocessor, with 4 for five.
+AT_ONCE, VEC_SIZE = 4, 4
+STATS_PER_SM = 5
 # Below all logits, so that the first maximum is finite: the difference of two infinities is NaN.
 LOWEST = -1e30
 # Ids are kept as float32 beside the logits.
@@ -58,12 +60,12 @@ def _first_of_best(best: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _joined(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Of two parts of a row: the largest logit, the lowest column with it; the largest, and the sum of exponentials over it,
-    plain and tempered; the least."""
-    best, column, *sums, lowest = one
-    other_best, other_column, *others, other_lowest = other
-    later = (other_best > best) | (other_best == best) & (other_column < column)
-    out = [jnp.where(later, other_best, best), jnp.where(later, other_column, column)]
+    """Of two parts of a row: the lowest column with the largest logit; this, and the sum of exponentials over it, plain and
+    tempered; the least."""
+    column, *sums, lowest = one
+    other_column, *others, other_lowest = other
+    later = (others[0] > sums[0]) | (others[0] == sums[0]) & (other_column < column)
+    out = [jnp.where(later, other_column, column)]
     for top, total, other_top, other_total in zip(sums[::2], sums[1::2], others[::2], others[1::2], strict=True):
         highest = jnp.maximum(top, other_top)
         out += [highest, total * jnp.exp(top - highest) + other_total * jnp.exp(other_top - highest)]
@@ -76,17 +78,17 @@ def logits_stats(
 ) -> LogitsStats:
     """See api.py."""
     R, V = logits.shape
-    parts = Parts(R, V, logits.dtype.itemsize, AT_ONCE)
+    parts = resident_parts(R, V, logits.dtype.itemsize, AT_ONCE, VEC_SIZE, STATS_PER_SM)
     logits, (temperature, cuts) = own_rows(logits), own_buffer((temperature, cuts))
 
     def logits_stats(logits, temperature, *refs):
-        cut_of, (best, column, top, total, tempered_total, lowest) = refs[:-6], refs[-6:]
+        cut_of, (column, top, total, tempered_total, lowest) = refs[:-5], refs[-5:]
         row, part = lax.axis_index("row"), lax.axis_index("part")
         inverse = LOG2_E / temperature[row]
 
         def work(tempered):
             def step(i, carry, masked):
-                best, vector, top, total, tempered_total, lowest = carry
+                vector, top, total, tempered_total, lowest = carry
                 js = [part * parts.vectors + i * AT_ONCE + n for n in range(AT_ONCE)]
                 values = [parts.load(logits, row, j) for j in js]
                 if cut_of:
@@ -97,31 +99,26 @@ def logits_stats(
                         jnp.where(parts.columns(j) >= j * parts.width, x, f32(-jnp.inf))
                         for j, x in zip(js, values, strict=True)
                     ]
-                new_top = functools.reduce(jnp.maximum, values, top)
+                new_top = top
+                for j, x in zip(js, values, strict=True):
+                    better = x > new_top
+                    new_top, vector = jnp.where(better, x, new_top), jnp.where(better, j.astype(f32), vector)
                 total = total * jnp.exp2((top - new_top) * LOG2_E)
                 if tempered:
                     tempered_total = tempered_total * jnp.exp2((top - new_top) * inverse)
-                for j, x in zip(js, values, strict=True):
+                for x in values:
                     total = total + jnp.exp2((x - new_top) * LOG2_E)
                     if tempered:
                         tempered_total = tempered_total + jnp.exp2((x - new_top) * inverse)
-                    better = x > best
-                    best, vector = jnp.where(better, x, best), jnp.where(better, j.astype(f32), vector)
-                return best, vector, new_top, total, tempered_total, lowest
+                return vector, new_top, total, tempered_total, lowest
 
-            none, zero = parts.fill(-jnp.inf), parts.fill(0.0)
-            carry = (none, zero, parts.fill(LOWEST), zero, zero, parts.fill(jnp.inf))
-            groups = parts.vectors // AT_ONCE
-            whole = lax.div(i32(V // parts.width) - part * parts.vectors, i32(AT_ONCE))
-            whole = lax.max(lax.min(whole, i32(groups)), i32(0))
-            carry = lax.fori_loop(i32(0), whole, functools.partial(step, masked=False), carry)
-            return lax.fori_loop(whole, i32(groups), functools.partial(step, masked=True), carry)
+            zero = parts.fill(0.0)
+            return parts.fold(part, AT_ONCE, step, (zero, parts.fill(LOWEST), zero, zero, parts.fill(jnp.inf)))
 
         def finish(mine, tempered):
-            best_x, vector, top_x, total_x, tempered_x, lowest_x = mine
+            vector, top_x, total_x, tempered_x, lowest_x = mine
             start = jnp.minimum(vector * parts.width, f32(V - parts.width))
-            best[row, part], column[row, part] = _first_of_best(best_x, start + parts.columns(i32(0)).astype(f32))
-            highest = top_x.max()
+            highest, column[row, part] = _first_of_best(top_x, start + parts.columns(i32(0)).astype(f32))
             top[row, part] = highest
             joined = (total_x * jnp.exp2((top_x - highest) * LOG2_E)).sum()
             total[row, part] = joined
@@ -139,9 +136,9 @@ def logits_stats(
             def _(tempered=tempered):
                 finish(work(tempered), tempered)
 
-    best, column, top, total, tempered_total, lowest = plgpu.kernel(
+    column, top, total, tempered_total, lowest = plgpu.kernel(
         logits_stats,
-        out_type=[jax.ShapeDtypeStruct((R, parts.count), f32)] * 6,
+        out_type=[jax.ShapeDtypeStruct((R, parts.count), f32)] * 5,
         grid=(R, parts.count),
         grid_names=("row", "part"),
         interpret=interpret,
@@ -150,10 +147,10 @@ def logits_stats(
         ),
     )(logits, temperature, *(() if cuts is None else (cuts,)))
     # One reduction, which is one kernel of XLA's, across threads where warps can be filled.
-    found = best, column.astype(i32), top, total, top / temperature[:, None], tempered_total, lowest
-    nothing = f32(-jnp.inf), i32(MOST_IDS), f32(LOWEST), f32(0), f32(LOWEST), f32(0), f32(jnp.inf)
+    found = column.astype(i32), top, total, top / temperature[:, None], tempered_total, lowest
+    nothing = i32(MOST_IDS), f32(LOWEST), f32(0), f32(LOWEST), f32(0), f32(jnp.inf)
     padded = tuple(widened(array, value) for array, value in zip(found, nothing, strict=True))
-    _, column, top, total, tempered_top, tempered_total, lowest = lax.reduce(padded, nothing, _joined, (1,))
+    column, top, total, tempered_top, tempered_total, lowest = lax.reduce(padded, nothing, _joined, (1,))
     log_z = top + jnp.log(total)
     finite = jnp.isfinite(log_z) & (lowest > -jnp.inf)
     return LogitsStats(column, log_z, tempered_top + jnp.log(tempered_total), finite)

@@ -88,11 +88,12 @@ class Parts:
         return lax.fori_loop(whole, i32(groups), functools.partial(step, masked=True), carry)
 
 
-def resident_parts(R: int, V: int, itemsize: int, at_once: int, vec_size: int) -> Parts:
+def resident_parts(R: int, V: int, itemsize: int, at_once: int, vec_size: int, per_sm: int = RESIDENT_PER_SM) -> Parts:
     """Rows cut so that all blocks fit onto the device at once, if rows are few enough.
 
-    That takes at most 128 registers a thread and a quarter of a multiprocessor's shared memory (`RESIDENT_PER_SM`).
+    That takes at most 128 registers a thread and a quarter of a multiprocessor's shared memory, if `per_sm`, blocks of each
+    multiprocessor, is RESIDENT_PER_SM.
     """
     groups = -(-V // (WARPGROUP * vec_size * at_once))
-    blocks = min(max(1, RESIDENT_PER_SM * multiprocessors() // R), groups, WARPGROUP)
+    blocks = min(max(1, per_sm * multiprocessors() // R), groups, WARPGROUP)
     return Parts(R, V, itemsize, at_once, vectors=-(-groups // blocks) * at_once, vec_size=vec_size)

@@ -1,6 +1,4 @@
-"""The MLP of a dense layer on the experts' kernels: interpreted, lowered, and what it does not support."""
-
-import dataclasses
+"""The MLP of a dense layer on kernels: interpreted, lowered, and what it does not support."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.moe import dense_mlp, reference
+from pallas_kernels.stream_linear import Cut, cut_in_parts, even_cut
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
 # Hidden and inner size of GLM-4.5-Air's dense layers, whose inner size is no multiple of 128, and of Moonlight's.
@@ -19,21 +18,22 @@ def sized(*shape: int, seed: int = 0) -> jax.Array:
 
 
 @interpreted
-@pytest.mark.parametrize("T", [3, 24, pytest.param(72, marks=pytest.mark.slow)])
-def test_interpreted(T: int):
-    """A token that is NaN reaches no other."""
-    H, inner = 256, 192
+@pytest.mark.parametrize(
+    ("T", "blocks", "parts"), [(3, 5, 1), (24, 12, 3), pytest.param(72, 7, 1, marks=pytest.mark.slow)]
+)
+def test_interpreted(T: int, blocks: int, parts: int):
+    """A token that is NaN reaches no other. Of five and of seven blocks the last has fewer outputs than the others."""
+    H, inner = 512, 192
     gate_up, down, x = sized(2, inner, H), sized(H, inner, seed=1), sized(T, H, seed=2) * H**0.5
     broken = np.arange(T) == 1
-    config = dataclasses.replace(dense_mlp.configure_mlp(T, H, inner), grid=2)
     dirty = jnp.where(broken[:, None], jnp.nan, x)
-    got = dense_mlp.mlp(dirty, gate_up, down, config=config, interpret=detect_races())
+    got = dense_mlp.mlp_to_add(dirty, gate_up, down, blocks=blocks, interpret=detect_races())
     assert_no_races(got, kernels=2)
-    assert got.shape == x.shape
+    assert got.shape == (2 * parts, T, H)
     want = np.asarray(reference.swiglu(*(a.astype(jnp.float32) for a in (x, gate_up, down))))
-    sound = np.asarray(got, np.float32)
-    assert np.isnan(sound[broken]).all()
-    assert np.abs(sound - want)[~broken].mean() <= 5e-3 * np.abs(want[~broken]).mean()
+    summed = np.asarray(got, np.float32).sum(axis=0)
+    assert np.isnan(summed[broken]).all()
+    assert np.abs(summed - want)[~broken].mean() <= 5e-3 * np.abs(want[~broken]).mean()
 
 
 def shapes(T: int, H: int, inner: int) -> list[jax.ShapeDtypeStruct]:
@@ -43,7 +43,7 @@ def shapes(T: int, H: int, inner: int) -> list[jax.ShapeDtypeStruct]:
 @pytest.mark.parametrize("T", [4, pytest.param(32, marks=pytest.mark.slow), 128])
 def test_lowers_for_the_gpu(T: int):
     for H, inner in SIZES:
-        text = jax.jit(dense_mlp.mlp).trace(*shapes(T, H, inner)).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(dense_mlp.mlp_to_add).trace(*shapes(T, H, inner)).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("custom_call @mosaic_gpu") == 2
         assert "dot_general" not in text
 
@@ -54,6 +54,8 @@ def test_lowers_for_the_gpu(T: int):
         (12, 4096, 10944, "from 8 on in multiples of 8, not 12"),
         (136, 4096, 10944, "up to 128 tokens"),
         (8, 4096, 10950, "sizes that are multiples of 64, not 4096 and 10950"),
+        (8, 8192, 28672, "an inner size of up to 21120, not 28672"),
+        (8, 512, 10944, "no even parts of 512 outputs and 10944 columns for 132 blocks"),
         (8, 4096, 10944, "an NVIDIA GPU"),
     ],
 )
@@ -61,13 +63,28 @@ def test_says_what_it_does_not_support(T: int, H: int, inner: int, reason: str):
     assert reason in dense_mlp.unsupported_reason(*shapes(T, H, inner))
 
 
-@pytest.mark.parametrize("T", [2, 8, 64, 128])
-def test_tiles_divide_mlps(T: int):
-    for H, inner in SIZES:
-        assert dense_mlp.worthwhile(H, inner)
-        config = dense_mlp.configure_mlp(T, H, inner)
-        for t, rows, columns in ((config.up, inner, H), (config.down, H, inner)):
-            assert rows % (t.consumers * dense_mlp.M) == columns % t.depth == 0
-            assert t.consumers == 1
-            assert t.stages >= 3
-    assert not dense_mlp.worthwhile(2048, 512)
+def test_small_mlps_are_left_to_xla():
+    assert dense_mlp.worthwhile(4224)
+    assert not dense_mlp.worthwhile(2816)
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 132])
+def test_blocks_share_outputs(blocks: int):
+    for outputs in (64, 704, 10944, 11264, 18432):
+        cut = even_cut(outputs, blocks)
+        assert cut.outputs % 8 == 0
+        assert cut.outputs * (blocks - 1) < outputs + 8 * blocks
+        assert -(-outputs // cut.outputs) <= blocks
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "cut"),
+    [
+        (4096, 10944, Cut(96, 3)),  # the down projections of GLM-4.5-Air and Moonlight
+        (2048, 11264, Cut(64, 4)),
+        (3072, 6144, Cut(72, 3)),  # the output projection of MiniMax-M2
+        (512, 10944, None),
+    ],
+)
+def test_parts_of_columns(outputs: int, columns: int, cut: Cut | None):
+    assert cut_in_parts(outputs, columns, 132) == cut
