@@ -90,6 +90,7 @@ def gqa_decode(
         sms * RESIDENT,
         heads=G,
         row_blocks=row_blocks,
+        page_tables=page_tables,
         all_masked=window is not None,  # every page may begin before a row's window
         interpret=interpret,
     )
@@ -140,7 +141,7 @@ def _attend_kernel(
     def body(q, k, v, page_tables, items, bounds, *refs, q_s, k_s, v_s, p_s, q_full, k_full, v_full, **plain):
         *sinks, out, partial, lse = refs
         item, block = lax.axis_index("item"), lax.axis_index("block")
-        request, first, end, unmasked, alone = (items[item, j] for j in range(5))
+        request, first, end, unmasked, alone, first_page = (items[item, j] for j in range(6))
         n = end - first
         head, bounds_at = lax.div(block, i32(row_blocks)), lax.rem(block, i32(row_blocks)) * ROWS
         own_rows = pl.ds(block * stored, stored)
@@ -206,9 +207,13 @@ def _attend_kernel(
         # An item without pages has no work.
         @pl.when(n > 0)
         def _():
+
+            # Its number is among the item's, so that its copies do not wait for the page table.
+            copy_keys(first_page, 0)
+            copy_values(first_page, 0)
             plgpu.copy_gmem_to_smem(q.at[request, own_rows, :], staging.at[pl.ds(0, stored), :], q_full)
 
-            @pl.loop(0, lax.min(n, i32(stages)))
+            @pl.loop(1, lax.min(n, i32(stages)))
             def _(i):
                 page = number(i)
                 copy_keys(page, i)

@@ -21,7 +21,7 @@ from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.meet import arrive, await_arrivals
 from pallas_kernels.moe.dispatch_small import Plan, make_tables
 from pallas_kernels.moe.dispatch_tiles import BLOCK, PARAMS
-from pallas_kernels.moe.routing import route_block
+from pallas_kernels.moe.routing import route_block, route_blocks, route_scratch
 from pallas_kernels.moe.selection import COLUMNS, ROWS, Routing, kernel_inputs
 from pallas_kernels.moe.slots import SlotTables
 
@@ -58,10 +58,10 @@ def route_and_place(
     """
     T = live.shape[0]
     inputs, tokens = kernel_inputs(logits, bias, live), [x] if plan.copied else []
-    blocks = -(-T // ROWS)
-    weights = jax.ShapeDtypeStruct((blocks * ROWS, COLUMNS), jnp.float32)
-    ids = jax.ShapeDtypeStruct((blocks, ROWS, routing.width), jnp.int32)
-    kernel = functools.partial(_kernel, T, len(inputs), routing, plan, interpret)
+    eights = -(-T // ROWS)
+    weights = jax.ShapeDtypeStruct((eights * ROWS, COLUMNS), jnp.float32)
+    ids = jax.ShapeDtypeStruct((eights, ROWS, routing.width), jnp.int32)
+    kernel = functools.partial(_kernel, logits, T, len(inputs), routing, plan, interpret)
     if interpret:
         made, chosen = plgpu.kernel(out_type=[weights, ids], **kernel("route"))(*inputs)
         results = plgpu.kernel(out_type=plan.out_type, **kernel("plan"))(*tokens, chosen.reshape(-1, BLOCK))
@@ -71,20 +71,23 @@ def route_and_place(
     return made, *plan.tables(results)
 
 
-def _kernel(T: int, inputs: int, r: Routing, plan: Plan, interpret: Any, *halves: str) -> dict[str, Any]:
+def _kernel(
+    logits: jax.Array, T: int, inputs: int, r: Routing, plan: Plan, interpret: Any, *halves: str
+) -> dict[str, Any]:
     """Arguments of `plgpu.kernel` for one or both halves of the work.
 
     The body's references are for "route" `inputs` of `kernel_inputs`, then weights and ids [blocks, ROWS, width]; for "plan"
     x if it is copied, ids [chunks, BLOCK], then `Plan.out_type`; for both `kernel_inputs`, x if it is copied, the counter,
     weights, ids as of "route", then `Plan.out_type`.
     """
-    routers = -(-T // ROWS) if "route" in halves else 0
+    routers = route_blocks(logits, T) if "route" in halves else 0
+    of_routing = route_scratch(logits)
 
-    def moe_route_and_plan(*refs, chosen_smem, **scratch):
+    def moe_route_and_plan(*refs, **scratch):
         block, emulated = lax.axis_index("block"), bool(interpret)
 
         def route(inputs, weights, chosen):
-            route_block(inputs, block, T, plan.E, r, weights, chosen, chosen_smem)
+            route_block(inputs, block, T, plan.E, r, weights, chosen, **{name: scratch[name] for name in of_routing})
 
         def make(tokens, ids, tables, counter=None):
             def await_ids():
@@ -93,7 +96,8 @@ def _kernel(T: int, inputs: int, r: Routing, plan: Plan, interpret: Any, *halves
                 # Not by a copy of TMA, which might not see what other blocks have stored.
                 scratch["ids_smem"][...] = load(ids, (slice(None), slice(None)), layout=CHUNKS)
 
-            make_tables(plan, block - routers, await_ids, *tokens, *tables, emulated=emulated, **scratch)
+            of_tables = {name: scratch[name] for name in plan.scratch_types}
+            make_tables(plan, block - routers, await_ids, *tokens, *tables, emulated=emulated, **of_tables)
 
         if halves == ("route",):
             route(refs[:inputs], *refs[inputs:])
@@ -114,7 +118,7 @@ def _kernel(T: int, inputs: int, r: Routing, plan: Plan, interpret: Any, *halves
 
     return {
         "body": moe_route_and_plan,
-        "scratch_types": {"chosen_smem": plgpu.SMEM((ROWS, COLUMNS), jnp.int32), **plan.scratch_types},
+        "scratch_types": {**of_routing, **plan.scratch_types},
         "grid": (routers + (plan.blocks if "plan" in halves else 0),),
         "grid_names": ("block",),
         "interpret": interpret,

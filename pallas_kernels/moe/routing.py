@@ -21,12 +21,15 @@ from pallas_kernels.moe.selection import (
     MAX_EXPERTS,
     MAX_GROUPS,
     ROWS,
+    TILE,
     Routing,
     along_rows,
     constant_like,
     kernel_inputs,
     read_block,
+    read_token,
     select_experts,
+    tokens_of_a_block,
 )
 
 # The chosen ids of a block: 8 of each token, held twice.
@@ -70,7 +73,8 @@ def route_padded(
     a kernel that needs a counter.
     """
     T, E = live.shape[0], logits.shape[-1]
-    weights, chosen, zero = _route(T, E, routing, interpret)(*kernel_inputs(logits, bias, live))
+    kernel = _route(T, E, routing, route_blocks(logits, T), tuple(route_scratch(logits).items()), interpret)
+    weights, chosen, zero = kernel(*kernel_inputs(logits, bias, live))
     return weights, chosen.reshape(-1, routing.width), zero
 
 
@@ -85,27 +89,61 @@ def assign(
     return weights, ids.reshape(-1, BLOCK)
 
 
-def route_block(inputs: Any, block: Any, T: int, E: int, r: Routing, weights: Any, chosen: Any, ids_smem: Any) -> None:
-    """Chooses the experts of a block's tokens, inside a kernel.
+def route_scratch(logits: jax.Array) -> dict[str, Any]:
+    """Scratch types of `route_block`."""
+    scratch = {"chosen_smem": plgpu.SMEM((ROWS, COLUMNS), jnp.int32)}
+    if tokens_of_a_block(logits) == 1:
+        scratch["weights_smem"] = plgpu.SMEM((ROWS, COLUMNS), jnp.float32)
+        scratch["sums_smem"] = plgpu.SMEM((ROWS, logits.shape[-1]), jnp.float32)
+    return scratch
+
+
+def route_blocks(logits: jax.Array, T: int) -> int:
+    """How many blocks route T tokens, padded."""
+    return -(-T // ROWS) * ROWS // tokens_of_a_block(logits)
+
+
+def route_block(
+    inputs: Any,
+    block: Any,
+    T: int,
+    E: int,
+    r: Routing,
+    weights: Any,
+    chosen: Any,
+    chosen_smem: Any,
+    weights_smem: Any = None,
+    sums_smem: Any = None,
+) -> None:
+    """Chooses the experts of a block's tokens (`tokens_of_a_block`), inside a kernel.
 
     Args:
         inputs: references to `kernel_inputs` of T tokens.
-        weights, chosen: references float32 [padded T, COLUMNS] and int32 [blocks, ROWS, width].
-        ids_smem: scratch int32 [ROWS, COLUMNS].
+        weights, chosen: references float32 [padded T, COLUMNS] and int32 [padded T / ROWS, ROWS, width].
+        chosen_smem, weights_smem, sums_smem: `route_scratch`.
     """
+    if tokens_of_a_block(inputs[0]) == 1:
+        logits, bias, is_live = read_token(inputs, block, sums_smem)
+        # All rows are this token's.
+        _, chosen_smem[...], weights_smem[...] = select_experts(logits, bias, E, r)
+        weights[block] = load(weights_smem, (0, slice(None)), layout=TILE.reduce(0))
+        ids = load(chosen_smem, (0, pl.ds(0, r.width)), layout=CHOSEN.reduce(0))
+        mine = chosen.at[lax.div(block, jnp.int32(ROWS)), lax.rem(block, jnp.int32(ROWS))]
+        mine[...] = jnp.where(is_live == 1, ids, constant_like(E, ids))
+        return
     logits, bias, live = read_block(inputs, block, T)
     _, ids, weights[pl.ds(block * ROWS, ROWS)] = select_experts(logits, bias, E, r)
-    ids_smem[...] = jnp.where(along_rows(live, COLUMNS) == 1, ids, constant_like(E, ids))
-    chosen[block] = load(ids_smem, (slice(None), pl.ds(0, r.width)), layout=CHOSEN)
+    chosen_smem[...] = jnp.where(along_rows(live, COLUMNS) == 1, ids, constant_like(E, ids))
+    chosen[block] = load(chosen_smem, (slice(None), pl.ds(0, r.width)), layout=CHOSEN)
 
 
 @functools.cache
-def _route(T: int, E: int, r: Routing, interpret: Any) -> Any:
+def _route(T: int, E: int, r: Routing, blocks: int, scratch: tuple[tuple[str, Any], ...], interpret: Any) -> Any:
     """kernel(*kernel_inputs) -> weights float32 [padded T, COLUMNS], ids int32 [blocks, ROWS, width], 0 int32 [1]."""
     int32 = jnp.int32
     padded = -(-T // ROWS) * ROWS
 
-    def moe_route(*refs, ids_smem):
+    def moe_route(*refs, **scratch):
         *inputs, weights, chosen, zero = refs
         block = lax.axis_index("block")
 
@@ -113,7 +151,7 @@ def _route(T: int, E: int, r: Routing, interpret: Any) -> Any:
         def _clear_counter():
             zero[0] = int32(0)
 
-        route_block(inputs, block, T, E, r, weights, chosen, ids_smem)
+        route_block(inputs, block, T, E, r, weights, chosen, **scratch)
 
     return plgpu.kernel(
         moe_route,
@@ -122,8 +160,8 @@ def _route(T: int, E: int, r: Routing, interpret: Any) -> Any:
             jax.ShapeDtypeStruct((padded // ROWS, ROWS, r.width), int32),
             jax.ShapeDtypeStruct((1,), int32),
         ],
-        scratch_types={"ids_smem": plgpu.SMEM((ROWS, COLUMNS), int32)},
-        grid=(padded // ROWS,),
+        scratch_types=dict(scratch),
+        grid=(blocks,),
         grid_names=("block",),
         interpret=interpret,
         # Exact exp and division: approximate ones would reorder scores that nearly tie.

@@ -73,6 +73,37 @@ def live_flags(live: jax.Array) -> jax.Array:
     return jnp.pad(live.astype(jnp.int32), (0, -live.shape[0] % ROWS))
 
 
+def tokens_of_a_block(logits: Any) -> int:
+    """Of the kernels that route, for [T, E] logits, or [parts, T, E] of which one block reads those of one token."""
+    return 1 if len(logits.shape) == 3 and logits.shape[0] >= ROWS else ROWS
+
+
+def read_token(refs: Any, token: Any, sums_smem: Any) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """As `read_block` for one token, whose logits are in all rows; its live flag is a scalar.
+
+    A row of the block's registers sums every ROWS-th part, so that all loads of a few parts are in flight together.
+
+    Args:
+        sums_smem: scratch float32 [ROWS, experts].
+    """
+    parts, *biases, live = refs
+    count, _, experts = parts.shape
+    zero = plgpu.layout_cast(jnp.zeros((ROWS, experts), jnp.float32), TILE)
+    total = zero
+    starts = [*range(0, count - ROWS, ROWS), count - ROWS]
+    tiles = [load(parts, (pl.ds(start, ROWS), token), layout=TILE) for start in starts]
+    # The last ones overlap those before them.
+    tiles[-1] = jnp.where(iota(zero.shape, 0) >= len(starts) * ROWS - count, tiles[-1], zero)
+    for tile in tiles:
+        total = total + tile
+    sums_smem[...] = total
+    logits = zero
+    for row in range(ROWS):
+        logits = logits + down_columns(load(sums_smem, (row,), layout=TILE.reduce(0)))
+    bias = down_columns(load(biases[0], (pl.ds(0, experts),), layout=TILE.reduce(0))) if biases else None
+    return logits, bias, live[token]
+
+
 def read_block(refs: Any, block: Any, T: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """Logits and bias [ROWS, experts] and live flags [ROWS] of a block, from references to `kernel_inputs` of T tokens."""
     logits, *biases, live = refs
