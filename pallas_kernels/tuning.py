@@ -46,7 +46,6 @@ class Tuning:
             whose parts the routing makes the sum.
         split_linear_tokens: as `row_kernel_tokens`, of the linear map before such a sum, whose parts the sum adds up.
         joined_linear_tokens: as `row_kernel_tokens`, of the projections that read a norm made there.
-        logits_kernel_tokens: up to this many tokens, at most 128, the head in bfloat16 is a kernel of ours.
         mlp_kernel_tokens: as `row_kernel_tokens`, of the MLPs of dense layers in bfloat16; at most 128.
         wide_values_tokens: up to this many tokens in windows of MLA, merging split requests and the up-projection of values
             are one kernel, where all its blocks run at once. Up to 4 they are another kernel in any case.
@@ -73,7 +72,6 @@ class Tuning:
     router_tokens: int = 0
     split_linear_tokens: int = 0
     joined_linear_tokens: int = 0
-    logits_kernel_tokens: int = 0
     mlp_kernel_tokens: int = 0
     wide_values_tokens: int = 0
     head_kernel_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Rows of `bench kernel` and `bench tune` for the MLP of a dense layer and for the head, in bfloat16."""
+"""Rows of `bench kernel` and `bench tune` for the MLP of a dense layer in bfloat16."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ import numpy as np
 from bench.kernel.arrays import exact, largest_error, normal, rounded
 from bench.kernel.case import Case, WithOrWithout, once
 from pallas_kernels.moe.api import mlp_to_add
-from pallas_kernels.norm_linear.api import head_linear, norm_linear
+from pallas_kernels.norm_linear.api import norm_linear
 
 
 @dataclass(frozen=True)
@@ -59,44 +59,6 @@ class DenseMlp(Case):
 
 
 @dataclass(frozen=True)
-class HeadLinear(Case):
-    """Logits of T hidden states, by several heads in turn, whose sizes are those of Moonlight's."""
-
-    T: int
-    H: int = 2048
-    vocab: int = 163840
-    calls: int = 4
-    labels: ClassVar[tuple[str, ...]] = ("T", "H", "vocab")
-
-    @property
-    def bytes(self) -> float:
-        return 2.0 * self.H * self.vocab
-
-    def inputs(self) -> Any:
-        heads = [normal(i, (self.vocab, self.H), self.H**-0.5) for i in range(self.calls)]
-        return [normal(1000 + i, (self.T, self.H)) for i in range(self.calls)], heads
-
-    def results(self) -> Any:
-        return [jax.ShapeDtypeStruct((self.T, self.vocab), jnp.bfloat16)] * self.calls
-
-    def many(self, inputs: Any, results: Any) -> Any:
-        del results
-        call = once(head_linear)
-        return [call(x, head) for x, head in zip(*inputs, strict=True)]
-
-    def error(self, inputs: Any, results: Any) -> float:
-        """Of the last call."""
-        tokens, heads = inputs
-        return largest_error(exact(results[-1]), exact(tokens[-1]) @ exact(heads[-1]).T)
-
-
-@dataclass(frozen=True)
-class HeadLinearWith(WithOrWithout, HeadLinear):
-    labels: ClassVar[tuple[str, ...]] = ("T", "H", "vocab", "kernel")
-    up_to: ClassVar[str] = "logits_kernel_tokens"
-
-
-@dataclass(frozen=True)
 class DenseMlpWith(WithOrWithout, DenseMlp):
     labels: ClassVar[tuple[str, ...]] = ("T", "H", "inner", "kernel")
     up_to: ClassVar[str] = "mlp_kernel_tokens"
@@ -108,11 +70,4 @@ DENSE_MLP: dict[str, list[Case]] = {
     "all": [DenseMlpWith(T, *sizes, 8, kernel) for sizes in _SIZES for T in (4, 32, 64, 128) for kernel in (1, 0)],
     "quick": [DenseMlpWith(32, *sizes, 8, kernel) for sizes in _SIZES[:2] for kernel in (1, 0)],
     "tiny": [DenseMlpWith(3, 32, 16, 3, kernel) for kernel in (1, 0)],
-}
-# Of Moonlight, GLM-4.5-Air and MiniMax-M2: hidden sizes and vocabularies.
-_HEADS = (2048, 163840), (4096, 151552), (3072, 200064)
-HEAD_LINEAR: dict[str, list[Case]] = {
-    "all": [HeadLinearWith(T, *sizes, 4, kernel) for sizes in _HEADS for T in (1, 4, 32, 64, 128) for kernel in (1, 0)],
-    "quick": [HeadLinearWith(32, *sizes, 4, kernel) for sizes in _HEADS for kernel in (1, 0)],
-    "tiny": [HeadLinearWith(3, 32, 64, 3, kernel) for kernel in (1, 0)],
 }

@@ -32,7 +32,7 @@ from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.harness.trace import keep_graphs
 from bench.kernel import gqa, mla
 from bench.kernel.case import LARGEST_ERROR, Case
-from bench.kernel.dense_mlp import DENSE_MLP, HEAD_LINEAR
+from bench.kernel.dense_mlp import DENSE_MLP
 from bench.kernel.gated_delta import GATED_DELTA, GATED_DELTA_PROMPTS
 from bench.kernel.gqa_write import GQA_WRITE
 from bench.kernel.kv_write import KV_WRITE
@@ -63,7 +63,6 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "add_linear": ADD_LINEAR,
     "joined_linear": JOINED_LINEAR,
     "dense_mlp": DENSE_MLP,
-    "head_linear": HEAD_LINEAR,
     "moe": MOE,
     **MOE_QUANTISED,
     "moe_block": MOE_BLOCK,

@@ -24,7 +24,7 @@ from bench.harness import record
 from bench.harness.arguments import names_among
 from bench.harness.timing import launches_for, rounds, turn_seconds
 from bench.kernel.case import LARGEST_ERROR, Case
-from bench.kernel.dense_mlp import DenseMlp, HeadLinear
+from bench.kernel.dense_mlp import DenseMlp
 from bench.kernel.gated_delta import GatedDeltaPrompts
 from bench.kernel.gqa import GqaDecode
 from bench.kernel.gqa_write import GqaWrite
@@ -127,9 +127,6 @@ CHOICES: dict[str, Choice] = {
     ),
     "head_kernel_tokens": Choice(
         (0, 128, 512, 2048, 8192), tuple(GqaWrite(T) for T in TOKENS), (GqaWrite(5, Heads(2, 4, 64), 4, 3),)
-    ),
-    "logits_kernel_tokens": Choice(
-        (0, 1, 32, 64, 128), tuple(HeadLinear(T) for T in (1, 4, 32, 64, 128)), (HeadLinear(3, 32, 64, 3),)
     ),
     "mlp_kernel_tokens": Choice(
         (0, 32, 64, 128), tuple(DenseMlp(T) for T in (4, 32, 64, 128)), (DenseMlp(3, 32, 16, 3),)

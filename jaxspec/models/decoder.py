@@ -18,7 +18,7 @@ from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
 from jaxspec.models.layers import ResidualMLP, RMSNorm, RopeTables, Stream, added, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
-from pallas_kernels.norm_linear.api import head_linear
+from pallas_kernels.quant.reference import linear
 
 Cache = tuple[LayerCache, ...]
 
@@ -120,7 +120,7 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden_RH: jax.Array) -> jax.Array:
         """[R, vocab] of hidden states, in their type; on several devices each has the columns of its rows."""
-        return head_linear(hidden_RH, self.weight[...])
+        return linear(hidden_RH, self.weight[...])
 
 
 class CausalLM(nnx.Module):

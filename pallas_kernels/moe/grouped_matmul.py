@@ -63,7 +63,7 @@ def up_matmul(
     inner, H = gate_up[0].shape[2:]
     half = Half(True, inner, H, bias is not None)
     given = [tables.num_slots, tables.expert, *short_slots(tables, config), *_up_weights(gate_up, bias), *x]
-    return plgpu.kernel(**_kernel(config, (half,), clamp, interpret, "moe_up"))(*given)
+    return plgpu.kernel(**_kernel(config, (half,), clamp, interpret))(*given)
 
 
 def down_matmul(
@@ -73,7 +73,6 @@ def down_matmul(
     config: Config,
     bias: jax.Array | None = None,
     *,
-    name: str = "moe_down",
     interpret: Any = False,
 ) -> list[jax.Array]:
     """h down^T of the slots and, where there are any, of the pieces, over which it has still to be summed; all bfloat16.
@@ -82,7 +81,6 @@ def down_matmul(
         h: [slots, rows, I]; of pieces [pieces, piece_rows, I].
         down: [E, H, I]; of pieces [H, pieces * I].
         bias: [E, H], where there are no pieces.
-        name: of the kernel in traces.
 
     Returns:
         [slots, rows, H]; of pieces [pieces, piece_rows, H].
@@ -90,7 +88,7 @@ def down_matmul(
     _, H, inner = down[0].shape
     half = Half(False, H, inner, bias is not None)
     given = [tables.num_slots, tables.expert, *short_slots(tables, config), *_down_weights(down, bias), *h]
-    return plgpu.kernel(**_kernel(config, (half,), None, interpret, name))(*given)
+    return plgpu.kernel(**_kernel(config, (half,), None, interpret))(*given)
 
 
 def experts_matmul(
@@ -116,9 +114,7 @@ def experts_matmul(
     halves = Half(True, inner, H, up_bias is not None), Half(False, H, inner, down_bias is not None)
     up_given, down_given = _up_weights(gate_up, up_bias), _down_weights(down, down_bias)
     given = [tables.num_slots, tables.expert, *short_slots(tables, config), *up_given, *down_given, *x]
-    results = run_in_place(
-        inputs=given, outs=[tables.counters], **_kernel(config, halves, clamp, interpret, "moe_experts")
-    )
+    results = run_in_place(inputs=given, outs=[tables.counters], **_kernel(config, halves, clamp, interpret))
     return list(results[2 if len(x) == 1 else 3 :])
 
 
@@ -149,7 +145,7 @@ class Half:
 
 
 @functools.cache
-def _kernel(config: Config, halves: tuple[Half, ...], clamp: Clamp | None, interpret: Any, name: str) -> dict[str, Any]:
+def _kernel(config: Config, halves: tuple[Half, ...], clamp: Clamp | None, interpret: Any) -> dict[str, Any]:
     """Arguments of `plgpu.kernel` for one of the matmuls, or of `run_in_place` for both.
 
     The body's references are num_slots [1], expert [slots] and, if the configuration `is_short`, `SlotTables.used`; of each
@@ -317,7 +313,7 @@ def _kernel(config: Config, halves: tuple[Half, ...], clamp: Clamp | None, inter
                 consume(warpgroup)
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = name
+    body.__name__ = "moe_experts" if both else "moe_up" if halves[0].gated else "moe_down"
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
     scratch = {"out_smem": staging(t.consumers, config.rows, M, dtype, short=short)}

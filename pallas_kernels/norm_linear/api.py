@@ -8,11 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import choose, current
-from pallas_kernels.moe import wide_linear
 from pallas_kernels.norm_linear import add_norm, mosaic, reference, split_linear
 from pallas_kernels.norm_linear import joined_linear as joined
-from pallas_kernels.quant import reference as quant
-from pallas_kernels.quant.values import Weight
 
 
 def needs_separate_weights(T: int) -> bool:
@@ -64,20 +61,6 @@ def linear_to_add(x: jax.Array, weight: jax.Array) -> jax.Array:
         if choose("split_linear", "auto", {"mosaic": reason}) == "mosaic":
             return split_linear.split_linear(x, weight)
     return jnp.tensordot(x, weight, axes=(tuple(range(1, x.ndim)), tuple(range(1, weight.ndim))))
-
-
-def head_linear(x: jax.Array, weight: Weight) -> jax.Array:
-    """Logits x weight^T of hidden states: [R, vocab] in x's dtype.
-
-    Args:
-        x: [R, H]. weight: [vocab, H].
-    """
-    if isinstance(weight, jax.Array) and tuning.current().logits_kernel_tokens >= x.shape[0]:
-        reason = wide_linear.unsupported_reason(x, weight)
-        wanted = "reference" if current().attention == "reference" else "auto"
-        if choose("head_linear", wanted, {"mosaic": reason}) == "mosaic":
-            return wide_linear.wide_linear(x, weight)
-    return quant.linear(x, weight)
 
 
 def norm_linear(

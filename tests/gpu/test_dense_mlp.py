@@ -1,4 +1,4 @@
-"""The MLP of a dense layer, and the head, on the GPU, against the reference in float32."""
+"""The MLP of a dense layer on the GPU, against the reference in float32."""
 
 import dataclasses
 
@@ -10,7 +10,6 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.moe import api, reference
-from pallas_kernels.norm_linear.api import head_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -31,21 +30,3 @@ def test_mlp_of_a_dense_layer(H, inner, T):
     got, exact = np.asarray(got, np.float32), np.asarray(exact)
     assert np.isnan(got[broken]).all()
     assert np.abs(got - exact)[~broken].mean() <= 5e-3 * np.abs(exact[~broken]).mean()
-
-
-@pytest.mark.parametrize("T", [1, 3, 8, 32, 64, 128])
-@pytest.mark.parametrize(("H", "vocab"), [(2048, 163840), (3072, 200064)])
-def test_head(H, vocab, T):
-    """A token that is NaN reaches no other."""
-    x, weight = (
-        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(((T, H), (vocab, H)))
-    )
-    broken = (np.arange(T) == 1) & (T > 1)
-    with use(Backends()) as chosen, tuning.use(dataclasses.replace(tuning.current(), logits_kernel_tokens=128)):
-        got = jax.jit(head_linear)(jnp.where(broken[:, None], jnp.nan, x), weight)
-    assert chosen["head_linear"] == {"mosaic"}
-    exact = jax.jit(lambda x, w: jnp.matmul(x, w.T, preferred_element_type=jnp.float32))(x, weight)
-    got, exact = np.asarray(got, np.float32), np.asarray(exact)
-    assert np.isnan(got[broken]).all()
-    # Rounded once to bfloat16.
-    np.testing.assert_allclose(got[~broken], exact[~broken], rtol=2**-8, atol=2**-8)
