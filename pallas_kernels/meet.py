@@ -5,8 +5,6 @@ from typing import Any
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from pallas_kernels.inline_code import ptx
-
 
 def meet(counter: Any, count: int) -> None:
     """Waits until `count` warpgroups have arrived; what they wrote to global memory before is visible after.
@@ -39,22 +37,6 @@ def await_arrivals(counter: Any, count: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def wait(_: Any, counter: Any) -> None:
         _semaphore(counter).wait(count, decrement=False, memory_scope="gpu")
-
-    wait(counter)
-
-
-def await_count(counter: Any, count: int) -> None:
-    """Waits inside one warp until a counter has come so far, and lets this warp's TMA copies see what was stored before.
-
-    Args:
-        counter: reference of one int32.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def wait(_: Any, counter: Any) -> None:
-        scope = mgpu.utils.ThreadSubset.WARP
-        _semaphore(counter).wait(count, decrement=False, scope=scope, memory_scope="gpu")
-        ptx("fence.proxy.async;")
 
     wait(counter)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import transpose_ref
-from pallas_kernels.moe.ring import keep_full
+from pallas_kernels.ring import keep_full
 
 M = 64  # Rows of a wgmma: tokens of a warpgroup.
 GRANULE = 8  # Rows of a copy and columns of a wgmma are multiples of it.
@@ -122,7 +122,7 @@ def stream_linear(
 
                 plgpu.copy_gmem_to_smem(x.at[tokens, at], x_s.at[s, pl.ds(0, rows)], full.at[s])
 
-            keep_full([(fill, i32(depths))], free, stages)
+            keep_full(fill, free, i32(depths), stages)
 
         @pl.when(warpgroup < consumers)
         def _consume():

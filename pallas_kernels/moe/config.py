@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 
 from pallas_kernels.moe.selection import ROWS
-from pallas_kernels.moe.slots import COUNTED_PIECES, max_slots
+from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.tuning import current
 
 M = 64  # Rows of a wgmma, of which hidden and expert sizes are multiples.
@@ -51,7 +51,6 @@ class Config:
         all_tokens: every slot has all tokens.
         up, down: the tiles of the two matmuls.
         grid: blocks of a kernel, one a multiprocessor.
-        together: both matmuls are one kernel, whose tiles are the same.
         pieces: the shared experts as a number of routed experts of the same total size; 0 if XLA computes them.
         piece_rows: token rows of a piece, which has all tokens.
     """
@@ -64,33 +63,25 @@ class Config:
     grid: int
     pieces: int = 0
     piece_rows: int = 0
-    together: bool = False
 
 
-def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: int = 0, small: bool = False) -> Tiles:
+def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: int = 0) -> Tiles:
     """Tiles of a matmul.
 
     Args:
         rows: token rows of a slot.
         columns, out_rows: of the weights [out_rows, columns], of which there are two if `gated`.
         piece_rows: token rows of a piece, 0 without pieces.
-        small: tiles are as small as they can be, where there are hardly more of them than blocks.
     """
-    wide = rows >= WIDE_ROWS and not small
+    wide = rows >= WIDE_ROWS
     # For one accumulator a stage of one warpgroup is short: on an H200 two are 1 to 3 % faster. More rows of pieces need the
     # shared memory for what is stored.
-    pairs = not small and (wide or (not gated and piece_rows <= WIDE_ROWS))
+    pairs = wide or (not gated and piece_rows <= WIDE_ROWS)
     consumers = 2 if pairs and out_rows % (2 * M) == 0 else 1
     blocks = 2 if gated or (wide and out_rows % (2 * consumers * M) == 0) else 1
     depth = 128 if not wide and columns % 128 == 0 else 64
     stages = RING_BYTES // ((consumers * blocks * M + max(rows, piece_rows)) * depth * 2)
     return Tiles(depth, stages, consumers, blocks)
-
-
-def tiles_of_both(rows: int, H: int, inner: int, *, piece_rows: int) -> Tiles:
-    """Tiles with which one kernel runs both matmuls: gate and up side by side, of down two blocks of rows."""
-    depth = 128 if H % 128 == inner % 128 == 0 else 64
-    return Tiles(depth, RING_BYTES // ((2 * M + max(rows, piece_rows)) * depth * 2), consumers=1, blocks=2)
 
 
 def rows_of_all(T: int) -> int:
@@ -126,7 +117,4 @@ def configure(T: int, E: int, k: int, H: int, inner: int, shared_inner: int = 0)
     piece_rows = -(-T // GRANULE) * GRANULE if pieces else 0
     up = tiles(rows, H, inner, gated=True, piece_rows=piece_rows)
     down = tiles(rows, inner, H, gated=False, piece_rows=piece_rows)
-    fits = not all_tokens and rows < WIDE_ROWS and H % (2 * M) == 0 and pieces <= COUNTED_PIECES
-    if together := tuning.experts_together and fits:
-        up = down = tiles_of_both(rows, H, inner, piece_rows=piece_rows)
-    return Config(rows, slots, all_tokens, up, down, grid, pieces, piece_rows, together)
+    return Config(rows, slots, all_tokens, up, down, grid, pieces, piece_rows)

@@ -53,7 +53,7 @@ def route_and_dispatch(
     run = _route_and_dispatch(live.shape[0], logits.shape[-1], routing, rows, slots, interpret)
     weights, num_slots, expert, place = run(*kernel_inputs(logits, bias, live))
     nothing = jnp.zeros(slots * rows, jnp.int32)  # never read
-    return weights, SlotTables(num_slots, expert, nothing, nothing, nothing, place)
+    return weights, SlotTables(num_slots, expert, nothing, nothing, place)
 
 
 @functools.cache

@@ -78,12 +78,25 @@ def count_chunks(chunks: int, E: int, interpret: Any) -> Any:
 
 @functools.cache
 def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: Any) -> Any:
-    """kernel(ids, counts, rank) -> num_slots, expert, used, counters, token, place [chunks, BLOCK]; all int32."""
+    """kernel(ids, counts, rank) -> num_slots, expert, used, token, place [chunks, BLOCK]; all int32."""
     experts = -(-E // BLOCK) * BLOCK
     parts, narrow = blocks_per_chunk(chunks), tile_columns(experts)
 
-    def body(ids, counts, rank, *refs, counts_smem, blocks_smem, ends_smem, before_smem, row_smem):
-        num_slots, expert, used, counters, token, place = refs
+    def body(
+        ids,
+        counts,
+        rank,
+        num_slots,
+        expert,
+        used,
+        token,
+        place,
+        counts_smem,
+        blocks_smem,
+        ends_smem,
+        before_smem,
+        row_smem,
+    ):
         block = lax.axis_index("block")
         here, part = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
 
@@ -102,7 +115,7 @@ def place_chunks(chunks: int, E: int, k: int, rows: int, slots: int, interpret: 
         blocks_smem[...] = slots_needed(assigned, E, rows)
         before_smem[...] = before.sum(axis=1)
         write_slot_ends(blocks_smem, ends_smem)
-        write_slots(num_slots, expert, used, counters, counts_smem, blocks_smem, ends_smem, block, rows)
+        write_slots(num_slots, expert, used, counts_smem, blocks_smem, ends_smem, block, rows)
 
         @pl.when(here < chunks)
         def _place():

@@ -102,10 +102,10 @@ def _kernel(
         if halves == ("route",):
             route(refs[:inputs], *refs[inputs:])
         elif halves == ("plan",):
-            *tokens, ids = refs[:-6]
-            make(tokens, ids, refs[-6:])
+            *tokens, ids = refs[:-5]
+            make(tokens, ids, refs[-5:])
         else:
-            *tokens, counter, weights, chosen = refs[inputs:-6]
+            *tokens, counter, weights, chosen = refs[inputs:-5]
 
             @pl.when(block < routers)
             def _route():
@@ -114,7 +114,7 @@ def _kernel(
 
             @pl.when(block >= routers)
             def _make():
-                make(tokens, chosen.reshape(plan.chunks, BLOCK), refs[-6:], counter)
+                make(tokens, chosen.reshape(plan.chunks, BLOCK), refs[-5:], counter)
 
     return {
         "body": moe_route_and_plan,

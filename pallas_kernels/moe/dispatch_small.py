@@ -93,10 +93,10 @@ class Plan:
 
     @property
     def out_type(self) -> list[jax.ShapeDtypeStruct]:
-        """Of num_slots, expert, used, counters, token, place; with `copied` rows [slots * rows, H] for `token`."""
+        """Of num_slots, expert, used, token, place [chunks, BLOCK]; with `copied` rows [slots * rows, H] stand for `token`."""
         types = table_types(self.chunks, self.slots, self.rows)
         if self.copied:
-            types[4] = jax.ShapeDtypeStruct((self.slots * self.rows, self.copied.columns), self.copied.dtype)
+            types[3] = jax.ShapeDtypeStruct((self.slots * self.rows, self.copied.columns), self.copied.dtype)
         return types
 
     @property
@@ -114,12 +114,12 @@ class Plan:
 
         `place` has a row for each token that the ids have room for.
         """
-        num_slots, expert, used, counters, filled, place = results
+        num_slots, expert, used, filled, place = results
         place = place.reshape(-1)[: place.size // self.k * self.k].reshape(-1, self.k)
         if not self.copied:
-            return SlotTables(num_slots, expert, used, counters, filled, place), None
+            return SlotTables(num_slots, expert, used, filled, place), None
         token = jnp.zeros(self.slots * self.rows, jnp.int32)  # never read
-        return SlotTables(num_slots, expert, used, counters, token, place), filled.reshape(self.slots, self.rows, -1)
+        return SlotTables(num_slots, expert, used, token, place), filled.reshape(self.slots, self.rows, -1)
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def make_tables(
     int32 = jnp.int32
     chunks, E, rows, experts, parts, copied = plan.chunks, plan.E, plan.rows, plan.experts, plan.parts, plan.copied
     narrow = tile_columns(experts)
-    num_slots, expert, used, counters, filled, place = refs[-6:]
+    num_slots, expert, used, filled, place = refs[-5:]
     here, part = lax.div(block, int32(parts)), lax.rem(block, int32(parts))
     if copied:
         x, columns = refs[0], pl.ds(0, copied.columns)
@@ -198,7 +198,7 @@ def make_tables(
     else:
         blocks_smem[...] = slots_needed(counts, E, rows)
     write_slot_ends(blocks_smem, ends_smem)
-    write_slots(num_slots, expert, used, counters, counts_smem, blocks_smem, ends_smem, block, rows)
+    write_slots(num_slots, expert, used, counts_smem, blocks_smem, ends_smem, block, rows)
 
     @pl.when(here < chunks)
     def _place():

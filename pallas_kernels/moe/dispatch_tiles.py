@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import load
-from pallas_kernels.moe.slots import COUNTED_PIECES
 
 # Assignments of a chunk, and slots whose experts a block writes: the rows of a register tile.
 BLOCK = 64
@@ -28,9 +27,9 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, r
 
 
 def table_types(chunks: int, slots: int, rows: int) -> list[jax.ShapeDtypeStruct]:
-    """Types of the results num_slots, expert, used, counters, token and place."""
-    named = -(-slots // BLOCK) * BLOCK
-    shapes = (1,), (named,), (named,), (named + COUNTED_PIECES,), (slots * rows,), (chunks, BLOCK)
+    """Types of the results num_slots, expert, used, token and place."""
+    named = (-(-slots // BLOCK) * BLOCK,)
+    shapes = (1,), named, named, (slots * rows,), (chunks, BLOCK)
     return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
 
 
@@ -138,30 +137,17 @@ def used_slots(
 
 
 def write_slots(
-    num_slots: Any,
-    expert: Any,
-    used: Any,
-    counters: Any,
-    counts_smem: Any,
-    blocks_smem: Any,
-    ends_smem: Any,
-    block: Any,
-    rows: int,
+    num_slots: Any, expert: Any, used: Any, counts_smem: Any, blocks_smem: Any, ends_smem: Any, block: Any, rows: int
 ) -> None:
-    """Writes the number of slots, in the first block, and what `used_slots` gives of this block's BLOCK slots, if any.
-
-    Counters are 0: those of its slots, and in the first block those of pieces.
-    """
+    """Writes the number of slots, in the first block, and what `used_slots` gives of this block's BLOCK slots, if any."""
 
     @pl.when(block == 0)
     def _count() -> None:
         num_slots[0] = ends_smem[ends_smem.shape[0] - 1]
-        counters[pl.ds(expert.shape[0], COUNTED_PIECES)] = zero_rows(COUNTED_PIECES)
 
     @pl.when(block < expert.shape[0] // BLOCK)
     def _name() -> None:
         mine = pl.ds(block * BLOCK, BLOCK)
-        counters[mine] = zero_rows(BLOCK)
         expert[mine], used[mine] = used_slots(counts_smem, blocks_smem, ends_smem, block * BLOCK, rows)
 
 

@@ -25,12 +25,12 @@ from pallas_kernels.moe.fp8_config import MULTIPLE, padded_rows, pieces_beside
 from pallas_kernels.moe.fp8_wide import wide_kernel
 from pallas_kernels.moe.fp8_work import Work, i32
 from pallas_kernels.moe.grouped_matmul import CONSUMER_REGISTERS, OF_ROWS, PRODUCER_REGISTERS
-from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.activations import GROUP, Codes, scale_and_inverse
 from pallas_kernels.quant.schemes import FP8_BLOCK, Scheme
 from pallas_kernels.quant.values import Quantised
+from pallas_kernels.ring import keep_full
 
 OF_TOKENS = plgpu.Layout.WGMMA.reduce(0)
 
@@ -179,7 +179,7 @@ def _kernel(
                 for unit in range(units):
                     plgpu.copy_gmem_to_smem(x_scale.at[own, depth * units + unit], s_smem.at[s, unit], full.at[s])
 
-            keep_full([(fill, mine * depths)], free, t.stages)
+            keep_full(fill, free, mine * depths, t.stages)
 
         def of_weights(slot, numbers):
             """numbers(scales, e, piece) of the slot's weights, whose scales are in one of two places."""

@@ -41,7 +41,7 @@ def mlp_parts(
     tokens = Codes(codes, jnp.pad(scale, ((0, 0), (0, 0), (0, padded_rows(rows) - rows))))
     # The kernels know whose piece a slot is.
     every, nothing = jnp.full(1, config.slots, jnp.int32), jnp.zeros(0, jnp.int32)
-    tables = SlotTables(every, every, nothing, nothing, nothing, nothing)
+    tables = SlotTables(every, every, nothing, nothing, nothing)
     as_experts = (jax.tree.map(lambda array: array[None], weight) for weight in (gate_up, down))
     h = up_matmul(tokens, next(as_experts), tables, config, interpret=interpret)
     y = down_matmul(h, next(as_experts), tables, config, interpret=interpret)

@@ -21,10 +21,10 @@ from pallas_kernels.moe.config import WIDEST_ROWS, Config, M
 from pallas_kernels.moe.fp8_config import TOKEN_WARPGROUPS
 from pallas_kernels.moe.fp8_work import Work, i32
 from pallas_kernels.moe.grouped_matmul import OF_ROWS, PRODUCER_REGISTERS
-from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.mosaic_attention import over_columns, params
 from pallas_kernels.quant.activations import GROUP, scale_and_inverse
 from pallas_kernels.quant.schemes import FP8_BLOCK, Scheme
+from pallas_kernels.ring import keep_full
 
 OF_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 # With 232, as the other matmuls have, ptxas begins a product while it still adds the last one, and spills 180 bytes.
@@ -72,7 +72,7 @@ def wide_kernel(config: Config, scheme: Scheme, parts: int, out_rows: int, colum
                     plgpu.copy_gmem_to_smem(x.at[own, tokens, pl.ds(at, GROUP)], x_smem.at[s, half], full.at[s])
                     plgpu.copy_gmem_to_smem(x_scale.at[own, depth, tokens], s_smem.at[s, half], full.at[s])
 
-            keep_full([(fill, mine * depths)], free, t.stages)
+            keep_full(fill, free, mine * depths, t.stages)
 
         def block_scales(e, tile, depth):
             """Of the blocks of weights that a step multiplies."""

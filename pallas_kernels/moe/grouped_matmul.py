@@ -17,7 +17,6 @@ A column of a wgmma depends on its own token only: a NaN, or what lies in a slot
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,13 +25,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import load, run_in_place, transpose_ref
-from pallas_kernels.meet import arrive, await_count
+from pallas_kernels.compat import load, transpose_ref
 from pallas_kernels.moe.activation import Clamp, joined
 from pallas_kernels.moe.config import Config, M
-from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.store_rows import is_short, short_slots, staging, store_tile
+from pallas_kernels.ring import keep_full
 
 OF_ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Registers of a thread: the producer gives away what the consumers' accumulators need.
@@ -60,10 +58,11 @@ def up_matmul(
     Returns:
         [slots, rows, I]; of pieces [pieces, piece_rows, I].
     """
-    inner, H = gate_up[0].shape[2:]
-    half = Half(True, inner, H, bias is not None)
-    given = [tables.num_slots, tables.expert, *short_slots(tables, config), *_up_weights(gate_up, bias), *x]
-    return plgpu.kernel(**_kernel(config, (half,), clamp, interpret))(*given)
+    E, _, inner, H = gate_up[0].shape
+    w = [gate_up[0].reshape(E, 2 * inner, H), *(part.reshape(-1, H) for part in gate_up[1:])]
+    biases = [] if bias is None else [bias.reshape(E, 2 * inner).astype(jnp.float32)]
+    kernel = _matmul(config, inner, H, True, bias is not None, clamp, interpret)
+    return kernel(tables.num_slots, tables.expert, *short_slots(tables, config), *biases, *w, *x)
 
 
 def down_matmul(
@@ -86,134 +85,65 @@ def down_matmul(
         [slots, rows, H]; of pieces [pieces, piece_rows, H].
     """
     _, H, inner = down[0].shape
-    half = Half(False, H, inner, bias is not None)
-    given = [tables.num_slots, tables.expert, *short_slots(tables, config), *_down_weights(down, bias), *h]
-    return plgpu.kernel(**_kernel(config, (half,), None, interpret))(*given)
-
-
-def experts_matmul(
-    x: Sequence[jax.Array],
-    gate_up: Sequence[jax.Array],
-    down: Sequence[jax.Array],
-    tables: SlotTables,
-    config: Config,
-    biases: tuple[jax.Array, jax.Array] | None = None,
-    clamp: Clamp | None = None,
-    *,
-    interpret: Any = False,
-) -> list[jax.Array]:
-    """`down_matmul` of `up_matmul`: one kernel (`moe_experts` in traces) where `config.together`, else two.
-
-    The interpreter runs two in any case: it has no wait for other blocks.
-    """
-    up_bias, down_bias = biases or (None, None)
-    if not config.together or interpret:
-        h = up_matmul(x, gate_up, tables, config, up_bias, clamp, interpret=interpret)
-        return down_matmul(h, down, tables, config, down_bias, interpret=interpret)
-    inner, H = gate_up[0].shape[2:]
-    halves = Half(True, inner, H, up_bias is not None), Half(False, H, inner, down_bias is not None)
-    up_given, down_given = _up_weights(gate_up, up_bias), _down_weights(down, down_bias)
-    given = [tables.num_slots, tables.expert, *short_slots(tables, config), *up_given, *down_given, *x]
-    results = run_in_place(inputs=given, outs=[tables.counters], **_kernel(config, halves, clamp, interpret))
-    return list(results[2 if len(x) == 1 else 3 :])
-
-
-def _up_weights(gate_up: Sequence[jax.Array], bias: jax.Array | None) -> list[jax.Array]:
-    E, _, inner, H = gate_up[0].shape
-    biases = [] if bias is None else [bias.reshape(E, 2 * inner).astype(jnp.float32)]
-    return [*biases, gate_up[0].reshape(E, 2 * inner, H), *(part.reshape(-1, H) for part in gate_up[1:])]
-
-
-def _down_weights(down: Sequence[jax.Array], bias: jax.Array | None) -> list[jax.Array]:
-    return [*([] if bias is None else [bias.astype(jnp.float32)]), *down]
-
-
-@dataclass(frozen=True)
-class Half:
-    """One of the two matmuls.
-
-    Attributes:
-        gated: of gate and up, else of down.
-        out_rows, columns: of its weights [E, (2 *) out_rows, columns].
-        biased: whether there is a bias for each of these rows.
-    """
-
-    gated: bool
-    out_rows: int
-    columns: int
-    biased: bool
+    biases = [] if bias is None else [bias.astype(jnp.float32)]
+    kernel = _matmul(config, H, inner, False, bias is not None, None, interpret)
+    return kernel(tables.num_slots, tables.expert, *short_slots(tables, config), *biases, *down, *h)
 
 
 @functools.cache
-def _kernel(config: Config, halves: tuple[Half, ...], clamp: Clamp | None, interpret: Any) -> dict[str, Any]:
-    """Arguments of `plgpu.kernel` for one of the matmuls, or of `run_in_place` for both.
+def _matmul(
+    config: Config, out_rows: int, columns: int, gated: bool, biased: bool, clamp: Clamp | None, interpret: Any
+) -> Any:
+    """kernel(num_slots [1], expert [slots], *used [slots], *bias, *weights, *tokens): products of the slots and the pieces.
 
-    The body's references are num_slots [1], expert [slots] and, if the configuration `is_short`, `SlotTables.used`; of each
-    half its bias, float32 [E, (2 *) out_rows], if it is `biased`, and its weights; then the first half's tokens; with both
-    halves `SlotTables.counters`; then each half's results, of which the first one's are the second one's tokens.
-
+    used: `SlotTables.used`, if the configuration `is_short`.
+    bias: float32 [E, (2 *) out_rows], if `biased`.
     weights: [E, (2 *) out_rows, columns]; of pieces [2 * pieces * out_rows, columns] or [out_rows, pieces * columns].
     tokens: [slots or 1, rows, columns]; of pieces [pieces or 1, piece_rows, columns]. With fewer than GRANULE tokens they
     have as many rows as there are tokens.
-    Results: bfloat16 [slots, rows, out_rows], of which slots that exist are written, of short ones the rows with a token; and
+    Returns bfloat16 [slots, rows, out_rows], of which slots that exist are written, of short ones the rows with a token; and
     of pieces [pieces, piece_rows, out_rows].
     """
-    both = len(halves) == 2
-    t = config.up if halves[0].gated else config.down
+    t = config.up if gated else config.down
     grid, pieces, short = config.grid, config.pieces, is_short(config)
     kinds, most_rows = (2, max(config.rows, config.piece_rows)) if pieces else (1, config.rows)
-    if both and config.up != config.down:
-        raise ValueError("one kernel needs the same tiles for both matmuls")
-    if pieces and any(half.biased for half in halves):
+    width = t.consumers * (1 if gated else t.blocks) * M  # output columns of a tile
+    num_tiles, depths = out_rows // width, columns // t.depth
+    if out_rows % width or columns % t.depth:
+        raise ValueError(f"{t} does not divide weights of [{out_rows}, {columns}]")
+    if biased and pieces:
         raise ValueError("shared experts have no biases")
-    dtype, i32 = jnp.bfloat16, jnp.int32
+    dtype = jnp.bfloat16
 
-    def width_of(half):
-        """Output columns of a tile."""
-        return t.consumers * (1 if half.gated else t.blocks) * M
-
-    for half in halves:
-        if half.out_rows % width_of(half) or half.columns % t.depth:
-            raise ValueError(f"{t} does not divide weights of [{half.out_rows}, {half.columns}]")
-
-    def body(num_slots, expert, *refs, w_smem, x_smem, full, free, **staged):
-        rest = iter(refs)
-        used = next(rest) if short else None
-        given = [([next(rest)] if half.biased else [], [next(rest) for _ in range(kinds)]) for half in halves]
-        tokens = [[next(rest) for _ in range(kinds)]]
-        counters: Any = next(rest) if both else None
-        results = [[next(rest) for _ in range(kinds)] for _ in halves]
-        tokens += results[:-1]
+    def body(num_slots, expert, *refs, w_smem, x_smem, full, free, **stages):
+        used, refs = refs[0] if short else None, refs[int(short) :]
+        bias, refs = refs[: int(biased)], refs[int(biased) :]
+        w, x, out = refs[:kinds], refs[kinds : 2 * kinds], refs[2 * kinds :]
         warpgroup, first = lax.axis_index("warpgroup"), lax.axis_index("block")
 
-        def counter_of(slot):
-            """Tiles of the first half that a slot's (or piece's) blocks have finished; those of pieces are the last."""
-            at = jnp.where(slot < pieces, config.slots + slot, slot - pieces) if pieces else slot
-            return counters.at[pl.ds(at, 1)]
+        def share(slots):
+            """How many tiles of the first `slots` slots are this block's."""
+            return lax.div(slots * num_tiles - first + (grid - 1), jnp.int32(grid))
 
-        def matmul(half, bias, w, x, out, begun):
-            """What fills the ring for this half after `begun` steps, what multiplies, and steps of this block."""
-            gated, out_rows, columns, width = half.gated, half.out_rows, half.columns, width_of(half)
-            num_tiles, depths = out_rows // width, columns // t.depth
+        # The pieces come first: with more tokens, a tile of theirs may take longer than one of an expert.
+        of_pieces, mine = share(pieces), share(pieces + num_slots[0])
+        steps = mine * depths
 
-            def share(slots):
-                """How many tiles of the first `slots` slots are this block's."""
-                return lax.div(slots * num_tiles - first + (grid - 1), i32(grid))
+        def item(j):
+            """Slot (pieces are the first slots) and tile of this block's j-th item of work."""
+            place = first + j * grid
+            return lax.div(place, jnp.int32(num_tiles)), lax.rem(place, jnp.int32(num_tiles))
 
-            # The pieces come first: with more tokens, a tile of theirs may take longer than one of an expert.
-            of_pieces, mine = share(pieces), share(pieces + num_slots[0])
+        def stage(step):
+            return lax.rem(step, jnp.int32(t.stages))
 
-            def item(j):
-                """Slot (pieces are the first slots) and tile of this block's j-th item of work."""
-                place = first + j * grid
-                return lax.div(place, i32(num_tiles)), lax.rem(place, i32(num_tiles))
-
-            def stage(step):
-                return lax.rem(begun + step, i32(t.stages))
+        @pl.when(warpgroup == t.consumers)
+        def _produce():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def fill(step):
-                slot, tile = item(lax.div(step, i32(depths)))
-                s, start = stage(step), lax.rem(step, i32(depths)) * t.depth
+                slot, tile = item(lax.div(step, jnp.int32(depths)))
+                s, start = stage(step), lax.rem(step, jnp.int32(depths)) * t.depth
                 at = pl.ds(start, t.depth)
 
                 def copy(weights, tokens, rows):
@@ -222,15 +152,9 @@ def _kernel(config: Config, halves: tuple[Half, ...], clamp: Clamp | None, inter
                         for b in range(t.blocks):
                             row, up = (c * M, b) if gated else ((c * t.blocks + b) * M, 0)
                             plgpu.copy_gmem_to_smem(weights(tile * width + row, up), w_smem.at[s, c, b], full.at[s])
-                    if both and not gated:
-
-                        @pl.when(start == 0)
-                        def _await():
-                            await_count(counter_of(slot), halves[0].out_rows // width_of(halves[0]) * t.consumers)
-
                     # A dynamic index, because a static one must not reach past the last token.
                     plgpu.copy_gmem_to_smem(
-                        tokens.at[pl.ds(i32(0), rows), at], x_smem.at[s, pl.ds(0, rows)], full.at[s]
+                        tokens.at[pl.ds(jnp.int32(0), rows), at], x_smem.at[s, pl.ds(0, rows)], full.at[s]
                     )
 
                 @pl.when(pieces == 0 or slot >= pieces)
@@ -251,95 +175,76 @@ def _kernel(config: Config, halves: tuple[Half, ...], clamp: Clamp | None, inter
 
                     copy(weights, x[1].at[0 if gated else slot], config.piece_rows)
 
-            def consume(me):
-                def work(j, *, rows, out, first_slot, staged, used):
-                    slot, tile = item(j)
-                    own = pl.ds(0, rows)
-
-                    def bias_of(b):
-                        """Of the rows of accumulator b, over its tokens."""
-                        row = tile * width + (me if gated else me * t.blocks + b) * M + (b * out_rows if gated else 0)
-                        bias_M = load(bias[0], (expert[slot - first_slot], pl.ds(row, M)), layout=OF_ROWS)
-                        return lax.broadcast_in_dim(bias_M, (M, rows), [0])
-
-                    def multiply(*sums):
-                        @pl.loop(0, depths)
-                        def _step(depth):
-                            s = stage(j * depths + depth)
-                            plgpu.barrier_wait(full.at[s])
-                            for b in range(t.blocks):
-                                plgpu.wgmma(sums[b], w_smem.at[s, me, b], transpose_ref(x_smem.at[s, own], (1, 0)))
-                            plgpu.wgmma_wait(0)
-                            plgpu.barrier_arrive(free.at[s])
-
-                        return tuple(total[...] for total in sums)
-
-                    sums = pl.run_scoped(multiply, *[plgpu.ACC((M, rows), jnp.float32)] * t.blocks)
-                    if bias:
-                        sums = tuple(total + bias_of(b) for b, total in enumerate(sums))
-                    if gated:
-                        gate, up = sums
-                        sums = (joined(gate, up, clamp) if clamp else gate * (1.0 / (1.0 + jnp.exp(-gate))) * up,)
-                    for b, total in enumerate(sums):
-                        at = pl.ds(tile * width + (me * len(sums) + b) * M, M)
-                        of_slot = None if used is None else used[slot - first_slot]
-                        store_tile(total.astype(dtype), staged, out.at[slot - first_slot, :, at], of_slot)
-                    if both and gated:
-                        plgpu.wait_smem_to_gmem(0)
-                        arrive(counter_of(slot))
-
-                if pieces:
-                    whole = {"out": out[1], "first_slot": 0, "staged": staged["piece_smem"].at[me], "used": None}
-                    pl.loop(0, of_pieces)(functools.partial(work, rows=config.piece_rows, **whole))
-                routed = {"out": out[0], "first_slot": pieces, "staged": staged["out_smem"].at[me], "used": used}
-                pl.loop(of_pieces, mine)(functools.partial(work, rows=config.rows, **routed))
-
-            return fill, consume, mine * depths
-
-        begun, matmuls = i32(0), []
-        for half, (bias, w), x, out in zip(halves, given, tokens, results, strict=True):
-            matmuls.append(matmul(half, bias, w, x, out, begun))
-            begun += matmuls[-1][2]
-
-        @pl.when(warpgroup == t.consumers)
-        def _produce():
-            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            keep_full([(fill, steps) for fill, _, steps in matmuls], free, t.stages)
+            keep_full(fill, free, steps, t.stages)
 
         @pl.when(warpgroup < t.consumers)
         def _consume():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            for _, consume, _ in matmuls:
-                consume(warpgroup)
+            me = warpgroup
+
+            def work(j, *, rows, out, first_slot, staged, used):
+                slot, tile = item(j)
+                own = pl.ds(0, rows)
+
+                def bias_of(b):
+                    """Of the rows of accumulator b, over its tokens."""
+                    row = tile * width + (me if gated else me * t.blocks + b) * M + (b * out_rows if gated else 0)
+                    bias_M = load(bias[0], (expert[slot - first_slot], pl.ds(row, M)), layout=OF_ROWS)
+                    return lax.broadcast_in_dim(bias_M, (M, rows), [0])
+
+                def multiply(*sums):
+                    @pl.loop(0, depths)
+                    def _step(depth):
+                        s = stage(j * depths + depth)
+                        plgpu.barrier_wait(full.at[s])
+                        for b in range(t.blocks):
+                            plgpu.wgmma(sums[b], w_smem.at[s, me, b], transpose_ref(x_smem.at[s, own], (1, 0)))
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(free.at[s])
+
+                    return tuple(total[...] for total in sums)
+
+                sums = pl.run_scoped(multiply, *[plgpu.ACC((M, rows), jnp.float32)] * t.blocks)
+                if bias:
+                    sums = tuple(total + bias_of(b) for b, total in enumerate(sums))
+                if gated:
+                    gate, up = sums
+                    sums = (joined(gate, up, clamp) if clamp else gate * (1.0 / (1.0 + jnp.exp(-gate))) * up,)
+                for b, total in enumerate(sums):
+                    at = pl.ds(tile * width + (me * len(sums) + b) * M, M)
+                    of_slot = None if used is None else used[slot - first_slot]
+                    store_tile(total.astype(dtype), staged, out.at[slot - first_slot, :, at], of_slot)
+
+            if pieces:
+                whole = {"out": out[1], "first_slot": 0, "staged": stages["piece_smem"].at[me], "used": None}
+                pl.loop(0, of_pieces)(functools.partial(work, rows=config.piece_rows, **whole))
+            routed = {"out": out[0], "first_slot": pieces, "staged": stages["out_smem"].at[me], "used": used}
+            pl.loop(of_pieces, mine)(functools.partial(work, rows=config.rows, **routed))
             plgpu.wait_smem_to_gmem(0)
 
-    body.__name__ = "moe_experts" if both else "moe_up" if halves[0].gated else "moe_down"
+    body.__name__ = "moe_up" if gated else "moe_down"
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=swizzled)
+    shapes = ((config.slots, config.rows, out_rows), (pieces, config.piece_rows, out_rows))
     scratch = {"out_smem": staging(t.consumers, config.rows, M, dtype, short=short)}
     if pieces:
         scratch["piece_smem"] = staging(t.consumers, config.piece_rows, M, dtype, short=False)
-    shapes = [
-        shape
-        for half in halves
-        for shape in ((config.slots, config.rows, half.out_rows), (pieces, config.piece_rows, half.out_rows))[:kinds]
-    ]
-    return {
-        "body": body,
-        "new" if both else "out_type": [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
-        "scratch_types": {
+    return plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes[:kinds]],
+        scratch_types={
             "w_smem": smem((t.stages, t.consumers, t.blocks, M, t.depth)),
             "x_smem": smem((t.stages, most_rows, t.depth)),
             **scratch,
             "full": plgpu.Barrier(num_arrivals=t.consumers * t.blocks + 1, num_barriers=t.stages),
             "free": plgpu.Barrier(num_arrivals=t.consumers, num_barriers=t.stages),
         },
-        "grid": (grid,),
-        "grid_names": ("block",),
-        "num_threads": t.consumers + 1,
-        "thread_name": "warpgroup",
-        "interpret": interpret,
-        "compiler_params": plgpu.CompilerParams(
+        grid=(grid,),
+        grid_names=("block",),
+        num_threads=t.consumers + 1,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
-    }
+    )

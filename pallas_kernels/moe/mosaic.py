@@ -31,7 +31,7 @@ from pallas_kernels.moe.dispatch_meet import chunks_of, route_and_place
 from pallas_kernels.moe.dispatch_small import Copied, Plan
 from pallas_kernels.moe.fp8_config import MULTIPLE, configure_fp8, is_fp8, padded_rows, pieces_beside
 from pallas_kernels.moe.fp8_matmul import fp8_experts
-from pallas_kernels.moe.grouped_matmul import experts_matmul
+from pallas_kernels.moe.grouped_matmul import down_matmul, up_matmul
 from pallas_kernels.moe.packed_codes import fragment_order
 from pallas_kernels.moe.packed_config import configure_packed, is_packed
 from pallas_kernels.moe.packed_matmul import packed_experts
@@ -255,6 +255,7 @@ def _expert_rows(
         else:
             y = packed_experts(slots_x, parameters, tables, config, interpret=interpret)
         return ExpertRows(y, _beside(x, parameters, interpret), weights, tables.place)
+    up_bias, down_bias = parameters.biases or (None, None)
     in_kernels = parameters if config.pieces else dataclasses.replace(parameters, shared=None)
     gate_up, down, shared = in_kernels.arrays()
     x_parts, gate_up_parts, down_parts = [slots_x], [gate_up], [down]
@@ -262,8 +263,8 @@ def _expert_rows(
         x_parts.append(_pad_tokens(x)[None])
         gate_up_parts.append(shared[0])
         down_parts.append(shared[1])
-    given = x_parts, gate_up_parts, down_parts, tables, config
-    y, *addends = experts_matmul(*given, parameters.biases, parameters.clamp, interpret=interpret)
+    h_parts = up_matmul(x_parts, gate_up_parts, tables, config, up_bias, parameters.clamp, interpret=interpret)
+    y, *addends = down_matmul(h_parts, down_parts, tables, config, down_bias, interpret=interpret)
     beside = () if shared is not None else _beside(x, parameters, interpret)
     return ExpertRows(y, (*addends, *beside), weights, tables.place)
 

@@ -31,12 +31,12 @@ from pallas_kernels.moe.packed_codes import (
     loaded,
     tile_transforms,
 )
-from pallas_kernels.moe.ring import keep_full
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.store_rows import is_short, short_slots, staging, store_tile
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.schemes import Scheme
 from pallas_kernels.quant.values import Quantised
+from pallas_kernels.ring import keep_full
 
 # Registers of a thread, by how many warpgroups multiply. Together with the producer's they must not be more than what the
 # compiler gives each warpgroup at first, 65536 by the number of threads and rounded down to eights: the last one to ask
@@ -195,7 +195,7 @@ def _kernel(
                 ]
                 plgpu.copy_gmem_to_smem(own, x_smem.at[s], full.at[s])
 
-            keep_full([(fill, steps)], free, t.stages)
+            keep_full(fill, free, steps, t.stages)
 
         def loads(s, member):
             """Of all units of a stage, so that none has to be waited for between two products."""

@@ -37,6 +37,6 @@ def mlp_parts(
     tokens = jnp.pad(x, ((0, slots * rows - T), (0, 0))).reshape(slots, rows, H)
     nothing = jnp.zeros(0, jnp.int32)
     number, expert, used = (jnp.full(n, value, jnp.int32) for n, value in ((1, slots), (slots, 0), (slots, rows)))
-    tables = SlotTables(number, expert, used, nothing, nothing, nothing)
+    tables = SlotTables(number, expert, used, nothing, nothing)
     one = ExpertWeights(*(jax.tree.map(lambda array: array[None], weight) for weight in (gate_up, down)))
     return packed_experts(fragment_order(tokens), one, tables, config, interpret=interpret).reshape(1, -1, H)

@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_kernels.moe.activation import joined
 from pallas_kernels.moe.fp8_config import SCHEMES
-from pallas_kernels.moe.slots import COUNTED_PIECES, SlotTables, max_slots
+from pallas_kernels.moe.slots import SlotTables, max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant import activations
 from pallas_kernels.quant.reference import dequantise, linear
@@ -120,8 +120,7 @@ def slot_tables(ids: jax.Array, live: jax.Array, E: int, rows: int, *, all_token
     owned_N = jnp.where(jnp.repeat(live, k), place_N, slots * rows)
     token = jnp.zeros(slots * rows, jnp.int32).at[owned_N].set(token_N, mode="drop")
     used = jnp.zeros(slots, jnp.int32).at[owned_N // rows].add(1, mode="drop")
-    counters = jnp.zeros(slots + COUNTED_PIECES, jnp.int32)
-    tables = SlotTables(ends_E[-1:], expert.astype(jnp.int32), used, counters, token, place_N.reshape(T, k))
+    tables = SlotTables(ends_E[-1:], expert.astype(jnp.int32), used, token, place_N.reshape(T, k))
     # Without the barrier XLA fuses the sums into the gather and the combine and recomputes them for each element.
     return lax.optimization_barrier(tables)
 

@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 import jax
 
-# Pieces of shared experts (`config.Config`) that can be counted, after the slots.
-COUNTED_PIECES = 64
-
 
 class SlotTables(NamedTuple):
     """Slots in the order of their experts; only the first `num_slots` exist. Entries past them are undefined.
@@ -20,7 +17,6 @@ class SlotTables(NamedTuple):
         expert: int32 [at least slots], the expert of each slot.
         used: int32 [at least slots], how many rows of each slot have a token: its first ones. Undefined where every slot has
             all tokens.
-        counters: int32 [at least slots and pieces], zeros in which kernels count. Undefined where every slot has all tokens.
         token: int32 [slots * rows], the row of x in each row of a slot; undefined where every slot has all tokens.
         place: int32 [>= T, >= k], the row among all slots' rows of each assignment; 0 for tokens that are not live. Rows
             and columns past T and k are padding.
@@ -29,7 +25,6 @@ class SlotTables(NamedTuple):
     num_slots: jax.Array
     expert: jax.Array
     used: jax.Array
-    counters: jax.Array
     token: jax.Array
     place: jax.Array
 
