@@ -1,4 +1,4 @@
-"""The ring of matmuls that stream weights: a warp fills its stages of shared memory, other warpgroups multiply what is there."""
+"""The ring of matmuls that stream weights: a warp fills its stages of shared memory, other warps multiply what is there."""
 
 from collections.abc import Callable
 from typing import Any
