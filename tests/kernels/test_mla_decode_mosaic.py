@@ -131,6 +131,27 @@ def test_values_in_the_merging_kernel(lengths, n, sms):
 
 
 @interpreted
+@pytest.mark.slow
+def test_blocks_of_two_granules_of_tokens(monkeypatch):
+    """They have the values that blocks of one granule have, bit for bit."""
+    lengths, H, V = (9, 200) * 8, 2, 64
+    rng = np.random.default_rng(4)
+    pool, tables = paged_pool(rng, lengths, CACHED)
+    q = jnp.asarray(rng.standard_normal((len(lengths), 1, H, CACHED)), jnp.bfloat16)
+    w_uv = jnp.asarray(rng.standard_normal((H, V, LATENT)) / LATENT**0.5, jnp.bfloat16)
+    args = (q, jnp.asarray(pool, jnp.bfloat16), tables, window_bounds(lengths, 1), w_uv)
+    run = functools.partial(mosaic.mla_decode.__wrapped__, scale=SCALE, sms=20, interpret=detect_races())
+    found = []
+    with tuning.use(Tuning(wide_values_tokens=16)):
+        for most_blocks, granules in ((4, 1), (2, 2)):
+            monkeypatch.setattr(wide_values, "MOST_BLOCKS", most_blocks)
+            assert wide_values.granules_of_a_block(len(lengths), H * V // wide_values.M) == granules
+            found.append(run(*args))
+    np.testing.assert_array_equal(*(each.astype(jnp.float32) for each in found))
+    assert_no_races(found, kernels=4)
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("lengths", "wide"), [((70, 200), 0), ((70, 200, 64, 333, 1, 9, 20, 130), 0), ((9, 200) * 4, 8)]
 )
