@@ -1,12 +1,9 @@
-"""Linear maps of a decode step's tokens: one Mosaic GPU kernel, which streams weights through a ring of shared memory.
+"""A linear map of a decode step's tokens: one Mosaic GPU kernel, which streams the weights through a ring of shared memory.
 
 The tokens are the rows of a wgmma and the outputs its columns, of which any multiple of 8 is allowed: so one round of blocks
-can share the weights evenly. A block has a run of outputs and all columns of their weights, or a part of them.
+can share the weights evenly. A block has a run of outputs and all columns of the weights, or a part of them.
 """
 
-import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,38 +63,33 @@ def cut_in_parts(outputs: int, columns: int, blocks: int) -> Cut | None:
 def stream_linear(
     name: str,
     x: jax.Array,
-    weights: Sequence[jax.Array],
+    weight: jax.Array,
     cut: Cut,
     *,
     summed: bool = True,
     interpret: Any = False,
 ) -> jax.Array:
-    """x weight^T for each of the weights, side by side: bfloat16 [T, outputs of all].
+    """x weight^T: bfloat16 [T, outputs].
 
     Args:
         name: of the kernel in traces.
         x: [T, K], up to MOST_TOKENS tokens.
-        weights: each [outputs, K], or [2, outputs, K] for silu(x gate^T) * (x up^T).
-        summed: otherwise the result is [parts * TERMS, T, outputs of all], whose float32 sum is the map.
+        weight: [outputs, K], or [2, outputs, K] for silu(x gate^T) * (x up^T).
+        summed: otherwise the result is [parts * TERMS, T, outputs], whose float32 sum is the map.
         interpret: passed to Pallas.
     """
     T, K = x.shape
-    gated = weights[0].ndim == 3
+    gated, outputs = weight.ndim == 3, weight.shape[-2]
     halves, N, parts = 2 if gated else 1, cut.outputs, cut.parts
     if summed and parts > 1:
         raise ValueError("parts are summed elsewhere")
-    weights = [weight if gated else weight[None] for weight in weights]
-    ends = [0, *itertools.accumulate(weight.shape[1] for weight in weights)]
-    # Outputs that are copied at once are of one weight.
-    run = math.gcd(N, *ends[1:-1])
     depth = next(depth for depth in DEPTHS if K // parts % depth == 0)
     rows, depths, terms = -(-T // GRANULE) * GRANULE, K // parts // depth, 1 if summed else TERMS
     consumers = -(-rows // M)
     ring_bytes = MEMORY_BYTES - consumers * terms * M * N * 2
     stages = min(ring_bytes // ((consumers * M + halves * N) * depth * 2), depths)
 
-    def body(x, *refs, w_s, x_s, out_s, full, free):
-        *w, out = refs
+    def body(x, weight, out, *, w_s, x_s, out_s, full, free):
         warpgroup, block, part = (lax.axis_index(axis) for axis in ("warpgroup", "block", "part"))
         # A dynamic index, because a static one must not reach past the last token. Past it TMA reads zeros and drops what
         # is stored.
@@ -110,16 +102,8 @@ def stream_linear(
         def _produce():
             def fill(step):
                 s, at = lax.rem(step, i32(stages)), pl.ds((part * depths + step) * depth, depth)
-                for start in range(0, N, run):
-                    output = block * N + start
-                    for weight, (first, end) in zip(w, itertools.pairwise(ends), strict=True):
-
-                        @pl.when((output >= first) & ((output < end) | (end == ends[-1])))
-                        def _copy(start=start, output=output, weight=weight, first=first):
-                            for half in range(halves):
-                                of_weight = weight.at[half, pl.ds(output - first, run), at]
-                                plgpu.copy_gmem_to_smem(of_weight, w_s.at[s, half, pl.ds(start, run)], full.at[s])
-
+                for half in range(halves):
+                    plgpu.copy_gmem_to_smem(weight.at[half, mine, at], w_s.at[s, half], full.at[s])
                 plgpu.copy_gmem_to_smem(x.at[tokens, at], x_s.at[s, pl.ds(0, rows)], full.at[s])
 
             keep_full(fill, free, i32(depths), stages)
@@ -167,15 +151,15 @@ def stream_linear(
     of_parts = () if summed else (parts * terms,)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((*of_parts, T, ends[-1]), bf16),
+        out_type=jax.ShapeDtypeStruct((*of_parts, T, outputs), bf16),
         scratch_types={
             "w_s": plgpu.SMEM((stages, halves, N, depth), bf16, transforms=swizzled),
             "x_s": plgpu.SMEM((stages, consumers * M, depth), bf16, transforms=swizzled),
             "out_s": plgpu.SMEM((consumers, terms, M, N), bf16),
-            "full": plgpu.Barrier(num_arrivals=halves * (N // run) + 1, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=halves + 1, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         },
-        grid=(1, -(-ends[-1] // N), parts),
+        grid=(1, -(-outputs // N), parts),
         grid_names=("tokens", "block", "part"),
         num_threads=consumers + 1,
         thread_name="warpgroup",
@@ -183,4 +167,4 @@ def stream_linear(
         compiler_params=plgpu.CompilerParams(
             approx_math=gated, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
-    )(x, *weights)
+    )(x, weight if gated else weight[None])

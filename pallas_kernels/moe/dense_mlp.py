@@ -54,5 +54,5 @@ def mlp_to_add(
     outputs, columns = down.shape
     cut = cut_in_parts(outputs, columns, blocks)
     assert cut is not None
-    h = stream_linear("gated_linear", x, [gate_up], even_cut(columns, blocks), interpret=interpret)
-    return stream_linear("split_linear", h, [down], cut, summed=False, interpret=interpret)
+    h = stream_linear("gated_linear", x, gate_up, even_cut(columns, blocks), interpret=interpret)
+    return stream_linear("split_linear", h, down, cut, summed=False, interpret=interpret)

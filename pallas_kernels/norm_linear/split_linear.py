@@ -49,5 +49,5 @@ def split_linear(x: jax.Array, weight: jax.Array, *, interpret: Any = False) -> 
         and outputs // M * parts < FEW_BLOCKS
         and (cut := cut_in_parts(outputs, columns, MOST_BLOCKS))
     ):
-        return stream_linear("split_linear", x, [weight], cut, summed=False, interpret=interpret)
+        return stream_linear("split_linear", x, weight, cut, summed=False, interpret=interpret)
     return ring_linear("split_linear", x, (weight,), parts, interpret)
