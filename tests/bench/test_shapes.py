@@ -163,8 +163,9 @@ def lowered_step(
     return chosen, text
 
 
-# Extras of some sizes: gpt-oss's width of 2880 goes without norms of ours, wide heads without a split projection.
-EXTRAS = {"norm_linear", "add_norm", "moe_combine", "moe_router", "joined_linear", "split_linear"}
+# Extras of some sizes: gpt-oss's width of 2880 goes without norms of ours, wide heads without a split projection, GLM-4.5-Air's
+# dense MLP, whose half is no multiple of 64 columns, without a kernel on two devices.
+EXTRAS = {"norm_linear", "add_norm", "moe_combine", "moe_router", "joined_linear", "split_linear", "dense_mlp"}
 
 
 # Calls that say how arrays are split.
