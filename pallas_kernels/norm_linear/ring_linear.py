@@ -1,7 +1,8 @@
 """Linear maps of the same tokens: one Mosaic GPU kernel, which `joined_linear` and `split_linear` run.
 
-A block has 64 outputs and all columns, or a part of them. It streams weights and tokens through a ring of shared memory: one
-warpgroup copies, the other multiplies, as in the experts' kernels (`moe/grouped_matmul.py`).
+A block has 64 outputs, the rows of a wgmma, and all columns, or a part of them. It streams weights and tokens through a ring of
+shared memory: one warpgroup copies, the other multiplies, as in the experts' kernels (`moe/grouped_matmul.py`). Where 64
+outputs a block share the weights unevenly, `stream_linear.py` may be faster.
 """
 
 import itertools
@@ -15,15 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import transpose_ref
+from pallas_kernels.stream_linear import GRANULE, MOST_TOKENS, TERMS
 
 M = 64  # Rows of a wgmma: outputs of a block.
-GRANULE = 8  # Of a wgmma's columns, the tokens.
-MOST_TOKENS = 128
 DEPTH = 128  # Columns of a stage of the ring.
 MOST_BLOCKS = 132  # That run at once, one a multiprocessor.
 RING_BYTES = 192 * 1024  # Of a multiprocessor.
-# Numbers that a part is stored as: its rounded value and the rest, which keep 16 bits of a float32 sum.
-TERMS = 2
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 
 
