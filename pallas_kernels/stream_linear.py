@@ -19,7 +19,8 @@ from pallas_kernels.ring import keep_full
 M = 64  # Rows of a wgmma: tokens of a warpgroup.
 GRANULE = 8  # Rows of a copy and columns of a wgmma are multiples of it.
 MOST_TOKENS = 128
-DEPTHS = 128, 64  # Columns of a stage of the ring, the first that divides those of the weights.
+DEPTHS = 128, 64  # Columns of a stage of the ring.
+FEWEST_STAGES = 3  # With fewer, too little is on its way while a block multiplies.
 MEMORY_BYTES = 224 * 1024  # Of a multiprocessor, for the ring and what is stored.
 # More parts would take longer to sum than they save.
 MOST_PARTS = 4
@@ -60,6 +61,20 @@ def cut_in_parts(outputs: int, columns: int, blocks: int) -> Cut | None:
     return None
 
 
+def ring(rows: int, halves: int, terms: int, cut: Cut, columns: int) -> tuple[int, int]:
+    """Columns of a stage, and for how many stages there is room beside what is stored.
+
+    Args:
+        rows: of tokens, of all warpgroups.
+        halves: weights that each output has.
+        terms: numbers that are stored of each output.
+        columns: of the weights.
+    """
+    ring_bytes, a_column = MEMORY_BYTES - rows * terms * cut.outputs * 2, (rows + halves * cut.outputs) * 2
+    fit = [(depth, ring_bytes // (a_column * depth)) for depth in DEPTHS if columns // cut.parts % depth == 0]
+    return next((each for each in fit if each[1] >= FEWEST_STAGES), fit[-1])
+
+
 def stream_linear(
     name: str,
     x: jax.Array,
@@ -83,11 +98,11 @@ def stream_linear(
     halves, N, parts = 2 if gated else 1, cut.outputs, cut.parts
     if summed and parts > 1:
         raise ValueError("parts are summed elsewhere")
-    depth = next(depth for depth in DEPTHS if K // parts % depth == 0)
-    rows, depths, terms = -(-T // GRANULE) * GRANULE, K // parts // depth, 1 if summed else TERMS
+    rows, terms = -(-T // GRANULE) * GRANULE, 1 if summed else TERMS
     consumers = -(-rows // M)
-    ring_bytes = MEMORY_BYTES - consumers * terms * M * N * 2
-    stages = min(ring_bytes // ((consumers * M + halves * N) * depth * 2), depths)
+    depth, room = ring(consumers * M, halves, terms, cut, K)
+    depths = K // parts // depth
+    stages = min(room, depths)
 
     def body(x, weight, out, *, w_s, x_s, out_s, full, free):
         warpgroup, block, part = (lax.axis_index(axis) for axis in ("warpgroup", "block", "part"))

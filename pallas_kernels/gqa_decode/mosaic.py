@@ -207,8 +207,7 @@ def _attend_kernel(
         # An item without pages has no work.
         @pl.when(n > 0)
         def _():
-
-            # Its number is among the item's, so that its copies do not wait for the page table.
+            # The first page's number is among the item's, so that its copies do not wait for the page table.
             copy_keys(first_page, 0)
             copy_values(first_page, 0)
             plgpu.copy_gmem_to_smem(q.at[request, own_rows, :], staging.at[pl.ds(0, stored), :], q_full)

@@ -74,9 +74,9 @@ def route_and_place(
 def _kernel(
     logits: jax.Array, T: int, inputs: int, r: Routing, plan: Plan, interpret: Any, *halves: str
 ) -> dict[str, Any]:
-    """Arguments of `plgpu.kernel` for one or both halves of the work.
+    """Arguments of `plgpu.kernel` for one or both halves of the work. Of the logits only the shape counts.
 
-    The body's references are for "route" `inputs` of `kernel_inputs`, then weights and ids [blocks, ROWS, width]; for "plan"
+    The body's references are for "route" `inputs` of `kernel_inputs`, then weights and ids [eights, ROWS, width]; for "plan"
     x if it is copied, ids [chunks, BLOCK], then `Plan.out_type`; for both `kernel_inputs`, x if it is copied, the counter,
     weights, ids as of "route", then `Plan.out_type`.
     """

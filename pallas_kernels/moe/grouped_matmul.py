@@ -1,4 +1,4 @@
-"""The grouped matmuls of the experts for Hopper: two Mosaic GPU kernels, `moe_up` and `moe_down` in traces, or `moe_experts`.
+"""The grouped matmuls of the experts: two Mosaic GPU kernels for Hopper (`moe_up`, `moe_down` in traces).
 
 A decode step is bound by reading weights, so the weights are the 64 rows of a wgmma and the tokens its columns, of which
 there may be as few as 8: a slot of 8 or 16 tokens wastes little. One warpgroup feeds a ring of shared memory by TMA while
@@ -8,9 +8,6 @@ that neighbours read the same expert's tokens from the L2 cache.
 Shared experts may run in the same kernels: an MLP whose inner size is that of n experts is n experts that every token
 visits with weight 1. These pieces are slots too, before those of the routed experts, but have all tokens at once, so that
 their weights are read once.
-
-In the one kernel each block goes on with down where its tiles of gate and up end. Blocks count the tiles of each slot that they
-have stored, and wait for all of a slot's before they read it: they must be on the device at once, as one a multiprocessor is.
 
 A column of a wgmma depends on its own token only: a NaN, or what lies in a slot's unused rows, reaches no other token.
 """

@@ -139,7 +139,11 @@ def route_block(
 
 @functools.cache
 def _route(T: int, E: int, r: Routing, blocks: int, scratch: tuple[tuple[str, Any], ...], interpret: Any) -> Any:
-    """kernel(*kernel_inputs) -> weights float32 [padded T, COLUMNS], ids int32 [blocks, ROWS, width], 0 int32 [1]."""
+    """kernel(*kernel_inputs) -> weights float32 [padded T, COLUMNS], ids int32 [padded T / ROWS, ROWS, width], 0 int32 [1].
+
+    Args:
+        blocks, scratch: `route_blocks`, and the items of `route_scratch`.
+    """
     int32 = jnp.int32
     padded = -(-T // ROWS) * ROWS
 

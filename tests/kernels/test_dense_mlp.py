@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.moe import dense_mlp, reference
-from pallas_kernels.stream_linear import Cut, cut_in_parts, even_cut
+from pallas_kernels.norm_linear.split_linear import split_linear
+from pallas_kernels.stream_linear import TERMS, Cut, cut_in_parts, even_cut, ring
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 
 # Hidden and inner size of GLM-4.5-Air's dense layers, whose inner size is no multiple of 128, and of Moonlight's.
@@ -75,6 +76,28 @@ def test_blocks_share_outputs(blocks: int):
         assert cut.outputs % 8 == 0
         assert cut.outputs * (blocks - 1) < outputs + 8 * blocks
         assert -(-outputs // cut.outputs) <= blocks
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_rings_have_stages_enough(rows: int):
+    """Of MLPs up to DeepSeek-V3's dense layers."""
+    for H, inner in (*SIZES, (2560, 6400), (7168, 18432)):
+        down = cut_in_parts(H, inner, 132)
+        assert down is not None
+        for found in (ring(rows, 2, 1, even_cut(inner, 132), H), ring(rows, 1, 2, down, inner)):
+            assert found[1] >= 3
+    assert ring(64, 2, 1, even_cut(10944, 132), 4096) == (128, 3)
+
+
+def test_output_projections_have_even_blocks_where_tiles_are_few():
+    """MiniMax-M2's has three parts of the columns, each as two numbers, and with more tokens two of them."""
+
+    def parts(T: int, outputs: int, columns: int) -> int:
+        abstract = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((T, columns), (outputs, columns)))
+        return jax.eval_shape(split_linear, *abstract).shape[0] // TERMS
+
+    assert [parts(T, 3072, 6144) for T in (8, 64, 72)] == [3, 3, 2]
+    assert [parts(T, 4096, 12288) for T in (8, 128)] == [2, 2]
 
 
 @pytest.mark.parametrize(
