@@ -11,10 +11,11 @@ import jax
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.moe.config import blocks_of_a_kernel
-from pallas_kernels.stream_linear import DEPTHS, GRANULE, MOST_TOKENS, cut_in_parts, even_cut, stream_linear
+from pallas_kernels.stream_linear import DEPTHS, GRANULE, MOST_TOKENS, M, cut_in_parts, even_cut, stream_linear
 
-# Outputs of gate and of up of a block. Their accumulators are registers of a warpgroup.
-LEAST_OUTPUTS, MOST_OUTPUTS = 32, 160
+# Outputs of gate and of up of a block, at least; and at most with one warpgroup of tokens, and with two. Their accumulators are
+# registers, of which a thread has fewer with two: with more outputs they would be spilled.
+LEAST_OUTPUTS, MOST_OUTPUTS = 32, (160, 112)
 
 
 def unsupported_reason(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> str | None:
@@ -25,8 +26,9 @@ def unsupported_reason(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> str
         return f"it needs MLPs of sizes that are multiples of {multiple}, not {H} and {inner}"
     if T > MOST_TOKENS or (T > GRANULE and T % GRANULE):
         return f"it supports up to {MOST_TOKENS} tokens, from {GRANULE} on in multiples of {GRANULE}, not {T}"
-    if even_cut(inner, blocks).outputs > MOST_OUTPUTS:
-        return f"it supports an inner size of up to {MOST_OUTPUTS * blocks}, not {inner}"
+    most = MOST_OUTPUTS[T > M]
+    if even_cut(inner, blocks).outputs > most:
+        return f"it supports an inner size of up to {most * blocks} with {T} tokens, not {inner}"
     if cut_in_parts(H, inner, blocks) is None:
         return f"it has no even parts of {H} outputs and {inner} columns for {blocks} blocks"
     return hopper_unsupported_reason(x.dtype, gate_up.dtype, down.dtype)
