@@ -14,17 +14,21 @@ SHAPES = {
 }  # fmt: skip
 
 
-@functools.cache
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def drawn(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
+    """Normal bfloat16 numbers, drawn and scaled in one pass: nothing else of their size is ever in memory."""
+    return (scale * jax.random.normal(key, shape)).astype(jnp.bfloat16)
+
+
+@functools.lru_cache(maxsize=1)  # a gigabyte each
 def layer(shape: str) -> tuple[jax.Array, jax.Array]:
     H, E, _, inner = SHAPES[shape]
     a, b = jax.random.split(jax.random.key(0))
-    gate_up = jax.random.normal(a, (E, 2, inner, H), jnp.bfloat16) * H**-0.5
-    return gate_up, jax.random.normal(b, (E, H, inner), jnp.bfloat16) * inner**-0.5
+    return drawn(a, (E, 2, inner, H), H**-0.5), drawn(b, (E, H, inner), inner**-0.5)
 
 
 @functools.cache
 def shared_experts(shape: str, inner: int) -> tuple[jax.Array, jax.Array]:
     H = SHAPES[shape][0]
     a, b = jax.random.split(jax.random.key(1))
-    gate_up = jax.random.normal(a, (2, inner, H), jnp.bfloat16) * H**-0.5
-    return gate_up, jax.random.normal(b, (H, inner), jnp.bfloat16) * inner**-0.5
+    return drawn(a, (2, inner, H), H**-0.5), drawn(b, (H, inner), inner**-0.5)

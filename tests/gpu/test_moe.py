@@ -23,7 +23,7 @@ from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import max_slots
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.norm_linear.reference import rms_norm
-from tests.gpu.moe_layers import SHAPES, layer, shared_experts
+from tests.gpu.moe_layers import SHAPES, drawn, layer, shared_experts
 from tests.kernels.moe_cases import (
     ROUTINGS,
     assert_same_plan,
@@ -36,17 +36,18 @@ pytestmark = pytest.mark.gpu
 
 
 @jax.jit
-def want(x, gate_up, down, weights, ids, live, shared):
+def want(x, parameters, weights, ids, live):
     """The reference in float32, one expert after another: all together would not fit into memory."""
+    shared, routed = parameters.shared, dataclasses.replace(parameters, shared=None)
 
     def add(e, total):
         one = jnp.zeros_like(ids)
         mine = jnp.where(ids == e, weights, 0.0).sum(axis=1, keepdims=True)
-        parts = [jax.lax.dynamic_index_in_dim(w, e).astype(jnp.float32) for w in (gate_up, down)]
-        return total + reference.experts(x, ExpertWeights(*parts), mine, one[:, :1], live)
+        expert = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, e).astype(jnp.float32), routed)
+        return total + reference.experts(x, expert, mine, one[:, :1], live)
 
-    routed = jax.lax.fori_loop(0, gate_up.shape[0], add, jnp.zeros(x.shape, jnp.float32))
-    return routed if shared is None else routed + reference.swiglu(x, *(w.astype(jnp.float32) for w in shared))
+    total = jax.lax.fori_loop(0, routed.down.shape[0], add, jnp.zeros(x.shape, jnp.float32))
+    return total if shared is None else total + reference.swiglu(x, *(w.astype(jnp.float32) for w in shared))
 
 
 def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray, shared_inner: int = 0) -> None:
@@ -69,7 +70,7 @@ def compare(shape: str, T: int, ids: np.ndarray, live: np.ndarray, shared_inner:
         parameters = ExpertWeights(gate_up, down, shared)
         got = np.asarray(run(jnp.asarray(dirty, jnp.bfloat16), parameters, weights, ids, live), np.float32)
     with jax.default_matmul_precision("highest"):
-        expected = np.asarray(want(x, gate_up, down, weights, ids, live, shared))
+        expected = np.asarray(want(x, parameters, weights, ids, live))
     np.testing.assert_array_equal(got[~live], 0)
     assert np.isnan(got[live & ~sound]).all()
     if sound.any():
@@ -129,19 +130,15 @@ def check_clamped(T, H, E, inner, ids, weights, backend):
     keys = jax.random.split(jax.random.key(T), 5)
     shapes = (E, 2, inner, H), (E, H, inner), (E, 2, inner), (E, H), (T, H)
     scales = H**-0.5, inner**-0.5, 1.0, 1.0, 4.0
-    *arrays, x = (
-        scale * jax.random.normal(*of) for scale, of in zip(scales, zip(keys, shapes, strict=True), strict=True)
-    )
-    gate_up, down, gate_up_bias, down_bias, x = (array.astype(jnp.bfloat16) for array in (*arrays, x))
+    gate_up, down, gate_up_bias, down_bias, x = map(drawn, keys, shapes, scales)
     parameters = ExpertWeights(gate_up, down, biases=(gate_up_bias, down_bias), clamp=Clamp())
     live = np.arange(T) % 5 != 4
     with use(Backends(moe=backend)):
         got = np.asarray(jax.jit(api.experts)(x, parameters, weights, ids, live), np.float32)
-    exact = jax.tree.map(lambda array: array.astype(jnp.float32), parameters)
     with jax.default_matmul_precision("highest"):
-        want = np.asarray(jax.jit(reference.experts)(x.astype(jnp.float32), exact, weights, ids, live))
+        expected = np.asarray(want(x.astype(jnp.float32), parameters, weights, ids, live))
     np.testing.assert_array_equal(got[~live], 0)
-    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
     assert error <= 1e-2, f"relative error {error:.2e}"
 
 
@@ -202,7 +199,7 @@ def test_one_token(shape, shared_inner, live):
         results = run(x, logits, bias, alive), residual + after_routing(x, weights, ids, alive)
         poisoned = run(x.at[0, H // 2].set(jnp.nan), logits, bias, alive)
     with jax.default_matmul_precision("highest"):
-        exact = want(x.astype(jnp.float32), gate_up, down, weights, ids, alive, shared)
+        exact = want(x.astype(jnp.float32), ExpertWeights(gate_up, down, shared), weights, ids, alive)
     expected = np.asarray(residual.astype(jnp.float32) + exact * live)
     for got in results:
         error = np.linalg.norm(np.asarray(got, np.float32) - expected) / np.linalg.norm(expected)
@@ -236,7 +233,9 @@ def test_one_token_of_several_devices(shape, shared_inner, devices):
             total += np.asarray(got(x, parameters), np.float32)
     with jax.default_matmul_precision("highest"):
         exact = np.asarray(
-            want(x.astype(jnp.float32), gate_up, down, *by_reference(logits, bias, routing), live, shared)
+            want(
+                x.astype(jnp.float32), ExpertWeights(gate_up, down, shared), *by_reference(logits, bias, routing), live
+            )
         )
     error = np.linalg.norm(total - exact) / np.linalg.norm(exact)
     assert error <= 1e-2, f"relative error {error:.2e}"
@@ -245,8 +244,7 @@ def test_one_token_of_several_devices(shape, shared_inner, devices):
 def test_one_token_after_another():
     """In one graph, where calls may share the memory of the up projection: without waiting a block would read stale values."""
     H, E, k, _ = SHAPES["moonlight"]
-    gate_up, down = layer("moonlight")
-    shared = shared_experts("moonlight", 2 * 1408)
+    parameters = ExpertWeights(*layer("moonlight"), shared_experts("moonlight", 2 * 1408))
     xs = jax.random.normal(jax.random.key(3), (24, 1, H), jnp.bfloat16)
     rng = np.random.default_rng(3)
     ids = jnp.asarray(np.stack([rng.permutation(E)[:k] for _ in xs]), jnp.int32)[:, None]
@@ -258,11 +256,10 @@ def test_one_token_after_another():
         def run(parameters):
             return jnp.stack([api.experts(x, parameters, w, i, live) for x, w, i in zip(xs, weights, ids, strict=True)])
 
-        results = [np.asarray(run(ExpertWeights(gate_up, down, shared)), np.float32) for _ in range(8)]
+        results = [np.asarray(run(parameters), np.float32) for _ in range(8)]
     with jax.default_matmul_precision("highest"):
-        exact = np.stack([want(*call, live, shared) for call in zip(
-            xs.astype(jnp.float32), [gate_up] * 24, [down] * 24, weights, ids, strict=True
-        )])  # fmt: skip
+        calls = zip(xs.astype(jnp.float32), weights, ids, strict=True)
+        exact = np.stack([want(x, parameters, w, i, live) for x, w, i in calls])
     for got in results:
         errors = np.linalg.norm(got - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
         assert errors.max() < 1e-2, f"relative errors {errors}"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 SHAPES = {"moonlight": LAYERS["moonlight"][:4], "kimi-k2": (7168, 24, 8, 2048), "odd": (320, 8, 2, 448)}
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)  # those of one test: workers share a GPU
 def weight(scheme: Scheme, shape: tuple[int, ...], seed: int) -> Quantised:
     """All codes, and scales such that products have about the size of their inputs."""
     bits, scales, factors = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
