@@ -8,3 +8,7 @@ other implementation), and `mosaic.py` or `triton.py` where it has such kernels.
 - `reference_attention.py` and `mosaic_attention.py` are parts of attention, `rotary.py` and `matvec.py` parts of kernels;
 - `triton_call.py` runs Triton kernels.
 """
+
+from pallas_kernels.compat import name_kernels_without_numbers
+
+name_kernels_without_numbers()

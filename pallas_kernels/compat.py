@@ -1,5 +1,6 @@
 """Differences of Mosaic GPU between the supported versions of jax."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,8 +8,31 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mosaic_gpu
 
 _IS_0_10 = jax.__version_info__ < (0, 11)
+_DUMP_NAME = "mosaic_gpu.dump_basename"
+
+
+def name_kernels_without_numbers() -> None:
+    """Makes what a kernel is lowered to depend on nothing but the kernel.
+
+    jax 0.11 gives each lowered kernel a name for dumps, with a number that counts all kernels of the process. XLA, which
+    compiles no kernel twice, and jax's persistent cache know a kernel by all of its text: neither ever met one again.
+    Where kernels are dumped (MOSAIC_GPU_DUMP_*), they keep their numbers.
+    """
+    dialect: Any = mosaic_gpu.dialect
+    numbered = getattr(dialect, "get_or_set_dump_options", None)
+    if numbered is None or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+        return
+
+    def named(module: Any) -> Any:
+        attributes = module.operation.attributes
+        if _DUMP_NAME not in attributes:
+            attributes[_DUMP_NAME] = attributes["sym_name"]
+        return numbered(module)
+
+    dialect.get_or_set_dump_options = named
 
 
 def transpose_ref(ref: Any, permutation: tuple[int, ...]) -> Any:
