@@ -9,6 +9,7 @@ other implementation), and `mosaic.py` or `triton.py` where it has such kernels.
 - `triton_call.py` runs Triton kernels.
 """
 
-from pallas_kernels.compat import name_kernels_without_numbers
+from pallas_kernels.compat import ask_ptxas_once, name_kernels_without_numbers
 
+ask_ptxas_once()
 name_kernels_without_numbers()

@@ -1,5 +1,6 @@
 """Differences of Mosaic GPU between the supported versions of jax."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mosaic_gpu
+from jax.experimental.mosaic.gpu import fragmented_array
 
 _IS_0_10 = jax.__version_info__ < (0, 11)
 _DUMP_NAME = "mosaic_gpu.dump_basename"
@@ -33,6 +35,17 @@ def name_kernels_without_numbers() -> None:
         return numbered(module)
 
     dialect.get_or_set_dump_options = named
+
+
+def ask_ptxas_once() -> None:
+    """Keeps the version of PTX that `ptxas` reads.
+
+    Where a kernel converts numbers of 8 bits or fewer, jax 0.11 starts the program to ask for it: 50 times for a step's
+    kernels, each a fork of a process that may hold gigabytes.
+    """
+    extension: Any = getattr(getattr(fragmented_array, "mgpu_lib", None), "_mosaic_gpu_ext", None)
+    if (ask := getattr(extension, "_get_ptxas_isa_version", None)) is not None:
+        extension._get_ptxas_isa_version = functools.cache(ask)
 
 
 def transpose_ref(ref: Any, permutation: tuple[int, ...]) -> Any:

@@ -1,8 +1,12 @@
-"""What a kernel is lowered to depends on nothing but the kernel: XLA and jax's persistent cache know it by its text."""
+"""What jax does while it lowers kernels, where we have changed it."""
+
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import fragmented_array
 
+from pallas_kernels.compat import ask_ptxas_once
 from pallas_kernels.norm_linear.add_norm import add_norm
 
 
@@ -13,6 +17,16 @@ def lowered(tokens: int) -> str:
 
 
 def test_a_kernel_is_lowered_alike_after_others():
+    """XLA and jax's persistent cache know a kernel by its text."""
     first, other = lowered(4), lowered(8)
     assert "mosaic_gpu" in first
     assert lowered(4) == first != other
+
+
+def test_ptxas_is_asked_once(monkeypatch):
+    asked = []
+    extension = SimpleNamespace(_get_ptxas_isa_version=lambda: asked.append("version") or 90)
+    monkeypatch.setattr(fragmented_array, "mgpu_lib", SimpleNamespace(_mosaic_gpu_ext=extension), raising=False)
+    ask_ptxas_once()
+    assert [extension._get_ptxas_isa_version() for _ in range(3)] == [90] * 3
+    assert asked == ["version"]
