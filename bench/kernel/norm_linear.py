@@ -149,7 +149,7 @@ NORM_LINEAR: dict[str, list[Case]] = {
 _JOINED = (2048, (3072, 576)), (768, (5120,)), (2048, (1344,)), (2048, (5120,)), (3072, (8192,)), (4096, (14336,))
 # The output projections of the same, and of GLM-4.5-Air: hidden size, heads.
 _ADDED = (2048, (16, 128)), (2048, (20, 256)), (2048, (32, 128)), (3072, (48, 128)), (4096, (96, 128))
-_TOKENS = (4, 32, 64, 128)
+_TOKENS = (4, 32, 64, 128, 256)
 JOINED_LINEAR: dict[str, list[Case]] = {
     "all": [JoinedLinearWith(T, H, outs, 12, kernel) for H, outs in _JOINED for T in _TOKENS for kernel in (1, 0)],
     "quick": [JoinedLinearWith(32, kernel=kernel) for kernel in (1, 0)],

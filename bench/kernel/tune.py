@@ -114,7 +114,7 @@ CHOICES: dict[str, Choice] = {
     "route_plan_tokens": Choice((8, 32, 128), BLOCKS, TINY_BLOCKS),
     "router_tokens": Choice((0, 128, 256, 512), (*BLOCKS, *CYCLE_BLOCKS), TINY_BLOCKS),
     "split_linear_tokens": Choice(
-        (0, 64, 128), tuple(AddLinear(T) for T in (4, 32, 64, 128)), (AddLinear(3, 32, (2, 8), 3),)
+        (0, 64, 128, 256), tuple(AddLinear(T) for T in (4, 32, 64, 128, 256)), (AddLinear(3, 32, (2, 8), 3),)
     ),
     "wide_values_tokens": Choice(
         (0, 32, 64, 128, 256, 512),
@@ -148,7 +148,9 @@ CHOICES: dict[str, Choice] = {
         (MlaDecode(2, 70, 2, 1, 1), GqaDecode(2, 70, 1, 2, 64, 1, calls=1)),
     ),
     "joined_linear_tokens": Choice(
-        (0, 16, 32, 64, 128), tuple(JoinedLinear(T) for T in (4, 16, 32, 64, 128)), (JoinedLinear(3, 32, (8, 4), 3),)
+        (0, 16, 32, 64, 128, 256),
+        tuple(JoinedLinear(T) for T in (4, 16, 32, 64, 128, 256)),
+        (JoinedLinear(3, 32, (8, 4), 3),),
     ),
 }
 

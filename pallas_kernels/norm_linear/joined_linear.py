@@ -15,8 +15,10 @@ from pallas_kernels.norm_linear.ring_linear import (
     DEPTH,
     MOST_BLOCKS,
     M,
+    N,
     ring_linear,
     ring_stages,
+    token_blocks,
     tokens_unsupported_reason,
 )
 
@@ -30,21 +32,25 @@ FEWEST_STAGES = 3  # With fewer, too little is on its way while a block multipli
 def unsupported_reason(x: jax.Array, weights: tuple[jax.Array, ...]) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
     T, H = x.shape
-    outputs = [math.prod(weight.shape[:-1]) for weight in weights]
-    if H % DEPTH or any(each % M for each in outputs) or sum(outputs) > M * MOST_BLOCKS * RESIDENT:
-        most = f"up to {M * MOST_BLOCKS * RESIDENT} in all"
-        return f"it supports multiples of {M} outputs, {most}, and of {DEPTH} columns, not {outputs} and {H}"
+    outputs, most = (
+        [math.prod(weight.shape[:-1]) for weight in weights],
+        M * (MOST_BLOCKS * RESIDENT // token_blocks(T)),
+    )
+    if H % DEPTH or any(each % M for each in outputs) or sum(outputs) > most:
+        of_tokens = f"up to {most} in all for {T} tokens"
+        return f"it supports multiples of {M} outputs, {of_tokens}, and of {DEPTH} columns, not {outputs} and {H}"
     if ring_stages(sum(outputs) // M, T) < FEWEST_STAGES:
         return f"it supports fewer than {T} tokens with {sum(outputs)} outputs"
     return tokens_unsupported_reason(T) or hopper_unsupported_reason(x.dtype, *(weight.dtype for weight in weights))
 
 
 def worthwhile(T: int, H: int, outputs: int) -> bool:
-    """Whether the blocks, one for each M outputs, take in their weights and tokens about as fast as memory has the weights.
+    """Whether the blocks, one for each M outputs of N tokens, take in what they need about as fast as memory has the weights.
 
     Few blocks do not, as with the 2112 outputs of DeepSeek-V3's 7168 columns; XLA splits the columns there.
     """
-    arrival = (M + T) * H * 2 / BLOCK_BYTES_PER_US
+    of_a_multiprocessor = -(-outputs // M * token_blocks(T) // MOST_BLOCKS)
+    arrival = of_a_multiprocessor * (M + min(T, N)) * H * 2 / BLOCK_BYTES_PER_US
     return arrival <= max(1.2 * outputs * H * 2 / MEMORY_BYTES_PER_US, SHORT_US)
 
 

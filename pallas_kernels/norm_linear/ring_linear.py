@@ -1,8 +1,8 @@
 """Linear maps of the same tokens: one Mosaic GPU kernel, which `joined_linear` and `split_linear` run.
 
-A block has 64 outputs, the rows of a wgmma, and all columns, or a part of them. It streams weights and tokens through a ring of
-shared memory: one warpgroup copies, the other multiplies, as in the experts' kernels (`moe/grouped_matmul.py`). Where 64
-outputs a block share the weights unevenly, `stream_linear.py` may be faster.
+A block has 64 outputs, the rows of a wgmma, up to 128 tokens, and all columns, or a part of them. It streams weights and tokens
+through a ring of shared memory: one warpgroup copies, the other multiplies, as in the experts' kernels
+(`moe/grouped_matmul.py`). Where 64 outputs a block share the weights unevenly, `stream_linear.py` may be faster.
 """
 
 import itertools
@@ -16,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import transpose_ref
-from pallas_kernels.stream_linear import GRANULE, MOST_TOKENS, TERMS
+from pallas_kernels.stream_linear import GRANULE, TERMS
 
 M = 64  # Rows of a wgmma: outputs of a block.
+N = 128  # Its columns: tokens of a block, at most.
+MOST_TOKENS = 4 * N
 DEPTH = 128  # Columns of a stage of the ring.
 MOST_BLOCKS = 132  # That run at once, one a multiprocessor.
 RING_BYTES = 192 * 1024  # Of a multiprocessor.
@@ -32,13 +34,19 @@ def tokens_unsupported_reason(T: int) -> str | None:
     return None
 
 
+def token_blocks(T: int) -> int:
+    """Blocks that share the tokens; each reads the same weights."""
+    return -(-T // N)
+
+
 def ring_stages(blocks: int, T: int) -> int:
-    """Stages of a block's ring. More than MOST_BLOCKS blocks share multiprocessors and their memory."""
-    return RING_BYTES // -(-blocks // MOST_BLOCKS) // ((M + _rows(T)) * DEPTH * 2)
+    """Stages of a block's ring, with so many blocks for the same tokens. More than MOST_BLOCKS blocks in all share
+    multiprocessors and their memory."""
+    return RING_BYTES // -(-blocks * token_blocks(T) // MOST_BLOCKS) // ((M + _rows(T)) * DEPTH * 2)
 
 
 def _rows(T: int) -> int:
-    return -(-T // GRANULE) * GRANULE
+    return -(-min(T, N) // GRANULE) * GRANULE
 
 
 def ring_linear(name: str, x: jax.Array, weights: Sequence[jax.Array], parts: int | None, interpret: Any) -> jax.Array:
@@ -130,7 +138,7 @@ def ring_linear(name: str, x: jax.Array, weights: Sequence[jax.Array], parts: in
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "free": plgpu.Barrier(num_barriers=stages),
         },
-        grid=(1, tiles[-1], parts or 1),
+        grid=(token_blocks(T), tiles[-1], parts or 1),
         grid_names=("tokens", "tile", "part"),
         num_threads=2,
         thread_name="warpgroup",

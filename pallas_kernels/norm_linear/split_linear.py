@@ -11,7 +11,14 @@ from typing import Any
 import jax
 
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.norm_linear.ring_linear import DEPTH, MOST_BLOCKS, M, ring_linear, tokens_unsupported_reason
+from pallas_kernels.norm_linear.ring_linear import (
+    DEPTH,
+    MOST_BLOCKS,
+    M,
+    ring_linear,
+    token_blocks,
+    tokens_unsupported_reason,
+)
 from pallas_kernels.stream_linear import MOST_PARTS, cut_in_parts, stream_linear
 
 # Where `ring_linear` would have blocks for fewer multiprocessors, and no more tokens than this, blocks have other sizes.
@@ -20,17 +27,18 @@ FEW_BLOCKS, FEW_TOKENS = 120, 64
 
 def unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
-    outputs, columns = weight.shape[0], math.prod(weight.shape[1:])
-    if outputs % M or outputs > M * MOST_BLOCKS or columns % DEPTH:
-        most = f"up to {M * MOST_BLOCKS}"
-        return f"it supports multiples of {M} outputs, {most}, and of {DEPTH} columns, not {outputs} and {columns}"
-    return tokens_unsupported_reason(x.shape[0]) or hopper_unsupported_reason(x.dtype, weight.dtype)
+    T, outputs, columns = x.shape[0], weight.shape[0], math.prod(weight.shape[1:])
+    most = M * (MOST_BLOCKS // token_blocks(T))
+    if outputs % M or outputs > most or columns % DEPTH:
+        of_tokens = f"up to {most} for {T} tokens"
+        return f"it supports multiples of {M} outputs, {of_tokens}, and of {DEPTH} columns, not {outputs} and {columns}"
+    return tokens_unsupported_reason(T) or hopper_unsupported_reason(x.dtype, weight.dtype)
 
 
-def parts_of(outputs: int, columns: int) -> int:
-    """Parts of the columns: as many as blocks for all of them run at once."""
-    parts = range(1, MOST_PARTS + 1)
-    return max(n for n in parts if columns // DEPTH % n == 0 and outputs // M * n <= MOST_BLOCKS)
+def parts_of(outputs: int, columns: int, T: int) -> int:
+    """Parts of the columns: as many as blocks for all of them, and for all tokens, run at once."""
+    parts, blocks = range(1, MOST_PARTS + 1), outputs // M * token_blocks(T)
+    return max(n for n in parts if columns // DEPTH % n == 0 and blocks * n <= MOST_BLOCKS)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -43,7 +51,7 @@ def split_linear(x: jax.Array, weight: jax.Array, *, interpret: Any = False) -> 
     """
     x, weight = x.reshape(x.shape[0], -1), weight.reshape(weight.shape[0], -1)
     outputs, columns = weight.shape
-    parts = parts_of(outputs, columns)
+    parts = parts_of(outputs, columns, x.shape[0])
     if (
         x.shape[0] <= FEW_TOKENS
         and outputs // M * parts < FEW_BLOCKS

@@ -46,7 +46,7 @@ def test_add_norm():
 
 
 @interpreted
-@pytest.mark.parametrize(("T", "columns"), [(4, 256), (16, 256), (16, 1280)])
+@pytest.mark.parametrize(("T", "columns"), [(4, 256), (16, 256), (16, 1280), (136, 256)])
 def test_split_linear(T, columns):
     """The sum of the parts is the linear map, to 16 bits of each; `add_norm` adds it as it adds the whole."""
     rng = np.random.default_rng(T)
@@ -70,9 +70,9 @@ def test_split_linear(T, columns):
 
 
 @interpreted
-@pytest.mark.parametrize("T", [4, 16])
+@pytest.mark.parametrize("T", [4, 16, 136])
 def test_joined_linear(T):
-    """More stages than the ring has, and a NaN that stays in its token."""
+    """More stages than the ring has, more tokens than a block, and a NaN that stays in its token."""
     rng = np.random.default_rng(T)
     weights = bf16(rng, 2, 64, 2048), bf16(rng, 64, 2048)
     x = bf16(rng, T, 2048).at[1, 0].set(jnp.nan)
@@ -89,6 +89,13 @@ def test_few_blocks_with_many_columns_are_left_to_xla():
     assert [T for T in (4, 16, 32, 64, 128) if joined_linear.worthwhile(T, 7168, 2112)] == [4, 16]
     others = (2048, 3648), (2048, 1344), (768, 5120), (2048, 5120), (3072, 8192)
     assert all(joined_linear.worthwhile(T, *size) for T in (4, 32, 128) for size in others)
+    # Of more tokens than a block has, those whose blocks run at once.
+    assert [size for size in others if joined_linear.worthwhile(256, *size)] == [
+        (2048, 3648),
+        (2048, 1344),
+        (768, 5120),
+    ]
+    assert not joined_linear.worthwhile(512, 2048, 3648)
 
 
 def test_more_blocks_than_multiprocessors_share_their_memory():
@@ -103,6 +110,7 @@ def test_more_blocks_than_multiprocessors_share_their_memory():
     assert all("NVIDIA GPU" in reason(T, outputs) for T, outputs in ((8, 14336), (64, 14336), (128, 8448)))
     assert "fewer than 128 tokens" in reason(128, 14336)
     assert "up to 16896 in all" in reason(8, 16960)
+    assert "up to 8448 in all for 256 tokens" in reason(256, 14336)
 
 
 @interpreted
