@@ -20,6 +20,7 @@ from jaxspec.sampling.params import SamplingParams
 from tests.engine.test_engine import assert_equal_runs, requests
 from tests.engine.test_schedules import options
 from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, fill_cache, run
+from tests.gpu.conftest import only
 
 pytestmark = pytest.mark.gpu
 
@@ -105,11 +106,12 @@ def test_state_is_donated_and_keeps_its_addresses():
 
 
 def test_no_bucket_needs_more_memory_than_the_largest(tmp_path, monkeypatch):
-    """The pool was sized by running the largest one; then all were run."""
+    """The pool was sized by running the largest one; then all were run. Lean ones need less than their full twins."""
     from jaxspec.llm import LLM
     from jaxspec.loading import engine as loading_engine
 
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    only(monkeypatch, "full")
     measured = []
 
     def measure(make_runner, settings, page_bytes, devices):
@@ -137,9 +139,9 @@ def test_demo_model_says_what_pytorch_said(draft, tmp_path, monkeypatch):
     if not RECORD.exists():
         pytest.skip(f"{RECORD.name} is not there: the demo model's PyTorch run has not been recorded")
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
+    only(monkeypatch, "lean")
     reference = read_record(RECORD)
-    # Few buckets: compiling is most of the time.
-    options = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+    options = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128}
     k = 0 if draft == "none" else 3
     head = draft if draft.startswith("demo/") else None
     llm = LLM("demo", dtype="float32", num_speculative_tokens=k, speculative_model=head, **options)
