@@ -1,8 +1,9 @@
 """Compiles an engine's steps from shapes alone: the parameters may still be on their way."""
 
 import contextlib
+import gc
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,24 @@ from jaxspec.models.layers import MOST_MERGED_TOKENS
 from jaxspec.models.params import of_ranks, shard_bytes
 from pallas_kernels.backend import Backends, UnsupportedError, use
 
-# One step is traced at a time: Python's lock lets no two run, and the more threads want it, the longer a serving one waits.
 _tracing = threading.Lock()
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """For one thread at a time: Python's lock lets no two run, and the more want it, the longer a serving one waits.
+
+    No garbage is collected meanwhile. A trace makes objects by the million and keeps most of them: looking through them takes
+    a sixth of its time, and stops every thread.
+    """
+    with _tracing:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ class Compiler:
             donated, shardings = (1, 3) if forward_only else 1, jax.tree.map(lambda s: s.sharding, out)
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings, keep_unused=forward_only)
             with self._exact(), use(self._backends) as chosen:
-                with _tracing:
+                with tracing():
                     lowered = jitted.lower(*given)
                 compiled = lowered.compile(self.xla_options(bucket))
         except UnsupportedError as error:
