@@ -20,8 +20,9 @@ def name_kernels_without_numbers() -> None:
     """Makes what a kernel is lowered to depend on nothing but the kernel.
 
     jax 0.11 gives each lowered kernel a name for dumps, with a number that counts all kernels of the process. XLA, which
-    compiles no kernel twice, and jax's persistent cache know a kernel by all of its text: neither ever met one again.
-    Where kernels are dumped (MOSAIC_GPU_DUMP_*), they keep their numbers.
+    compiles no kernel twice, and jax's persistent cache know a kernel by all of its text: neither ever met one again. Steps
+    that compile at the same time may share kernels: the first result stays (jax commit 5bb5f77, before 0.11). Where kernels
+    are dumped (MOSAIC_GPU_DUMP_*), they keep their numbers.
     """
     dialect: Any = mosaic_gpu.dialect
     numbered = getattr(dialect, "get_or_set_dump_options", None)
