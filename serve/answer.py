@@ -7,7 +7,7 @@ accepted the request.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +28,8 @@ logger = logging.getLogger("jaxspec.serve")
 
 # Proxies close idle connections, and a long prompt may take longer than they wait.
 PING_SECONDS = 15.0
+# One encoder for all events: `json.dumps` makes a new one for each.
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Format(Protocol):
@@ -187,18 +189,20 @@ class EventStream(Response):
 async def _events(
     generation: Generation, body: GenerationBody, form: Format, head: dict[str, Any]
 ) -> AsyncGenerator[bytes, None]:
-    options = body.stream_options
+    options, opening = body.stream_options, to_json(head)[:-1]
 
     def chunk(choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
-        usage = {"usage": _usage(generation.choices, body.choices) if with_usage else None} if options else {}
-        return _event({**head, "choices": choices, **usage})
+        usage = ""
+        if options:
+            usage = f',"usage":{to_json(_usage(generation.choices, body.choices) if with_usage else None)}'
+        return f'data: {opening},"choices":{to_json(choices)}{usage}}}\n\n'.encode()
 
     continuous = bool(options and options.continuous_usage_stats)
     try:
         for choice in generation.choices:
-            if (opening := form.opening(choice)) is not None:
-                yield chunk([opening], with_usage=continuous)
-        async with aclosing(with_pings(generation.deltas())) as deltas:
+            if (first := form.opening(choice)) is not None:
+                yield chunk([first], with_usage=continuous)
+        async with aclosing(with_pings(generation)) as deltas:
             async for news in deltas:
                 if news is None:
                     yield b": ping\n\n"
@@ -214,23 +218,13 @@ async def _events(
     yield b"data: [DONE]\n\n"
 
 
-async def with_pings(source: AsyncIterator[T]) -> AsyncGenerator[T | None, None]:
-    """The items of `source`, and None whenever there was none for a while."""
-    following = asyncio.ensure_future(anext(source, None))
-    try:
-        while True:
-            done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
-            if done and (item := following.result()) is None:
-                return
-            if done:
-                following = asyncio.ensure_future(anext(source, None))
-            yield item if done else None
-    finally:
-        following.cancel()
+def with_pings(generation: Generation) -> AsyncGenerator[tuple[Choice, Delta] | None, None]:
+    """Its new output, and None whenever there was none for a while."""
+    return generation.deltas(PING_SECONDS)
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {to_json(content)}\n\n".encode()
 
 
 def _usage(choices: Sequence[Choice], choices_per_prompt: int) -> Usage:

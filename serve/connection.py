@@ -30,7 +30,8 @@ TASK_KEY = "jaxspec.task"
 
 
 class StrictH11(h11.Connection):
-    """h11, except that a request whose length can be read in two ways is an error (request smuggling).
+    """h11, except that a request whose length can be read in two ways is an error (request smuggling), and that the chunks of
+    an answer are framed here: h11 takes longer for one than it takes to write it.
 
     Attributes:
         num_requests: heads read so far.
@@ -41,7 +42,16 @@ class StrictH11(h11.Connection):
         self._max_head_bytes = max_head_bytes
         self._on_request = on_request
         self._num_chunks = self._num_bytes = 0
+        self._answers_in_chunks = False
         self.num_requests = 0
+
+    def send(self, event: Any) -> bytes | None:  # type: ignore[override]
+        if type(event) is h11.Data and self._answers_in_chunks and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        sent = super().send(event)
+        if type(event) is h11.Response:  # h11 has chosen the framing
+            self._answers_in_chunks = sent is not None and b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
+        return sent
 
     def next_event(self) -> Any:
         event = super().next_event()

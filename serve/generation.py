@@ -1,7 +1,7 @@
 """The outputs of one HTTP request on their way from the engine thread to the client."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxspec.engine.host_rule import HostRule
@@ -114,6 +114,41 @@ class Choice:
         self.stats = output.stats
 
 
+class Silence:
+    """Whether a stream has been silent for some seconds. One timer for all of it, which is cheaper than one for each event.
+
+    Args:
+        wake: called when it has.
+    """
+
+    def __init__(self, seconds: float, wake: Callable[[], None]):
+        self._seconds = seconds
+        self._wake = wake
+        self._is_long = False
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
+        self._timer = self._loop.call_at(self._since + seconds, self._look)
+
+    def end(self) -> None:
+        """The stream has said something."""
+        self._since = self._loop.time()
+
+    def was_long(self) -> bool:
+        """Once for each silence of that length, however long it goes on."""
+        was, self._is_long = self._is_long, False
+        return was
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if now >= self._since + self._seconds:
+            self._is_long, self._since = True, now
+            self._wake()
+        self._timer = self._loop.call_at(self._since + self._seconds, self._look)
+
+
 class Generation:
     """The choices of one HTTP request. Lives on the event loop; the engine thread hands it outputs through `put`.
 
@@ -181,30 +216,44 @@ class Generation:
             self._unfinished = {}
         return unfinished
 
-    async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
+    async def deltas(self, ping_seconds: float | None = None) -> AsyncGenerator[tuple[Choice, Delta] | None, None]:
         """New output of any choice as it comes, until all have finished. Output without text waits for its text.
+
+        Args:
+            ping_seconds: None comes whenever nothing else did for so long.
 
         Raises:
             ApiError: the engine failed the request.
         """
         waiting = set(self.choices)
-        while waiting:
-            if self._error is None and not any(c.has_news for c in waiting):
-                await self._changed.wait()
-            self._changed.clear()
-            for choice in [c for c in self.choices if c in waiting]:
-                if self._error is not None:
-                    raise self._error
-                if not choice.has_news:
-                    continue
-                delta, choice.pending = choice.pending, Delta()
-                if delta.finish_reason is not None:
-                    waiting.remove(choice)
-                yield choice, delta
+        silence = None if ping_seconds is None else Silence(ping_seconds, self._changed.set)
+        try:
+            while waiting:
+                if self._error is None and not any(c.has_news for c in waiting):
+                    await self._changed.wait()
+                self._changed.clear()
+                if silence is not None and silence.was_long():
+                    yield None
+                for choice in [c for c in self.choices if c in waiting]:
+                    if self._error is not None:
+                        raise self._error
+                    if not choice.has_news:
+                        continue
+                    delta, choice.pending = choice.pending, Delta()
+                    if delta.finish_reason is not None:
+                        waiting.remove(choice)
+                    yield choice, delta
+                    if silence is not None:
+                        silence.end()
+        finally:
+            if silence is not None:
+                silence.close()
 
     async def collect(self) -> list[Delta]:
         """The whole output of each choice."""
         whole = {c.index: Delta() for c in self.choices}
-        async for choice, delta in self.deltas():
+        async for news in self.deltas():
+            assert news is not None, "no pings were asked for"
+            choice, delta = news
             whole[choice.index].extend(delta)
         return [whole[c.index] for c in self.choices]

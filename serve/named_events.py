@@ -1,12 +1,11 @@
 """Streams whose events have names, as those of the Responses and the Messages API."""
 
-import json
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from serve.answer import with_pings
+from serve.answer import to_json, with_pings
 from serve.errors import ApiError, as_api_error
 from serve.generation import Choice, Delta, Generation
 
@@ -33,7 +32,7 @@ async def named_events(generation: Generation, writer: Writer) -> AsyncGenerator
     try:
         for event in writer.opening():
             yield written(event)
-        async with aclosing(with_pings(generation.deltas())) as deltas:
+        async with aclosing(with_pings(generation)) as deltas:
             async for news in deltas:
                 if news is None:
                     yield writer.ping
@@ -48,5 +47,4 @@ async def named_events(generation: Generation, writer: Writer) -> AsyncGenerator
 
 
 def written(event: NamedEvent) -> bytes:
-    data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {event['type']}\ndata: {data}\n\n".encode()
+    return f"event: {event['type']}\ndata: {to_json(event)}\n\n".encode()
