@@ -178,20 +178,22 @@ def measure(engine: Engine, sizes: Sizes, drafts: int, load: float | str, second
         traffic.step()
     for _ in range(WARMUP_STEPS):
         traffic.step()
-    before = engine.stats()
-    parts = []
+    marks, parts = [engine.stats()], []
     for part in range(2 if load == SWITCHED else 1):
         if part:
             traffic.switch(HIGH)
         parts.append(traffic.run(seconds / (2 if load == SWITCHED else 1)))
-    after = engine.stats()
+        marks.append(engine.stats())
     traffic.end()
     out: dict[str, Any] = {"tokens_per_s": sum(n for n, _ in parts) / sum(s for _, s in parts)}
     if len(parts) > 1:
         out["tokens_per_s_of_halves"] = [round(n / s, 1) for n, s in parts]
-    if after.acceptance is not None and before.acceptance is not None:
-        out["mean_length"] = after.acceptance.since(before.acceptance).mean_length
-        now, then = after.steps_by_drafts, before.steps_by_drafts
+    counts = [mark.acceptance for mark in marks if mark.acceptance is not None]
+    if counts:
+        out["mean_length"] = counts[-1].since(counts[0]).mean_length
+        if len(parts) > 1:
+            out["mean_length_of_halves"] = [now.since(then).mean_length for then, now in itertools.pairwise(counts)]
+        now, then = marks[-1].steps_by_drafts, marks[0].steps_by_drafts
         out["steps_by_drafts"] = {str(k): now[k] - then[k] for k in now}
     return out
 
