@@ -1,4 +1,4 @@
-"""Differences of Mosaic GPU between the supported versions of jax."""
+"""Differences of Mosaic GPU between the supported versions of jax, and what is changed in it."""
 
 import functools
 import os

@@ -32,10 +32,8 @@ FEWEST_STAGES = 3  # With fewer, too little is on its way while a block multipli
 def unsupported_reason(x: jax.Array, weights: tuple[jax.Array, ...]) -> str | None:
     """Why the kernel does not support this call, or None if it does."""
     T, H = x.shape
-    outputs, most = (
-        [math.prod(weight.shape[:-1]) for weight in weights],
-        M * (MOST_BLOCKS * RESIDENT // token_blocks(T)),
-    )
+    outputs = [math.prod(weight.shape[:-1]) for weight in weights]
+    most = M * (MOST_BLOCKS * RESIDENT // token_blocks(T))
     if H % DEPTH or any(each % M for each in outputs) or sum(outputs) > most:
         of_tokens = f"up to {most} in all for {T} tokens"
         return f"it supports multiples of {M} outputs, {of_tokens}, and of {DEPTH} columns, not {outputs} and {H}"

@@ -40,8 +40,10 @@ def token_blocks(T: int) -> int:
 
 
 def ring_stages(blocks: int, T: int) -> int:
-    """Stages of a block's ring, with so many blocks for the same tokens. More than MOST_BLOCKS blocks in all share
-    multiprocessors and their memory."""
+    """Stages of a block's ring, with so many blocks for the same tokens.
+
+    More than MOST_BLOCKS blocks in all share multiprocessors and their memory.
+    """
     return RING_BYTES // -(-blocks * token_blocks(T) // MOST_BLOCKS) // ((M + _rows(T)) * DEPTH * 2)
 
 

@@ -12,7 +12,7 @@ def gpu() -> None:
         pytest.skip("needs an NVIDIA GPU, and JAXSPEC_TEST_GPU=1 so that jax may use it")
 
 
-def only(patch: pytest.MonkeyPatch, variant: str) -> None:
+def only_buckets_of(patch: pytest.MonkeyPatch, variant: str) -> None:
     """Runners compile only buckets of a variant: compiling is most of these tests, and their requests need no other."""
 
     def table(settings):

@@ -13,7 +13,7 @@ from pallas_kernels import tuning
 from pallas_kernels.gated_delta import chunk_walk
 from pallas_kernels.gated_delta.chunks import CHUNK, chunked, cut
 from tests.engine.test_recurrent_states import GREEDY, REAL_WIDTHS, VARIANTS, check_replayed, write_folder
-from tests.gpu.conftest import only
+from tests.gpu.conftest import only_buckets_of
 from tests.models.test_gated_delta import both_decays, plain, random_states, random_tokens
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_replayed_windows_are_plain_decoding(variant):
 
 @pytest.fixture
 def lean(monkeypatch):
-    only(monkeypatch, "lean")
+    only_buckets_of(monkeypatch, "lean")
 
 
 OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "num_gpu_blocks_override": 8}
