@@ -9,7 +9,8 @@ other implementation), and `mosaic.py` or `triton.py` where it has such kernels.
 - `triton_call.py` runs Triton kernels.
 """
 
-from pallas_kernels.compat import ask_ptxas_once, name_kernels_without_numbers
+from pallas_kernels.compat import ask_ptxas_once, lower_kernels_once, name_kernels_without_numbers
 
 ask_ptxas_once()
+lower_kernels_once()
 name_kernels_without_numbers()

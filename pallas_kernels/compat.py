@@ -1,7 +1,10 @@
 """Differences of Mosaic GPU between the supported versions of jax, and what is changed in it."""
 
+import dataclasses
 import functools
+import io
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +12,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu import utils as mosaic_gpu_utils
+from jaxlib.mlir import ir
 
 _IS_0_10 = jax.__version_info__ < (0, 11)
 _DUMP_NAME = "mosaic_gpu.dump_basename"
@@ -26,7 +32,7 @@ def name_kernels_without_numbers() -> None:
     """
     dialect: Any = mosaic_gpu.dialect
     numbered = getattr(dialect, "get_or_set_dump_options", None)
-    if numbered is None or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+    if numbered is None or _are_dumped():
         return
 
     def named(module: Any) -> Any:
@@ -38,6 +44,10 @@ def name_kernels_without_numbers() -> None:
     dialect.get_or_set_dump_options = named
 
 
+def _are_dumped() -> bool:
+    return any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ)
+
+
 def ask_ptxas_once() -> None:
     """Keeps the version of PTX that `ptxas` reads.
 
@@ -47,6 +57,36 @@ def ask_ptxas_once() -> None:
     extension: Any = getattr(getattr(fragmented_array, "mgpu_lib", None), "_mosaic_gpu_ext", None)
     if (ask := getattr(extension, "_get_ptxas_isa_version", None)) is not None:
         extension._get_ptxas_isa_version = functools.cache(ask)
+
+
+def lower_kernels_once() -> None:
+    """Keeps what a kernel was lowered to for as long as jax keeps its trace.
+
+    The steps of a server have many kernels in common, lean and full ones all but those that sample. jax lowers a kernel in
+    Python, for 0.1 s and more, and in 0.11 once for every step that has it: half of the time in which no other thread runs.
+    """
+    patched: Any = lowering
+    utils: Any = mosaic_gpu_utils
+    lower = getattr(patched, "lower_unpipelined_jaxpr_to_module", None)
+    if lower is None or _are_dumped():
+        return
+    kept: weakref.WeakKeyDictionary[Any, dict[tuple, tuple[Any, bytes]]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(lower)
+    def lowered(gpu_mesh: Any, jax_mesh: Any, jaxpr: Any, *rest: Any, **how: Any) -> Any:
+        frozen = (tuple(each) if isinstance(each, Sequence) else each for each in rest)
+        key = (gpu_mesh, jax_mesh, *frozen, utils._infer_arch())
+        of_kernel = kept.setdefault(jaxpr, {})
+        if key not in of_kernel:
+            result = lower(gpu_mesh, jax_mesh, jaxpr, *rest, **how)
+            code = io.BytesIO()
+            result.module.operation.write_bytecode(code)
+            # The module lives in the context of the step that is lowered.
+            of_kernel[key] = dataclasses.replace(result, module=None), code.getvalue()
+        result, bytecode = of_kernel[key]
+        return dataclasses.replace(result, module=ir.Module.parse(bytecode, context=ir.Context.current))
+
+    patched.lower_unpipelined_jaxpr_to_module = lowered
 
 
 def transpose_ref(ref: Any, permutation: tuple[int, ...]) -> Any:

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic.gpu import fragmented_array
 
 from pallas_kernels.compat import ask_ptxas_once
@@ -21,6 +23,25 @@ def test_a_kernel_is_lowered_alike_after_others():
     first, other = lowered(4), lowered(8)
     assert "mosaic_gpu" in first
     assert lowered(4) == first != other
+
+
+@pytest.mark.skipif(not hasattr(lowering, "lower_unpipelined_jaxpr_to_module"), reason="jax 0.10 lowers in another way")
+def test_a_kernel_is_lowered_once_for_all_steps(monkeypatch):
+    """With the text that lowering it again would give."""
+    lower, anew = lowering.lower_jaxpr_to_module, []
+    monkeypatch.setattr(
+        lowering, "lower_jaxpr_to_module", lambda *args, **how: anew.append(args) or lower(*args, **how)
+    )
+    jax.clear_caches()
+    first = lowered(4)
+    assert len(anew) == 1
+    assert lowered(4) == first
+    assert len(anew) == 1
+    assert lowered(8) != first
+    assert len(anew) == 2
+    jax.clear_caches()  # now jax traces the kernel again
+    assert lowered(4) == first
+    assert len(anew) == 3
 
 
 def test_ptxas_is_asked_once(monkeypatch):
