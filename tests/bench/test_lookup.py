@@ -61,10 +61,14 @@ def test_the_gate_is_the_worst_of_what_is_looked_up():
 
     results = [result("edit", 1, none=1.0, mtp=0.5, ngram=1.4), result("new", 128, none=1.0, mtp=0.6, ngram=0.98)]
     found = gate(results)
+    assert found is not None
     assert (found["worst"], found["draft"], found["kind"], found["at_rows"], found["met"]) == (
         0.98, "ngram", "new", 128, True,
     )  # fmt: skip
-    assert not gate([*results, result("new", 1, none=1.0, suffix=0.96)])["met"]
+    worse = gate([*results, result("new", 1, none=1.0, suffix=0.96)])
+    assert worse is not None
+    assert not worse["met"]
+    assert gate([result("new", 1, none=1.0, mtp=0.6)]) is None
 
 
 def test_the_repeat_of_median_speed_counts():
