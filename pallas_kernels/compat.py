@@ -63,7 +63,7 @@ def lower_kernels_once() -> None:
     """Keeps what a kernel was lowered to for as long as jax keeps its trace.
 
     The steps of a server have many kernels in common, lean and full ones all but those that sample. jax lowers a kernel in
-    Python, for 0.1 s and more, and in 0.11 once for every step that has it: half of the time in which no other thread runs.
+    Python, for 0.1 s and more in which no other thread of Python's runs, and in 0.11 once for every step that has it.
     """
     patched: Any = lowering
     utils: Any = mosaic_gpu_utils
@@ -74,6 +74,7 @@ def lower_kernels_once() -> None:
 
     @functools.wraps(lower)
     def lowered(gpu_mesh: Any, jax_mesh: Any, jaxpr: Any, *rest: Any, **how: Any) -> Any:
+        # `how` says where the kernel was called from, for errors: the first place stays in it.
         frozen = (tuple(each) if isinstance(each, Sequence) else each for each in rest)
         key = (gpu_mesh, jax_mesh, *frozen, utils._infer_arch())
         of_kernel = kept.setdefault(jaxpr, {})

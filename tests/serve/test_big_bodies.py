@@ -18,9 +18,9 @@ from serve.body import MAX_BODY_BYTES
 from tests.serve.client_checks import check_completions
 
 ROOT = Path(__file__).parents[2]
-# That /health may take at most, beside other tests on two cores; parsing on the event loop took 18. How long it takes alone is
-# judged by `bench health`.
-MOST_SECONDS = 3.0
+# That /health may take at most, and at the 99th percentile of many bodies, beside other jobs on two cores; parsing on the
+# event loop took 18. How long it takes alone is judged by `bench health`.
+MOST_SECONDS, P99_SECONDS = 3.0, 0.5
 # One of each kind; all of them under -m full.
 FEW = [
     "prompt of empty texts", "content: special tokens", "content of images", "messages of messages", "prompt of lists",
@@ -144,7 +144,7 @@ def test_all_big_bodies(watched):
     before = watched.peak_mib()
     seconds = send_all(watched, list(BODIES))
     assert watched.peak_mib() - before < 200
-    assert seconds[-1] < MOST_SECONDS, seconds[-5:]
+    assert seconds[int(0.99 * len(seconds))] < P99_SECONDS, seconds[-20:]
     check_completions(watched.base_url)
 
 
@@ -159,7 +159,7 @@ def test_random_big_bodies(watched):
 
     seconds = health_while(watched.base_url, work)
     assert watched.peak_mib() - before < 200
-    assert seconds[-1] < MOST_SECONDS, seconds[-5:]
+    assert seconds[int(0.99 * len(seconds))] < P99_SECONDS, seconds[-20:]
 
 
 def check_sizes(names: list[str], big: float) -> None:
