@@ -5,7 +5,6 @@ accepted the request.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -13,10 +12,12 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve.admission import Reservation
+from serve.connection import SEND_KEY
 from serve.engine_thread import EngineThread
 from serve.errors import ApiError, as_api_error
 from serve.generation import Choice, Delta, Generation
@@ -28,8 +29,6 @@ logger = logging.getLogger("jaxspec.serve")
 
 # Proxies close idle connections, and a long prompt may take longer than they wait.
 PING_SECONDS = 15.0
-# One encoder for all events: `json.dumps` makes a new one for each.
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Format(Protocol):
@@ -172,17 +171,17 @@ class EventStream(Response):
         self._generation = generation
         self._events = events
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_events(send))
+            await until_disconnect(receive, self._send_events(send, scope.get(SEND_KEY, send)))
         finally:
             self._engine.release(self._generation)
             await self._events.aclose()
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, send_body: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send_body({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -192,10 +191,10 @@ async def _events(
     options, opening = body.stream_options, to_json(head)[:-1]
 
     def chunk(choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
-        usage = ""
+        usage = b""
         if options:
-            usage = f',"usage":{to_json(_usage(generation.choices, body.choices) if with_usage else None)}'
-        return f'data: {opening},"choices":{to_json(choices)}{usage}}}\n\n'.encode()
+            usage = b',"usage":%b' % to_json(_usage(generation.choices, body.choices) if with_usage else None)
+        return b'data: %b,"choices":%b%b}\n\n' % (opening, to_json(choices), usage)
 
     continuous = bool(options and options.continuous_usage_stats)
     try:
@@ -224,7 +223,7 @@ def with_pings(generation: Generation) -> AsyncGenerator[tuple[Choice, Delta] | 
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
-    return f"data: {to_json(content)}\n\n".encode()
+    return b"data: %b\n\n" % to_json(content)
 
 
 def _usage(choices: Sequence[Choice], choices_per_prompt: int) -> Usage:

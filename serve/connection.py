@@ -25,8 +25,9 @@ _CLOSING_SECONDS = 1.0
 _REFUSED_SECONDS = 1.0
 
 
-# In an ASGI scope: the task of the handler, which is cancelled when its connection ends.
-TASK_KEY = "jaxspec.task"
+# In an ASGI scope: the task of the handler, which is cancelled when its connection ends; and the server's own `send`, for the
+# events of a stream, which no middleware looks at.
+TASK_KEY, SEND_KEY = "jaxspec.task", "jaxspec.send"
 
 
 class StrictH11(h11.Connection):

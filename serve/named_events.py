@@ -5,7 +5,9 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from serve.answer import to_json, with_pings
+from pydantic_core import to_json
+
+from serve.answer import with_pings
 from serve.errors import ApiError, as_api_error
 from serve.generation import Choice, Delta, Generation
 
@@ -47,4 +49,4 @@ async def named_events(generation: Generation, writer: Writer) -> AsyncGenerator
 
 
 def written(event: NamedEvent) -> bytes:
-    return f"event: {event['type']}\ndata: {to_json(event)}\n\n".encode()
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))
