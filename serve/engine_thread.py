@@ -35,6 +35,8 @@ _UNREAD_CHECK_SECONDS = 1.0
 # long: not between two requests of a client that sends one after the other.
 _PREPARE_SECONDS = 0.1
 
+_News = list[tuple[Generation, Choice, RequestOutput]]
+
 
 class Phase(enum.Enum):
     LOADING = "loading"
@@ -258,7 +260,10 @@ class EngineThread:
     def _serve(self) -> None:
         assert self.model is not None
         engine, preparing = self.model.engine, True
+        news: _News = []  # not delivered yet
         while not self._stopping:
+            if not engine.steps_in_flight:
+                news = self._hand_over(news)
             if engine.has_work:
                 self._run_commands(0)
             elif not self._run_commands(_PREPARE_SECONDS if preparing else None):
@@ -267,17 +272,27 @@ class EngineThread:
                 self._publish()
                 continue
             self._watch.step_begins()
-            outputs = engine.step()
+            try:
+                engine.dispatch_ahead()
+            finally:
+                # Only now, where a step runs: both threads want Python's lock, and while the event loop writes to its clients
+                # this one should wait for the device, not the device for this one.
+                news = self._hand_over(news)
+            outputs = engine.read_oldest()
             self._watch.step_ends()
-            delivered = []
             for output in outputs:
                 if output.request_id in self._running:
-                    delivered.append((*self._running[output.request_id], output))
+                    news.append((*self._running[output.request_id], output))
                     if output.finish_reason is not None:
                         del self._running[output.request_id]
             self._publish()
-            if delivered:
-                self._call(self._deliver, delivered)
+        self._hand_over(news)
+
+    def _hand_over(self, news: _News) -> _News:
+        """Delivers these outputs. Returns what is left to deliver: nothing."""
+        if news:
+            self._call(self._deliver, news)
+        return []
 
     def _run_commands(self, seconds: float | None) -> bool:
         """Runs what waits, after waiting up to so long for the first command; None: as long as it takes.

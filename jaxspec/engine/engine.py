@@ -118,6 +118,7 @@ class Engine:
         self.accept_probability = probability_for(length, self.settings.num_speculative_tokens) if length else 0.0
         self._requests: dict[str, Request] = {}
         self._finished_early: list[RequestOutput] = []
+        self._started: list[Request] = []  # scheduled for the first time since the last output
         # Of each unread step: when planning began, and when it was dispatched.
         self._times: collections.deque[tuple[float, float]] = collections.deque()
         self._seeds = random.Random(seed)
@@ -144,6 +145,11 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         return self.settings.max_model_len
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Dispatched and not read."""
+        return self.runner.in_flight
 
     @property
     def has_work(self) -> bool:
@@ -273,15 +279,23 @@ class Engine:
         where their first step is still unread. A request that is aborted, or that a host rule ends, costs the device at
         most `readout_depth` steps more, whose ids are dropped.
         """
-        outputs, self._finished_early = self._finished_early, []
-        started: list[Request] = []
+        self.dispatch_ahead()
+        return self.read_oldest()
+
+    def dispatch_ahead(self) -> None:
+        """The first half of `step`: dispatches steps up to the readout depth, and waits for nothing."""
         while self.runner.in_flight <= self.settings.readout_depth and not self.runner.begun:
             began = time.monotonic()
             plan = plan_step(self.ranks, self.runner.split_ready, self._delay)
             if plan is None:
                 break
-            started += [row.request for row in plan.prefill if row.request.first_scheduled_time is None]
+            self._started += [row.request for row in plan.prefill if row.request.first_scheduled_time is None]
             self.dispatch(plan, began)
+
+    def read_oldest(self) -> list[RequestOutput]:
+        """The second half of `step`: waits for the oldest step."""
+        outputs, self._finished_early = self._finished_early, []
+        started, self._started = self._started, []
         if self.runner.in_flight:
             outputs += self.read()
         elif self._requests and not outputs:

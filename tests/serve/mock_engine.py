@@ -110,6 +110,7 @@ class MockEngine:
         self.says = says
         self.eos = eos
         self.prompts: list[str] = []
+        self.steps_in_flight = 0
         self._requests: dict[str, Request] = {}
         self._sources: dict[str, Iterator[int]] = {}
         self._num_preemptions = 0
@@ -171,6 +172,13 @@ class MockEngine:
         return self._requests.pop(request_id)
 
     def step(self) -> list[RequestOutput]:
+        self.dispatch_ahead()
+        return self.read_oldest()
+
+    def dispatch_ahead(self) -> None:
+        """Nothing runs ahead here."""
+
+    def read_oldest(self) -> list[RequestOutput]:
         time.sleep(self._step_seconds)
         self.gate.wait()
         if self.fail is not None:
