@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxspec.budget import default_budget
 from jaxspec.errors import ConfigError, flagged, shown
 from jaxspec.lookup import LOOKUPS, MAX_LOOKUP, Lookup, lookup_of
 from jaxspec.pool import PAGE_SIZE, pages_for, pool_pages
@@ -37,7 +38,7 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _option(None, "most requests running at once (default: 128 on a GPU, 8 on a CPU)")
     max_num_batched_tokens: int | None = _option(
-        None, "token budget of one step; longer prompts are prefilled in chunks (default: 2048 on a GPU, 256 on a CPU)"
+        None, "tokens of one step; longer prompts are prefilled in chunks (default: 4096, with drafts 2048; CPU: 256)"
     )
     enable_mixed_batch: bool = _option(
         True, "let a step prefill and decode; without it a step does one or the other, prompts first"
@@ -47,9 +48,7 @@ class EngineConfig:
         "with data_parallel_size: most steps for which new prompts wait, while others decode, until every rank has one",
     )
     readout_depth: int | None = _option(
-        None,
-        "steps that may be queued on the device before the output of an earlier one is read, 0 to 3 "
-        "(default: 1 on a GPU, 0 on a CPU)",
+        None, "steps queued on the device before the output of an earlier one is read, 0 to 3 (default: 1; CPU: 0)"
     )
     enable_prefix_caching: bool | None = _option(
         None,
@@ -409,7 +408,8 @@ def resolve(
     """
     max_model_len = context_length(config, model_max_position=model_max_position, index_topk=index_topk, on_gpu=on_gpu)
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
-    max_num_batched_tokens = config.max_num_batched_tokens or (2048 if on_gpu else 256)
+    adaptive = config.adaptive_speculation and bool(config.num_speculative_tokens)
+    max_num_batched_tokens = config.max_num_batched_tokens or default_budget(adaptive, on_gpu=on_gpu)
     _check_speculation(config, max_num_seqs, max_num_batched_tokens, rejects=rejects)
     prefix_caching = config.enable_prefix_caching is not False
     _check_states(config, prefix_caching, paged)
@@ -433,7 +433,7 @@ def resolve(
         dtype=resolve_dtype(config, on_gpu=on_gpu),
         num_speculative_tokens=config.num_speculative_tokens or 0,
         lookup=config.lookup,
-        adaptive_drafts=config.adaptive_speculation and bool(config.num_speculative_tokens),
+        adaptive_drafts=adaptive,
         synthetic_acceptance_length=config.synthetic_acceptance_length,
         synthetic_acceptance_pattern=config.synthetic_acceptance_pattern,
         mixed=config.enable_mixed_batch,

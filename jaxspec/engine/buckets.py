@@ -81,9 +81,19 @@ class Sizes:
 SIZES: dict[Variant, Sizes] = {
     "lean": Sizes(
         (1, 4, 16, 32, 64, 128, None),
-        ((128, 16), (256, 16), (512, 16), (1024, 16), (None, 16), (256, None), (512, None), (1024, None), (None, None)),
+        (
+            (256, 16),
+            (512, 16),
+            (1024, 16),
+            (None, 16),
+            (256, None),
+            (512, None),
+            (1024, None),
+            (2048, None),
+            (None, None),
+        ),
     ),
-    "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (None, None))),
+    "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (2048, None), (None, None))),
 }
 # The same where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as
 # `SIZES` has would be too many three times. These lose little against it, with and without prompts, by what steps of an H200
@@ -134,8 +144,8 @@ def _sizes_by_drafts(settings: Settings) -> dict[int, dict[Variant, Sizes]]:
 
 
 def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
-    """All buckets of an engine, smallest first; on a GPU at most 24, or 32 where the number of drafts changes; on a CPU at
-    most 4 unless it does.
+    """All buckets of an engine, smallest first; on a GPU at most 24 up to 128 requests (above 25), or 32 where the number of
+    drafts changes; on a CPU at most 4 unless it does.
 
     A CPU compiles for seconds a bucket and gains little from an exact fit or a lean sampler, so it gets few.
     """
