@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from jaxspec.engine.batch import InputLayout
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.executables import Executable, ExecutableStore
 from jaxspec.engine.handoff import Forwarded, on_devices
+from jaxspec.engine.kernel_compiler import kernel_compiler, wait_for
 from jaxspec.engine.on_mesh import on_mesh, specs
 from jaxspec.engine.scoring import score
 from jaxspec.engine.state import StepState
@@ -73,8 +74,11 @@ class Compiler:
     readback: bool
     quantised: bool
 
-    def compile(self, bucket: Bucket) -> Executable:
+    def compile(self, bucket: Bucket, may_trace: Callable[[], None] = lambda: None) -> Executable:
         """The step of a bucket, or the part of one, compiled anew.
+
+        Args:
+            may_trace: returns when tracing may begin. Nothing else is traced meanwhile.
 
         Raises:
             ConfigError: it would have to run on plain XLA, which was not asked for.
@@ -113,7 +117,10 @@ class Compiler:
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings, keep_unused=forward_only)
             with self._exact(), use(self._backends) as chosen:
                 with tracing():
+                    may_trace()
                     lowered = jitted.lower(*given)
+                    kernels = kernel_compiler(self._device).begin(lowered) if self.settings.on_gpu else ()
+                wait_for(kernels)
                 compiled = lowered.compile(self.xla_options(bucket))
         except UnsupportedError as error:
             raise ConfigError(str(error)) from None
@@ -164,6 +171,10 @@ class Compiler:
         return on_devices(shapes, self.mesh)
 
     @property
+    def _device(self) -> jax.Device:
+        return self.mesh.local_devices[0]
+
+    @property
     def _leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(jax.tree.leaves(self.params))
 
@@ -185,7 +196,9 @@ def xla_options(bucket: Bucket, *, concurrent: bool) -> dict[str, str | bool]:
         concurrent: kernels of a recorded graph that do not wait for each other's results may run at the same time. On one GPU
             only: sums over several wait for kernels of the others.
     """
-    options: dict[str, str | bool] = {}
+    # Of matmuls cuBLAS's are at least as fast (steps of 128 to 8320 tokens of Moonlight's shape, H200), and XLA would compile
+    # dozens of its own for each to find that out: most of the processor time of a step with prompts.
+    options: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
     if bucket.tokens > MOST_MERGED_TOKENS:
         # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
         # themselves where it pays: see `worth_merging`.

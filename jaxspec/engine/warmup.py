@@ -23,6 +23,7 @@ from typing import TypeVar
 from jaxspec.compat import compiles
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.executables import Executable
+from jaxspec.engine.priority import give_way
 from jaxspec.progress import Progress
 
 logger = logging.getLogger("jaxspec.warmup")
@@ -31,10 +32,9 @@ logger = logging.getLogger("jaxspec.warmup")
 FIRST_DECODE_ROWS = (1, 8)
 # Python gives its lock to a waiting thread after this long (5 ms by default): a step must not wait for a tracing thread.
 _SWITCH_SECONDS = 0.0001
-# As `nice` counts, of threads that compile while steps run.
-_LOW_PRIORITY = 10
-# Requests that follow each other within so long are one load.
-_QUIET_SECONDS = 0.5
+# Requests that follow each other within so long are one load; also how long a server that has just become ready waits for the
+# first ones.
+_QUIET_SECONDS = 2.0
 # Under a load that does not end: until the first executable is got and run, and from each to the next.
 _PATIENCE_SECONDS, _PACE_SECONDS = 5.0, 2.0
 _POLL_SECONDS = 0.05
@@ -77,7 +77,7 @@ class Preparation:
 
     Args:
         load: what is kept for a bucket, or None.
-        make: a new executable.
+        make: a new executable; it may also be given what returns once tracing may begin.
         save: keeps one.
 
     Attributes:
@@ -88,7 +88,7 @@ class Preparation:
     def __init__(
         self,
         load: Callable[[Bucket], Executable | None],
-        make: Callable[[Bucket], Executable],
+        make: Callable[..., Executable],
         save: Callable[[Bucket, Executable], None],
     ):
         self._load, self._make, self._save = load, make, save
@@ -205,15 +205,15 @@ class Preparation:
         self._quiet_since = started
 
         def work() -> None:
-            _give_way()
+            give_way()
             with compiles.apart(), contextlib.suppress(queue.Empty):
                 while not self._stopping.is_set():
                     bucket = waiting.get_nowait()
-                    self._await_turn()
+                    turn = self._await_turn()
                     if self._stopping.is_set():
                         return
                     self.save()
-                    how = self._prepare(bucket)
+                    how = self._prepare(bucket, turn)
                     numbered = f"{how} {next(numbers)} of {len(buckets)} while serving"
                     logger.info("%s, after %.1f s: %s", numbered, time.monotonic() - started, bucket)
 
@@ -226,25 +226,35 @@ class Preparation:
         for thread in self._threads:
             thread.start()
 
-    def _await_turn(self) -> None:
-        """Until no request has run for a while, or one thread after the other has waited long enough."""
+    def _await_turn(self, own: float | None = None) -> float | None:
+        """Until no request has run for a while, or one thread after the other has waited long enough.
+
+        Args:
+            own: a turn of this thread, which it keeps while no other has one.
+
+        Returns:
+            The turn; None where it needed none, since no request runs.
+        """
         with self._turns:
-            while not self._stopping.is_set():
+            while own is None or own != self._last_got:
                 now, quiet_since = time.monotonic(), self._quiet_since
                 if quiet_since is not None and now - quiet_since >= _QUIET_SECONDS:
-                    return
+                    return None
                 if now - self._last_got >= _PACE_SECONDS:
                     self._last_got = now
-                    return
-                self._stopping.wait(_POLL_SECONDS)
+                    return now
+                if self._stopping.wait(_POLL_SECONDS):
+                    return None
+        return own
 
-    def _prepare(self, bucket: Bucket) -> str:
+    def _prepare(self, bucket: Bucket, turn: float | None) -> str:
         kept = self._load(bucket)
         if kept is None:
             # What earlier traces left lives as long as the process; looking through it stops every thread for 0.2 s.
             gc.freeze()
         try:
-            executable = kept or self._make(bucket)
+            # Steps are traced one after the other: since this thread had its turn, requests may have come.
+            executable = kept or self._make(bucket, lambda: self._await_turn(turn))
         except Exception:
             logger.exception("a step could not be compiled while serving: larger ones go on serving in its place")
             with self._counting:
@@ -279,12 +289,6 @@ class Preparation:
             return []
         self._last_taken = now
         return self.take(1)
-
-
-def _give_way() -> None:
-    """The calling thread runs when others do not need the core; on Linux priorities are of threads."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
 def _longest_first(buckets: Iterable[Bucket]) -> list[Bucket]:

@@ -149,7 +149,7 @@ A, B, C = (Bucket(0, 0, rows, "full") for rows in (1, 2, 3))
 
 def test_kept_executables_are_loaded_and_the_others_made_and_kept():
     kept, used, told = {A: "kept a"}, {}, []
-    preparation = Preparation(kept.get, lambda bucket: f"made {bucket.decode_rows}", kept.__setitem__)
+    preparation = Preparation(kept.get, lambda bucket, *_: f"made {bucket.decode_rows}", kept.__setitem__)
     preparation.run(
         (A, B), used.__setitem__, lambda *report: told.append(report[:2]), lambda *begun: told.append(begun[:2])
     )
@@ -196,7 +196,7 @@ def test_the_rest_come_from_threads_and_a_failure_is_logged(caplog):
     """What compiled before, beside and after the one that failed is there, and is kept; it is no longer waited for."""
     kept = {}
 
-    def make(bucket):
+    def make(bucket, *_):
         if bucket == C:
             raise RuntimeError("no memory")
         return f"made {bucket.decode_rows}"
@@ -220,7 +220,7 @@ def test_while_requests_run_nothing_is_prepared(monkeypatch):
     """Nor just after, and all of it once they have ended for a while."""
     monkeypatch.setattr(warmup, "_QUIET_SECONDS", 0.2)
     made = []
-    preparation = Preparation({}.get, lambda bucket: made.append(time.monotonic()) or bucket, lambda *_: None)
+    preparation = Preparation({}.get, lambda bucket, *_: made.append(time.monotonic()) or bucket, lambda *_: None)
     preparation.go_on((A, B, C))
     for _ in range(10):
         preparation.working(busy=True)
@@ -237,12 +237,48 @@ def test_while_requests_run_nothing_is_prepared(monkeypatch):
     assert preparation.num_pending == 3
 
 
+def test_requests_that_come_wait_for_one_trace_at_most(monkeypatch):
+    """Threads that had begun trace no more until the requests have ended for a while."""
+    monkeypatch.setattr(warmup, "_QUIET_SECONDS", 0.2)
+    monkeypatch.setattr(warmup, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(warmup, "os", SimpleNamespace(cpu_count=lambda: 8))  # a thread for each
+    tracing, begun, traced, go = threading.Lock(), threading.Semaphore(0), [], threading.Event()
+
+    def make(bucket, may_trace):
+        begun.release()
+        with tracing:
+            may_trace()
+            traced.append(time.monotonic())
+            assert go.wait(30)
+        return bucket
+
+    preparation = Preparation({}.get, make, lambda *_: None)
+    preparation.go_on((A, B, C))
+    for _ in range(3):
+        assert begun.acquire(timeout=30)
+    deadline = time.monotonic() + 30
+    while not traced and time.monotonic() < deadline:
+        time.sleep(0.01)
+    preparation.working(busy=True)
+    go.set()
+    time.sleep(0.5)
+    assert len(traced) == 1
+    preparation.working(busy=False)
+    ended = time.monotonic()
+    deadline = ended + 30
+    while len(traced) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    preparation.stop()
+    assert len(traced) == 3
+    assert traced[1] - ended >= 0.19
+
+
 def test_under_a_load_without_end_executables_come_one_by_one(monkeypatch):
     """Got at intervals by any thread, and taken at intervals."""
     monkeypatch.setattr(warmup, "_PATIENCE_SECONDS", 0.6)
     monkeypatch.setattr(warmup, "_PACE_SECONDS", 0.3)
     made = []
-    preparation = Preparation({}.get, lambda bucket: made.append(time.monotonic()) or bucket, lambda *_: None)
+    preparation = Preparation({}.get, lambda bucket, *_: made.append(time.monotonic()) or bucket, lambda *_: None)
     began = time.monotonic()
     preparation.go_on((A, B))
     preparation.working(busy=True)
