@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -177,7 +178,10 @@ class LLM:
         config = with_default_drafts(config, model)
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
-        self.tokenizer = load_tokenizer(self.folder)
+        # Beside the weights: transformers alone takes seconds to import, more where PyTorch is installed.
+        thread = ThreadPoolExecutor(1, "tokenizer")
+        tokenizer = thread.submit(load_tokenizer, self.folder)
+        thread.shutdown(wait=False)
         defaults = sampling_defaults(self.folder, str(generation_config), override_generation_config)
         self.sampling_defaults: Mapping[str, float] = defaults.values
         self._counter = itertools.count()
@@ -189,6 +193,11 @@ class LLM:
         self.engine, description = build_engine(
             self.folder, config, progress=progress, probe=probe, observer=observer, group=group
         )
+        try:
+            self.tokenizer = tokenizer.result()
+        except BaseException:
+            self.engine.runner.stop()
+            raise
         self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size, self.engine.eos_token_ids)
         compiling = _Compiling(progress)
         self.engine.warm_up(compiling.finished, announce=compiling.begins, wait_for_all=wait_for_all)
