@@ -114,6 +114,10 @@ class Choice:
         self.stats = output.stats
 
 
+def _with_news(choices: Sequence[Choice]) -> list[Choice]:
+    return [choice for choice in choices if choice.has_news]
+
+
 class Silence:
     """Whether a stream has been silent for some seconds. One timer for all of it, which is cheaper than one for each event.
 
@@ -225,26 +229,26 @@ class Generation:
         Raises:
             ApiError: the engine failed the request.
         """
-        waiting = set(self.choices)
+        waiting = list(self.choices)
         silence = None if ping_seconds is None else Silence(ping_seconds, self._changed.set)
         try:
             while waiting:
-                if self._error is None and not any(c.has_news for c in waiting):
+                if self._error is None and not _with_news(waiting):
                     await self._changed.wait()
                 self._changed.clear()
                 if silence is not None and silence.was_long():
                     yield None
-                for choice in [c for c in self.choices if c in waiting]:
-                    if self._error is not None:
-                        raise self._error
-                    if not choice.has_news:
-                        continue
+                if self._error is not None:
+                    raise self._error
+                for choice in _with_news(waiting):
                     delta, choice.pending = choice.pending, Delta()
                     if delta.finish_reason is not None:
                         waiting.remove(choice)
                     yield choice, delta
                     if silence is not None:
                         silence.end()
+                    if self._error is not None:
+                        break
         finally:
             if silence is not None:
                 silence.close()
