@@ -38,8 +38,7 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _option(None, "most requests running at once (default: 128 on a GPU, 8 on a CPU)")
     max_num_batched_tokens: int | None = _option(
-        None,
-        "tokens of one step; longer prompts are prefilled in chunks (default: 4096, 2048 with drafts by load; CPU: 256)",
+        None, "tokens of one step; longer prompts come in chunks (default: 4096, 2048 with drafts by load; CPU: 256)"
     )
     enable_mixed_batch: bool = _option(
         True, "let a step prefill and decode; without it a step does one or the other, prompts first"
