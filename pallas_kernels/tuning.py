@@ -50,7 +50,7 @@ class Tuning:
         head_kernel_tokens: up to this many tokens, the norms and the rotation of grouped-query attention's heads and the writes
             to its caches are one kernel of ours.
         delta_chunk_kernel: whether prompts of the gated delta rule walk over their chunks in a kernel of ours.
-        bounded_draws: whether a draw takes logarithms only of columns that may win.
+        bounded_draws: whether a draw looks only at columns that may win.
         rule_kernel: whether requests' rules for their logits are a kernel of ours, which touches only rows that have some.
         schedule_kernel: whether the schedule of split attention is a kernel of ours.
         peer_sum_bytes: sums over several devices of up to this many bytes are a kernel of ours, in the step's graph; 0: none.

@@ -40,7 +40,7 @@ def gumbel_argmax(
 ) -> jax.Array:
     """Draws from softmax(logits / temperature), or from what a rejected draft leaves of it, by the Gumbel-max trick.
 
-    The noise is `jax.random.gumbel`'s for the row's key: a draw depends on the row alone.
+    The noise follows from the row's key and an id alone (see noise.py): a draw depends on the row alone.
 
     Args:
         logits: [N, V].

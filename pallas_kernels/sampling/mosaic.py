@@ -4,9 +4,8 @@ XLA reads the logits once for each statistic, and draws noise for greedy rows to
 millisecond. Here a thread block reads a part of a row once. Every thread keeps the statistics of its own columns, threads
 combine theirs once, at the end, and XLA joins the parts, which are a few numbers a row.
 
-With `Tuning.bounded_draws` a draw takes the logarithms of a vector's columns only where its random bits say that one of them
-may win, and draws bits only where the largest noise would make one win: see `noise`. Each warp decides for itself, from the
-best score that it has seen or that the row's likeliest column has.
+With `Tuning.bounded_draws` a draw looks at columns only where the random bits of their noise's block say that one of them may
+win: see `noise`. Each warp decides for itself, from the best score that it has seen or that the row's likeliest column has.
 """
 
 import functools
@@ -22,7 +21,7 @@ from pallas_kernels import tuning
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.keys import LEAST_KEY, LOG2_E, float_of, ordered
-from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
+from pallas_kernels.sampling.noise import QUAD, SPAN, VECTOR, Bar, BlockBits, bar_of, block_bits, block_of, depth
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts, resident_parts, widened
 from pallas_kernels.sampling.reference import Best, Drawn, LogitsStats, Residual
 from pallas_kernels.sampling.warps import any_in_warp, largest_in_warp
@@ -35,6 +34,8 @@ STATS_PER_SM = 5
 LOWEST = -1e30
 # Ids are kept as float32 beside the logits.
 MOST_IDS = 2**24
+# Vectors of a draw whose loads are in flight together: those that the blocks of noise of a span lie in.
+DRAWN_AT_ONCE = SPAN // VECTOR
 # The logarithm of a probability that is less, with the largest noise, may be one of few bits. Such scores stop no column.
 LEAST_SURE = -64.0
 
@@ -208,7 +209,7 @@ def _best_of_row(
 ) -> Drawn:
     """`gumbel_best`; with `first_column` None the columns are counted from 0."""
     R, V = temperature.shape[0], logits.shape[1]
-    parts = Parts(R, V, 4, 1)
+    parts = Parts(R, V, 4, DRAWN_AT_ONCE, vec_size=QUAD)
     adjusts, bounded = residual is not None, tuning.current().bounded_draws
     outputs = 4 if adjusts else 2
     logits = own_rows(logits)
@@ -230,14 +231,14 @@ def _best_of_row(
             log_z = given.log_z[row] if given and dense else None
             cut = None if cut_of is None else cut_of[source]
 
-            def bits_of(columns):
-                return threefry(key, columns if first is None else columns + first[0])
+            def ids_of(columns):
+                return columns if first is None else columns + first[0]
 
-            def scores_of(x, columns, bits, log_q):
+            def scores_of(x, columns, log_q, bits):
                 tempered = x / divisor
                 if cut is not None:
                     tempered = jnp.where(ordered(x) >= cut, tempered, -jnp.inf)
-                noise = noise_of(bits)
+                noise = bits.noise_of(key, ids_of(columns))
                 if given and not dense:
                     return [jnp.where(columns == given.excluded[row], -jnp.inf, tempered + noise)]
                 if given and dense:
@@ -251,56 +252,107 @@ def _best_of_row(
                     score = jnp.where(score > LEAST_SURE, score, -jnp.inf)
                 return bar_of(score, divisor, log_z)
 
+            def bits_of(columns):
+                return block_bits(key, block_of(ids_of(columns)))
+
             def likely_score():
                 column = lax.min(lax.max(likely[source], i32(0)), i32(V - 1))
                 log_q = given.log_q[given.q_rows[row], column] if given and dense else None
-                *_, score = scores_of(logits[source, column].astype(f32), column, bits_of(column), log_q)
+                *_, score = scores_of(logits[source, column].astype(f32), column, log_q, bits_of(column))
                 return jnp.where(column == likely[source], score, -jnp.inf)
 
-            def look(j, x, columns, bits, found):
+            def look(j, bits, found):
+                columns = parts.columns(j)
                 log_q = parts.load(given.log_q, given.q_rows[row], j) if given and dense else None
+                scores = scores_of(parts.load(logits, source, j), columns, log_q, bits)
                 kept = []
-                for (best, column), score in zip(found, scores_of(x, columns, bits, log_q), strict=True):
+                for (best, column), score in zip(found, scores, strict=True):
                     better = (columns >= j * parts.width) & (score > best)
                     kept.append((jnp.where(better, score, best), jnp.where(better, columns.astype(f32), column)))
                 return tuple(kept)
 
             nothing = ((parts.fill(-jnp.inf), parts.fill(0.0)),) * (2 if dense else 1)
+            first_vector = part * parts.vectors
             if not bounded:
 
-                def every(i, found):
-                    j = part * parts.vectors + i
-                    columns = parts.columns(j)
-                    return look(j, parts.load(logits, source, j), columns, bits_of(columns), found)
+                def every(j, found):
+                    return look(j, bits_of(parts.columns(j)), found)
 
-                return lax.fori_loop(0, parts.vectors, every, nothing)
+                return lax.fori_loop(first_vector, first_vector + parts.vectors, every, nothing)
 
-            # A block of one vector would wait for it longer than it takes.
-            least = likely_score() if parts.vectors > 1 else f32(-jnp.inf)
-            slope, offset = bar(least)
+            def kept_only(x):
+                return x if cut is None else jnp.where(ordered(x) >= cut, x, f32(-jnp.inf))
+
+            # Whole spans, each block of which one thread has; the vectors after them are looked at one by one.
+            spans = lax.div(i32(V // SPAN * DRAWN_AT_ONCE) - first_vector, i32(DRAWN_AT_ONCE))
+            spans = lax.max(lax.min(spans, i32(parts.vectors // DRAWN_AT_ONCE)), i32(0))
+            if first is not None:
+                spans = jnp.where(first[0] & (SPAN - 1) == 0, spans, 0)
+            lane = plgpu.broadcasted_iota(i32, (parts.width,), 0, layout=parts.layout)
+
+            def span_at(i):
+                """Its vectors' logits, and its blocks' bits."""
+                j = first_vector + i * DRAWN_AT_ONCE
+                xs = [kept_only(parts.load(logits, source, j + n)) for n in range(DRAWN_AT_ONCE)]
+                span = ids_of(j * parts.width) >> SPAN.bit_length() - 1
+                return j, xs, block_bits(key, span * (VECTOR // QUAD) + (lane >> 2))
+
+            def with_most_noise(i, carry):
+                """Of each block the id with the most noise, and of these, of each thread's, about the best."""
+                most, x, of_least = carry
+                j, xs, bits = span_at(i)
+                new = parts.fill(-jnp.inf)
+                for n, each in enumerate(xs):
+                    chosen = bits.have(n * QUAD + (lane & (QUAD - 1)))
+                    if given:
+                        chosen = chosen & (parts.columns(j + n) != given.excluded[row])
+                    new = jnp.where(chosen, each, new)
+                about = new * slope - depth(bits.of_least)
+                better = about > most
+                return tuple(jnp.where(better, *pair) for pair in ((about, most), (new, x), (bits.of_least, of_least)))
+
+            slope = bar(f32(-jnp.inf)).slope
+            if dense:
+                least = likely_score()
+            else:
+                none = (parts.fill(-jnp.inf), parts.fill(-jnp.inf), parts.fill(0, i32))
+                _, x, of_least = lax.fori_loop(i32(0), spans, with_most_noise, none)
+                least = (x / divisor + BlockBits(of_least, of_least).noise()).max()
 
             def raised(found):
                 best, _ = found[-1]
-                return found, bar(lax.max(least, float_of(largest_in_warp(ordered(best), **warp)))).offset
+                return bar(lax.max(least, float_of(largest_in_warp(ordered(best), **warp)))).offset
 
-            def step(i, carry):
-                found, offset, x = carry
-                j = part * parts.vectors + i
-                columns, following = parts.columns(j), parts.load(logits, source, j + 1)
-                most = Bar(slope, offset).at(x)
-                possible = jnp.logical_not(most < LEAST_DEPTH)
-                if cut is not None:
-                    possible = possible & (ordered(x) >= cut)
+            def may_win(x, bits, offset):
+                """Any of columns with logits x, or of those of which these are the largest, with this block's noise."""
+                return any_in_warp(jnp.logical_not(Bar(slope, offset).at(x) < depth(bits.of_least)), **warp)
 
-                def draw():
-                    bits = bits_of(columns)
-                    wins = any_in_warp(jnp.logical_not(most < depth(bits)), **warp)
-                    return lax.cond(wins, lambda: raised(look(j, x, columns, bits, found)), lambda: (found, offset))
+            def group(i, carry):
+                found, offset = carry
+                j, xs, bits = span_at(i)
 
-                return *lax.cond(any_in_warp(possible, **warp), draw, lambda: (found, offset)), following
+                def look_at_all():
+                    # Hardly ever, so that it may load them again.
+                    new = lax.fori_loop(j, j + DRAWN_AT_ONCE, lambda j, found: look(j, bits, found), found)
+                    return new, raised(new)
 
-            first_vector = parts.load(logits, source, part * parts.vectors)
-            return lax.fori_loop(0, parts.vectors, step, (nothing, offset, first_vector))[0]
+                return lax.cond(may_win(functools.reduce(jnp.maximum, xs), bits, offset), look_at_all, lambda: carry)
+
+            def vector(i, carry):
+                found, offset = carry
+                j = first_vector + i
+                bits = bits_of(parts.columns(j))
+
+                def look_at_it():
+                    new = look(j, bits, found)
+                    return new, raised(new)
+
+                return lax.cond(
+                    may_win(kept_only(parts.load(logits, source, j)), bits, offset), look_at_it, lambda: carry
+                )
+
+            carry = lax.fori_loop(i32(0), spans, group, (nothing, bar(least).offset))
+            return lax.fori_loop(spans * DRAWN_AT_ONCE, i32(parts.vectors), vector, carry)[0]
 
         def finish(found):
             for i, (best, column) in enumerate(found):

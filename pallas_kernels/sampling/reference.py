@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.sampling.keys import float_of, ordered, probability, weight
-from pallas_kernels.sampling.noise import noise_of, threefry
+from pallas_kernels.sampling.noise import noise_of
 from pallas_kernels.unrolling import repeated
 
 # Ids in a block of `likeliest`. Only a block's maximum is read until the block is known to hold a winner.
@@ -114,17 +114,11 @@ def logits_stats(logits: jax.Array, temperature: jax.Array, cuts: jax.Array | No
     )
 
 
-def gumbel(keys: jax.Array, size: int, first_column: jax.Array | None = None) -> jax.Array:
-    """Standard Gumbel noise float32 [R, size] of threefry keys uint32 [R, 2]; from `first_column` on, int32 [], if given."""
-    if first_column is not None:
-        words = lax.bitcast_convert_type(keys, jnp.int32)[..., None]
-        columns = jnp.broadcast_to(first_column + jnp.arange(size, dtype=jnp.int32), (keys.shape[0], size))
-        return noise_of(threefry((words[:, 0], words[:, 1]), columns))
-
-    def draw(key: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.wrap_key_data(key, impl="threefry2x32"), (size,), jnp.float32)
-
-    return jax.vmap(draw)(keys)
+def gumbel(keys: jax.Array, size: int, first_column: jax.Array | int = 0) -> jax.Array:
+    """Standard Gumbel noise float32 [R, size] of keys uint32 [R, 2], of the columns from `first_column`, int32 [], on."""
+    words = lax.bitcast_convert_type(keys, jnp.int32)[..., None]
+    columns = jnp.broadcast_to(first_column + jnp.arange(size, dtype=jnp.int32), (keys.shape[0], size))
+    return noise_of((words[:, 0], words[:, 1]), columns)
 
 
 def _of_draws(logits: jax.Array, rows: jax.Array | None, cuts: jax.Array | None) -> jax.Array:

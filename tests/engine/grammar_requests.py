@@ -146,7 +146,7 @@ def fits(request: Request, ids: Sequence[int], end: str) -> bool:
     name = request.id
     if name.startswith("thought"):
         if THOUGHT_END not in output:
-            return end == "length"
+            return end == "length" or output[-1] == EOS  # the thought may be the whole text
         opened = output[0] == next(iter(tokenizer().ids_of([OPENING])))
         assert opened == ("opened by the model" in name)
         output = output[output.index(THOUGHT_END) + 1 :]

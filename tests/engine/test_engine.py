@@ -90,7 +90,8 @@ def test_stop_ids_and_eos(solo):
 
 def test_max_tokens_and_context_limit():
     prompt = list(range(6, 16))
-    for params, count in ((SamplingParams(max_tokens=1), 1), (SamplingParams(max_tokens=None, ignore_eos=True), 502)):
+    for max_tokens, count in ((1, 1), (None, 502)):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         ids, logprobs, ends = run(make_engine(), [Request("r", prompt, params)])
         assert len(ids["r"]) == len(logprobs["r"]) == count
         assert ends["r"] == ("length", None)

@@ -234,7 +234,7 @@ def test_rows_with_rules_may_have_an_array_of_their_own(k, monkeypatch, tmp_path
 
 @pytest.mark.parametrize("k", SPECULATING)
 def test_preemption_rebuilds_the_counts(k):
-    engine = make_engine(usable_pages=9, k=k)
+    engine = make_engine(usable_pages=8, k=k)
     assert_equal_runs(run(engine, list(mixed_requests())), mixed_solo())
     assert engine.stats().num_preemptions > 0
 

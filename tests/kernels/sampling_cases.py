@@ -118,7 +118,7 @@ def draws(V: int, dtype, *, residual: bool) -> tuple:
 
     With residuals: p - q, p - q where both are equal, p without an id, and p.
     """
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(2)
     logits = logits_of(6, V, dtype)[:3]
     rows = jnp.asarray([2, 0, 1, 1, 0, 2], jnp.int32)
     temperature = jnp.asarray([1.0, 0.7, 1.3, 1.0, 1.0, 0.5], jnp.float32)

@@ -12,7 +12,17 @@ from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, parts, reference
 from pallas_kernels.sampling.cutoffs import cutoffs
 from pallas_kernels.sampling.likeliest import likeliest
-from pallas_kernels.sampling.noise import LEAST_DEPTH, Bar, bar_of, depth, noise_of, threefry
+from pallas_kernels.sampling.noise import (
+    BLOCK,
+    Bar,
+    bar_of,
+    block_bits,
+    block_of,
+    depth,
+    exponential,
+    noise_of,
+    threefry,
+)
 from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, interpreted
 from tests.kernels.sampling_cases import (
@@ -91,9 +101,9 @@ def test_only_what_is_kept_is_drawn(residual):
 )
 def test_columns_left_out_would_not_win(monkeypatch, residual, kept, dtype):
     """In blocks of several vectors, where all columns are about as good as what was seen before."""
-    monkeypatch.setattr(parts, "multiprocessors", lambda: 4)
-    case = close_draws(size := 3000, dtype, residual=residual)
-    assert parts.Parts(len(case[1]), size, 4, 1).vectors == 3
+    monkeypatch.setattr(parts, "multiprocessors", lambda: 1)
+    case = close_draws(size := 5000, dtype, residual=residual)
+    assert parts.Parts(len(case[1]), size, 4, mosaic.DRAWN_AT_ONCE).vectors == 12  # two spans, and one that overlaps
     cuts = cuts_of(case[0]) if kept else None
     bounded = dataclasses.replace(tuning.current(), bounded_draws=True)
     mosaic.gumbel_argmax.clear_cache()
@@ -116,29 +126,33 @@ def test_columns_left_out_would_not_win(monkeypatch, residual, kept, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "residual", "kept"),
+    ("kernel", "residual", "kept", "size"),
     [
-        (False, False, False),
-        (False, True, True),
-        pytest.param(True, True, True, marks=interpreted),
-        pytest.param(True, False, False, marks=[interpreted, pytest.mark.full]),
+        (False, False, False, V),
+        (False, True, True, V),
+        pytest.param(True, True, True, V, marks=interpreted),
+        pytest.param(True, False, False, 4096, marks=interpreted),  # a part begins with a span
+        pytest.param(True, True, False, 4096, marks=[interpreted, pytest.mark.full]),
+        pytest.param(True, False, False, V, marks=[interpreted, pytest.mark.full]),
     ],
 )
-def test_parts_of_rows_draw_what_rows_draw(monkeypatch, kernel, residual, kept):
+def test_parts_of_rows_draw_what_rows_draw(monkeypatch, kernel, residual, kept, size):
     """Each part with the noise of its own columns, its best against the best of the others."""
-    monkeypatch.setattr(parts, "multiprocessors", lambda: 1)  # blocks of two vectors
-    case = draws(2 * V, jnp.bfloat16, residual=residual)
+    monkeypatch.setattr(parts, "multiprocessors", lambda: 1)  # one block
+    case = draws(2 * size, jnp.bfloat16, residual=residual)
     cuts, wanted, drawn_of_parts = cuts_of(case[0]) if kept else None, np.asarray(case[4]), []
     for i in range(2):
-        part, first = part_of(case, i * V, V), jnp.int32(i * V)
+        part, first = part_of(case, i * size, size), jnp.int32(i * size)
         drawn = reference.gumbel_best(*part, cuts, first)
         if kernel:
-            drawn = mosaic.gumbel_best(*part, cuts, first, interpret=detect_races())
+            mosaic.gumbel_best.clear_cache()
+            with tuning.use(dataclasses.replace(tuning.current(), bounded_draws=True)):
+                drawn = mosaic.gumbel_best(*part, cuts, first, interpret=detect_races())
             assert_no_races(drawn)
         drawn_of_parts.append(drawn)
-    got = joined(drawn_of_parts, V, np.asarray(case[-1].dense) if residual else None)
+    got = joined(drawn_of_parts, size, np.asarray(case[-1].dense) if residual else None)
     np.testing.assert_array_equal(got[wanted], np.asarray(reference.gumbel_argmax(*case, cuts))[wanted])
-    assert len({*(got[wanted] // V)}) == 2
+    assert len({*(got[wanted] // size)}) == 2
 
 
 @interpreted
@@ -187,14 +201,53 @@ def test_likeliest_interpreted(monkeypatch, size, count, dtype, device):
     assert_no_races(got)
 
 
-def test_noise_is_that_of_jax():
-    """Bit for bit: which implementation draws must not matter."""
+def words_of(keys: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    words = jnp.asarray(keys.view(np.int32))
+    return words[..., 0, None], words[..., 1, None]
+
+
+def test_random_words_are_threefry_s():
+    """As jax has them: its bits of the element number n are both words of (0, n), xor-ed."""
     keys = np.random.default_rng(0).integers(0, 2**32, (3, 2), np.uint32)
-    want = reference.gumbel(jnp.asarray(keys), 5000)
-    for key, noise in zip(keys.view(np.int32), want, strict=True):
-        words = (jnp.int32(key[0]), jnp.int32(key[1]))
-        got = noise_of(threefry(words, jnp.arange(5000, dtype=jnp.int32)))
-        np.testing.assert_array_equal(got, noise)
+    x, y = threefry(words_of(keys), 0, jnp.arange(5000, dtype=jnp.int32)[None])
+    for key, bits in zip(keys, np.asarray(x ^ y), strict=True):
+        want = jax.random.bits(jax.random.wrap_key_data(jnp.asarray(key), impl="threefry2x32"), (5000,), jnp.uint32)
+        np.testing.assert_array_equal(bits.view(np.uint32), want)
+
+
+def test_a_block_is_what_a_thread_loads_of_a_span():
+    blocks = np.asarray(block_of(jnp.arange(3 * 2048, dtype=jnp.int32)))
+    assert np.bincount(blocks).tolist() == [BLOCK] * 384
+    assert np.flatnonzero(blocks == 129).tolist() == [2048 + 512 * i + 4 + k for i in range(4) for k in range(4)]
+
+
+def test_noise_is_gumbel_s_and_independent():
+    """Of ids in a block too: the distribution of each, of pairs, and of which is the largest."""
+    N = 100_000
+    keys = np.random.default_rng(0).integers(0, 2**32, (N, 2), np.uint32)
+    # Three of a block, and one of another.
+    noise = np.asarray(noise_of(words_of(keys), jnp.asarray([[5, 6, 5 + 512, 9]], jnp.int32)))
+    uniform = np.exp(-np.exp(-noise.astype(np.float64)))
+    for column in uniform.T:
+        # Kolmogorov-Smirnov, beyond which 1e-6 of samples are.
+        assert abs(np.sort(column) - (np.arange(N) + 0.5) / N).max() < 2.7 / N**0.5
+    cells = (uniform * 4).astype(int)
+    for i in range(4):
+        for j in range(i):
+            counts = np.bincount(4 * cells[:, i] + cells[:, j], minlength=16)
+            assert ((counts - N / 16) ** 2 / (N / 16)).sum() < 60  # chi-square, 15 degrees of freedom: 2e-7
+    wins = np.bincount((noise + np.log([1, 2, 3, 4])).argmax(axis=1))
+    assert abs(wins / N - np.array([1, 2, 3, 4]) / 10).max() < 5 * 0.5 / N**0.5
+
+
+def test_the_least_of_a_block_is_known_from_its_bits():
+    keys = np.random.default_rng(1).integers(0, 2**32, (50, 2), np.uint32)
+    ids = np.flatnonzero(np.asarray(block_of(jnp.arange(2048, dtype=jnp.int32))) == 77)
+    noise = np.asarray(noise_of(words_of(keys), jnp.asarray(ids, jnp.int32)[None]))
+    bits, place = (np.asarray(word)[:, 0] for word in block_bits(words_of(keys), jnp.full((1, 1), 77, jnp.int32)))
+    np.testing.assert_array_equal(noise.argmax(axis=1), place & (BLOCK - 1))
+    u = (bits.view(np.uint32) >> 9) / 2**23
+    np.testing.assert_allclose(noise.max(axis=1), -np.log(-np.log(u) / BLOCK), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -204,7 +257,7 @@ def test_bars_stop_no_winner_and_most_others():
     bits = jnp.asarray(rng.integers(-(2**31), 2**31, N), jnp.int32)
     # The largest and least noise too: u = 1 - 2**-23, and u = 0.
     bits = bits.at[:3].set(jnp.asarray([-1, -1 << 9, 0]))
-    noise = noise_of(bits)
+    noise = -jnp.log(exponential(bits) / BLOCK)
     temperature = jnp.asarray(10 ** rng.uniform(-8, 8, N), jnp.float32)
     tempered = jnp.asarray(10 ** rng.uniform(-3, 6, N) * rng.choice([-1, 1], N), jnp.float32)
     logits = (tempered * temperature).at[3:100].set(0.0)
@@ -218,10 +271,9 @@ def test_bars_stop_no_winner_and_most_others():
     assert not stopped(jnp.log(jnp.exp(logits / temperature - log_z)) + noise, log_z).any()
     assert not stopped(jnp.full(N, -jnp.inf), None).any()
     assert not stopped(jnp.full(N, jnp.nan), None).any()
-    winners = np.asarray((noise > 3) & (abs(score) < 1e3))
+    winners = np.asarray((noise > 3 + np.log(BLOCK)) & (abs(score) < 1e3))
     assert winners.sum() > 1000
     assert stopped(score + 0.2, None)[winners].all()
-    assert np.asarray(depth(bits)).min() == LEAST_DEPTH == np.asarray(depth(bits[:1]))
 
 
 @pytest.mark.slow
