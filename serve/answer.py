@@ -173,15 +173,19 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_events(send, scope.get(SEND_KEY, send)))
+            await until_disconnect(receive, self._send_events(send, scope.get(SEND_KEY)))
         finally:
             self._engine.release(self._generation)
             await self._events.aclose()
 
-    async def _send_events(self, send: Send, send_body: Send) -> None:
+    async def _send_events(self, send: Send, send_event: Callable[[bytes], Coroutine[Any, Any, None]] | None) -> None:
+        async def through_send(event: bytes) -> None:  # where the connection is another server's
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        send_event = send_event or through_send
         async for event in self._events:
-            await send_body({"type": "http.response.body", "body": event, "more_body": True})
+            await send_event(event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

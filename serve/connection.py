@@ -1,6 +1,8 @@
 """One HTTP connection: uvicorn's, with bounds on its time and its unread output, strict framing, and OpenAI's error body."""
 
+import contextlib
 import json
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,8 @@ from serve.errors import ApiError, unavailable
 
 if TYPE_CHECKING:
     import asyncio
+
+    from starlette.types import Receive, Scope, Send
 
     from serve.connection_table import ConnectionTable
 
@@ -25,8 +29,8 @@ _CLOSING_SECONDS = 1.0
 _REFUSED_SECONDS = 1.0
 
 
-# In an ASGI scope: the task of the handler, which is cancelled when its connection ends; and the server's own `send`, for the
-# events of a stream, which no middleware looks at.
+# In an ASGI scope: the task of the handler, which is cancelled when its connection ends; and `Connection.send_event`, for
+# the events of a stream, which no middleware looks at.
 TASK_KEY, SEND_KEY = "jaxspec.task", "jaxspec.send"
 
 
@@ -46,9 +50,15 @@ class StrictH11(h11.Connection):
         self._answers_in_chunks = False
         self.num_requests = 0
 
+    def frame(self, data: bytes) -> bytes:
+        """A part of an answer's body, as it is sent."""
+        if self._answers_in_chunks and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        return super().send(h11.Data(data=data)) or b""
+
     def send(self, event: Any) -> bytes | None:  # type: ignore[override]
-        if type(event) is h11.Data and self._answers_in_chunks and self.our_state is h11.SEND_BODY:
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        if type(event) is h11.Data:
+            return self.frame(event.data)
         sent = super().send(event)
         if type(event) is h11.Response:  # h11 has chosen the framing
             self._answers_in_chunks = sent is not None and b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
@@ -104,11 +114,15 @@ class Connection(H11Protocol):
         self._phase: tuple[str, int] | None = None
         self._phase_since = 0.0
         self._sending = SendWatch(table.limits.send_timeout)
+        self._app, self.app = self.app, self._serve
+        self._descriptor: int | None = None  # of the socket, where what is written to it goes to the client as it is
 
     # --- what asyncio and uvicorn call ---
 
     def connection_made(self, transport: "asyncio.Transport") -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.scheme == "http" and (sock := transport.get_extra_info("socket")) is not None:
+            self._descriptor = sock.fileno()
         if self._table.admit(self):
             return
         self._refused = True
@@ -141,6 +155,34 @@ class Connection(H11Protocol):
             self.abort()  # `close` would wait for the reader
         else:
             super().timeout_keep_alive_handler()
+
+    # --- what a stream calls ---
+
+    async def send_event(self, event: bytes) -> None:
+        """Sends a part of the body of the answer that runs; waits while its client takes nothing.
+
+        Where nothing else waits to be sent, the socket is written to here. uvloop's own write keeps Python's lock during the
+        system call, which is half of what an event costs, and the engine's thread would wait for it.
+        """
+        cycle = self.cycle
+        if self.flow.write_paused and not cycle.disconnected:
+            await self.flow.drain()
+        if cycle.disconnected:
+            return
+        framed = self._parser.frame(event)
+        transport = self.transport
+        if self._descriptor is not None and not (transport.is_closing() or transport.get_write_buffer_size()):
+            # What is wrong, if anything, the transport finds out.
+            with contextlib.suppress(OSError):
+                framed = framed[os.write(self._descriptor, framed) :]
+        if framed:
+            transport.write(framed)
+
+    # --- ---
+
+    async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        scope[SEND_KEY] = self.send_event
+        await self._app(scope, receive, send)
 
     def _should_upgrade(self) -> bool:
         return False  # the header is ignored, without uvicorn's two warnings for each request

@@ -203,18 +203,25 @@ class EngineThread:
 
     def _deliver(self, outputs: Sequence[tuple[Generation, Choice, RequestOutput]]) -> None:
         waited = [choice for _, choice, _ in outputs if not choice.scheduled]
+        behind: set[Generation] = set()
         for generation, choice, output in outputs:
+            if choice.pending.ids:
+                behind.add(generation)
             self._metrics.record(choice, output)
             if output.finish_reason is FinishReason.ERROR:
                 self._metrics.record_failure()
                 self._log.warning("the engine failed a request: %s, id=%s", output.error, generation.http_id)
             generation.put(choice, output)
         self._on_started(sum(choice.scheduled for choice in waited))
-        self._bound_unread({generation for generation, _, _ in outputs})
+        self._bound_unread(behind)
 
-    def _bound_unread(self, grown: set[Generation]) -> None:
-        """Clients that do not read their streams may not hold more than so much memory, each and together."""
-        slow = [generation for generation in grown if generation.unread > self._max_unread]
+    def _bound_unread(self, behind: set[Generation]) -> None:
+        """Clients that do not read their streams may not hold more than so much memory, each and together.
+
+        Args:
+            behind: those that had not read what they had when more came.
+        """
+        slow = [generation for generation in behind if generation.unread > self._max_unread]
         now = time.monotonic()
         if now - self._unread_checked > _UNREAD_CHECK_SECONDS:
             self._unread_checked = now

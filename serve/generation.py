@@ -63,7 +63,8 @@ class Delta:
         self.logprobs += output.new_logprobs
         self.alternatives += output.new_alternatives
         self.offsets += output.new_text_offsets or [0] * len(output.new_ids)
-        self.accepted += (i < output.num_accepted for i in range(len(output.new_ids)))
+        count, accepted = len(output.new_ids), output.num_accepted
+        self.accepted += [True] * accepted + [False] * (count - accepted)
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.finish_reason = output.finish_reason
 

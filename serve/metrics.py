@@ -12,6 +12,7 @@ from jaxspec.engine.output import FinishReason
 from serve.generation import Choice
 from serve.http_metrics import HttpMetrics
 from serve.request_metrics import times_of
+from serve.token_gaps import TokenGaps
 
 if TYPE_CHECKING:
     from jaxspec.engine.acceptance import Acceptance
@@ -89,7 +90,9 @@ class Metrics(Collector):
         )
         self._failures = failures.labels(**self._labels)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _FIRST_TOKEN)
-        self._inter_token = self._histogram("inter_token_latency_seconds", "Time between two tokens", _PER_TOKEN)
+        name = f"{prefix}:inter_token_latency_seconds"
+        self._inter_token = TokenGaps(name, "Time between two tokens", self._labels, _PER_TOKEN)
+        self._registry.register(self._inter_token)
         self._per_output_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time between two tokens of a request", _PER_TOKEN
         )
@@ -151,8 +154,7 @@ class Metrics(Collector):
                 self._first_token.observe(output.time - choice.submission.arrival_time)
                 self._record_prompt(len(choice.submission.prompt_ids), output.num_cached_tokens)
             else:
-                for _ in range(new):
-                    self._inter_token.observe((output.time - choice.last_token_time) / new)
+                self._inter_token.add((output.time - choice.last_token_time) / new, new)
             choice.last_token_time = output.time
         if output.finish_reason is not None and output.stats is not None:
             self._success.labels(**self._labels, finished_reason=output.finish_reason.value).inc()

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.errors import SHOWN_CHARACTERS
-from serve.connection import SEND_KEY, TASK_KEY
+from serve.connection import TASK_KEY
 from serve.errors import ApiError, error_response, server_error, unavailable
 from serve.paths import route_path
 from serve.request_info import RequestInfo, set_request_info
@@ -60,7 +60,7 @@ class RequestContext:
         quiet = route_path(scope) in _QUIET_PATHS
         status, start = 0, time.monotonic()
         set_request_info(RequestInfo(request_id, start))
-        scope[TASK_KEY], scope[SEND_KEY] = asyncio.current_task(), send
+        scope[TASK_KEY] = asyncio.current_task()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
