@@ -8,6 +8,7 @@ import contextlib
 import enum
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,12 @@ _UNREAD_CHECK_SECONDS = 1.0
 # An engine that has had no work for so long looks after steps that have been compiled since its start, and again after as
 # long: not between two requests of a client that sends one after the other.
 _PREPARE_SECONDS = 0.1
+# And so long, what makes structured outputs quicker and holds all of Python up meanwhile, for half a second.
+_GROW_SECONDS = 2.0
+
+# Python gives its lock to a waiting thread after this long (5 ms by default). A step must wait neither for a thread that
+# traces another nor for the event loop.
+_SWITCH_SECONDS = 0.0001
 
 _News = list[tuple[Generation, Choice, RequestOutput]]
 
@@ -252,6 +259,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self.model = self._load(self._on_progress)
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
             self._publish()
             self._call(self._enter, Phase.READY)
             self._serve()
@@ -267,14 +275,18 @@ class EngineThread:
     def _serve(self) -> None:
         assert self.model is not None
         engine, preparing = self.model.engine, True
+        grow = self.model.grammars.grow if self.model.grammars else None
         news: _News = []  # not delivered yet
         while not self._stopping:
             if not engine.steps_in_flight:
                 news = self._hand_over(news)
             if engine.has_work:
                 self._run_commands(0)
-            elif not self._run_commands(_PREPARE_SECONDS if preparing else None):
-                preparing = engine.prepare()
+            elif preparing:
+                if not self._run_commands(_PREPARE_SECONDS):
+                    preparing = engine.prepare()
+            elif not self._run_commands(_GROW_SECONDS if grow else None) and not (grow and grow()):
+                grow = None
             if not engine.has_work:
                 self._publish()
                 continue

@@ -91,7 +91,7 @@ def load_model(
     from jaxspec.llm import LLM
 
     llm = LLM(model, config, revision=revision, progress=progress, wait_for_all=False, **defaults)
-    # Here, because it keeps all else that is Python waiting.
+    # Here, because it keeps all else that is Python waiting. Where no request runs, the engine thread builds more of it.
     llm.grammars.prepare()
     return ServedModel(
         llm.engine,

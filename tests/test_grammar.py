@@ -184,10 +184,15 @@ def test_one_grammar_serves_many_requests():
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_grammar_is_compiled_once_a_tree(threads, monkeypatch):
+@pytest.mark.parametrize("built", ["when needed", "before"])
+def test_a_grammar_is_compiled_once_a_tree(threads, built, monkeypatch):
     """What uses one tree cannot fill masks at the same time: requests take by turns what there is, and so do grammars."""
     monkeypatch.setattr("jaxspec.grammar.compiler.MASK_THREADS", threads)
     compiler = GrammarCompiler(TOKENIZER, V, [EOS])
+    if built == "before":
+        assert not compiler.grow(), "there is no first tree"
+        compiler.prepare()
+        assert [compiler.grow() for _ in range(threads)] == [*[True] * (threads - 2), *[False] * min(threads, 2)]
     given = []
     for _ in range(4 * threads):
         given.append(compiler.compile(StructuredOutputsParams(regex="ab+c")))

@@ -229,9 +229,10 @@ class Runner:
         return self._preparation.num_pending
 
     def compile_ahead(self) -> None:
-        """Threads get the executables of the `first_buckets` while the parameters are still on their way; `warm_up` waits for
-        them. Only on a GPU: a CPU has no cores to spare."""
-        self._preparation.begin(first_buckets(self.buckets))
+        """Threads get the executables of the `first_buckets` while the parameters are still on their way, and those others
+        that an earlier start compiled; `warm_up` waits for them. Only on a GPU: a CPU has no cores to spare."""
+        first = first_buckets(self.buckets)
+        self._preparation.begin(first, [bucket for bucket in self.executables if bucket not in first])
 
     def warm_up(
         self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
@@ -244,7 +245,8 @@ class Runner:
             progress: called when a bucket is ready.
             announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
                 at the same time as `progress`.
-            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and the rest follow after `go_on`.
+            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and what `compile_ahead` has found kept; the
+                rest follow after `go_on`.
                 Their first runs are `install_prepared`'s, or steps of requests that never pause. (A CPU has few buckets, and no
                 cores to spare.)
 
@@ -264,7 +266,7 @@ class Runner:
             self.state = self._copies.warm_up(self.state, self.store)
         every = self.executables
         all_first = wait_for_all or self._group or not self.settings.on_gpu
-        first = every if all_first else first_buckets(self.buckets)
+        first = every if all_first else (*first_buckets(self.buckets), *self._preparation.found())
         self._late = tuple(bucket for bucket in every if bucket not in first)
 
         def use(bucket: Bucket, executable: Executable) -> None:

@@ -1,7 +1,8 @@
 """Before the first request: every bucket's executable is loaded or compiled, and run on padding.
 
-A server need not wait for all of them. It is ready with those that hold every plan and the usual numbers of decode rows;
-threads get the others while no request runs, and the runner takes each into its table between two steps. Until then the
+A server need not wait for all of them. It is ready with those that hold every plan and the usual numbers of decode rows, and
+with what an earlier start compiled; threads get the others while no request runs, and the runner takes each into its table
+between two steps. Until then the
 next larger bucket serves. Loading, tracing and first runs stop steps for tens of milliseconds and more, so under requests that
 never pause they begin one by one, seconds apart.
 """
@@ -30,8 +31,6 @@ logger = logging.getLogger("jaxspec.warmup")
 
 # A decode step of one request, and of a few; the largest number is always among the first.
 FIRST_DECODE_ROWS = (1, 8)
-# Python gives its lock to a waiting thread after this long (5 ms by default): a step must not wait for a tracing thread.
-_SWITCH_SECONDS = 0.0001
 # Requests that follow each other within so long are one load; also how long a server that has just become ready waits for the
 # first ones.
 _QUIET_SECONDS = 2.0
@@ -98,6 +97,7 @@ class Preparation:
         self._unsaved: list[tuple[Bucket, Executable]] = []
         self._threads: list[threading.Thread] = []
         self._begun: dict[concurrent.futures.Future[tuple[Executable, bool]], Bucket] = {}
+        self._sought: dict[Bucket, concurrent.futures.Future[Executable | None]] = {}
         self.num_kept = self._num_preparing = 0
         # Since when no request runs, None while one does; and when an executable was last got, or taken, under load.
         self._quiet_since: float | None = time.monotonic()
@@ -116,11 +116,27 @@ class Preparation:
         elif self._quiet_since is None:
             self._quiet_since = time.monotonic()
 
-    def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Threads get these already; `run` takes them when they are there. Not on a CPU: see `run`."""
+    def begin(self, buckets: Sequence[Bucket], others: Sequence[Bucket] = ()) -> None:
+        """Threads get these already; `run` takes them when they are there. Not on a CPU: see `run`.
+
+        Args:
+            others: of these, what is kept; see `found`.
+        """
         pool = concurrent.futures.ThreadPoolExecutor(max(1, len(buckets)), "ahead")
         self._begun = {pool.submit(self._get, bucket): bucket for bucket in _longest_first(buckets)}
         pool.shutdown(wait=False)
+        loading = concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "kept")
+        self._sought = {bucket: loading.submit(self._load, bucket) for bucket in others}
+        loading.shutdown(wait=False)
+
+    def found(self) -> list[Bucket]:
+        """Those of the others that an earlier start had compiled. Waits until all have been looked for."""
+        return [bucket for bucket, future in self._sought.items() if future.result() is not None]
+
+    def _find(self, bucket: Bucket) -> Executable | None:
+        """What is kept, looked for once."""
+        sought = self._sought.pop(bucket, None)
+        return self._load(bucket) if sought is None else sought.result()
 
     def _get(self, bucket: Bucket) -> tuple[Executable, bool]:
         """An executable, and whether it was kept."""
@@ -153,7 +169,7 @@ class Preparation:
                     progress(next(done), len(buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
 
         missing, self.num_kept = [], 0
-        for bucket, kept in _in_threads(self._load, [b for b in buckets if b not in begun.values()]):
+        for bucket, kept in _in_threads(self._find, [b for b in buckets if b not in begun.values()]):
             if kept is None:
                 missing.append(bucket)
             else:
@@ -220,8 +236,6 @@ class Preparation:
         # Half of the cores: XLA compiles a step for tens of seconds, most of it without Python's lock.
         count = max(1, min(len(buckets), (os.cpu_count() or 1) // 2))
         self._threads = [threading.Thread(target=work, name=f"warm-up {i}", daemon=True) for i in range(count)]
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
         atexit.register(self.stop)
         for thread in self._threads:
             thread.start()
@@ -272,6 +286,8 @@ class Preparation:
         self._stopping.set()
         for future in self._begun:
             future.cancel()
+        for sought in self._sought.values():
+            sought.cancel()
         deadline = time.monotonic() + _STOP_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

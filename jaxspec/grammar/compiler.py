@@ -49,8 +49,8 @@ class GrammarCompiler:
     """Compiles grammars; from any thread.
 
     Whatever uses one tree of the vocabulary shares a lock, so there are `MASK_THREADS` trees, which grammars take by
-    turns. Those that `prepare` has not built are built when they are needed; nothing else in Python runs meanwhile, for
-    about a second with 160,000 ids and half of that for each further tree.
+    turns. Those that `prepare` and `grow` have not built are built when they are needed; nothing else in Python runs meanwhile,
+    for about a second with 160,000 ids and half of that for each further tree.
 
     Args:
         tokenizer: None where the model has none: then every grammar is refused.
@@ -70,14 +70,25 @@ class GrammarCompiler:
         )
 
     def prepare(self) -> None:
-        """Builds all trees, where the model has a tokenizer and an end of text; where it cannot, requests are told why."""
+        """Builds the first tree, where the model has a tokenizer and an end of text; where it cannot, requests are told why."""
         if self._tokenizer is None or not self._eos:
             return
         try:
             with self._lock:
-                self._tree(MASK_THREADS - 1)
+                self._tree(0)
         except ModelFormatError as error:
             logger.warning("structured outputs will be refused: %s", error)
+
+    def grow(self) -> bool:
+        """Builds a further tree, where there is a first: for a moment at which nothing else wants to run.
+
+        Returns:
+            Whether another may come.
+        """
+        with self._lock:
+            if 0 < len(self._trees) < MASK_THREADS:
+                self._tree(len(self._trees))
+            return 0 < len(self._trees) < MASK_THREADS
 
     def compile(self, params: StructuredOutputsParams, preface: Preface = NO_PREFACE) -> CompiledGrammar:
         """Others may be given the same one. A grammar that is asked for again and again is compiled once for each tree.
