@@ -6,6 +6,7 @@ Towards the engine: commands, run between two steps. Back to the event loop: one
 import asyncio
 import contextlib
 import enum
+import gc
 import logging
 import queue
 import sys
@@ -260,6 +261,8 @@ class EngineThread:
         try:
             self.model = self._load(self._on_progress)
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_SECONDS))
+            # What loading made stays. To look through it for garbage stops every thread for 0.1 s and more.
+            gc.freeze()
             self._publish()
             self._call(self._enter, Phase.READY)
             self._serve()

@@ -31,11 +31,12 @@ _tracing = threading.Lock()
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
+def tracing(*, while_serving: bool) -> Iterator[None]:
     """For one thread at a time: Python's lock lets no two run, and the more want it, the longer a serving one waits.
 
     No garbage is collected meanwhile. A trace makes objects by the million and keeps most of them: looking through them takes
-    a sixth of its time, and stops every thread.
+    a sixth of its time, and stops every thread. While requests are served, nobody looks through them later either: what
+    a trace has left lives as long as the process.
     """
     with _tracing:
         collecting = gc.isenabled()
@@ -43,6 +44,8 @@ def tracing() -> Iterator[None]:
         try:
             yield
         finally:
+            if while_serving:
+                gc.freeze()
             if collecting:
                 gc.enable()
 
@@ -74,11 +77,11 @@ class Compiler:
     readback: bool
     quantised: bool
 
-    def compile(self, bucket: Bucket, may_trace: Callable[[], None] = lambda: None) -> Executable:
+    def compile(self, bucket: Bucket, may_trace: Callable[[], object] | None = None) -> Executable:
         """The step of a bucket, or the part of one, compiled anew.
 
         Args:
-            may_trace: returns when tracing may begin. Nothing else is traced meanwhile.
+            may_trace: where requests are served meanwhile: returns when tracing may begin. Nothing else is traced until then.
 
         Raises:
             ConfigError: it would have to run on plain XLA, which was not asked for.
@@ -116,8 +119,9 @@ class Compiler:
             donated, shardings = (1, 3) if forward_only else 1, jax.tree.map(lambda s: s.sharding, out)
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=shardings, keep_unused=forward_only)
             with self._exact(), use(self._backends) as chosen:
-                with tracing():
-                    may_trace()
+                with tracing(while_serving=may_trace is not None):
+                    if may_trace is not None:
+                        may_trace()
                     lowered = jitted.lower(*given)
                     kernels = kernel_compiler(self._device).begin(lowered) if self.settings.on_gpu else ()
                 wait_for(kernels)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic_gpu import lowering
-from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.mosaic.gpu import core, fragmented_array
 
 from pallas_kernels.compat import ask_ptxas_once
 from pallas_kernels.norm_linear.add_norm import add_norm
@@ -42,6 +42,17 @@ def test_a_kernel_is_lowered_once_for_all_steps(monkeypatch):
     jax.clear_caches()  # now jax traces the kernel again
     assert lowered(4) == first
     assert len(anew) == 3
+
+
+@pytest.mark.skipif(not hasattr(lowering, "lower_unpipelined_jaxpr_to_module"), reason="jax 0.10 lowers in another way")
+def test_a_kernel_has_the_text_that_jax_gives_it(monkeypatch):
+    """Where it is lowered for the first time, and where what is kept of it is used."""
+    jax.clear_caches()
+    first, again = lowered(4), lowered(4)
+    for module, name in ((lowering, "lower_unpipelined_jaxpr_to_module"), (core, "_run_serde_pass")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    jax.clear_caches()
+    assert first == again == lowered(4)
 
 
 def test_ptxas_is_asked_once(monkeypatch):
