@@ -160,13 +160,17 @@ class LocalServer:
 
 @contextmanager
 def local_server(
-    command: Sequence[str], env: Mapping[str, str] = os.environ, on_listening: Callable[[], None] = lambda: None
+    command: Sequence[str],
+    env: Mapping[str, str] = os.environ,
+    on_listening: Callable[[], None] = lambda: None,
+    on_line: Callable[[str], None] = lambda _line: None,
 ) -> Iterator[LocalServer]:
     """Runs a server for as long as the context; yields it once it is ready. Its output until then goes to stderr.
 
     Args:
         env: of its process.
         on_listening: called, in another thread, when it has said its address.
+        on_line: called there with each line that it prints, also later.
 
     Raises:
         ConfigError: the server ends before it is ready.
@@ -183,7 +187,7 @@ def local_server(
     )
     output: _Output | None = None
     try:
-        output = _Output(process, on_listening)
+        output = _Output(process, on_listening, on_line)
         yield LocalServer(output.wait_until_ready(), process.pid)
         if process.poll() is not None:
             print(f"the server ended by itself with code {process.returncode}:\n{output.tail}", file=sys.stderr)
@@ -206,9 +210,11 @@ def _stop(process: subprocess.Popen[str]) -> None:
 class _Output:
     """Reads everything that a server prints: a full pipe would block it."""
 
-    def __init__(self, process: subprocess.Popen[str], on_listening: Callable[[], None]):
+    def __init__(
+        self, process: subprocess.Popen[str], on_listening: Callable[[], None], on_line: Callable[[str], None]
+    ):
         self._process = process
-        self._on_listening = on_listening
+        self._on_listening, self._on_line = on_listening, on_line
         self._lines: deque[str] = deque(maxlen=_TAIL_LINES)
         self._url: str | None = None
         self._ready = False
@@ -223,6 +229,7 @@ class _Output:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.append(line)
+            self._on_line(line)
             if not self._ready:
                 sys.stderr.write(line)
             if self._url is None and line.startswith("Listening on "):

@@ -7,6 +7,7 @@ compiled). Of each start:
 - listening: from the start of the process to the line with its address;
 - ready: to an answer of 200 at /ready;
 - all: to the last executable that was still missing (`buckets_pending` is 0);
+- late: of each of these, seconds from when the server began to get them, by its log;
 - CPU: seconds of all threads of the process, from start to end.
 
 At ready a number of requests is sent at once, and the same number again when nothing is pending any more: "steady". Time
@@ -19,6 +20,7 @@ beginning of each start is recorded.
 import argparse
 import asyncio
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from bench.serving.endpoint import Endpoint
 
 _ALL_SECONDS = 900.0
+_LATE = re.compile(r"(?:compiled|loaded) \d+ of \d+ while serving, after ([\d.]+) s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,8 +103,14 @@ def time_server(arguments: argparse.Namespace, env: Mapping[str, str], seed: int
 
     before, load, started = _cpu_seconds(), os.getloadavg()[0], time.perf_counter()
     listening: list[float] = []
+    late: list[float] = []
+
+    def look_for_late(line: str) -> None:
+        if found := _LATE.search(line):
+            late.append(float(found[1]))
+
     command = server_command(arguments.model, arguments.engine_flags)
-    with local_server(command, env, lambda: listening.append(time.perf_counter())) as server:
+    with local_server(command, env, lambda: listening.append(time.perf_counter()), look_for_late) as server:
         ready = time.perf_counter() - started
         endpoint = Endpoint(server.url, trust_env=False)
         bursts = {}
@@ -115,6 +124,7 @@ def time_server(arguments: argparse.Namespace, env: Mapping[str, str], seed: int
         "listening_s": round(listening[0] - started, 2),
         "ready_s": round(ready, 2),
         "all_s": round(everything, 2),
+        "late_s": late,
         "cpu_s": round(_cpu_seconds() - before, 2),
         "load_average": round(load, 2),
         "requests": bursts,

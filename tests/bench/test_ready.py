@@ -30,6 +30,7 @@ def test_a_start_is_timed_and_its_requests_compared(tmp_path, monkeypatch, capsy
     out, caches = tmp_path / "ready.json", tmp_path / "caches"
     note = f"import os; open({str(caches)!r}, 'a').write(os.environ['JAXSPEC_CACHE'] + chr(10));"
     command = endpoint.server_command
+    note += "print('INFO jaxspec.warmup: compiled 1 of 2 while serving, after 3.5 s: a step', flush=True);"
     mock = lambda model, flags: [sys.executable, "-c", note + SCRIPT, *command(model, flags)[3:]]  # noqa: E731
     monkeypatch.setattr(endpoint, "server_command", mock)
     options = ["--model", "mock", "--warm-starts", "1", "--num-requests", "3", "--output-len", "4"]
@@ -40,6 +41,7 @@ def test_a_start_is_timed_and_its_requests_compared(tmp_path, monkeypatch, capsy
     for start in result["serve"].values():
         assert 0 < start["listening_s"] <= start["ready_s"] <= start["all_s"]
         assert start["cpu_s"] > 0
+        assert start["late_s"] == [3.5]
         assert [burst["complete"] for burst in start["requests"].values()] == [3, 3]
     first, second = caches.read_text().split()
     assert first == second
