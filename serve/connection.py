@@ -133,6 +133,7 @@ class Connection(H11Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._descriptor = None  # soon another connection's
         self._table.forget(self)
         super().connection_lost(exc)
         if self.cycle is not None and not self.cycle.response_complete:
