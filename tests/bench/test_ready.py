@@ -29,6 +29,8 @@ def test_a_start_is_timed_and_its_requests_compared(tmp_path, monkeypatch, capsy
     """Each start has the same folder for compiled steps, which is gone at the end."""
     out, caches = tmp_path / "ready.json", tmp_path / "caches"
     note = f"import os; open({str(caches)!r}, 'a').write(os.environ['JAXSPEC_CACHE'] + chr(10));"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    note += "assert 'JAX_COMPILATION_CACHE_DIR' not in os.environ;"
     command = endpoint.server_command
     note += "print('INFO jaxspec.warmup: compiled 1 of 2 while serving, after 3.5 s: a step', flush=True);"
     mock = lambda model, flags: [sys.executable, "-c", note + SCRIPT, *command(model, flags)[3:]]  # noqa: E731
