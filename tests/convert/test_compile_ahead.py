@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import jaxspec.loading.engine as loading
 from jaxspec import SamplingParams
 from jaxspec.compile_cache import FileStore
 from jaxspec.config import EngineConfig
+from jaxspec.engine import warmup
+from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -46,8 +49,8 @@ def test_steps_compile_while_weights_load(source: Callable[[str], Path], gpu: Pa
     """They are those of the parameters themselves, by name and by result."""
     begun, load, begin = threading.Event(), loading.load_params, Preparation.begin
 
-    def begin_told(self, buckets):
-        begin(self, buckets)
+    def begin_told(self, *buckets):
+        begin(self, *buckets)
         begun.set()
 
     def load_then(*given, **options):
@@ -70,6 +73,35 @@ def test_steps_compile_while_weights_load(source: Callable[[str], Path], gpu: Pa
     second.warm_up()
     assert later.num_kept == len(later.buckets)
     assert text(second) == text(engine)
+
+
+@pytest.mark.slow
+def test_a_second_start_is_ready_with_all_steps(
+    source: Callable[[str], Path], gpu: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Those that the first one was ready without are loaded beside the weights; none is loaded or compiled afterwards."""
+
+    def table(settings):
+        largest = max(bucket_table(settings), key=lambda bucket: (bucket.tokens, bucket.variant == "full"))
+        return dataclasses.replace(largest, variant="lean"), largest
+
+    monkeypatch.setattr("jaxspec.engine.runner.bucket_table", table)
+    monkeypatch.setattr(warmup, "_QUIET_SECONDS", 0.0)
+    engines = []
+    for pending in (1, 0):
+        engine, _ = loading.build_engine(source("llama"), CONFIG)
+        engine.warm_up(wait_for_all=False)
+        assert engine.runner.num_pending == pending
+        deadline = time.monotonic() + 120
+        while engine.prepare() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        engine.runner.stop()
+        assert len(engine.runner.ready) == 2
+        engines.append(engine)
+    first, second = engines
+    assert (first.runner.num_kept, second.runner.num_kept) == (0, 2)
+    assert len(list(gpu.iterdir())) >= 2
+    assert text(first) == text(second)
 
 
 def test_a_folder_that_does_not_load(source: Callable[[str], Path], gpu: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: ARG001
