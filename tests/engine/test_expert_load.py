@@ -66,8 +66,9 @@ class Recount:
         tokens = [first + np.arange(row.length) for first, row in zip(prompts, step.plan.prefill, strict=True)]
         verified = step.verified[len(prompts) :][live]
         tokens += [first + np.arange(1 + drafts) for first, drafts in zip(windows[live], verified, strict=True)]
+        live_tokens = np.concatenate([np.empty(0, int), *tokens])  # none where all rows have ended
         for layer, ids_Tk in enumerate(step.probe.experts):
-            self.counts[layer] += np.bincount(ids_Tk[np.concatenate(tokens)].ravel(), minlength=E)
+            self.counts[layer] += np.bincount(ids_Tk[live_tokens].ravel(), minlength=E)
         self.mixed += bool(len(prompts) and live.any())
         self.verified |= set(verified.tolist())
         self.windows += int(live.sum())
@@ -86,7 +87,7 @@ def test_counts_are_those_of_the_choices_of_live_tokens(devices, k, lookup):
     engine = Engine(runner, vocab_size=VOCAB, eos_token_ids=(EOS,), observer=recount)
     assert not engine.stats().expert_load.counts.any()
     # Stops that the host cannot foresee.
-    params = SamplingParams(max_tokens=20, temperature=1, seed=1, stop_token_ids=tuple(range(10, 20)))
+    params = SamplingParams(max_tokens=20, temperature=1, seed=2, stop_token_ids=tuple(range(10, 20)))
     for i, n in enumerate((5, 90, 30, 70)):
         # Texts of few ids, in which something is found, and one that wants fewer drafts than there are.
         ids = rng.integers(6, 30 if lookup else VOCAB, n).tolist()

@@ -218,7 +218,7 @@ def every_changing(k):
 
 
 CHANGING = [
-    pytest.param(1, "llama", [((0, 1), 1, True, 6), ((1, 1, 0), 2, False, None)], False, marks=pytest.mark.long),
+    pytest.param(1, "llama", [((0, 1), 1, True, 5), ((1, 1, 0), 2, False, None)], False, marks=pytest.mark.long),
     *(
         pytest.param(k, draft, every_changing(k), True, marks=pytest.mark.full)
         for k, draft in ((1, "llama"), (3, "nextn"), (3, "llama"), (7, "nextn"))
