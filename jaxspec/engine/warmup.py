@@ -2,9 +2,8 @@
 
 A server need not wait for all of them. It is ready with those that hold every plan and the usual numbers of decode rows, and
 with what an earlier start compiled; threads get the others while no request runs, and the runner takes each into its table
-between two steps. Until then the
-next larger bucket serves. Loading, tracing and first runs stop steps for tens of milliseconds and more, so under requests that
-never pause they begin one by one, seconds apart.
+between two steps. Until then the next larger bucket serves. Loading, tracing and first runs stop steps for tens of
+milliseconds and more, so under requests that never pause they begin one by one, seconds apart.
 """
 
 import atexit

@@ -28,7 +28,7 @@ class App:
 
     Attributes:
         waited: the most bytes that waited for the client.
-        ended: what became of the answer.
+        ended: set when all has been sent.
     """
 
     def __init__(self):
