@@ -178,7 +178,7 @@ class LLM:
         config = with_default_drafts(config, model)
         self.model_name = model
         self.folder = resolve_model(model, revision=revision)
-        # Beside the weights: transformers alone takes seconds to import, more where PyTorch is installed.
+        # Beside the weights: transformers alone takes a second to import.
         thread = ThreadPoolExecutor(1, "tokenizer")
         tokenizer = thread.submit(load_tokenizer, self.folder)
         thread.shutdown(wait=False)

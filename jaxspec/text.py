@@ -9,6 +9,8 @@ import codecs
 import functools
 import json
 import re
+import sys
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,10 +81,9 @@ class Tokenizer:
         folder = Path(folder)
         if not (folder / "tokenizer.json").is_file():
             raise ModelFormatError(f"{folder} has no tokenizer (tokenizer.json): use token ids instead of text")
-        from transformers import PreTrainedTokenizerFast
-
+        fast_tokenizer = _import_fast_tokenizer()
         try:
-            hf = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            hf = fast_tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as e:  # the Rust parser raises bare Exception
             raise ModelFormatError(f"cannot read the tokenizer in {folder}: {e}") from e
         return cls(hf)
@@ -364,6 +365,24 @@ class _StopMatcher:
             return False
         self.matched = self._fallback[self.length]
         return True
+
+
+def _import_fast_tokenizer() -> Any:
+    """transformers' `PreTrainedTokenizerFast`, without PyTorch.
+
+    Where PyTorch is installed, the class's module imports it to read GGUF files, which nobody does here: five seconds in which
+    a server's other threads wait for Python's lock. Meanwhile an empty module stands for the one that does.
+    """
+    name = "transformers.modeling_gguf_pytorch_utils"
+    empty = types.ModuleType(name)
+    empty.__dict__["load_gguf_checkpoint"] = None
+    is_first = sys.modules.setdefault(name, empty) is empty
+    try:
+        from transformers import PreTrainedTokenizerFast
+    finally:
+        if is_first:
+            del sys.modules[name]
+    return PreTrainedTokenizerFast
 
 
 def _is_sentencepiece(decoder: Any) -> bool:

@@ -1,6 +1,8 @@
 """`jaxspec.text`: decoding in pieces equals decoding at once, stop strings never leak, chats cannot forge roles."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -276,3 +278,17 @@ def test_other_decoders_are_refused():
     rust.decoder = decoders.WordPiece()
     with pytest.raises(ModelFormatError, match="decoder WordPiece"):
         Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust))
+
+
+@pytest.mark.torch
+def test_a_tokenizer_is_loaded_without_pytorch_and_leaves_transformers_whole(tmp_path):
+    """Importing it would keep a server's other threads waiting for seconds."""
+    make_hf().save_pretrained(tmp_path)
+    code = (
+        "import sys; from jaxspec.text import Tokenizer; tokenizer = Tokenizer.from_folder(sys.argv[1]); "
+        "assert tokenizer.encode('the fox'); assert 'torch' not in sys.modules; "
+        "from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint; assert load_gguf_checkpoint; "
+        "from transformers import LlamaForCausalLM"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

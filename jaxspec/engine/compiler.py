@@ -1,6 +1,7 @@
 """Compiles an engine's steps from shapes alone: the parameters may still be on their way."""
 
 import contextlib
+import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -147,10 +148,21 @@ class Compiler:
 
     def key(self, what: str, bucket: Bucket) -> str | None:
         """Under which something that follows from a bucket's step is kept; None if it cannot be kept."""
-        return self.store.key(
-            what, self.graphdefs, self._leaves, self.state, bucket, self.settings, self.mesh, self.probe, self.skip_dead,
-            self.readback, self.xla_options(bucket),
-        )  # fmt: skip
+        return self.store.key(what, self._common, bucket, self.xla_options(bucket))
+
+    @functools.cached_property
+    def _common(self) -> Any:
+        """What the keys of all buckets follow from."""
+        return self.store.digest(
+            self.graphdefs,
+            self._leaves,
+            self.state,
+            self.settings,
+            self.mesh,
+            self.probe,
+            self.skip_dead,
+            self.readback,
+        )
 
     def reads_parameters(self, bucket: Bucket) -> bool:
         """Whether a bucket's step, or part of one, is given the parameters: hundreds of arguments take the host a while."""

@@ -42,6 +42,21 @@ class NotKeptError(Exception):
     """A value that no key can describe; the text says which."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Digest:
+    """Stands in a key for values that many keys follow from, so that they are described once."""
+
+    sha256: str
+
+
+def digest_of(*values: Any) -> Digest:
+    """
+    Raises:
+        NotKeptError: see `key_of`.
+    """
+    return Digest(hashlib.sha256(json.dumps(canonical(values)).encode()).hexdigest())
+
+
 def key_of(what: str, devices: Iterable[jax.Device], *values: Any) -> str:
     """The name under which an executable is kept.
 

@@ -232,6 +232,7 @@ class Runner:
         """Threads get the executables of the `first_buckets` while the parameters are still on their way, and those others
         that an earlier start compiled; `warm_up` waits for them. Only on a GPU: a CPU has no cores to spare."""
         first = first_buckets(self.buckets)
+        self.compiler.key("step", first[0])  # what all keys have in common is described here, once, not by each thread
         self._preparation.begin(first, [bucket for bucket in self.executables if bucket not in first])
 
     def warm_up(

@@ -104,6 +104,16 @@ def test_keys_differ_where_anything_does(store, monkeypatch):
     assert None not in others
 
 
+def test_a_digest_stands_for_values_that_keys_have_in_common(store):
+    bucket = bucket_table(GPU)[0]
+    digest = store.digest(GPU, bucket)
+    key = store.key("step", digest, 1)
+    assert key == store.key("step", store.digest(GPU, bucket), 1)
+    others = {store.key("step", store.digest(bucket, GPU), 1), store.key("step", store.digest(GPU), 1)}
+    assert key not in others | {store.key("step", digest, 2)}
+    assert store.key("step", store.digest(GPU, Foreign()), 1) is None
+
+
 def test_equal_sets_and_objects_are_described_equally():
     assert canonical({"b": 1, "a": frozenset("xyz")}) == canonical({"a": frozenset("zyx"), "b": 1})
     assert canonical((1, True)) != canonical((1, 1))
