@@ -36,6 +36,10 @@ class FileStore:
         self.folder = folder
         self._limit = limit_bytes
 
+    def has(self, name: str) -> bool:
+        """Whether there is a file of a name, sound or not."""
+        return (self.folder / name).is_file()
+
     def read(self, name: str) -> bytes | None:
         """What was written under a name; None if nothing was, or if the file is not as it was written."""
         path = self.folder / name

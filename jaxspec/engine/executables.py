@@ -39,9 +39,13 @@ class ExecutableStore:
     """Keeps executables for one mesh. Without a file store it keeps nothing."""
 
     def __init__(self, files: FileStore | None, mesh: Mesh):
-        self._files = files
+        self._files, self._mesh = files, mesh
         self._devices = tuple(mesh.devices.flat)
         self._unsaved: list[tuple[str | None, Executable]] = []
+
+    def __reduce__(self) -> tuple[type, tuple[FileStore | None, Mesh]]:
+        """For another process: what is unsaved stays here."""
+        return ExecutableStore, (self._files, self._mesh)
 
     def key(self, what: str, *values: Any) -> str | None:
         """The name of what follows from `values`; None if it cannot be kept."""
@@ -61,6 +65,10 @@ class ExecutableStore:
             return digest_of(*values)
         except NotKeptError:  # `key` will say so
             return values
+
+    def has(self, key: str | None) -> bool:
+        """Whether something is kept under a key, sound or not."""
+        return self._files is not None and key is not None and self._files.has(key)
 
     def load(self, key: str | None) -> Executable | None:
         """What is kept under a key; None if nothing is, or if it does not load here."""

@@ -128,7 +128,12 @@ def environment(devices: tuple[jax.Device, ...]) -> Any:
 
 def software() -> dict[str, str]:
     """Versions, sources, flags and jax's options by name, without a look at a device. What is only for people is no part."""
-    return _of_process() | {name: str(getattr(jax.config, name, None)) for name in _JAX_OPTIONS}
+    return _of_process() | {name: str(value) for name, value in jax_options().items()}
+
+
+def jax_options() -> dict[str, Any]:
+    """Options of jax that a key follows from, by name; None where this jax has no such option."""
+    return {name: getattr(jax.config, name, None) for name in _JAX_OPTIONS}
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Runs steps on the device: compiles every bucket ahead of time, dispatches plans, reads their outputs in order."""
 
 import collections
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxspec.config import Settings
 from jaxspec.engine.addresses import leave_gaps
 from jaxspec.engine.batch import InputLayout, bucket_for
 from jaxspec.engine.buckets import Bucket, bucket_table, parts, split_table
+from jaxspec.engine.compile_process import compile_beside
 from jaxspec.engine.compiler import Compiler
 from jaxspec.engine.counts import CountUpload
 from jaxspec.engine.executables import Executable, ExecutableStore
@@ -31,8 +32,7 @@ from jaxspec.engine.state import StepState, compile_zeros, state_shapes
 from jaxspec.engine.state_copies import StateCopies
 from jaxspec.engine.step import StepArrays, packed_columns, top_columns
 from jaxspec.engine.step_output import StepOutput
-from jaxspec.engine.warmup import Preparation, first_buckets
-from jaxspec.errors import ConfigError, flagged
+from jaxspec.engine.warmup import Preparation, first_buckets, naming_what_does_not_fit
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.draft import Draft
 from jaxspec.models.params import num_ranks, of_ranks, schemes_of
@@ -172,7 +172,7 @@ class Runner:
         self._count = CountUpload(shapes.counts, settings.max_model_len, mesh)
         most = max(bucket.prefill_rows for bucket in self.buckets)
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most, mesh)
-        with _naming_what_does_not_fit(settings):
+        with naming_what_does_not_fit(settings):
             state = zeros()
             self.mailboxes = {axis: open_mailboxes(mesh, axis) for axis in shapes.mailboxes}
             if self.mailboxes:
@@ -181,7 +181,8 @@ class Runner:
             self.executables, state, self._upload, self._count, self._copies, self.compiler.reads_parameters
         )
         self.use_params((target, drafter))
-        self._preparation = Preparation(self._load, self.compiler.compile, self._save)
+        beside = functools.partial(compile_beside, self.compiler) if settings.on_gpu and not group and files else None
+        self._preparation = Preparation(self._load, self.compiler.compile, self._save, beside)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self._begun: _Begun | None = None
         self.kernels: dict[str, set[str]] = {}
@@ -232,8 +233,11 @@ class Runner:
         """Threads get the executables of the `first_buckets` while the parameters are still on their way, and those others
         that an earlier start compiled; `warm_up` waits for them. Only on a GPU: a CPU has no cores to spare."""
         first = first_buckets(self.buckets)
+        others = [bucket for bucket in self.executables if bucket not in first]
         self.compiler.key("step", first[0])  # what all keys have in common is described here, once, not by each thread
-        self._preparation.begin(first, [bucket for bucket in self.executables if bucket not in first])
+        # Where drafts adapt, what steps cost is measured first.
+        self._preparation.begin_beside(() if self.settings.adaptive_drafts else others)
+        self._preparation.begin(first, others)
 
     def warm_up(
         self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
@@ -253,7 +257,7 @@ class Runner:
         Raises:
             ConfigError: the steps do not fit in memory.
         """
-        with _naming_what_does_not_fit(self.settings):
+        with naming_what_does_not_fit(self.settings):
             self._warm_up(progress, announce, wait_for_all)
 
     def _warm_up(self, progress: Progress | None, announce: Progress | None, wait_for_all: bool) -> None:
@@ -480,18 +484,3 @@ class Runner:
 
     def _run(self, bucket: Bucket, inputs: np.ndarray) -> Any:
         return self.launcher.launch(self.launcher.step_order(bucket, inputs))
-
-
-@contextlib.contextmanager
-def _naming_what_does_not_fit(settings: Settings) -> Iterator[None]:
-    """Makes the user's error of a device's that is out of memory."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise ConfigError(
-            f"the weights and {settings.num_pages} KV pages leave too little memory for a step of max_num_batched_tokens "
-            f"{settings.max_num_batched_tokens} and max_num_seqs {settings.max_num_seqs}; lower them, max_model_len or "
-            f"{flagged('num_gpu_blocks_override')}, or raise {flagged('gpu_memory_utilization')}"
-        ) from error

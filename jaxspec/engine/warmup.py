@@ -1,9 +1,9 @@
 """Before the first request: every bucket's executable is loaded or compiled, and run on padding.
 
 A server need not wait for all of them. It is ready with those that hold every plan and the usual numbers of decode rows, and
-with what an earlier start compiled; threads get the others while no request runs, and the runner takes each into its table
-between two steps. Until then the next larger bucket serves. Loading, tracing and first runs stop steps for tens of
-milliseconds and more, so under requests that never pause they begin one by one, seconds apart.
+with what an earlier start compiled; another process compiles the others, threads load them while no request runs, and the
+runner takes each into its table between two steps. Until then the next larger bucket serves. Loading, tracing and first runs
+stop steps for tens of milliseconds and more, so under requests that never pause they begin one by one, seconds apart.
 """
 
 import atexit
@@ -19,10 +19,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import jax
+
 from jaxspec.compat import compiles
+from jaxspec.config import Settings
 from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.compile_process import CompileProcess
 from jaxspec.engine.executables import Executable
 from jaxspec.engine.priority import give_way
+from jaxspec.errors import ConfigError, flagged
 from jaxspec.progress import Progress
 
 logger = logging.getLogger("jaxspec.warmup")
@@ -91,6 +96,7 @@ class Preparation:
         load: what is kept for a bucket, or None.
         make: a new executable; it may also be given what returns once tracing may begin.
         save: keeps one.
+        compile_beside: a process that compiles and keeps those of buckets that are not kept; None: this process does it.
 
     Attributes:
         num_kept: buckets whose executables an earlier start had compiled, of those that `run` prepared.
@@ -102,8 +108,11 @@ class Preparation:
         load: Callable[[Bucket], Executable | None],
         make: Callable[..., Executable],
         save: Callable[[Bucket, Executable], None],
+        compile_beside: Callable[[Sequence[Bucket]], CompileProcess | None] | None = None,
     ):
         self._load, self._make, self._save = load, make, save
+        self._compile_beside = compile_beside
+        self._beside: CompileProcess | None = None
         self._stopping = threading.Event()
         self._counting = threading.Lock()
         self._prepared: queue.SimpleQueue[tuple[Bucket, Executable]] = queue.SimpleQueue()
@@ -141,6 +150,11 @@ class Preparation:
         loading = concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "kept")
         self._sought = {bucket: loading.submit(self._load, bucket) for bucket in others}
         loading.shutdown(wait=False)
+
+    def begin_beside(self, buckets: Sequence[Bucket]) -> None:
+        """Another process begins to compile those that are not kept, where there may be one; `go_on` has what it keeps."""
+        if self._compile_beside is not None and self._beside is None and not self._stopping.is_set():
+            self._beside = self._compile_beside(_longest_first(buckets))
 
     def found(self) -> list[Bucket]:
         """Those of the others that an earlier start had compiled. Waits until all have been looked for."""
@@ -226,18 +240,16 @@ class Preparation:
         Not on a CPU, where what is kept may not be written while something compiles.
         """
         self._num_preparing = len(buckets)
-        waiting: queue.SimpleQueue[Bucket] = queue.SimpleQueue()
-        for bucket in buckets:
-            waiting.put(bucket)
+        self.begin_beside(buckets)
+        waiting: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         started, numbers = time.monotonic(), itertools.count(1)
         self._last_got = self._last_taken = started + _PATIENCE_SECONDS - _PACE_SECONDS
         self._quiet_since = started
 
         def work() -> None:
             give_way()
-            with compiles.apart(), contextlib.suppress(queue.Empty):
-                while not self._stopping.is_set():
-                    bucket = waiting.get_nowait()
+            with compiles.apart():
+                while (bucket := waiting.get()) is not None and not self._stopping.is_set():
                     turn = self._await_turn()
                     if self._stopping.is_set():
                         return
@@ -248,10 +260,31 @@ class Preparation:
 
         # Half of the cores: XLA compiles a step for tens of seconds, most of it without Python's lock.
         count = max(1, min(len(buckets), (os.cpu_count() or 1) // 2))
+
+        def feed() -> None:
+            for bucket in self._in_time(buckets):
+                waiting.put(bucket)
+            for _ in range(count):
+                waiting.put(None)
+
         self._threads = [threading.Thread(target=work, name=f"warm-up {i}", daemon=True) for i in range(count)]
+        self._threads.append(threading.Thread(target=feed, name="warm-up", daemon=True))
         atexit.register(self.stop)
         for thread in self._threads:
             thread.start()
+
+    def _in_time(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        """The buckets: those that another process compiles when it has kept them, or when it has ended without."""
+        beside = () if self._beside is None else self._beside.buckets
+        yield from (bucket for bucket in buckets if bucket not in beside)
+        missing = [bucket for bucket in buckets if bucket in beside]
+        for bucket in self._beside.finished() if self._beside is not None else ():
+            if bucket in missing:
+                missing.remove(bucket)
+                yield bucket
+        if missing and not self._stopping.is_set():
+            logger.warning("the process that compiles steps ended early: %d are compiled while serving", len(missing))
+        yield from missing
 
     def _await_turn(self, own: float | None = None) -> float | None:
         """Until no request has run for a while, or one thread after the other has waited long enough.
@@ -294,6 +327,8 @@ class Preparation:
     def stop(self) -> None:
         """Waits for the compilations that run, and begins no other: the process may not end while XLA compiles."""
         self._stopping.set()
+        if self._beside is not None:
+            self._beside.stop()
         for future in self._begun:
             future.cancel()
         for sought in self._sought.values():
@@ -333,3 +368,18 @@ def _in_threads(work: Callable[[Bucket], T], buckets: Sequence[Bucket]) -> Itera
             yield working[future], future.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def naming_what_does_not_fit(settings: Settings) -> Iterator[None]:
+    """Makes the user's error of a device's that is out of memory."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"the weights and {settings.num_pages} KV pages leave too little memory for a step of max_num_batched_tokens "
+            f"{settings.max_num_batched_tokens} and max_num_seqs {settings.max_num_seqs}; lower them, max_model_len or "
+            f"{flagged('num_gpu_blocks_override')}, or raise {flagged('gpu_memory_utilization')}"
+        ) from error

@@ -1,6 +1,7 @@
 """A GPU's steps compile while the weights are on their way; here a CPU takes itself for one."""
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -77,9 +78,11 @@ def test_steps_compile_while_weights_load(source: Callable[[str], Path], gpu: Pa
 
 @pytest.mark.slow
 def test_a_second_start_is_ready_with_all_steps(
-    source: Callable[[str], Path], gpu: Path, monkeypatch: pytest.MonkeyPatch
+    source: Callable[[str], Path], gpu: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """Those that the first one was ready without are loaded beside the weights; none is loaded or compiled afterwards."""
+    """Those that the first one was ready without, which another process compiles, are loaded beside the weights; none is
+    loaded or compiled afterwards."""
+    caplog.set_level(logging.INFO, "jaxspec.warmup")
 
     def table(settings):
         largest = max(bucket_table(settings), key=lambda bucket: (bucket.tokens, bucket.variant == "full"))
@@ -100,6 +103,9 @@ def test_a_second_start_is_ready_with_all_steps(
         engines.append(engine)
     first, second = engines
     assert (first.runner.num_kept, second.runner.num_kept) == (0, 2)
+    assert [message.split(",")[0] for message in caplog.messages if "while serving" in message] == [
+        "loaded 1 of 1 while serving"
+    ]
     assert len(list(gpu.iterdir())) >= 2
     assert text(first) == text(second)
 
