@@ -1,7 +1,9 @@
 """The rules of requests for their logits as a Mosaic GPU kernel for Hopper (`logit_rules` in traces).
 
 A thread block has a part of a row. Rows that are not wanted are neither read nor written, so a step pays for the rules that
-there are; of a row that is, counts are read only where something is penalised, and masks only where it is constrained.
+there are; of a row that is, counts are read only where something is penalised, and masks only where it is constrained. The few
+columns that have a bias are worked out apart, in XLA, and put in place: to ask of every column which of hundreds of biases is
+its own would take longer than all else.
 """
 
 import functools
@@ -20,7 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
 from pallas_kernels.inline_code import elements, word
-from pallas_kernels.logit_rules.reference import PROMPT_BIT, LogitRules, no_stop_yet
+from pallas_kernels.logit_rules.reference import PROMPT_BIT, LogitRules, biased_columns, no_stop_yet
 from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
 
@@ -52,7 +54,7 @@ def adjust(
     first_column: jax.Array | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See api.py. Rows that are not wanted are uninitialised."""
+    """See api.py. Rows that are not wanted are anything."""
     W, n, V = logits_WnV.shape
     k, M = n - 1, rules.stop_ids.shape[1]
     parts = Parts(W * n, V, logits_WnV.dtype.itemsize, 1, vec_size=_vec_size(V, logits_WnV.dtype.itemsize))
@@ -60,8 +62,7 @@ def adjust(
     early_Wn = no_stop_yet(rules, positions_W, n, vocab)
 
     def logit_rules(
-        logits, counts, bias_ids, bias_values, stop_ids, masks, wanted, early, slots, repetition, frequency, presence,
-        num_bias, constrained, *refs,
+        logits, counts, stop_ids, masks, wanted, early, slots, repetition, frequency, presence, constrained, *refs,
     ):  # fmt: skip
         *others, out = refs
         drafts: Any = others.pop(0) if k else None
@@ -74,15 +75,19 @@ def adjust(
             repeats, often, present = repetition[window], frequency[window], presence[window]
             penalises = (repeats != 1) | (often != 0) | (present != 0)
 
-            def biased(i, ids, x):
-                return jnp.where(ids == bias_ids[slot, i], x + bias_values[slot, i], x)
-
             def penalised(j, ids, x):
-                at = (slot, pl.ds(parts.column(j), parts.width))
-                count = load(counts, at, layout=parts.layout)
+                count = load(counts, (slot, pl.ds(parts.column(j), parts.width)), layout=parts.layout)
                 output = count & (PROMPT_BIT - 1)
+                first_id = parts.column(j) if first is None else parts.column(j) + first[0]
                 for d in range(k):
-                    output = jnp.where((ids == drafts[window, d]) & (place > d), output + 1, output)
+                    draft = drafts[window, d]
+                    is_here = (place > d) & (draft >= first_id) & (draft < first_id + parts.width)
+                    output = lax.cond(
+                        is_here,
+                        lambda output, draft=draft: jnp.where(ids == draft, output + 1, output),
+                        lambda output: output,
+                        output,
+                    )
                 was_output = output > 0
                 factor = jnp.where(was_output | (count >= PROMPT_BIT), repeats, f32(1))
                 x = jnp.where(x > 0, x / factor, x * factor)
@@ -98,7 +103,6 @@ def adjust(
                 columns = parts.columns(j)
                 ids = columns if first is None else columns + first[0]
                 x = parts.load(logits, row, j)
-                x = lax.fori_loop(i32(0), num_bias[window], lambda i, x: biased(i, ids, x), x)
                 x = lax.cond(penalises, lambda: penalised(j, ids, x), lambda: x)
                 stops = jnp.where(early[row] != 0, i32(M), i32(0))
                 x = lax.fori_loop(i32(0), stops, lambda i, x: stopless(i, ids, x), x)
@@ -114,11 +118,11 @@ def adjust(
     small = own_buffer(
         (
             wanted_Wn.reshape(-1).astype(i32), early_Wn.reshape(-1).astype(i32), rules.slots, rules.repetition,
-            rules.frequency, rules.presence, rules.num_bias, rules.constrained.astype(i32), *([drafts_Wk] if k else []),
+            rules.frequency, rules.presence, rules.constrained.astype(i32), *([drafts_Wk] if k else []),
             *([] if first_column is None else [first_column[None]]),
         )
     )  # fmt: skip
-    large = rules.counts, rules.bias_ids, rules.bias_values, rules.stop_ids, rules.masks
+    large = rules.counts, rules.stop_ids, rules.masks
     adjusted = plgpu.kernel(
         logit_rules,
         out_type=jax.ShapeDtypeStruct((W * n, V), f32),
@@ -130,7 +134,9 @@ def adjust(
             lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
     )(own_rows(logits_WnV.reshape(W * n, V)), *large, *small)
-    return adjusted.reshape(W, n, V)
+    columns_WB, values_WnB = biased_columns(logits_WnV, drafts_Wk, rules, positions_W, vocab, first_column)
+    rows_R1, columns_RB = jnp.arange(W * n)[:, None], jnp.repeat(columns_WB, n, axis=0)
+    return adjusted.at[rows_R1, columns_RB].set(values_WnB.reshape(W * n, -1), mode="drop").reshape(W, n, V)
 
 
 def _bits(words: Any, ids: jax.Array, layout: Any, *, emulated: bool) -> jax.Array:

@@ -1,5 +1,6 @@
 """A request's rules for its logits, in plain XLA: bias, penalties, no stop before min_tokens, and the ids that masks allow."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -54,32 +55,69 @@ def adjust(
 ) -> jax.Array:
     """See api.py. All rows are there; those whose rules are neutral are exactly the raw ones."""
     _, n, V = logits_WnV.shape
-    logits_WnV = logits_WnV.astype(jnp.float32)
     ids_V = jnp.arange(V, dtype=jnp.int32)
     if first_column is not None:
         ids_V = ids_V + first_column
-    counts_WV, stop_ids_WM = rules.counts[rules.slots], rules.stop_ids[rules.slots]
+    biased_WnV = logits_WnV.astype(jnp.float32) + _bias(rules, V, first_column)[:, None]
+    allowed_WnV = _allowed_ids(rules.masks[rules.slots, :n], V, vocab, first_column)
+    counts_WV, early_Wn = rules.counts[rules.slots], no_stop_yet(rules, positions_W, n, vocab)
+    return _after_biases(biased_WnV, ids_V[None], counts_WV, allowed_WnV, early_Wn, drafts_Wk, rules)
+
+
+def biased_columns(
+    logits_WnV: jax.Array,
+    drafts_Wk: jax.Array,
+    rules: LogitRules,
+    positions_W: jax.Array,
+    vocab: int,
+    first_column: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The columns that have a bias, int32 [W, B], V where there is none or it is not at hand; and float32 [W, n, B], their
+    logits after all rules."""
+    _, n, V = logits_WnV.shape
+    ids_WB, values_WB = rules.bias_ids[rules.slots], rules.bias_values[rules.slots]
+    columns_WB = _bias_columns(ids_WB, rules, V, first_column)
+    at_WB = jnp.minimum(columns_WB, V - 1)
+    biased_WnB = jnp.take_along_axis(logits_WnV, at_WB[:, None], axis=2).astype(jnp.float32) + values_WB[:, None]
+    words_WnB = jnp.take_along_axis(rules.masks[rules.slots, :n], (ids_WB // 32)[:, None], axis=2)
+    allowed_WnB = (words_WnB >> (ids_WB % 32)[:, None]) & 1 > 0
+    counts_WB, early_Wn = rules.counts[rules.slots[:, None], at_WB], no_stop_yet(rules, positions_W, n, vocab)
+    return columns_WB, _after_biases(biased_WnB, ids_WB, counts_WB, allowed_WnB, early_Wn, drafts_Wk, rules)
+
+
+def _after_biases(
+    x_WnC: jax.Array,
+    ids_WC: jax.Array,
+    counts_WC: jax.Array,
+    allowed_WnC: jax.Array,
+    early_Wn: jax.Array,
+    drafts_Wk: jax.Array,
+    rules: LogitRules,
+) -> jax.Array:
+    """Biased logits of some ids after the other rules.
+
+    Args:
+        ids_WC: of each window's columns, or [1, C]. counts_WC, allowed_WnC: of these, as in `LogitRules`.
+        early_Wn: see `no_stop_yet`.
+    """
+    n = x_WnC.shape[1]
     index_n1 = jnp.arange(n, dtype=jnp.int32)[:, None]
     # Comparisons fuse with what reads them; a scatter would need a copy of the counts for every window row.
-    output_WnV = jnp.broadcast_to((counts_WV & (PROMPT_BIT - 1))[:, None], logits_WnV.shape)
+    output_WnC = jnp.broadcast_to((counts_WC & (PROMPT_BIT - 1))[:, None], x_WnC.shape)
     for j in range(n - 1):
-        output_WnV += (drafts_Wk[:, j, None, None] == ids_V) & (j < index_n1)
-    was_output_WnV = output_WnV > 0
-    seen_WnV = was_output_WnV | (counts_WV >= PROMPT_BIT)[:, None]
+        output_WnC += (drafts_Wk[:, j, None, None] == ids_WC[:, None]) & (j < index_n1)
+    was_output_WnC = output_WnC > 0
+    seen_WnC = was_output_WnC | (counts_WC >= PROMPT_BIT)[:, None]
 
-    x_WnV = logits_WnV + _bias(rules, V, first_column)[:, None]
-    factor_WnV = jnp.where(seen_WnV, _per_request(rules.repetition), 1.0)
-    x_WnV = jnp.where(x_WnV > 0, x_WnV / factor_WnV, x_WnV * factor_WnV)
-    x_WnV -= _per_request(rules.frequency) * output_WnV
-    x_WnV -= _per_request(rules.presence) * was_output_WnV
+    factor_WnC = jnp.where(seen_WnC, _per_request(rules.repetition), 1.0)
+    x_WnC = jnp.where(x_WnC > 0, x_WnC / factor_WnC, x_WnC * factor_WnC)
+    x_WnC -= _per_request(rules.frequency) * output_WnC
+    x_WnC -= _per_request(rules.presence) * was_output_WnC
 
-    is_stop_WV = jnp.zeros((logits_WnV.shape[0], V), bool)
-    for m in range(stop_ids_WM.shape[1]):
-        is_stop_WV |= stop_ids_WM[:, m, None] == ids_V
-    early_Wn1 = no_stop_yet(rules, positions_W, n, vocab)[..., None]
-    masks_WnM = rules.masks[rules.slots, :n]
-    allowed_WnV = ~rules.constrained[:, None, None] | _allowed_ids(masks_WnM, V, vocab, first_column)
-    return jnp.where(allowed_WnV & ~(early_Wn1 & is_stop_WV[:, None]), x_WnV, -jnp.inf)
+    stop_ids_WM = rules.stop_ids[rules.slots]
+    is_stop_WC = functools.reduce(jnp.logical_or, [stop_WM1 == ids_WC for stop_WM1 in stop_ids_WM.T[..., None]])
+    refused_WnC = rules.constrained[:, None, None] & ~allowed_WnC | early_Wn[..., None] & is_stop_WC[:, None]
+    return jnp.where(refused_WnC, -jnp.inf, x_WnC)
 
 
 def no_stop_yet(rules: LogitRules, positions_W: jax.Array, n: int, vocab: int) -> jax.Array:
@@ -126,8 +164,12 @@ def _per_request(values_W: jax.Array) -> jax.Array:
 def _bias(rules: LogitRules, V: int, first_column: jax.Array | None) -> jax.Array:
     """The sparse biases as float32 [W, V]."""
     bias_ids_WB, bias_values_WB = rules.bias_ids[rules.slots], rules.bias_values[rules.slots]
-    W, B = bias_ids_WB.shape
-    columns_WB = bias_ids_WB if first_column is None else bias_ids_WB - first_column
-    counts = (jnp.arange(B, dtype=jnp.int32) < rules.num_bias[:, None]) & (columns_WB >= 0)
-    columns_WB = jnp.where(counts, columns_WB, V)  # out of range: the scatter drops it
+    columns_WB, W = _bias_columns(bias_ids_WB, rules, V, first_column), rules.slots.shape[0]
     return jnp.zeros((W, V), jnp.float32).at[jnp.arange(W)[:, None], columns_WB].add(bias_values_WB, mode="drop")
+
+
+def _bias_columns(bias_ids_WB: jax.Array, rules: LogitRules, V: int, first_column: jax.Array | None) -> jax.Array:
+    """Their columns; V, out of range, where there is no bias or it is not at hand."""
+    columns_WB = bias_ids_WB if first_column is None else bias_ids_WB - first_column
+    is_set_WB = jnp.arange(bias_ids_WB.shape[1], dtype=jnp.int32) < rules.num_bias[:, None]
+    return jnp.where(is_set_WB & (columns_WB >= 0) & (columns_WB < V), columns_WB, V)
