@@ -15,9 +15,11 @@ from jaxspec.config import Lookup
 from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
+from jaxspec.engine.state import TEMPERATURE
 from jaxspec.models.decoder import CausalLM
 from jaxspec.models.mtp import NextN
 from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.rejection import log_probability
 from serve.demo import RECORD
 from tests.caches import empty_cache, single_request
 from tests.conftest import optimise_steps
@@ -53,6 +55,13 @@ def log_p_of_texts(runner, length):
     return logits
 
 
+def q_of_slots(state):
+    """What each slot's drafts were drawn from, of slots that sample: log-probabilities [S, k, V]."""
+    temperature_S = state.params_f[:, TEMPERATURE]
+    temperature_S = jnp.where(temperature_S == 0, 1, temperature_S)
+    return log_probability(state.draft_logits, temperature_S[:, None, None], state.draft_log_z[..., None])
+
+
 def logged_windows(engine, batch):
     """Of every verified window: (request, text length before it, accepted drafts, log q [k, V])."""
     windows, log_q, mine = [], None, {request.id for request in batch}
@@ -68,7 +77,7 @@ def logged_windows(engine, batch):
         for request in batch:
             engine.add(request)
         while engine.has_work:
-            log_q = np.asarray(engine.runner.state.draft_log_q)  # what the coming step's drafts were drawn from
+            log_q = np.asarray(q_of_slots(engine.runner.state))  # what the coming step's drafts were drawn from
             engine.step()
     finally:
         engine.observer = former

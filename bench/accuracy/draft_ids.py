@@ -55,6 +55,7 @@ def run_jaxspec(
     from jaxspec.engine.request import RequestState
     from jaxspec.llm import LLM
     from jaxspec.sampling.params import SamplingParams
+    from jaxspec.sampling.rejection import log_probability
 
     head = DRAFTS[name]
     llm = LLM(
@@ -71,7 +72,7 @@ def run_jaxspec(
         enable_prefix_caching=False,  # each text is one of vLLM's cut short: every one is computed whole
     )
     engine = llm.engine
-    # Drafts the likeliest tokens, as for a greedy request, for which a step would not write log q.
+    # Drafts the likeliest tokens, as for a greedy request, for which a step would not write q.
     params = SamplingParams(temperature=1, greedy_drafts=True, ignore_eos=True)
     waiting = {}
     for i, text in enumerate(texts):
@@ -85,10 +86,10 @@ def run_jaxspec(
         state = engine.runner.state
         drafts = np.asarray(state.drafts)
         ready = {i: request for i, request in waiting.items() if request.state is RequestState.DECODE}
-        log_q = np.asarray(state.draft_log_q) if ready else None
         for i, request in ready.items():
-            assert log_q is not None
-            yield i, drafts[request.slot], log_q[request.slot]
+            slot = request.slot
+            log_q = log_probability(state.draft_logits[slot], params.temperature, state.draft_log_z[slot, :, None])
+            yield i, drafts[slot], np.asarray(log_q)
             engine.abort(request.id)
             del waiting[i]
 

@@ -49,10 +49,11 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.models.params import count_parameters
 from jaxspec.sampling.params import SamplingParams
+from jaxspec.sampling.rejection import log_probability
 
 READ_REPEATS = 2
 PLAIN = "plain"
-# The steps of sampling requests write log q, and greedy drafts are compared more sharply than drawn ones.
+# The steps of sampling requests write q, and greedy drafts are compared more sharply than drawn ones.
 SAMPLING = SamplingParams(temperature=1, greedy_drafts=True, max_tokens=None, ignore_eos=True)
 
 
@@ -143,7 +144,8 @@ def _one_step(load: Load, rows: int) -> tuple[np.ndarray, np.ndarray, jax.Array]
     outputs = {out.request_id: out for out in load.step()}
     told = [outputs[request.id] for request in load.requests[:rows]]
     slots = jnp.array(load.slots[:rows])
-    log_q = load.runner.state.draft_log_q[slots]
+    state = load.runner.state
+    log_q = log_probability(state.draft_logits[slots], SAMPLING.temperature, state.draft_log_z[slots][..., None])
     finite = all(np.isfinite(out.new_logprobs).all() for out in told) and bool(jnp.isfinite(log_q.max(axis=2)).all())
     if not finite or bool(jnp.isnan(log_q).any()):
         raise RuntimeError("an output is not finite")

@@ -34,7 +34,7 @@ from jaxspec.engine.state import (
 from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
 from jaxspec.sampling.params import MAX_LOGPROBS
-from jaxspec.sampling.rejection import verify
+from jaxspec.sampling.rejection import DraftLogits, verify
 from jaxspec.sampling.sampler import LogitsStats, SamplingRows, sample, temperatures
 from jaxspec.sampling.target import TargetLogits
 from pallas_kernels.sampling.keys import LEAST_KEY
@@ -241,7 +241,7 @@ def _sample_or_verify(
         verified = verify(
             target,
             state.drafts[slots_D, : n - 1],
-            None if isinstance(state.draft_log_q, tuple) else state.draft_log_q,
+            None if isinstance(state.draft_logits, tuple) else DraftLogits(state.draft_logits, state.draft_log_z),
             own.greedy_drafts if isinstance(state.looked_up, tuple) else own.greedy_drafts | state.looked_up[slots_D],
             verified_D,
             own,

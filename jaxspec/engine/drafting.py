@@ -21,6 +21,7 @@ from jaxspec.models.draft import Draft
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.sampling.columns import Columns
 from jaxspec.sampling.rejection import sample_draft
+from pallas_kernels.row_write.api import write_rows
 
 
 def next_tokens(inputs: StepInputs, chosen: Chosen) -> jax.Array:
@@ -39,12 +40,13 @@ def next_tokens(inputs: StepInputs, chosen: Chosen) -> jax.Array:
 
 
 class _Drawn(NamedTuple):
-    """What a model proposes for R rows: ids int32 [R, k] and log q float32 [R, k, V], with k = 0 none; its written cache."""
+    """What a model proposes for R rows: ids int32 [R, k], log_z float32 [R, k] of the distributions that they are drawn from,
+    and what it said, with k = 0 none; its written cache."""
 
-    ids: jax.Array | None
-    log_q: jax.Array | None
     cache: LayerCache
-    drafted: Drafted | None
+    ids: jax.Array | None = None
+    log_z: jax.Array | None = None
+    drafted: Drafted | None = None
 
 
 def propose(
@@ -90,12 +92,15 @@ def propose(
             skip_dead=skip_dead,
         )
         state, ids_Rk, drafted = state._replace(draft_kv=drawn.cache), drawn.ids, drawn.drafted
-        if drawn.log_q is not None:
+        if drafted is not None:
             # Nobody looks at the q of a greedy or seeded request, and it is the largest thing that a step writes.
             wanted_R = (chosen.rows.temperature > 0) & ~chosen.rows.seeded
             q_target_R = jnp.where(wanted_R, target_R, S)
-            log_q = state.draft_log_q.at[q_target_R, :k].set(drawn.log_q, mode="drop")
-            state = state._replace(draft_log_q=log_q)
+            draft_logits = state.draft_logits
+            for i, logits_RV in enumerate(drafted.logits):
+                draft_logits = write_rows(draft_logits, i, logits_RV, q_target_R)
+            log_z = state.draft_log_z.at[q_target_R, :k].set(drawn.log_z, mode="drop")
+            state = state._replace(draft_logits=draft_logits, draft_log_z=log_z)
     if settings.lookup is not None and k:
         meta = forwarded.meta
         tables_R = jnp.concatenate([meta.prefill_tables, meta.decode_tables])
@@ -138,7 +143,7 @@ def _draw(
         embedded_TH = draft.embed_ids(target, next_tokens(inputs, chosen))
         if k == 0:
             cache = draft.write_keys(embedded_TH, features_TH, state.draft_kv, forwarded.meta)
-            return _Drawn(None, None, cache, None)
+            return _Drawn(cache)
         live = _live_rows(forwarded.meta, inputs, chosen)
         if skip_dead:
             h_RH, cache = draft.catch_up(embedded_TH, features_TH, live, state.draft_kv, forwarded.meta)
@@ -149,7 +154,7 @@ def _draw(
     tables_R = jnp.where(drafts_R[:, None], live.tables, 0)
     columns = Columns(target.config.vocab_size)
     ids: list[jax.Array] = []
-    log_q: list[jax.Array] = []
+    log_z: list[jax.Array] = []
     hidden: list[jax.Array] = []
     logits: list[jax.Array] = []
     for i in range(k):
@@ -159,11 +164,11 @@ def _draw(
                 single = _single_tokens(positions_R, drafts_R, slots_R, tables_R, settings)
                 h_RH, cache = draft(draft.embed_ids(target, ids[-1]), h_RH, cache, single)
             logits_RV = draft.logits(target, h_RH)
-            id_R, log_q_RV = sample_draft(logits_RV, chosen.rows, chosen.lengths + 1 + i, columns)
-        for values, value in ((ids, id_R), (log_q, log_q_RV), (hidden, h_RH), (logits, logits_RV)):
+            id_R, log_z_R = sample_draft(logits_RV, chosen.rows, chosen.lengths + 1 + i, columns)
+        for values, value in ((ids, id_R), (log_z, log_z_R), (hidden, h_RH), (logits, logits_RV)):
             values.append(value)
     drafted = Drafted(features_TH, tuple(hidden), tuple(logits))
-    return _Drawn(jnp.stack(ids, axis=1), jnp.stack(log_q, axis=1), cache, drafted)
+    return _Drawn(cache, jnp.stack(ids, axis=1), jnp.stack(log_z, axis=1), drafted)
 
 
 def _live_rows(meta: StepMetadata, inputs: StepInputs, chosen: Chosen) -> LiveRows:

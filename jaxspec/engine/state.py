@@ -56,8 +56,9 @@ class StepState(NamedTuple):
         held: int32 [S] how many drafts each slot holds: as many as its latest step proposed. Like the next () without
             speculation.
         drafts: int32 [S, k] tokens proposed to follow `last_token`; those past `held` are stale but legal.
-        draft_log_q: float32 [S, k, V] log-probabilities of the distributions that they were drawn from; left as it is for
-            requests of temperature 0 and for seeded ones. () where no model drafts.
+        draft_logits: [S, k, V], in the type of activations, the draft's logits that they were drawn from; left as it is for
+            requests of temperature 0 and for seeded ones. () where no model drafts, like the next.
+        draft_log_z: float32 [S, k] log-sum-exp of these over the request's temperature, which follows from the slot.
         history: the ids of all tokens, under the same page ids as their KV, where drafts are looked up; () otherwise.
         looked_up: bool [S] the drafts were looked up and not drawn: a point mass. () unless both kinds occur.
         expert_load: int32 [1, 2, L, E] how many tokens each mixture layer has sent to each expert (see `ExpertLoad`); () unless
@@ -83,7 +84,8 @@ class StepState(NamedTuple):
     draft_kv: LayerCache = ()
     held: Any = ()
     drafts: Any = ()
-    draft_log_q: Any = ()
+    draft_logits: Any = ()
+    draft_log_z: Any = ()
     history: LayerCache = ()
     looked_up: Any = ()
     expert_load: Any = ()
@@ -139,7 +141,8 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
         shapes["drafts"] = shape((S, k), jnp.int32)
     if draft is not None:
         shapes["draft_kv"] = cache(draft.cache_spec)
-        shapes["draft_log_q"] = by_id((S, k), jnp.float32)
+        shapes["draft_logits"] = by_id((S, k), model.embed.weight.get_value().dtype)
+        shapes["draft_log_z"] = shape((S, k), jnp.float32)
     if settings.lookup is not None:
         shapes["history"] = cache(HISTORY)
         if draft is not None:

@@ -79,7 +79,7 @@ class Columns:
         residual: Residual | None = None,
         cuts: jax.Array | None = None,
     ) -> jax.Array:
-        """`gumbel_argmax` of whole rows. The residual's log_q has this device's columns."""
+        """`gumbel_argmax` of whole rows. The residual's logits are of this device's columns."""
         if not comm.is_split():
             return gumbel_argmax(logits, rows, temperature, keys, wanted, likely, residual, cuts)
         own = self._own_draw(logits, rows, temperature, keys, wanted, self.find(likely), residual, cuts)

@@ -29,18 +29,35 @@ class Verified(NamedTuple):
     accepted: jax.Array
 
 
+class DraftLogits(NamedTuple):
+    """What windows of at least k drafts were drawn from, at the temperature of each window's request.
+
+    Attributes:
+        logits: [X, at least k, V] of the draft.
+        log_z: float32 [X, at least k] log-sum-exp of logits / temperature, as `sample_draft` gives it.
+    """
+
+    logits: jax.Array
+    log_z: jax.Array
+
+
+def log_probability(logits: jax.Array, temperature: jax.Array, log_z: jax.Array) -> jax.Array:
+    """Of a tempered draw, float32, from arrays that broadcast; see `DraftLogits`."""
+    return logits.astype(jnp.float32) / temperature - log_z
+
+
 def sample_draft(
     logits: jax.Array, rows: SamplingRows, positions: jax.Array, columns: Columns | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draft ids int32 [R] and log q float32 [R, V] from a draft's logits [R, V], at the request's temperature.
+    """Draft ids int32 [R] from a draft's logits [R, V] at the request's temperature, and the log_z float32 [R] of q.
 
-    Greedy rows, and those with `greedy_drafts`, draft the argmax; their log q must not be used. Of the request's
+    Greedy rows, and those with `greedy_drafts`, draft the argmax; their q must not be used. Of the request's
     transforms a draft has only the temperature: any q is lossless as long as it is the true one. Seeded rows draw with
     the noise that the target will draw with.
 
     Args:
         positions: int32 [R] absolute position of the drafted token.
-        columns: which columns logits and log q have (default: all).
+        columns: which columns the logits have (default: all).
     """
     columns = columns or Columns(logits.shape[1])
     temperature = temperatures(rows)
@@ -48,14 +65,13 @@ def sample_draft(
     streams = jnp.where(rows.seeded, int(Stream.BONUS), int(Stream.DRAFT))
     keys = noise_keys(rows.seeds, positions, streams)
     stats, drawn = columns.stats_and_draw(logits, temperature, keys, ~greedy)
-    log_q = logits.astype(jnp.float32) / temperature[:, None] - stats.log_z_tempered[:, None]
-    return jnp.where(greedy, stats.argmax, drawn), log_q
+    return jnp.where(greedy, stats.argmax, drawn), stats.log_z_tempered
 
 
 def verify(
     logits: jax.Array | TargetLogits,
     drafts: jax.Array,
-    log_q: jax.Array | None,
+    q: DraftLogits | None,
     one_hot: jax.Array,
     num_drafts: jax.Array,
     rows: SamplingRows,
@@ -74,26 +90,26 @@ def verify(
         logits: [D, k + 1, V] of the target, after the request's rules, or their rows [D * (k + 1), V]; row i of a window
             verifies draft i, the last one is for the bonus.
         drafts: int32 [D, k].
-        log_q: float32 [X, at least k, V] of the distributions that the drafts were drawn from; None where all are a point
-            mass.
-        one_hot: bool [D]: the drafts are a point mass (drafted greedily, or given); log_q is not read.
+        q: what the drafts were drawn from, at the temperatures of `rows`; None where all are a point mass.
+        one_hot: bool [D]: the drafts are a point mass (drafted greedily, or given); q is not read.
         num_drafts: int32 [D], 0 to k: how many of a window's drafts may be accepted.
         rows: the requests' parameters, [D].
         positions: int32 [D] absolute position of the first token to choose.
         full: also apply min_p, top_k and top_p (static).
         synthetic_length: see `accept_synthetically` (static); the token after the drafts is the target's own.
         accept_probability: float32 [D], with a synthetic length: see `accept_one_by_one`, which then decides.
-        q_rows: int32 [D] each window's row of log_q (default: window i has row i).
+        q_rows: int32 [D] each window's row of q (default: window i has row i).
         stats: of the logits, [D * (k + 1)], at the `temperatures` of their requests, if they are known already.
-        columns: which columns logits and log_q have (default: all).
+        columns: which columns all logits have (default: all).
     """
     D, k = drafts.shape
     n = k + 1
     target = logits if isinstance(logits, TargetLogits) else TargetLogits.of(logits.reshape(D * n, -1))
     V = target.raw.shape[1]
     columns = columns or Columns(V)
-    if log_q is None:  # one row that nobody reads
-        log_q, one_hot, q_rows = jnp.zeros((1, max(k, 1), V)), jnp.ones(D, bool), jnp.zeros(D, jnp.int32)
+    if q is None:  # one row that nobody reads
+        q = DraftLogits(jnp.zeros((1, max(k, 1), V), target.raw.dtype), jnp.zeros((1, max(k, 1))))
+        one_hot, q_rows = jnp.ones(D, bool), jnp.zeros(D, jnp.int32)
     q_rows = jnp.arange(D) if q_rows is None else q_rows
     window_rows = jax.tree.map(lambda a: jnp.repeat(a, n, axis=0), rows)
     temperature_W = temperatures(window_rows)
@@ -110,16 +126,18 @@ def verify(
 
     greedy_D = rows.temperature == 0
     index_k = jnp.arange(k, dtype=jnp.int32)
-    x_Dk, log_q_Dk = columns.pick(
+    q_log_z_Dk = q.log_z[q_rows, :k]
+    x_Dk, q_logits_Dk = columns.pick(
         lambda at_Dk: (
             target.at(jnp.pad(at_Dk, ((0, 0), (0, 1))).reshape(D * n, 1)).reshape(D, n)[:, :k],
-            log_q[q_rows[:, None], index_k, at_Dk],
+            q.logits[q_rows[:, None], index_k, at_Dk].astype(jnp.float32),
         ),
         drafts,
     )
     if cuts_W is not None:
         x_Dk = jnp.where(ordered(x_Dk) >= cuts_W.reshape(D, n)[:, :k], x_Dk, -jnp.inf)
     log_p_x = x_Dk / temperature_D[:, None] - log_z_Dn[:, :k]
+    log_q_Dk = log_probability(q_logits_Dk, temperature_D[:, None], q_log_z_Dk)
     log_q_x = jnp.where(one_hot[:, None], 0.0, log_q_Dk)
     u = uniform(
         jnp.repeat(rows.seeds, k, axis=0), (positions[:, None] + index_k).reshape(D * k), Stream.ACCEPT
@@ -153,8 +171,9 @@ def verify(
             log_z=jnp.repeat(_at(log_z_Dn, accepted_D), n),
             excluded=jnp.repeat(jnp.where(one_hot & rejects_D, _at(drafts, refused_D), -1), n),
             dense=jnp.repeat(~one_hot & rejects_D, n),
-            log_q=log_q.reshape(-1, V),
-            q_rows=jnp.repeat((q_rows * log_q.shape[1] + refused_D).astype(jnp.int32), n),
+            q_logits=q.logits.reshape(-1, V),
+            q_log_z=jnp.repeat(_at(q_log_z_Dk, refused_D), n),
+            q_rows=jnp.repeat((q_rows * q.logits.shape[1] + refused_D).astype(jnp.int32), n),
         )
     streams_D = jnp.where(coupled_D | is_bonus_D, int(Stream.BONUS), int(Stream.RECOVER))
     keys = noise_keys(

@@ -214,10 +214,15 @@ def _best_of_row(
     outputs = 4 if adjusts else 2
     logits = own_rows(logits)
     rows, temperature, keys, likely, cuts = own_buffer((rows, temperature, keys, likely, cuts))
+    extra: tuple[jax.Array, ...] = ()
+    if residual is not None:
+        small = residual.log_z, residual.excluded, residual.q_log_z, residual.q_rows
+        log_z, excluded, q_log_z, q_rows = own_buffer(small)
+        extra = Residual(log_z, excluded, residual.dense.astype(i32), residual.q_logits, q_log_z, q_rows)
 
     def gumbel_argmax(logits, temperature, keys, wanted, likely, *refs):
-        given = Residual(*refs[:5]) if adjusts else None
-        others, outs = list(refs[5 * adjusts : -outputs]), refs[-outputs:]
+        given = Residual(*refs[: len(extra)]) if adjusts else None
+        others, outs = list(refs[len(extra) : -outputs]), refs[-outputs:]
         cut_of = None if cuts is None else others.pop(0)
         row_of = None if rows is None else others.pop(0)
         first = None if first_column is None else others.pop(0)
@@ -229,12 +234,13 @@ def _best_of_row(
             source = row if row_of is None else row_of[row]
             divisor, key = temperature[row], (keys[row, 0], keys[row, 1])
             log_z = given.log_z[row] if given and dense else None
+            q_log_z = given.q_log_z[row] if given and dense else None
             cut = None if cut_of is None else cut_of[source]
 
             def ids_of(columns):
                 return columns if first is None else columns + first[0]
 
-            def scores_of(x, columns, log_q, bits):
+            def scores_of(x, columns, q_logits, bits):
                 tempered = x / divisor
                 if cut is not None:
                     tempered = jnp.where(ordered(x) >= cut, tempered, -jnp.inf)
@@ -242,7 +248,7 @@ def _best_of_row(
                 if given and not dense:
                     return [jnp.where(columns == given.excluded[row], -jnp.inf, tempered + noise)]
                 if given and dense:
-                    left = jnp.maximum(jnp.exp(tempered - log_z) - jnp.exp(log_q), 0.0)
+                    left = jnp.maximum(jnp.exp(tempered - log_z) - jnp.exp(q_logits / divisor - q_log_z), 0.0)
                     return [tempered + noise, jnp.log(left) + noise]
                 return [tempered + noise]
 
@@ -257,14 +263,14 @@ def _best_of_row(
 
             def likely_score():
                 column = lax.min(lax.max(likely[source], i32(0)), i32(V - 1))
-                log_q = given.log_q[given.q_rows[row], column] if given and dense else None
-                *_, score = scores_of(logits[source, column].astype(f32), column, log_q, bits_of(column))
+                q_logits = given.q_logits[given.q_rows[row], column].astype(f32) if given and dense else None
+                *_, score = scores_of(logits[source, column].astype(f32), column, q_logits, bits_of(column))
                 return jnp.where(column == likely[source], score, -jnp.inf)
 
             def look(j, bits, found):
                 columns = parts.columns(j)
-                log_q = parts.load(given.log_q, given.q_rows[row], j) if given and dense else None
-                scores = scores_of(parts.load(logits, source, j), columns, log_q, bits)
+                q_logits = parts.load(given.q_logits, given.q_rows[row], j) if given and dense else None
+                scores = scores_of(parts.load(logits, source, j), columns, q_logits, bits)
                 kept = []
                 for (best, column), score in zip(found, scores, strict=True):
                     better = (columns >= j * parts.width) & (score > best)
@@ -365,10 +371,6 @@ def _best_of_row(
         pl.when((wanted[row] != 0) & is_dense)(lambda: finish(work(True)))
         pl.when((wanted[row] != 0) & jnp.logical_not(is_dense))(lambda: finish(work(False)))
 
-    extra: tuple[jax.Array, ...] = ()
-    if residual is not None:
-        log_z, excluded, q_rows = own_buffer((residual.log_z, residual.excluded, residual.q_rows))
-        extra = Residual(log_z, excluded, residual.dense.astype(i32), residual.log_q, q_rows)
     found = plgpu.kernel(
         gumbel_argmax,
         out_type=[jax.ShapeDtypeStruct((R, parts.count), f32)] * outputs,

@@ -38,15 +38,22 @@ class Residual(NamedTuple):
         log_z: float32 [R] log-sum-exp of a row's logits / temperature.
         excluded: int32 [R] an id that is not drawn, for a draft that was certain of it; -1 for none.
         dense: bool [R] draws from max(0, p - q) instead, or from p itself if that is 0 everywhere.
-        log_q: float32 [Q, V] log-probabilities of drafts.
-        q_rows: int32 [R] the row of log_q that is each draw's q.
+        q_logits: [Q, V] of drafts, at the temperature of the draw.
+        q_log_z: float32 [R] log-sum-exp of q's logits / temperature.
+        q_rows: int32 [R] the row of q_logits that is each draw's q.
     """
 
     log_z: jax.Array
     excluded: jax.Array
     dense: jax.Array
-    log_q: jax.Array
+    q_logits: jax.Array
+    q_log_z: jax.Array
     q_rows: jax.Array
+
+    def q(self, temperature: jax.Array) -> jax.Array:
+        """Of each draw, float32 [R, V]."""
+        tempered = self.q_logits[self.q_rows].astype(jnp.float32) / temperature[:, None]
+        return jnp.exp(tempered - self.q_log_z[:, None])
 
 
 class Best(NamedTuple):
@@ -147,7 +154,7 @@ def gumbel_argmax(
     log_p = tempered - residual.log_z[:, None]
     p = jnp.exp(log_p)
     point = (jnp.arange(V) == residual.excluded[:, None]).astype(jnp.float32)
-    q = jnp.where(residual.dense[:, None], jnp.exp(residual.log_q[residual.q_rows]), point)
+    q = jnp.where(residual.dense[:, None], residual.q(temperature), point)
     left = jnp.maximum(p - q, 0.0)
     # If p and q agree up to rounding the difference is 0 everywhere; then p itself is right.
     none_left = left.sum(axis=1, keepdims=True) == 0
@@ -179,7 +186,7 @@ def gumbel_best(
     if residual is None:
         return Drawn(best(tempered + noise), None)
     drawn = jnp.where(jnp.arange(V) == residual.excluded[:, None], -jnp.inf, tempered + noise)
-    left = jnp.maximum(jnp.exp(tempered - residual.log_z[:, None]) - jnp.exp(residual.log_q[residual.q_rows]), 0.0)
+    left = jnp.maximum(jnp.exp(tempered - residual.log_z[:, None]) - residual.q(temperature), 0.0)
     return Drawn(best(drawn), best(jnp.log(left) + noise))
 
 

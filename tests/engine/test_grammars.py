@@ -298,13 +298,15 @@ def test_the_distribution_is_the_targets_over_what_is_allowed():
         )
         for i in range(800)
     ]
-    log_q = np.broadcast_to(np.log(weights).astype(np.float32), runner.state.draft_log_q.shape)
-    log_q = jax.device_put(jnp.asarray(log_q), runner.state.draft_log_q.sharding)
+    logits = np.broadcast_to((temperature * np.log(weights)).astype(np.float32), runner.state.draft_logits.shape)
+    logits = jax.device_put(jnp.asarray(logits), runner.state.draft_logits.sharding)
+    log_z = jnp.zeros_like(runner.state.draft_log_z)
     engine.add(*made)
     while engine.has_work:
         engine.step()
         plant(engine, engine.scheduler.running, lambda _request, _index: int(rng.choice(VOCAB, p=weights)))
-        runner.state = runner.state._replace(draft_log_q=log_q + 0)  # a copy: the step takes the state's arrays
+        # Copies: the step takes the state's arrays.
+        runner.state = runner.state._replace(draft_logits=logits + 0, draft_log_z=log_z + 0)
     counts = collections.Counter(tuple(request.tokens[len(prompt) :]) for request in made)
     accepted = engine.stats().acceptance
     assert 0.15 < accepted.num_accepted / accepted.num_drafted < 0.9

@@ -160,7 +160,7 @@ def test_a_text_costs_no_kv():
     """Where nothing but the text drafts, there is no draft's KV and no q; the text takes four bytes a token."""
     runner = lookup_runner(3, model=False)
     state = runner.state
-    assert state.draft_kv == state.draft_log_q == state.looked_up == ()
+    assert state.draft_kv == state.draft_logits == state.draft_log_z == state.looked_up == ()
     (ids,) = state.history
     assert ids.nbytes == page_bytes([HISTORY], runner.settings.page_size, {}) * runner.settings.num_pages
 

@@ -194,8 +194,9 @@ def test_catch_up_for_live_rows_equals_catch_up_for_all(draft, mode):
         (out, one), (same, other) = (one_step(runner, sampling(state), plan) for runner in runners)
         np.testing.assert_array_equal(out.accepted, same.accepted)
         slots = [r.slot for r in plan.decode]
-        assert (one.draft_log_q[slots] != state.draft_log_q[slots]).any(axis=(1, 2)).all()
-        np.testing.assert_allclose(one.draft_log_q[slots], other.draft_log_q[slots], atol=1e-4)
+        assert (one.draft_logits[slots] != state.draft_logits[slots]).any(axis=(1, 2)).all()
+        for field in ("draft_logits", "draft_log_z"):
+            np.testing.assert_allclose(getattr(one, field)[slots], getattr(other, field)[slots], atol=1e-4)
 
 
 @pytest.mark.slow
@@ -398,8 +399,8 @@ def test_acceptance_needs_q(monkeypatch):
     """Two random models at temperature 1 overlap much; a sampled draft taken for a certain one is nearly always refused."""
     settings, verify = tiny_runner(K).settings, choose_module.verify  # compiled before anything is patched
 
-    def without_q(logits, drafts, log_q, one_hot, *rest, **options):
-        return verify(logits, drafts, log_q, jnp.ones_like(one_hot), *rest, **options)
+    def without_q(logits, drafts, q, one_hot, *rest, **options):
+        return verify(logits, drafts, q, jnp.ones_like(one_hot), *rest, **options)
 
     monkeypatch.setattr(choose_module, "verify", without_q)
     blind = warmed(

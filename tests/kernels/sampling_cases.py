@@ -34,7 +34,7 @@ def part_of(case: tuple, first: int, size: int) -> tuple:
     if residual is not None:
         excluded = residual.excluded - first
         excluded = jnp.where((excluded >= 0) & (excluded < size), excluded, size)
-        residual = residual._replace(excluded=excluded, log_q=residual.log_q[:, first : first + size])
+        residual = residual._replace(excluded=excluded, q_logits=residual.q_logits[:, first : first + size])
     return (logits[:, first : first + size], *rest, likely - first, residual)
 
 
@@ -83,11 +83,14 @@ def close_draws(V: int, dtype, *, residual: bool) -> tuple:
     tempered = logits.astype(jnp.float32) / jnp.asarray(temperature)[:, None]
     # p - q is 0 in all of a row, in half of it, or nowhere.
     log_q = jax.nn.log_softmax(tempered, axis=1) + jnp.asarray(rng.choice([1e-3, -1, 2], (R, V)), jnp.float32)
+    log_q = log_q.at[3].set(jax.nn.log_softmax(tempered[3]) + 1e-2)
+    q_log_z = rows.astype(jnp.float32) / 4
     return (*args, Residual(
         log_z=jax.nn.logsumexp(tempered, axis=1),
         excluded=jnp.where(rows % 2 == 0, jnp.where(rows % 4 == 0, args[-1], -1), -1),
         dense=rows % 2 == 1,
-        log_q=log_q.at[3].set(jax.nn.log_softmax(tempered[3]) + 1e-2),
+        q_logits=temperature[:, None] * (log_q + q_log_z[:, None]),
+        q_log_z=q_log_z,
         q_rows=rows,
     ))  # fmt: skip
 
@@ -99,7 +102,7 @@ def assert_as_good_as_any(drawn: jax.Array, case: tuple, cuts: jax.Array | None)
     scores, V = tempered, logits.shape[1]
     if residual is not None:
         log_p = tempered - residual.log_z[:, None]
-        left = jnp.maximum(jnp.exp(log_p) - jnp.exp(residual.log_q[residual.q_rows]), 0.0)
+        left = jnp.maximum(jnp.exp(log_p) - residual.q(temperature), 0.0)
         dense = jnp.where((left > 0).any(axis=1, keepdims=True), jnp.log(left), log_p)
         others = jnp.where(jnp.arange(V) == residual.excluded[:, None], -jnp.inf, tempered)
         scores = jnp.where(residual.dense[:, None], dense, others)
@@ -130,13 +133,15 @@ def draws(V: int, dtype, *, residual: bool) -> tuple:
     if not residual:
         return (*args, None)
     tempered = logits[rows].astype(jnp.float32) / temperature[:, None]
-    log_q = jax.nn.log_softmax(jnp.asarray(3 * rng.normal(size=(4, V)), jnp.float32), axis=1)
-    # The q of the second draw, so close to its p that p - q is 0.
-    log_q = log_q.at[3].set(jax.nn.log_softmax(tempered[1]) + 1e-4)
+    # The q of the second draw is its p, but for a sum that is so little less that p - q is 0.
+    q_logits = jnp.asarray(3 * rng.normal(size=(4, V)), dtype).at[3].set(logits[rows[1]])
+    q_rows = jnp.asarray([2, 3, 0, 1, 1, 2], jnp.int32)
+    of_q = jax.nn.logsumexp(q_logits[q_rows].astype(jnp.float32) / temperature[:, None], axis=1)
     return (*args, Residual(
         log_z=jax.nn.logsumexp(tempered, axis=1),
         excluded=jnp.asarray([-1, -1, 7, 3, V // 3, -1], jnp.int32),
         dense=jnp.asarray([True, True, False, True, False, False]),
-        log_q=log_q,
-        q_rows=jnp.asarray([2, 3, 0, 1, 1, 2], jnp.int32),
+        q_logits=q_logits,
+        q_log_z=of_q.at[1].add(-1e-4),
+        q_rows=q_rows,
     ))  # fmt: skip

@@ -291,8 +291,8 @@ def test_lowers_for_the_gpu(R, size, dtype):
         return jax.ShapeDtypeStruct(dims, dtype)
 
     logits, floats, ints = shape((R, size), dtype), shape((R,), jnp.float32), shape((R,), jnp.int32)
-    bools, keys, log_q = shape((R,), bool), shape((R, 2), jnp.uint32), shape((3 * R, size), jnp.float32)
-    residual = reference.Residual(floats, ints, bools, log_q, ints)
+    bools, keys, q_logits = shape((R,), bool), shape((R, 2), jnp.uint32), shape((3 * R, size), jnp.bfloat16)
+    residual = reference.Residual(floats, ints, bools, q_logits, floats, ints)
 
     def best(logits, wanted):
         return likeliest(logits, 20, wanted)

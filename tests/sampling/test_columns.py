@@ -15,7 +15,7 @@ from jaxspec.models.params import TENSOR_AXIS
 from jaxspec.sampling.columns import PADDING, Columns
 from jaxspec.sampling.logprobs import logprobs_of, top_logprobs
 from jaxspec.sampling.penalties import adjust
-from jaxspec.sampling.rejection import sample_draft, verify
+from jaxspec.sampling.rejection import DraftLogits, sample_draft, verify
 from jaxspec.sampling.sampler import SamplingRows, sample
 from pallas_kernels.logit_rules.reference import LogitRules
 from tests.sampling.test_penalties import V as MOST
@@ -26,18 +26,16 @@ WHOLE, BY_ID = PartitionSpec(), PartitionSpec(None, TENSOR_AXIS)
 IN_WINDOW = PartitionSpec(None, None, TENSOR_AXIS)
 # Of the requests' rules, the counts have a column for each id.
 RULES = LogitRules(*[WHOLE] * len(LogitRules._fields))._replace(counts=BY_ID)
-# Of what is chosen, log q has.
-CHOSEN = (WHOLE, WHOLE, WHOLE, (WHOLE, BY_ID), WHOLE, WHOLE, WHOLE)
 
 
-def choose(logits, drafts, log_q, one_hot, held, rows, positions, rules, vocab):
+def choose(logits, drafts, q, one_hot, held, rows, positions, rules, vocab):
     """Everything that is chosen from a step's logits [W, K + 1, columns], and from the first of each window as a draft's."""
     columns = Columns(vocab)
     logits = columns.padded(logits)
     raw, window = logits.reshape(-1, columns.width), jax.tree.map(lambda a: jnp.repeat(a, K + 1, axis=0), rows)
     stats = columns.stats(raw, window.temperature + 1)
     changed = adjust(logits, drafts, rules, positions, columns).raw.reshape(logits.shape)
-    windows = verify(changed, drafts, log_q, one_hot, held, rows, positions, full=True, columns=columns)
+    windows = verify(changed, drafts, q, one_hot, held, rows, positions, full=True, columns=columns)
     single = sample(changed[:, 0], rows, positions, full=True, columns=columns)
     draft = sample_draft(logits[:, 0], rows, positions, columns)
     top = top_logprobs(raw, stats.log_z, 5, jnp.ones(len(raw), bool), columns)
@@ -48,12 +46,12 @@ def choose(logits, drafts, log_q, one_hot, held, rows, positions, rules, vocab):
 def chooser(devices, vocab):
     """`choose`, jitted, and how its arguments lie."""
     mesh = Mesh(np.array(jax.devices()[:devices]), (TENSOR_AXIS,))
-    specs = (IN_WINDOW, WHOLE, IN_WINDOW, WHOLE, WHOLE, WHOLE, WHOLE, RULES)
-    function = on_mesh(functools.partial(choose, vocab=vocab), mesh, specs, CHOSEN)
+    specs = (IN_WINDOW, WHOLE, DraftLogits(IN_WINDOW, WHOLE), WHOLE, WHOLE, WHOLE, WHOLE, RULES)
+    function = on_mesh(functools.partial(choose, vocab=vocab), mesh, specs, WHOLE)
     return jax.jit(function), jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def chosen(devices, vocab, logits, drafts, log_q, one_hot, held, rows, positions, rules):
+def chosen(devices, vocab, logits, drafts, q, one_hot, held, rows, positions, rules):
     """On so many devices, as NumPy arrays; what is whole has the same bits on each."""
     columns = -(-vocab // devices) * devices
 
@@ -61,18 +59,16 @@ def chosen(devices, vocab, logits, drafts, log_q, one_hot, held, rows, positions
         return np.pad(x, (*[(0, 0)] * (x.ndim - 1), (0, columns - vocab)), constant_values=value)
 
     rules = rules._replace(counts=widened(rules.counts, 7))
-    logits, log_q = widened(logits, np.nan), widened(log_q, PADDING)
+    logits, q = widened(logits, np.nan), q._replace(logits=widened(q.logits, PADDING))
     run, shardings = chooser(devices, vocab)
-    given = (logits, drafts, log_q, one_hot, held, rows, positions, rules)
+    given = (logits, drafts, q, one_hot, held, rows, positions, rules)
     out = run(*jax.tree.map(jax.device_put, given, jax.tree.broadcast(shardings, given)))
     for array in jax.tree.leaves(out):
-        if array.sharding.is_fully_replicated:
-            first, *others = (np.asarray(shard.data) for shard in array.addressable_shards)
-            assert len(others) == devices - 1
-            for other in others:
-                np.testing.assert_array_equal(first.view(np.int8), other.view(np.int8))
-    windows, single, stats, (draft, log_q), *rest = jax.tree.map(np.asarray, out)
-    return windows, single, stats, draft, log_q[:, :vocab], *rest
+        first, *others = (np.asarray(shard.data) for shard in array.addressable_shards)
+        assert len(others) == devices - 1
+        for other in others:
+            np.testing.assert_array_equal(first.view(np.int8), other.view(np.int8))
+    return jax.tree.map(np.asarray, out)
 
 
 def some_rows(rng, count):
@@ -111,9 +107,10 @@ def test_vocab_shards_draw_the_tokens_of_one_device(devices, vocab):
         drafts = np.where(rng.random((W, K)) < 0.6, logits[:, :K].argmax(axis=2), rng.integers(0, vocab, (W, K)))
         drafts = drafts.astype(np.int32)
         # Of a third of the rows q is p, so that nothing is left of it where a draft is rejected.
-        log_q = 3 * rng.normal(size=(W, K, vocab)).astype(np.float32)
-        log_q[::3] = logits[::3, :K]
-        log_q -= np.logaddexp.reduce(log_q, axis=2, keepdims=True)
+        rows, of_drafts = some_rows(rng, W), 3 * rng.normal(size=(W, K, vocab)).astype(np.float32)
+        of_drafts[::3] = logits[::3, :K]
+        temperature = np.where(rows.temperature == 0, 1, rows.temperature)[:, None, None]
+        q = DraftLogits(of_drafts, np.logaddexp.reduce(of_drafts / temperature, axis=2))
         requests = [
             (params, prompt, output, [stop for stop in stops if stop < vocab])
             for params, prompt, output, stops in random_requests(rng)
@@ -122,8 +119,7 @@ def test_vocab_shards_draw_the_tokens_of_one_device(devices, vocab):
         rules = jax.tree.map(np.asarray, rules_of(requests, random_masks(rng, requests, K + 1)))
         rules = rules._replace(counts=rules.counts[:, :vocab])
         given = (
-            logits, drafts, log_q, rng.random(W) < 0.3, rng.integers(0, K + 1, W).astype(np.int32), some_rows(rng, W),
-            positions, rules,
+            logits, drafts, q, rng.random(W) < 0.3, rng.integers(0, K + 1, W).astype(np.int32), rows, positions, rules,
         )  # fmt: skip
         one, several = chosen(1, vocab, *given), chosen(devices, vocab, *given)
         for want, got in zip(jax.tree.leaves(one), jax.tree.leaves(several), strict=True):

@@ -13,7 +13,7 @@ import pytest
 
 from jaxspec.engine.acceptance import probability_for
 from jaxspec.sampling import columns, rejection
-from jaxspec.sampling.rejection import Verified, sample_draft, verify
+from jaxspec.sampling.rejection import DraftLogits, Verified, sample_draft, verify
 from jaxspec.sampling.sampler import SamplingRows, Stream, noise_keys, sample
 from pallas_kernels.sampling import reference
 from pallas_kernels.sampling.keys import LEAST_KEY
@@ -48,6 +48,13 @@ def sampling_rows(R, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, salt=0, gre
     )
 
 
+def random_q(rng, rows, k):
+    """Of k drafts of each row, at its temperature."""
+    logits = rng.normal(size=(len(rows.temperature), k, V)).astype(np.float32)
+    tempered = logits / np.where(rows.temperature == 0, 1, rows.temperature)[:, None, None]
+    return DraftLogits(logits, np.logaddexp.reduce(tempered, axis=2))
+
+
 @partial(jax.jit, static_argnames=("k", "full", "drafter", "verifier"))
 def compiled_cycle(
     target, draft, last, rows, position, *,
@@ -55,17 +62,18 @@ def compiled_cycle(
 ):  # fmt: skip
     """One speculative cycle from last tokens [R]: drafts k tokens, then verifies them, or the first `num_drafts` [R]."""
     R = last.shape[0]
-    ids, log_qs, token = [], [], last
+    ids, log_zs, token = [], [], last
     for i in range(k):
-        token, log_q = drafter(draft[token], rows, jnp.full(R, position + i))
+        token, log_z = drafter(draft[token], rows, jnp.full(R, position + i))
         ids.append(token)
-        log_qs.append(log_q)
+        log_zs.append(log_z)
     drafts = jnp.stack(ids, axis=1) if k else jnp.zeros((R, 0), jnp.int32)
-    log_q = jnp.stack(log_qs, axis=1) if k else jnp.zeros((R, 0, V))
+    of_drafts = draft[jnp.concatenate([last[:, None], drafts], axis=1)[:, :k]]
+    q = DraftLogits(of_drafts, jnp.stack(log_zs, axis=1) if k else jnp.zeros((R, 0)))
     logits = target[jnp.concatenate([last[:, None], drafts], axis=1)]
     point_mass = rows.greedy_drafts | one_hot
     num_drafts = jnp.full(R, k) if num_drafts is None else num_drafts
-    return verifier(logits, drafts, log_q, point_mass, num_drafts, rows, jnp.full(R, position), full=full), drafts
+    return verifier(logits, drafts, q, point_mass, num_drafts, rows, jnp.full(R, position), full=full), drafts
 
 
 def cycle(target, draft, rows, position=100, *, last=3, **options):
@@ -101,12 +109,12 @@ def test_exactly_by_enumeration(monkeypatch):
         monkeypatch.setattr(rejection, "uniform", lambda *_: jnp.asarray(u, jnp.float32))
         monkeypatch.setattr(reference, "gumbel", lambda *_: jnp.repeat(jnp.asarray(noise, jnp.float32), 2, axis=0))
         logits = np.broadcast_to(np.log(p), (R, 2, 5)).astype(np.float32)
-        log_q = np.broadcast_to(np.log(q), (R, 1, 5)).astype(np.float32)
+        of_drafts = DraftLogits(np.broadcast_to(np.log(q), (R, 1, 5)).astype(np.float32), np.zeros((R, 1), np.float32))
         none, one, first = np.zeros(R, bool), np.ones(R, np.int32), np.zeros(R, np.int32)
         ids = np.asarray(drafts, np.int32)[:, None]
         # Traced anew each time: the noise is a constant of it.
         run = jax.jit(lambda *inputs: verify(*inputs, full=False))
-        return jax.tree.map(np.asarray, run(logits, ids, log_q, none, one, sampling_rows(R), first))
+        return jax.tree.map(np.asarray, run(logits, ids, of_drafts, none, one, sampling_rows(R), first))
 
     drafts, u = (a.ravel() for a in np.meshgrid(np.arange(5), (np.arange(256) + 0.5) / 256))
     verified = decide(drafts, u, np.zeros((len(drafts), 5)))
@@ -271,18 +279,17 @@ def test_rows_of_many_kinds_share_a_batch():
     rng = np.random.default_rng(4)
     R, k = 512, 3
     logits = rng.normal(size=(R, k + 1, V)).astype(np.float32)
-    log_q = np.log(softmax(rng.normal(size=(R, k, V)))).astype(np.float32)
+    rows = sampling_rows(R, rng.choice([0.0, 0.7, 1.3], R))
     args = [
-        logits, rng.integers(0, V, (R, k)).astype(np.int32), log_q, rng.random(R) < 0.3,
+        logits, rng.integers(0, V, (R, k)).astype(np.int32), random_q(rng, rows, k), rng.random(R) < 0.3,
         rng.integers(0, k + 1, R).astype(np.int32),
     ]  # fmt: skip
-    rows = sampling_rows(R, rng.choice([0.0, 0.7, 1.3], R))
     positions = rng.integers(0, 1000, R).astype(np.int32)
     compiled = jax.jit(partial(verify, full=False))
     run = lambda *inputs: jax.tree.map(np.asarray, compiled(*inputs))  # noqa: E731
     whole = run(*args, rows, positions)
     order = rng.permutation(R)
-    permuted = run(*(a[order] for a in args), jax.tree.map(lambda a: a[order], rows), positions[order])
+    permuted = run(*jax.tree.map(lambda a: a[order], (*args, rows, positions)))
     np.testing.assert_array_equal(permuted.accepted, whole.accepted[order])
     live = np.arange(k + 1) <= whole.accepted[:, None]
     np.testing.assert_array_equal(np.where(live[order], permuted.ids, 0), np.where(live, whole.ids, 0)[order])
@@ -309,10 +316,10 @@ def test_zero_probabilities_and_equal_rounding():
     p = np.array([[[0.0, neg, 0.0, neg]] * 2], np.float32)
     run = jax.jit(partial(verify, full=False))
     for q_row, x in (([neg, 0.0, neg, neg], 1), ([neg, neg, 0.0, 0.0], 0), ([0.0, neg, 0.0, neg], 2)):
-        log_q = np.float32([[q_row]]) - np.log(np.exp(np.float32(q_row)).sum())
+        q = DraftLogits(np.float32([[q_row]]), np.log(np.exp(np.float32([[q_row]])).sum(axis=2)))
         ids, none, one, first = np.int32([[x]]), np.array([False]), np.int32([1]), np.int32([0])
         for seed in range(20):
-            out = run(p, ids, log_q, none, one, sampling_rows(1, salt=seed), first)
+            out = run(p, ids, q, none, one, sampling_rows(1, salt=seed), first)
             emitted = np.asarray(out.ids)[0, : int(out.accepted[0]) + 1]
             assert set(emitted.tolist()) <= {0, 2}
             assert bool(out.accepted[0]) == (x == 2)
@@ -373,20 +380,20 @@ def test_drafts_accepted_one_by_one(k, length):
 
 
 def greedy_drafter(logits, _rows, _positions):
-    return jnp.argmax(logits, axis=1).astype(jnp.int32), jax.nn.log_softmax(logits, axis=1)
+    return jnp.argmax(logits, axis=1).astype(jnp.int32), jax.nn.logsumexp(logits, axis=1)
 
 
 def colder_drafter(logits, rows, positions):
     """Draws at temperature 0.5 and reports q at 1."""
     ids, _ = sample_draft(logits * 2, rows, positions)
-    return ids, jax.nn.log_softmax(logits, axis=1)
+    return ids, jax.nn.logsumexp(logits, axis=1)
 
 
-def argmax_verifier(logits, drafts, log_q, one_hot, num_drafts, rows, positions, *, full):
+def argmax_verifier(logits, drafts, q, one_hot, num_drafts, rows, positions, *, full):
     """ATOM's rule: argmax at the draft positions whatever the temperature, only the bonus is sampled."""
     greedy = rows._replace(temperature=jnp.zeros_like(rows.temperature))
-    out = verify(logits, drafts, log_q, one_hot, num_drafts, greedy, positions, full=full)
-    sampled = verify(logits, drafts, log_q, one_hot, num_drafts, rows, positions, full=full)
+    out = verify(logits, drafts, q, one_hot, num_drafts, greedy, positions, full=full)
+    sampled = verify(logits, drafts, q, one_hot, num_drafts, rows, positions, full=full)
     return Verified(jnp.where(out.accepted[:, None] == drafts.shape[1], sampled.ids, out.ids), out.accepted)
 
 
@@ -397,16 +404,16 @@ def _resample(logits, rows, positions, ids, accepted):
     return jnp.where(jnp.arange(ids.shape[1]) == accepted[:, None], again[:, None], ids)
 
 
-def top2_verifier(logits, drafts, _log_q, _one_hot, _num_drafts, rows, positions, *, full):  # noqa: ARG001
+def top2_verifier(logits, drafts, _q, _one_hot, _num_drafts, rows, positions, *, full):  # noqa: ARG001
     """Relaxed acceptance: any of the target's two likeliest tokens passes."""
     _, best = jax.lax.top_k(logits[:, :-1], 2)
     accepted = jnp.cumprod((best == drafts[..., None]).any(axis=2), axis=1).sum(axis=1)
     return Verified(_resample(logits, rows, positions, jnp.pad(drafts, ((0, 0), (0, 1))), accepted), accepted)
 
 
-def recover_from_p_verifier(logits, drafts, log_q, one_hot, num_drafts, rows, positions, *, full):
+def recover_from_p_verifier(logits, drafts, q, one_hot, num_drafts, rows, positions, *, full):
     """The replacement is drawn from p instead of the residual."""
-    out = verify(logits, drafts, log_q, one_hot, num_drafts, rows, positions, full=full)
+    out = verify(logits, drafts, q, one_hot, num_drafts, rows, positions, full=full)
     return Verified(_resample(logits, rows, positions, out.ids, out.accepted), out.accepted)
 
 

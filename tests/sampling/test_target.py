@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.sampling import truncation
 from jaxspec.sampling.columns import Columns
-from jaxspec.sampling.rejection import verify
+from jaxspec.sampling.rejection import DraftLogits, verify
 from jaxspec.sampling.sampler import SamplingRows, cuts_of, sample, temperatures
 from jaxspec.sampling.target import TargetLogits
 
@@ -53,8 +53,9 @@ def test_windows(seed):
     rng = np.random.default_rng(seed)
     greedy = jnp.argmax(whole, axis=1).reshape(D, n)[:, : n - 1]
     drafts = jnp.where(jnp.asarray(rng.random((D, n - 1)) < 0.6), greedy, 7).astype(jnp.int32)
-    log_q = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(D, n - 1, V)), jnp.float32))
-    given = drafts, log_q, rows.greedy_drafts, jnp.asarray(rng.integers(0, n, D), jnp.int32), rows, jnp.arange(D)
+    logits = jnp.asarray(rng.normal(size=(D, n - 1, V)), jnp.float32)
+    q = DraftLogits(logits, jax.nn.logsumexp(logits / temperatures(rows)[:, None, None], axis=2))
+    given = drafts, q, rows.greedy_drafts, jnp.asarray(rng.integers(0, n, D), jnp.int32), rows, jnp.arange(D)
     run = jax.jit(functools.partial(verify, full=True))
     for got, want in zip(run(target, *given), run(whole.reshape(D, n, V), *given), strict=True):
         np.testing.assert_array_equal(got, want)
