@@ -118,7 +118,7 @@ def test_the_description_names_the_kernels_that_run(demo_llm):
     kernels = demo_llm.describe()["Kernels"]
     operations = (
         "cutoffs", "gumbel_argmax", "kv_write", "likeliest", "logit_rules", "logits_stats", "mla_decode", "mla_prefill",
-        "mla_query", "moe", "moe_route", "norm_linear",
+        "mla_query", "moe", "moe_route", "norm_linear", "row_write",
     )  # fmt: skip
     assert kernels == ", ".join(f"{operation} reference" for operation in operations)
 

@@ -42,6 +42,7 @@ from bench.kernel.moe import MOE, MOE_BLOCK, MOE_QUANTISED
 from bench.kernel.norm_linear import ADD_LINEAR, JOINED_LINEAR, NORM_LINEAR
 from bench.kernel.peers import LIBRARIES, PeerError, Peers
 from bench.kernel.report import figures, print_table, summary
+from bench.kernel.row_write import ROW_WRITE
 from bench.kernel.sampling import SAMPLING
 from bench.kernel.sparse import SPARSE_MLA, crossover
 from pallas_kernels import backend
@@ -66,6 +67,7 @@ OPERATIONS: dict[str, dict[str, list[Case]]] = {
     "moe": MOE,
     **MOE_QUANTISED,
     "moe_block": MOE_BLOCK,
+    "row_write": ROW_WRITE,
     "sampling": SAMPLING,
 }
 COMPILE_THREADS = 8

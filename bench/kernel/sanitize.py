@@ -117,6 +117,7 @@ KERNELS = (
     Watched("cutoffs", "test_sampling.py::test_truncation[6-1024-bfloat16]"),
     Watched("logit_rules", "test_logit_rules.py::test_against_plain_xla[3-1-1024-bfloat16]"),
     Watched("likeliest", "test_sampling.py::test_likeliest[6-129280-float32]"),
+    Watched("row_write", "test_row_write.py::test_rows[5-1400-bfloat16]"),
     Watched("gumbel_argmax", "test_sampling.py::test_draws[False-1024-bfloat16]"),
     Watched("mla_decode", "test_mla_decode.py::test_windows[triton-2]", triton=True),
     Watched("gqa_decode", "test_gqa.py::test_decode_windows[triton-1]", triton=True),

@@ -20,6 +20,7 @@ from bench.kernel.loop import Loop
 from bench.kernel.mla import DECODE, MlaDecode, MlaPrefill
 from bench.kernel.mla_query import MLA_QUERY
 from bench.kernel.moe import MOE, Moe
+from bench.kernel.row_write import ROW_WRITE
 from bench.kernel.sparse import crossover
 from pallas_kernels.backend import logger
 
@@ -142,7 +143,7 @@ def test_kernel_seconds_of_a_trace():
 
 
 # Or whose rows count bytes alone.
-WITHOUT_MATMULS = {"gated_delta", "gated_delta_prompts", "gqa_write", "kv_write", "norm_linear", "sampling"}
+WITHOUT_MATMULS = {"gated_delta", "gated_delta_prompts", "gqa_write", "kv_write", "norm_linear", "row_write", "sampling"}
 
 
 @pytest.mark.long
@@ -164,6 +165,7 @@ WITHOUT_MATMULS = {"gated_delta", "gated_delta_prompts", "gqa_write", "kv_write"
         "moe",
         pytest.param("moe_int4", marks=pytest.mark.full),
         "moe_fp8",
+        "row_write",
         "sampling",
     ],
 )
@@ -190,6 +192,7 @@ def test_a_tiny_run(operation, tmp_path, capsys):
         pytest.param(gqa.PREFILL["tiny"][1], marks=pytest.mark.slow),
         MOE["tiny"][1],
         KV_WRITE["tiny"][1],
+        ROW_WRITE["tiny"][1],
         MLA_QUERY["tiny"][0],
     ],
 )
