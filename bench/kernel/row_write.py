@@ -17,7 +17,7 @@ DRAFTS = 3
 
 @dataclass(frozen=True)
 class RowWrite(Case):
-    """R rows of V logits, of which the first `written` go to slots of a donated array of DRAFTS rows each, draft after draft."""
+    """R rows of V logits, of which the first `written` go to slots of a donated array of DRAFTS rows each."""
 
     R: int
     written: int

@@ -15,7 +15,7 @@ def write_rows(array_SkV: jax.Array, i: int, rows_RV: jax.Array, slots_R: jax.Ar
         array_SkV: [S, k, V].
         i: 0 to k - 1 (static).
         rows_RV: [R, V], of the array's dtype.
-        slots_R: int32 [R], each below S once at most; S or more for rows that are not written, which are not read either.
+        slots_R: int32 [R], from 0 on, each below S once at most; S or more for rows that are not written, and not read either.
 
     Returns:
         The array with the rows written.

@@ -5,23 +5,28 @@ once. XLA's scatter reads and writes one number a thread, and loads all rows whe
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.compat import load, run_in_place
+from pallas_kernels.compat import run_in_place
+from pallas_kernels.inline_code import word
 from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
 
 # Vectors of a thread whose loads are in flight together: 64 bytes. With 8 blocks of a multiprocessor these are 64 KB of it,
 # where the memory's bandwidth needs about 30.
 AT_ONCE = 4
+# LLVM's number of global memory: without it the compiler asks at each access which memory an address is of.
+_GLOBAL = 1
 
 i32 = jnp.int32
 
@@ -52,12 +57,9 @@ def write_rows(
         row, part = lax.axis_index("row"), lax.axis_index("part")
         slot = slots[row]
 
-        def copy(starts: Sequence[Any]) -> None:
-            """Of the vectors that begin at these columns. All loads come first: the compiler moves none across a store."""
-            places = [pl.ds(start, width) for start in starts]
-            values = [load(rows, (row, at), layout=parts.layout) for at in places]
-            for at, value in zip(places, values, strict=True):
-                array[slot, i, at] = value
+        def copy(start: Any, count: int) -> None:
+            columns = pl.ds(start, count * width)
+            _copy(rows.at[row, columns], array.at[slot, i, columns], count, emulated=bool(interpret))
 
         def work() -> None:
             first = part * parts.vectors
@@ -66,14 +68,14 @@ def write_rows(
 
             @pl.loop(0, groups)
             def _(group):
-                copy([(first + group * AT_ONCE + n) * width for n in range(AT_ONCE)])
+                copy((first + group * AT_ONCE) * width, AT_ONCE)
 
             @pl.loop(first + groups * AT_ONCE, last)
             def _(vector):
-                copy([vector * width])
+                copy(vector * width, 1)
 
             if rest:  # The same block has all of what this vector overlaps.
-                pl.when(part == parts.count - 1)(lambda: copy([V - width]))
+                pl.when(part == parts.count - 1)(lambda: copy(V - width, 1))
 
         pl.when(slot < S)(work)
 
@@ -90,3 +92,30 @@ def write_rows(
         interpret=interpret,
     )
     return written
+
+
+def _copy(source: Any, target: Any, vectors: int, *, emulated: bool) -> None:
+    """So many vectors of all threads, from one place in global memory to another.
+
+    Stores in Pallas's words have a barrier of the block before and after each, and become eight of two bytes where the compiler
+    does not see that 16 bytes are aligned. All loads come first: the compiler moves none across a store.
+    """
+    if emulated:
+        target[...] = source[...]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def copy(_: Any, source: ir.Value, target: ir.Value) -> None:
+        own = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(LOAD_BYTES, word()))
+
+        def places(ref: ir.Value) -> list[ir.Value]:
+            start = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), mgpu.utils.memref_ptr(ref))
+            start = mgpu.utils.getelementptr(start, [own], word(8))
+            return [mgpu.utils.getelementptr(start, [n * WARPGROUP * LOAD_BYTES], word(8)) for n in range(vectors)]
+
+        kind = ir.VectorType.get((LOAD_BYTES // 4,), word())
+        values = [llvm.load(kind, place, alignment=LOAD_BYTES) for place in places(source)]
+        for value, place in zip(values, places(target), strict=True):
+            llvm.store(value, place, alignment=LOAD_BYTES)
+
+    copy(source, target)

@@ -143,7 +143,15 @@ def test_kernel_seconds_of_a_trace():
 
 
 # Or whose rows count bytes alone.
-WITHOUT_MATMULS = {"gated_delta", "gated_delta_prompts", "gqa_write", "kv_write", "norm_linear", "row_write", "sampling"}
+WITHOUT_MATMULS = {
+    "gated_delta",
+    "gated_delta_prompts",
+    "gqa_write",
+    "kv_write",
+    "norm_linear",
+    "row_write",
+    "sampling",
+}
 
 
 @pytest.mark.long
