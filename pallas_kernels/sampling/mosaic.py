@@ -36,6 +36,8 @@ LOWEST = -1e30
 MOST_IDS = 2**24
 # Vectors of a draw whose loads are in flight together: those that the blocks of noise of a span lie in.
 DRAWN_AT_ONCE = SPAN // VECTOR
+# Where something is left of a draft, mostly one of so many draws is wanted, that of a window: the GPU is to be full of these.
+OF_WINDOW = 4
 # The logarithm of a probability that is less, with the largest noise, may be one of few bits. Such scores stop no column.
 LEAST_SURE = -64.0
 
@@ -209,8 +211,8 @@ def _best_of_row(
 ) -> Drawn:
     """`gumbel_best`; with `first_column` None the columns are counted from 0."""
     R, V = temperature.shape[0], logits.shape[1]
-    parts = Parts(R, V, 4, DRAWN_AT_ONCE, vec_size=QUAD)
     adjusts, bounded = residual is not None, tuning.current().bounded_draws
+    parts = Parts(-(-R // OF_WINDOW) if adjusts else R, V, 4, DRAWN_AT_ONCE, vec_size=QUAD)
     outputs = 4 if adjusts else 2
     logits = own_rows(logits)
     rows, temperature, keys, likely, cuts = own_buffer((rows, temperature, keys, likely, cuts))
@@ -248,9 +250,12 @@ def _best_of_row(
                 if given and not dense:
                     return [jnp.where(columns == given.excluded[row], -jnp.inf, tempered + noise)]
                 if given and dense:
-                    left = jnp.maximum(jnp.exp(tempered - log_z) - jnp.exp(q_logits / divisor - q_log_z), 0.0)
-                    return [tempered + noise, jnp.log(left) + noise]
+                    return [tempered + noise, log_left(tempered, q_logits) + noise]
                 return [tempered + noise]
+
+            def log_left(tempered, q_logits):
+                """Of p - q."""
+                return jnp.log(jnp.maximum(jnp.exp(tempered - log_z) - jnp.exp(q_logits / divisor - q_log_z), 0.0))
 
             def bar(score):
                 """Where p - q is above 0 somewhere, that decides alone; and it is no greater than p."""
@@ -317,9 +322,20 @@ def _best_of_row(
                 better = about > most
                 return tuple(jnp.where(better, *pair) for pair in ((about, most), (new, x), (bits.of_least, of_least)))
 
+            def most_left(i, best):
+                """The best score of p - q, of the ids with the most noise of their blocks."""
+                j, xs, bits = span_at(i)
+                x, q_logits = parts.fill(-jnp.inf), parts.fill(0.0)
+                for n, each in enumerate(xs):
+                    chosen = bits.have(n * QUAD + (lane & (QUAD - 1)))
+                    own_q = parts.load(given.q_logits, given.q_rows[row], j + n)
+                    x, q_logits = jnp.where(chosen, each, x), jnp.where(chosen, own_q, q_logits)
+                return jnp.maximum(best, log_left(x / divisor, q_logits) + bits.noise())
+
             slope = bar(f32(-jnp.inf)).slope
             if dense:
-                least = likely_score()
+                found = lax.fori_loop(i32(0), spans, most_left, parts.fill(-jnp.inf))
+                least = lax.max(likely_score(), found.max())
             else:
                 none = (parts.fill(-jnp.inf), parts.fill(-jnp.inf), parts.fill(0, i32))
                 _, x, of_least = lax.fori_loop(i32(0), spans, with_most_noise, none)
