@@ -135,7 +135,10 @@ def _anything_but_stops(rules: LogitRules, n: int, V: int) -> jax.Array:
     stop_ids_WM = rules.stop_ids[rules.slots]
     for m in range(stop_ids_WM.shape[1]):
         id_W = stop_ids_WM[:, m]
-        is_new_W = (id_W >= 0) & (id_W < V) & (stop_ids_WM[:, :m] != id_W[:, None]).all(axis=1)
+        # One after the other: a reduction would be a kernel of its own.
+        is_new_W = (id_W >= 0) & (id_W < V)
+        for j in range(m):
+            is_new_W &= stop_ids_WM[:, j] != id_W
         word_Wn = jnp.take_along_axis(masks_WnM, jnp.maximum(id_W, 0)[:, None, None] // 32, axis=2)[..., 0]
         others_Wn -= ((word_Wn >> (id_W % 32)[:, None]) & 1) * is_new_W[:, None]
     return others_Wn > 0
