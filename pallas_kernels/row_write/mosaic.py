@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.backend import hopper_unsupported_reason
-from pallas_kernels.compat import run_in_place
+from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.inline_code import word
 from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
@@ -58,8 +58,11 @@ def write_rows(
         slot = slots[row]
 
         def copy(start: Any, count: int) -> None:
-            columns = pl.ds(start, count * width)
-            _copy(rows.at[row, columns], array.at[slot, i, columns], count, emulated=bool(interpret))
+            """Of so many vectors. All loads come first: the compiler moves none across a store."""
+            places = [pl.ds(start + n * width, width) for n in range(count)]
+            values = [load(rows, (row, at), layout=parts.layout) for at in places]
+            for at, value in zip(places, values, strict=True):
+                _store(array.at[slot, i, at], value, parts.layout, emulated=bool(interpret))
 
         def work() -> None:
             first = part * parts.vectors
@@ -94,28 +97,21 @@ def write_rows(
     return written
 
 
-def _copy(source: Any, target: Any, vectors: int, *, emulated: bool) -> None:
-    """So many vectors of all threads, from one place in global memory to another.
+def _store(target: Any, value: jax.Array, layout: Any, *, emulated: bool) -> None:
+    """Stores LOAD_BYTES of each thread to a place in global memory that is aligned to as many.
 
-    Stores in Pallas's words have a barrier of the block before and after each, and become eight of two bytes where the compiler
-    does not see that 16 bytes are aligned. All loads come first: the compiler moves none across a store.
+    In Pallas's words a store has a barrier of the block before and after it, and becomes eight stores of two bytes where the
+    compiler does not see how the place is aligned.
     """
     if emulated:
-        target[...] = source[...]
+        target[...] = value
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def copy(_: Any, source: ir.Value, target: ir.Value) -> None:
-        own = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(LOAD_BYTES, word()))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def store(_: Any, target: ir.Value, value: mgpu.FragmentedArray) -> None:
+        start = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), mgpu.utils.memref_ptr(target))
+        offset = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(LOAD_BYTES, word()))
+        (register,) = value.registers.flat
+        llvm.store(register, mgpu.utils.getelementptr(start, [offset], word(8)), alignment=LOAD_BYTES)
 
-        def places(ref: ir.Value) -> list[ir.Value]:
-            row = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), mgpu.utils.memref_ptr(ref))
-            start = mgpu.utils.getelementptr(row, [own], word(8))
-            return [mgpu.utils.getelementptr(start, [n * WARPGROUP * LOAD_BYTES], word(8)) for n in range(vectors)]
-
-        kind = ir.VectorType.get((LOAD_BYTES // 4,), word())
-        values = [llvm.load(kind, place, alignment=LOAD_BYTES) for place in places(source)]
-        for value, place in zip(values, places(target), strict=True):
-            llvm.store(value, place, alignment=LOAD_BYTES)
-
-    copy(source, target)
+    store(target, value)
