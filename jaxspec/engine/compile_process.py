@@ -10,11 +10,10 @@ import io
 import logging
 import os
 import pickle
-import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import jax
@@ -39,12 +38,15 @@ class CompileProcess:
 
     def __init__(self, compiler: Compiler, buckets: Sequence[Bucket]):
         self.buckets = tuple(buckets)
-        self._finished: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._kept: set[Bucket] = set()
+        self._has_ended = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jaxspec.engine.compile_process"],
             env=os.environ | _ALLOCATOR,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            process_group=0,  # what is typed at a terminal to stop the server is for the server
         )
         job = jax_options(), to_bytes((compiler, self.buckets))
         threading.Thread(target=self._attend, args=(job,), name="compile process", daemon=True).start()
@@ -56,13 +58,23 @@ class CompileProcess:
             pickle.dump(job, process.stdin)
             process.stdin.flush()  # and it stays open: the process ends when it closes
             for line in process.stdout:
-                self._finished.put(self.buckets[int(line)])
-        self._finished.put(None)
+                with self._changed:
+                    self._kept.add(self.buckets[int(line)])
+                    self._changed.notify_all()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
-    def finished(self) -> Iterator[Bucket]:
-        """Each bucket when its executable is kept; ends with the process, which may be before all are."""
-        while (bucket := self._finished.get()) is not None:
-            yield bucket
+    def finished(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+        """Each of these when its executable is kept; ends when all are, or with the process."""
+        waiting, has_ended = set(buckets), False
+        while waiting and not has_ended:
+            with self._changed:
+                while not (self._has_ended or waiting & self._kept):
+                    self._changed.wait()
+                found, has_ended = waiting & self._kept, self._has_ended
+            waiting -= found
+            yield from found
 
     def stop(self) -> None:
         """At once: what it writes is whole or absent."""

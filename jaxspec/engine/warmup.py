@@ -177,7 +177,7 @@ class Preparation:
         progress: Progress | None = None,
         announce: Progress | None = None,
     ) -> None:
-        """Loads what is kept, then compiles the rest, each in parallel threads; takes what has begun last.
+        """Loads what is kept, then compiles the rest, each in parallel threads; takes what has begun last, here and beside.
 
         Args:
             use: gets one executable at a time, on this thread.
@@ -204,8 +204,9 @@ class Preparation:
                 used(bucket, kept)
         compiling = [bucket for future, bucket in begun.items() if not future.done()]
         numbers = itertools.count(len(buckets) - len(missing) - len(compiling) + 1)
+        beside = [bucket for bucket in missing if self._beside is not None and bucket in self._beside.buckets]
         if announce:
-            for bucket in compiling:
+            for bucket in (*compiling, *beside):
                 announce(next(numbers), len(buckets), bucket.words)
 
         def make_told(bucket: Bucket) -> Executable:
@@ -214,7 +215,7 @@ class Preparation:
                     announce(next(numbers), len(buckets), bucket.words)
             return self._make(bucket)
 
-        for bucket, executable in _in_threads(make_told, _longest_first(missing)):
+        for bucket, executable in _in_threads(make_told, _longest_first(set(missing) - set(beside))):
             used(bucket, executable)
             self._unsaved.append((bucket, executable))
         for future in concurrent.futures.as_completed(begun):
@@ -222,6 +223,11 @@ class Preparation:
             used(begun[future], executable)
             self.num_kept += was_kept
             self._unsaved += [] if was_kept else [(begun[future], executable)]
+        for bucket in self._in_time(beside):
+            if (found := self._load(bucket)) is None:
+                found = self._make(bucket)
+                self._unsaved.append((bucket, found))
+            used(bucket, found)
         if self.num_kept:
             logger.info("%d of %d steps were compiled by an earlier start", self.num_kept, len(buckets))
 
@@ -275,15 +281,14 @@ class Preparation:
 
     def _in_time(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """The buckets: those that another process compiles when it has kept them, or when it has ended without."""
-        beside = () if self._beside is None else self._beside.buckets
-        yield from (bucket for bucket in buckets if bucket not in beside)
-        missing = [bucket for bucket in buckets if bucket in beside]
-        for bucket in self._beside.finished() if self._beside is not None else ():
-            if bucket in missing:
+        missing = [bucket for bucket in buckets if self._beside is not None and bucket in self._beside.buckets]
+        yield from (bucket for bucket in buckets if bucket not in missing)
+        if self._beside is not None:
+            for bucket in self._beside.finished(missing):
                 missing.remove(bucket)
                 yield bucket
         if missing and not self._stopping.is_set():
-            logger.warning("the process that compiles steps ended early: %d are compiled while serving", len(missing))
+            logger.warning("the process that compiles steps ended early: %d are compiled by this one", len(missing))
         yield from missing
 
     def _await_turn(self, own: float | None = None) -> float | None:

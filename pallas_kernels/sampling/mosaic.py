@@ -324,6 +324,7 @@ def _best_of_row(
 
             def most_left(i, best):
                 """The best score of p - q, of the ids with the most noise of their blocks."""
+                assert given is not None
                 j, xs, bits = span_at(i)
                 x, q_logits = parts.fill(-jnp.inf), parts.fill(0.0)
                 for n, each in enumerate(xs):

@@ -1,6 +1,7 @@
 """Steps that another process compiles."""
 
 import dataclasses
+import functools
 import pickle
 import subprocess
 import sys
@@ -57,7 +58,8 @@ def test_a_step_of_another_process_is_found_and_computes_the_same(tmp_path):
     runner = tiny(there, SMALLEST)
     strange = dataclasses.replace(SMALLEST, decode_rows=5)  # has no layout
     process = CompileProcess(runner.compiler, [strange, SMALLEST])
-    assert list(process.finished()) == [SMALLEST]
+    assert list(process.finished([strange, SMALLEST])) == [SMALLEST]
+    assert list(process.finished([SMALLEST])) == [SMALLEST]
     assert compile_beside(runner.compiler, [SMALLEST]) is None
     runner.warm_up()
     assert runner.num_kept == 1
@@ -73,7 +75,7 @@ def test_it_ends_when_it_is_stopped_and_when_its_parent_ends(tmp_path):
     runner = tiny(tmp_path, SMALLEST)
     process = CompileProcess(runner.compiler, [SMALLEST])
     process.stop()
-    assert list(process.finished()) == []
+    assert list(process.finished([SMALLEST])) == []
     job = pickle.dumps((jax_options(), to_bytes((runner.compiler, (SMALLEST,)))))
     command = [sys.executable, "-m", "jaxspec.engine.compile_process"]
     ran = subprocess.run(command, input=job, stdout=subprocess.PIPE, timeout=60, check=False)  # which closes the input
@@ -85,7 +87,7 @@ def test_it_ends_when_it_is_stopped_and_when_its_parent_ends(tmp_path):
 def test_a_process_that_cannot_start_compiles_nothing(tmp_path, monkeypatch):
     runner = tiny(tmp_path, SMALLEST)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert list(CompileProcess(runner.compiler, [SMALLEST]).finished()) == []
+    assert list(CompileProcess(runner.compiler, [SMALLEST]).finished([SMALLEST])) == []
 
 
 class Beside:
@@ -95,8 +97,8 @@ class Beside:
         self.buckets, self.is_stopped = tuple(buckets), False
         self._kept, self._keeps = kept, keeps
 
-    def finished(self):
-        for bucket in self._keeps:
+    def finished(self, buckets):
+        for bucket in set(self._keeps) & set(buckets):
             self._kept[bucket] = f"beside {bucket.decode_rows}"
             yield bucket
 
@@ -129,7 +131,27 @@ def test_what_another_process_keeps_is_loaded_and_the_rest_compiled_here(monkeyp
     assert len(asked) == 1
     assert asked[0].is_stopped
     assert set(asked[0].buckets) == ({B, C} if begun else {A, B, C})
-    assert f"ended early: {1 if begun else 2} are compiled while serving" in caplog.text
+    assert f"ended early: {1 if begun else 2} are compiled by this one" in caplog.text
+
+
+def test_a_start_that_waits_for_all_takes_what_another_process_compiles():
+    kept, used, announced = {A: "kept a"}, {}, []
+    preparation = Preparation(
+        kept.get,
+        lambda bucket, *_: f"made {bucket.decode_rows}",
+        kept.__setitem__,
+        functools.partial(Beside, kept, [B]),
+    )
+    preparation.begin_beside((B, C))
+    preparation.begin((), (A, B, C))
+    preparation.run((A,), used.__setitem__)
+    assert list(used) == [A]  # others are not waited for
+    preparation.run((A, B, C), used.__setitem__, announce=lambda number, *_: announced.append(number))
+    assert used == {A: "kept a", B: "beside 2", C: "made 3"}
+    assert preparation.num_kept == 1
+    assert announced == [2, 3]
+    preparation.save()
+    assert kept == used
 
 
 def test_a_store_is_sent_without_what_it_has_not_kept_yet(tmp_path):
