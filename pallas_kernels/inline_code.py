@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+# LLVM's number of global memory: without it the compiler asks at each access which memory an address is of. And the most bytes
+# that a thread stores at once.
+_GLOBAL, _MOST_BYTES = 1, 16
 
 
 def word(bits: int = 32) -> Any:
@@ -77,6 +82,28 @@ def load_shared(start: Any, offset: Any, kind: Any, fixed: int = 0) -> Any:
 def address(ref: Any, bits: int) -> Any:
     """Where a reference begins: of 32 bits in shared memory, of 64 in global memory."""
     return llvm.ptrtoint(word(bits), mgpu.utils.memref_ptr(ref))
+
+
+def store(target: Any, value: jax.Array, layout: Any, *, emulated: bool) -> None:
+    """Each thread's vector of an array to a place in global memory that is aligned as such vectors are.
+
+    In Pallas's words a store has a barrier of the block before and after it, and may become stores of two bytes each, where the
+    compiler does not see how the place is aligned.
+    """
+    if emulated:
+        target[...] = value
+        return
+    itemsize = value.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def store(_: Any, target: ir.Value, value: mgpu.FragmentedArray) -> None:
+        (register,) = value.registers.flat
+        size = ir.VectorType(register.type).shape[0] * itemsize
+        start = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), mgpu.utils.memref_ptr(target))
+        offset = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(size, word()))
+        llvm.store(register, mgpu.utils.getelementptr(start, [offset], word(8)), alignment=min(size, _MOST_BYTES))
+
+    store(target, value)
 
 
 def elements(register: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load
-from pallas_kernels.inline_code import elements, word
+from pallas_kernels.inline_code import elements, store, word
 from pallas_kernels.logit_rules.reference import PROMPT_BIT, LogitRules, biased_columns, no_stop_yet
 from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
@@ -74,13 +74,15 @@ def adjust(
             slot = slots[window]
             repeats, often, present = repetition[window], frequency[window], presence[window]
             penalises = (repeats != 1) | (often != 0) | (present != 0)
+            # Read once: the compiler moves no load across a store.
+            own_drafts = [drafts[window, d] for d in range(k)]
+            num_stops, is_constrained = jnp.where(early[row] != 0, i32(M), i32(0)), constrained[window] != 0
 
             def penalised(j, ids, x):
                 count = load(counts, (slot, pl.ds(parts.column(j), parts.width)), layout=parts.layout)
                 output = count & (PROMPT_BIT - 1)
                 first_id = parts.column(j) if first is None else parts.column(j) + first[0]
-                for d in range(k):
-                    draft = drafts[window, d]
+                for d, draft in enumerate(own_drafts):
                     is_here = (place > d) & (draft >= first_id) & (draft < first_id + parts.width)
                     output = lax.cond(
                         is_here,
@@ -104,14 +106,14 @@ def adjust(
                 ids = columns if first is None else columns + first[0]
                 x = parts.load(logits, row, j)
                 x = lax.cond(penalises, lambda: penalised(j, ids, x), lambda: x)
-                stops = jnp.where(early[row] != 0, i32(M), i32(0))
-                x = lax.fori_loop(i32(0), stops, lambda i, x: stopless(i, ids, x), x)
+                x = lax.fori_loop(i32(0), num_stops, lambda i, x: stopless(i, ids, x), x)
 
                 def masked():
                     allowed = _bits(masks.at[slot, place], ids, parts.layout, emulated=bool(interpret))
                     return jnp.where(allowed != 0, x, f32(-jnp.inf))
 
-                out[row, pl.ds(parts.column(j), parts.width)] = lax.cond(constrained[window] != 0, masked, lambda: x)
+                x = lax.cond(is_constrained, masked, lambda: x)
+                store(out.at[row, pl.ds(parts.column(j), parts.width)], x, parts.layout, emulated=bool(interpret))
 
         pl.when(wanted[row] != 0)(work)
 

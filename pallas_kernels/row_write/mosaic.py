@@ -8,25 +8,20 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.backend import hopper_unsupported_reason
 from pallas_kernels.compat import load, run_in_place
-from pallas_kernels.inline_code import word
+from pallas_kernels.inline_code import store
 from pallas_kernels.own_buffer import own_buffer, own_rows
 from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
 
 # Vectors of a thread whose loads are in flight together: 64 bytes. With 8 blocks of a multiprocessor these are 64 KB of it,
 # where the memory's bandwidth needs about 30.
 AT_ONCE = 4
-# LLVM's number of global memory: without it the compiler asks at each access which memory an address is of.
-_GLOBAL = 1
 
 i32 = jnp.int32
 
@@ -62,7 +57,7 @@ def write_rows(
             places = [pl.ds(start + n * width, width) for n in range(count)]
             values = [load(rows, (row, at), layout=parts.layout) for at in places]
             for at, value in zip(places, values, strict=True):
-                _store(array.at[slot, i, at], value, parts.layout, emulated=bool(interpret))
+                store(array.at[slot, i, at], value, parts.layout, emulated=bool(interpret))
 
         def work() -> None:
             first = part * parts.vectors
@@ -95,23 +90,3 @@ def write_rows(
         interpret=interpret,
     )
     return written
-
-
-def _store(target: Any, value: jax.Array, layout: Any, *, emulated: bool) -> None:
-    """Stores LOAD_BYTES of each thread to a place in global memory that is aligned to as many.
-
-    In Pallas's words a store has a barrier of the block before and after it, and becomes eight stores of two bytes where the
-    compiler does not see how the place is aligned.
-    """
-    if emulated:
-        target[...] = value
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
-    def store(_: Any, target: ir.Value, value: mgpu.FragmentedArray) -> None:
-        start = llvm.addrspacecast(llvm.PointerType.get(_GLOBAL), mgpu.utils.memref_ptr(target))
-        offset = arith.muli(mgpu.utils.thread_idx(), mgpu.utils.c(LOAD_BYTES, word()))
-        (register,) = value.registers.flat
-        llvm.store(register, mgpu.utils.getelementptr(start, [offset], word(8)), alignment=LOAD_BYTES)
-
-    store(target, value)
