@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxspec.config import Settings
+from jaxspec.config import Settings, np_dtype
 from jaxspec.engine.expert_load import load_dims
 from jaxspec.engine.lookup import HISTORY
 from jaxspec.models.cache import CacheSpec, LayerCache
@@ -141,7 +141,7 @@ def state_shapes(model: CausalLM, settings: Settings, mesh: Mesh, *, draft: Draf
         shapes["drafts"] = shape((S, k), jnp.int32)
     if draft is not None:
         shapes["draft_kv"] = cache(draft.cache_spec)
-        shapes["draft_logits"] = by_id((S, k), model.embed.weight.get_value().dtype)
+        shapes["draft_logits"] = by_id((S, k), np_dtype(settings.dtype))
         shapes["draft_log_z"] = shape((S, k), jnp.float32)
     if settings.lookup is not None:
         shapes["history"] = cache(HISTORY)
