@@ -55,7 +55,8 @@ def follow(follower: Follower) -> Follower:
         stuck = True
 
     signal.signal(signal.SIGUSR1, stick)
-    signal.signal(signal.SIGTERM, lambda *_: follower.ask_to_stop())
+    # Not in the handler, which may interrupt a message: the next one waits for its end.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=follower.ask_to_stop).start())
     follower.join(FACTS)
     try:
         follower.meet({})  # which may find that the group has begun and ended meanwhile
