@@ -52,18 +52,20 @@ class CompileProcess:
         threading.Thread(target=self._attend, args=(job,), name="compile process", daemon=True).start()
 
     def _attend(self, job: tuple[dict[str, Any], bytes]) -> None:
-        with contextlib.suppress(OSError), self._process as process:  # an error if it ends before it has read all
-            assert process.stdin is not None
-            assert process.stdout is not None
-            pickle.dump(job, process.stdin)
-            process.stdin.flush()  # and it stays open: the process ends when it closes
-            for line in process.stdout:
-                with self._changed:
-                    self._kept.add(self.buckets[int(line)])
-                    self._changed.notify_all()
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
+        try:
+            with contextlib.suppress(OSError), self._process as process:  # an error if it ends before it has read all
+                assert process.stdin is not None
+                assert process.stdout is not None
+                pickle.dump(job, process.stdin)
+                process.stdin.flush()  # and it stays open: the process ends when it closes
+                for line in process.stdout:
+                    with self._changed:
+                        self._kept.add(self.buckets[int(line)])
+                        self._changed.notify_all()
+        finally:  # whatever happens, nobody waits for it any more
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
 
     def finished(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
         """Each of these when its executable is kept; ends when all are, or with the process."""
