@@ -67,13 +67,14 @@ def _prepare_allocator(config: EngineConfig) -> None:
 def _open_device(config: EngineConfig) -> None:
     """Begins to open the device, on a thread: a GPU takes seconds, in which the rest is imported.
 
-    What fails fails again where the device is needed. The process waits for the thread if it ends before. Several devices are
-    opened later, after `switch_multicast_off`.
+    The first array makes the allocator take its part of the memory, which the driver clears: seconds too. What fails fails
+    again where the device is needed. The process waits for the thread if it ends before. Several devices are opened later,
+    after `switch_multicast_off`.
     """
 
     def open_device() -> None:
         with contextlib.suppress(RuntimeError):
-            jax.devices()
+            jax.device_put(0, jax.devices()[0]).block_until_ready()
 
     if config.tensor_parallel_size * config.data_parallel_size == 1:
         import jax

@@ -8,9 +8,12 @@ Both through the production engine, on random weights or a model folder, with gr
 - Long prompt: `--decodes` requests decode when a prompt of `--prompt` tokens arrives. Latency between two tokens of the
   decoding requests, without the prompt and from its arrival to its first token, with mixed and with separate steps. Each
   run is drawn beside the result, as `bench timeline` draws step logs.
+
+With `--drafts K` both are of windows of K drafts of an MTP layer, none of which is accepted: a step yields one token.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -45,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--depths", type=numbers, default=[0, 1, 2, 3], metavar="N,N,...", help="readout depths (default: 0,1,2,3)"
     )
-    parser.add_argument(
-        "--decodes", type=int, default=16, metavar="N", help="requests beside the long prompt (default: 16)"
-    )
+    decodes = "requests beside the long prompt, in turn (default: 16)"
+    parser.add_argument("--decodes", type=numbers, default=[16], metavar="N,N,...", help=decodes)
+    parser.add_argument("--drafts", type=int, default=0, metavar="K", help="drafted a step (default: 0)")
     parser.add_argument(
         "--prompt", type=int, default=8192, metavar="TOKENS", help="length of the long prompt (default: 8192)"
     )
@@ -115,6 +118,7 @@ def beside_a_prompt(runners: Runners, decodes: int, *, mixed: bool, depth: int, 
         for name, each in (("without", gaps[False]), ("beside", gaps[True]))
     }
     return {
+        "decodes": decodes,
         "mixed": mixed,
         "depth": depth,
         "time_to_first_token_ms": round(1e3 * first_token, 2),
@@ -141,12 +145,10 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out or record.results_folder() / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     prompts = []
-    for mixed in (True, False):
-        kind = "mixed" if mixed else "separate"
+    for decodes, mixed in itertools.product(arguments.decodes, (True, False)):
+        kind = f"{'mixed' if mixed else 'separate'}_{decodes}"
         log = out.with_name(f"{out.stem}_{kind}.jsonl")
-        prompts.append(
-            beside_a_prompt(runners, arguments.decodes, mixed=mixed, depth=min(1, max(arguments.depths)), log=log)
-        )
+        prompts.append(beside_a_prompt(runners, decodes, mixed=mixed, depth=min(1, max(arguments.depths)), log=log))
         draw(log, out.with_name(f"{out.stem}_{kind}.svg"))
         log.unlink()
     settings = runners.settings
@@ -158,7 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
         "context": arguments.context,
         "token_budget": settings.max_num_batched_tokens,
         "depths": measured,
-        "decodes": arguments.decodes,
+        "drafts": arguments.drafts,
         "prompt": arguments.prompt,
         "long_prompt": prompts,
         "compiles_after_warm_up": compiles.after_warmup,
@@ -183,9 +185,10 @@ def print_tables(result: dict[str, Any]) -> None:
         for each in result["depths"]
     ]
     print(record.table(["depth", "ms a token", "idle between steps", "between kernels"], lines))
-    print(f"{result['decodes']} decodes, ms between two tokens, beside a prompt of {result['prompt']} tokens:")
+    print(f"ms between two tokens, beside a prompt of {result['prompt']} tokens:")
     lines = [
         [
+            str(each["decodes"]),
             "mixed" if each["mixed"] else "separate",
             name,
             *(f"{figures[key]:.1f}" for key in ("p50", "p99", "max")),
@@ -194,4 +197,4 @@ def print_tables(result: dict[str, Any]) -> None:
         for each in result["long_prompt"]
         for name, figures in each["latency_ms"].items()
     ]
-    print(record.table(["steps", "prompt", "p50", "p99", "max", "TTFT"], lines))
+    print(record.table(["decodes", "steps", "prompt", "p50", "p99", "max", "TTFT"], lines))

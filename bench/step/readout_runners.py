@@ -17,6 +17,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request, RequestState
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.step_log import StepLog
+from jaxspec.errors import ConfigError
 from jaxspec.sampling.params import SamplingParams
 
 WARM_UP_STEPS = 8
@@ -35,17 +36,20 @@ class Runners:
         dtype = np_dtype(resolve_dtype(EngineConfig(), on_gpu=gpu))
         mesh = mesh_of_one()
         budget = arguments.budget or (2048 if gpu else 256)
-        seqs = max(arguments.rows, arguments.decodes + 1)
+        drafts = arguments.drafts
+        seqs = max(arguments.rows, max(arguments.decodes) + 1)
         # Those that decode go on while the last ones prefill.
-        decoding = arguments.context + most_steps + -(-seqs * arguments.context // budget) + seqs + 64
+        decoding = arguments.context + most_steps + -(-seqs * arguments.context // budget) + seqs + drafts + 64
         longest = max(decoding, arguments.prompt + 64) + -(-arguments.prompt // budget)
         models.check_layers(arguments.model, arguments.layers)
         if arguments.model in models.SHAPES:
             hf = models.random_config(arguments.model, arguments.layers)
             hf["max_position_embeddings"] = max(hf["max_position_embeddings"], longest)
-            weights = models.draw(hf, mesh, dtype, with_draft=False)
+            weights = models.draw(hf, mesh, dtype, with_draft=drafts > 0)
         else:
-            weights = models.load(arguments.model, mesh, dtype, with_draft=False)
+            weights = models.load(arguments.model, mesh, dtype, with_draft=drafts > 0)
+        if drafts and weights.draft is None:
+            raise ConfigError(f"--drafts {drafts}: {arguments.model} has no MTP layer")
         model, params = weights.model, weights.params
         self.vocab_size = model.config.vocab_size
         self.rng = np.random.default_rng(0)
@@ -55,19 +59,23 @@ class Runners:
                 EngineConfig(
                     max_model_len=longest,
                     max_num_seqs=seqs,
-                    max_num_batched_tokens=max(budget, seqs),
+                    max_num_batched_tokens=max(budget, seqs * (drafts + 1)),
                     num_gpu_blocks_override=seqs * pages_for(decoding) + pages_for(longest) + 1,
                     enable_mixed_batch=mixed,
                     enable_prefix_caching=False,
+                    num_speculative_tokens=drafts,
+                    synthetic_acceptance_length=1.0 if drafts else None,
                 ),
                 model_max_position=model.config.max_position,
                 page_bytes=0,
                 free_bytes=0,
                 on_gpu=gpu,
             )
-            used = {arguments.rows, arguments.decodes} if mixed else {arguments.decodes}
+            used = {arguments.rows, *arguments.decodes} if mixed else set(arguments.decodes)
             buckets = needed_buckets(bucket_table(settings), used)
-            runner = Runner(model, params, settings, mesh, buckets=buckets, files=open_store(None))
+            runner = Runner(
+                model, params, settings, mesh, draft=weights.draft, buckets=buckets, files=open_store(None)
+            )
             runner.warm_up(lambda done, total, what: print(f"compiled {done}/{total} {what}", flush=True))
             self._runners[mixed] = runner
         compiles.mark_warm()

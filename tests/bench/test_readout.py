@@ -1,5 +1,6 @@
 """`bench readout`: the arithmetic of idle time, and a whole run on a tiny model."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -44,17 +45,19 @@ def test_idle_parts_of_a_trace():
 
 
 @pytest.mark.full
-def test_a_run_on_a_tiny_model(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_run_on_a_tiny_model(drafts, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # it adds to them
     out = tmp_path / "readout.json"
     argv = ["readout", "--model", "tiny", "--rows", "4", "--context", "64", "--tokens", "6", "--depths", "0,2"]
-    assert main([*argv, "--decodes", "3", "--prompt", "400", "--budget", "64", "--out", str(out)]) == 0
+    argv += ["--decodes", "3,2", "--drafts", str(drafts), "--prompt", "400", "--budget", "64", "--out", str(out)]
+    assert main(argv) == 0
     result = json.loads(out.read_text())
     assert [each["depth"] for each in result["depths"]] == [0, 2]
     assert all(each["time_per_output_token_ms"] > 0 for each in result["depths"])
-    mixed, separate = result["long_prompt"]
-    assert (mixed["mixed"], separate["mixed"]) == (True, False)
+    ran = [(each["decodes"], each["mixed"]) for each in result["long_prompt"]]
+    assert ran == [(2, True), (2, False), (3, True), (3, False)]
     assert result["compiles_after_warm_up"] == 0
-    for kind in ("mixed", "separate"):
-        assert "<svg" in (tmp_path / f"readout_{kind}.svg").read_text()
+    for kind, decodes in itertools.product(("mixed", "separate"), (3, 2)):
+        assert "<svg" in (tmp_path / f"readout_{kind}_{decodes}.svg").read_text()
     assert "between two tokens" in capsys.readouterr().out
