@@ -73,9 +73,7 @@ class Runners:
             )
             used = {arguments.rows, *arguments.decodes} if mixed else set(arguments.decodes)
             buckets = needed_buckets(bucket_table(settings), used)
-            runner = Runner(
-                model, params, settings, mesh, draft=weights.draft, buckets=buckets, files=open_store(None)
-            )
+            runner = Runner(model, params, settings, mesh, draft=weights.draft, buckets=buckets, files=open_store(None))
             runner.warm_up(lambda done, total, what: print(f"compiled {done}/{total} {what}", flush=True))
             self._runners[mixed] = runner
         compiles.mark_warm()
