@@ -9,6 +9,7 @@ many: what counts is not the tokens of the rows as they are, but in how many ste
 With few drafts or none nothing is learned about the others. So from time to time, at the cost of a fixed small part of all
 time, some steps have more: a probe. It ends as soon as it shows that more drafts do not pay, or that they do. A part of what
 its drafts gain counts against its cost: where the two are nearly equal, a probe shows little and another follows sooner.
+Where far more or far fewer first drafts are accepted than was expected, requests have changed, and what was known is forgotten.
 
 What steps cost was measured once, with texts of its own, on a host that did nothing else. So steps that run are timed too, and
 where fewer drafts would be about as fast by what is known, a check runs a few steps with them (`StepPace`).
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxspec.engine.buckets import Bucket
+from jaxspec.engine.change import Change
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.draft_control import Load, at_least
 from jaxspec.engine.probe import Probe
@@ -38,7 +40,7 @@ OPTIMISM = 0.7
 MARGIN = 0.01
 # The part of all time that probes may cost, and the steps that a probe usually takes: one that proposes, one that verifies,
 # and what is in flight by then.
-PROBE_SHARE, PROBE_STEPS = 0.004, 3
+PROBE_SHARE, PROBE_STEPS = 0.006, 3
 # The part of a probe's gains that the next one may cost. With all of it, probes would change drafts that pay alike in turn.
 GAIN_SHARE = 0.5
 # Windows that what a probe saw counts for at most.
@@ -67,6 +69,7 @@ class AdaptiveDrafts:
         self._reached, self._hits = np.zeros((slots, most)), np.zeros((slots, most))
         self._all_reached, self._all_hits = np.zeros(most), np.zeros(most)
         self._shared = self._shared_estimate()
+        self._change = Change(most)
         self._current: int | None = None  # drafts of decode steps, probes left out
         self._probe: Probe | None = None
         self._allowance = 0.0  # seconds that the next probe may cost
@@ -124,6 +127,7 @@ class AdaptiveDrafts:
         position = np.arange(self._most)
         reached = (verified[:, None] > position) & (accepted[:, None] >= position)
         hits = reached & (accepted[:, None] > position)
+        self._change.add(reached, hits, self._estimates(slots)[:, 0])
         # Only positions that were reached forget: what is known of the others is all there is.
         kept = np.where(reached, 1 - 1 / HORIZON, 1.0)
         self._reached[slots] = self._reached[slots] * kept + reached
@@ -137,7 +141,15 @@ class AdaptiveDrafts:
             self._probe.add(counts, all_hits)
             self._allowance += GAIN_SHARE * self._probe.gained(all_hits)
             self._judge(self._probe)
+        elif self._change.is_evident:
+            self._start_anew()
         self._shared = self._shared_estimate()
+
+    def _start_anew(self) -> None:
+        """What requests are like has changed: only what was seen lately counts."""
+        self._all_reached, self._all_hits = self._change.reached.copy(), self._change.hits.copy()
+        self._reached[:] = self._hits[:] = 0.0
+        self._change.accept()
 
     def _shared_estimate(self) -> np.ndarray:
         """Probabilities [most] of a request of which nothing is known."""
@@ -146,6 +158,10 @@ class AdaptiveDrafts:
             weight = self._all_reached[i] + PRIOR_WEIGHT
             before = out[i] = (self._all_hits[i] + PRIOR_WEIGHT * before) / weight
         return out
+
+    def _estimates(self, slots: np.ndarray) -> np.ndarray:
+        """Probabilities [requests, most] that a draft is accepted if those before it are."""
+        return (self._hits[slots] + SHARED_WEIGHT * self._shared) / (self._reached[slots] + SHARED_WEIGHT)
 
     def _tokens(self, load: Load) -> np.ndarray:
         """Expected tokens of a decode step with 0 to `most` drafts, [most + 1], if all steps had as many.
@@ -156,8 +172,7 @@ class AdaptiveDrafts:
         if not load.slots:  # the prompts' own first drafts
             return 1 + np.concatenate([[0.0], np.cumsum(np.cumprod(self._shared))])
         slots, wanted = np.asarray(load.slots), np.asarray(load.wanted)
-        reached = self._reached[slots]
-        p = (self._hits[slots] + SHARED_WEIGHT * self._shared) / (reached + SHARED_WEIGHT)
+        reached, p = self._reached[slots], self._estimates(slots)
         mean = p.mean(axis=0)
         seen = 1 + reached.sum(axis=0) + np.minimum(SHARED_WEIGHT * len(slots), self._all_reached)
         p = np.minimum(p + OPTIMISM * np.sqrt(mean * (1 - mean) / seen), 1.0)
@@ -217,13 +232,15 @@ class AdaptiveDrafts:
         self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float], tokens: np.ndarray
     ) -> int:
         """`drafts`, or more of them where a probe runs or begins."""
-        self._allowance += PROBE_SHARE * seconds[drafts]
         probe = self._probe
         if probe is not None and probe.base != drafts:
             probe = self._probe = None
+        more = [k for k in choices if k > drafts]
+        if not more:  # nor is anything saved up for later
+            return drafts
+        self._allowance += PROBE_SHARE * seconds[drafts]
         if probe is None:
-            more = [k for k in choices if k > drafts]
-            if not more or not load.slots:
+            if not load.slots:
                 return drafts
             if self._allowance < PROBE_STEPS * (seconds[more[0]] - seconds[drafts]):
                 return drafts
@@ -246,3 +263,4 @@ class AdaptiveDrafts:
             scale = min(1.0, PROBE_WEIGHT / probe.reached[probe.base])
             self._all_reached[at], self._all_hits[at] = scale * probe.reached[at], scale * probe.hits[at]
             self._reached[:, at] = self._hits[:, at] = 0.0
+            self._change.accept()

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.engine.acceptance import probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket, draft_choices
 from jaxspec.engine.calibration import numbers_of_rows
+from jaxspec.engine.change import Change
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.draft_control import FixedDrafts, Load
 from jaxspec.engine.step_pace import FIRST, StepPace
@@ -175,6 +176,40 @@ def test_what_changes_is_followed():
     """Half of the time nothing is accepted, half of it most is: better than any fixed number by far."""
     assert ratio("h200", 8, "rises") > 1.05
     assert ratio("h200", 8, "falls") > 1.05
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 30), (4, 16), (64, 8)])
+def test_a_fall_is_noticed_in_a_few_windows(rows, most):
+    """Drafts of running requests that are suddenly refused, after hundreds that were not, are soon given up, but for probes."""
+    slots, rng = list(range(1, rows + 1)), np.random.default_rng(0)
+    control = AdaptiveDrafts(K, rows + 1, costs("h200"))
+    for _ in range(400):
+        assert control.choose(load(slots)) == K
+        control.observe([(slot, K, int(np.cumprod(rng.random(K) < 0.85).sum())) for slot in slots])
+    drafted = 0
+    for _ in range(100):
+        if k := control.choose(load(slots)):
+            control.observe([(slot, k, 0) for slot in slots])
+            drafted += 1
+    assert 0 < drafted <= most
+    assert control.choose(load(slots)) == 0
+
+
+@given(st.floats(0.02, 0.98), st.sampled_from([1, 8, 64]), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_chance_is_no_change(p, rows, seed):
+    """Windows that are as likely accepted as before hardly ever seem to have changed; others soon do."""
+    rng, change = np.random.default_rng(seed), Change(1)
+
+    def steps(accepted):
+        for n in range(200):
+            change.add(np.ones((rows, 1), bool), rng.random((rows, 1)) < accepted, np.full(rows, p))
+            if change.is_evident:
+                change.accept()
+                yield n
+
+    assert len(list(steps(p))) <= 1
+    assert next(steps(p + 0.5 if p < 0.5 else p - 0.5)) * rows < 64
 
 
 def load(slots, choices=COUNTS, *, wanted=K, most=None, prompts=False):
