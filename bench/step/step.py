@@ -396,6 +396,10 @@ def _measure_cycle(load: Load, sizes: Sizes, n: int, floors: Floor | None) -> di
 
 
 def _kernel_figures(kernels: Kernels, layers: int) -> dict[str, float]:
+    """Nothing where the trace is empty: jax leaves out what is larger than 2 GB, as with the steps of a whole server."""
+    if not kernels.count:
+        print("no kernels in the trace: it may be too large, which --lean prevents", flush=True)
+        return {}
     return {
         "kernels": kernels.count,
         "kernels_per_layer": round(kernels.count / layers, 2),
