@@ -1,9 +1,9 @@
 """The rules of requests for their logits as a Mosaic GPU kernel for Hopper (`logit_rules` in traces).
 
-A thread block has a part of a row. Rows that are not wanted are neither read nor written, so a step pays for the rules that
-there are; of a row that is, counts are read only where something is penalised, and masks only where it is constrained. The few
-columns that have a bias are worked out apart, in XLA, and put in place: to ask of every column which of hundreds of biases is
-its own would take longer than all else.
+A thread block has a part of the columns of a window's rows. Rows that are not wanted are not written, and where none of a
+window is they are not read, so a step pays for the rules that there are; counts are read only where something is penalised,
+once for all rows of a window, and masks only where a row is constrained. The few columns that have a bias are worked out apart,
+in XLA, and put in place: to ask of every column which of hundreds of biases is its own would take longer than all else.
 """
 
 import functools
@@ -24,9 +24,12 @@ from pallas_kernels.compat import load
 from pallas_kernels.inline_code import elements, store, word
 from pallas_kernels.logit_rules.reference import PROMPT_BIT, LogitRules, biased_columns, no_stop_yet
 from pallas_kernels.own_buffer import own_buffer, own_rows
-from pallas_kernels.sampling.parts import LOAD_BYTES, WARPGROUP, Parts
+from pallas_kernels.sampling.parts import BLOCKS_PER_SM, LOAD_BYTES, WARPGROUP, Parts, multiprocessors
 
 i32, f32 = jnp.int32, jnp.float32
+
+# Rows of a window whose logits are on their way at once; registers hold them.
+ROWS_AT_ONCE = 4
 
 
 def unsupported_reason(logits_WnV: jax.Array, vocab: int) -> str | None:
@@ -57,8 +60,11 @@ def adjust(
     """See api.py. Rows that are not wanted are anything."""
     W, n, V = logits_WnV.shape
     k, M = n - 1, rules.stop_ids.shape[1]
-    parts = Parts(W * n, V, logits_WnV.dtype.itemsize, 1, vec_size=_vec_size(V, logits_WnV.dtype.itemsize))
-    total = V // parts.width
+    vec_size = _vec_size(V, logits_WnV.dtype.itemsize)
+    total = V // (WARPGROUP * vec_size)
+    # No more than run in two turns of four a multiprocessor, which is what registers allow: a third turn would be nearly empty.
+    blocks = min(max(BLOCKS_PER_SM * multiprocessors() // W, 1), total)
+    parts = Parts(W, V, logits_WnV.dtype.itemsize, 1, vectors=-(-total // blocks), vec_size=vec_size)
     early_Wn = no_stop_yet(rules, positions_W, n, vocab)
 
     def logit_rules(
@@ -67,8 +73,8 @@ def adjust(
         *others, out = refs
         drafts: Any = others.pop(0) if k else None
         first = others.pop(0) if first_column is not None else None
-        row, part = lax.axis_index("row"), lax.axis_index("part")
-        window, place = lax.div(row, i32(n)), lax.rem(row, i32(n))
+        window, part = lax.axis_index("window"), lax.axis_index("part")
+        rows = [window * n + place for place in range(n)]
 
         def work():
             slot = slots[window]
@@ -76,25 +82,18 @@ def adjust(
             penalises = (repeats != 1) | (often != 0) | (present != 0)
             # Read once: the compiler moves no load across a store.
             own_drafts = [drafts[window, d] for d in range(k)]
-            num_stops, is_constrained = jnp.where(early[row] != 0, i32(M), i32(0)), constrained[window] != 0
+            num_stops = [jnp.where(early[row] != 0, i32(M), i32(0)) for row in rows]
+            is_constrained = constrained[window] != 0
 
-            def penalised(j, ids, x):
-                count = load(counts, (slot, pl.ds(parts.column(j), parts.width)), layout=parts.layout)
+            def penalties(count):
+                """By what a column's logit is multiplied or divided, and what is taken off then, and then."""
                 output = count & (PROMPT_BIT - 1)
-                first_id = parts.column(j) if first is None else parts.column(j) + first[0]
-                for d, draft in enumerate(own_drafts):
-                    is_here = (place > d) & (draft >= first_id) & (draft < first_id + parts.width)
-                    output = lax.cond(
-                        is_here,
-                        lambda output, draft=draft: jnp.where(ids == draft, output + 1, output),
-                        lambda output: output,
-                        output,
-                    )
                 was_output = output > 0
                 factor = jnp.where(was_output | (count >= PROMPT_BIT), repeats, f32(1))
-                x = jnp.where(x > 0, x / factor, x * factor)
-                x = x - often * output.astype(f32)
-                return jnp.where(was_output, x - present, x)
+                return factor, often * output.astype(f32), jnp.where(was_output, present, f32(0))
+
+            def penalised(x, factor, often, present):
+                return jnp.where(x > 0, x / factor, x * factor) - often - present
 
             def stopless(i, ids, x):
                 return jnp.where(ids == stop_ids[slot, i], f32(-jnp.inf), x)
@@ -103,19 +102,54 @@ def adjust(
             def _(i):
                 j = part * parts.vectors + i
                 columns = parts.columns(j)
+                first_id = parts.column(j) if first is None else parts.column(j) + first[0]
                 ids = columns if first is None else columns + first[0]
-                x = parts.load(logits, row, j)
-                x = lax.cond(penalises, lambda: penalised(j, ids, x), lambda: x)
-                x = lax.fori_loop(i32(0), num_stops, lambda i, x: stopless(i, ids, x), x)
 
-                def masked():
-                    allowed = _bits(masks.at[slot, place], ids, parts.layout, emulated=bool(interpret))
-                    return jnp.where(allowed != 0, x, f32(-jnp.inf))
+                def with_draft(draft, count):
+                    count = jnp.where(ids == draft, count + 1, count)
+                    return count, *penalties(count)
 
-                x = lax.cond(is_constrained, masked, lambda: x)
-                store(out.at[row, pl.ds(parts.column(j), parts.width)], x, parts.layout, emulated=bool(interpret))
+                def read():
+                    count = load(counts, (slot, pl.ds(parts.column(j), parts.width)), layout=parts.layout)
+                    return count, *penalties(count)
 
-        pl.when(wanted[row] != 0)(work)
+                def nothing():
+                    return parts.fill(0, i32), parts.fill(1.0), parts.fill(0.0), parts.fill(0.0)
+
+                for start in range(0, n, ROWS_AT_ONCE):
+                    places = range(start, min(start + ROWS_AT_ONCE, n))
+                    values = {place: parts.load(logits, rows[place], j) for place in places}
+                    if start == 0:
+                        penalty = lax.cond(penalises, read, nothing)
+                    for place in places:
+                        if place:
+                            draft = own_drafts[place - 1]
+                            is_here = penalises & (draft >= first_id) & (draft < first_id + parts.width)
+                            penalty = lax.cond(
+                                is_here,
+                                lambda count, *_, draft=draft: with_draft(draft, count),
+                                lambda *same: same,
+                                *penalty,
+                            )
+
+                        x, amounts = values[place], penalty[1:]
+                        x = lax.cond(penalises, lambda x=x, amounts=amounts: penalised(x, *amounts), lambda x=x: x)
+                        x = lax.fori_loop(i32(0), num_stops[place], lambda i, x: stopless(i, ids, x), x)
+
+                        def masked(place=place, x=x):
+                            allowed = _bits(masks.at[slot, place], ids, parts.layout, emulated=bool(interpret))
+                            return jnp.where(allowed != 0, x, f32(-jnp.inf))
+
+                        x = lax.cond(is_constrained, masked, lambda x=x: x)
+
+                        # Only this is left out: the compiler would move the load here too, behind all that comes before.
+                        @pl.when(is_wanted[place])
+                        def _(place=place, x=x):
+                            to = out.at[rows[place], pl.ds(parts.column(j), parts.width)]
+                            store(to, x, parts.layout, emulated=bool(interpret))
+
+        is_wanted = [wanted[row] != 0 for row in rows]
+        pl.when(functools.reduce(jnp.logical_or, is_wanted))(work)
 
     small = own_buffer(
         (
@@ -128,8 +162,8 @@ def adjust(
     adjusted = plgpu.kernel(
         logit_rules,
         out_type=jax.ShapeDtypeStruct((W * n, V), f32),
-        grid=(W * n, parts.count),
-        grid_names=("row", "part"),
+        grid=(W, parts.count),
+        grid_names=("window", "part"),
         interpret=interpret,
         # Exact division, so that a penalty gives what the reference gives.
         compiler_params=plgpu.CompilerParams(

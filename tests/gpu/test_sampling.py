@@ -11,6 +11,7 @@ from jaxspec.sampling.truncation import Truncation, cuts
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, reference
+from pallas_kernels.sampling.keys import LEAST_KEY
 from pallas_kernels.sampling.shapes import VOCABULARIES
 from tests.kernels.sampling_cases import (
     assert_as_good_as_any,
@@ -47,6 +48,13 @@ def test_stats(R, V, dtype):
     got, want = (jax.jit(each.logits_stats)(logits, temperature, cuts) for each in (api, reference))
     sound[0] = False  # it keeps everything, and is not read
     np.testing.assert_allclose(got.log_z_tempered[sound], want.log_z_tempered[sound], rtol=1e-5)
+    whole, all_kept = (
+        jax.jit(api.logits_stats)(logits, temperature, *cuts) for cuts in ((), (jnp.full(R, LEAST_KEY + 1),))
+    )
+    for name in ("argmax", "log_z", "log_z_tempered"):
+        np.testing.assert_array_equal(
+            *(np.asarray(getattr(each, name))[sound] for each in (all_kept, whole)), err_msg=name
+        )
 
 
 @pytest.mark.parametrize("V", [max(SIZES), 129280 // 4])

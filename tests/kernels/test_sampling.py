@@ -11,6 +11,7 @@ from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
 from pallas_kernels.sampling import api, mosaic, parts, reference
 from pallas_kernels.sampling.cutoffs import cutoffs
+from pallas_kernels.sampling.keys import LEAST_KEY
 from pallas_kernels.sampling.likeliest import likeliest
 from pallas_kernels.sampling.noise import (
     BLOCK,
@@ -164,6 +165,10 @@ def test_stats_of_what_is_kept():
     np.testing.assert_allclose(got.log_z_tempered[1:], want.log_z_tempered[1:], rtol=1e-6)
     np.testing.assert_array_equal(got.argmax[1:], want.argmax[1:])
     assert_no_races(got)
+    whole = mosaic.logits_stats(logits, temperature, jnp.full(4, LEAST_KEY + 1), interpret=detect_races())
+    jax.tree.map(
+        np.testing.assert_array_equal, whole, mosaic.logits_stats(logits, temperature, interpret=detect_races())
+    )
 
 
 @interpreted
