@@ -110,9 +110,27 @@ class Endpoint:
             ConfigError: no server answers, or not with a list of models.
         """
         try:
+            return str(self._models()[0]["id"])
+        except (LookupError, TypeError) as e:
+            raise ConfigError(f"{self.url}/v1/models does not answer as OpenAI's API does: name a --model") from e
+
+    def context(self) -> int | None:
+        """Tokens of the first model's longest context; None where the server does not tell.
+
+        Raises:
+            ConfigError: as `first_model`.
+        """
+        try:
+            told = self._models()[0].get("max_model_len")
+        except (LookupError, AttributeError, TypeError):
+            return None
+        return told if isinstance(told, int) else None
+
+    def _models(self) -> Any:
+        try:
             response = self._get("/v1/models")
             response.raise_for_status()
-            return str(response.json()["data"][0]["id"])
+            return response.json()["data"]
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise ConfigError(f"cannot list the models of {self.url}: {e}") from e
         except (ValueError, LookupError, TypeError) as e:

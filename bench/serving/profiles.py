@@ -40,6 +40,11 @@ class Profile:
     duration: float
     burst: int
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a conversation."""
+        return self.shared + self.first[1] + (self.turns - 1) * self.later[1] + self.turns * self.output[1]
+
     def scaled(self, scale: float) -> "Profile":
         """With lengths multiplied by `scale`."""
 

@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import collections
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -222,12 +223,21 @@ def _random_load(arguments: argparse.Namespace, model: str) -> tuple[Send, dict[
     return send, {"request_rate": rate, "concurrency": concurrency, **lengths}
 
 
-def _profile_load(arguments: argparse.Namespace, model: str) -> tuple[Send, dict[str, Any]]:
-    """The same of a profile."""
+def _profile_load(arguments: argparse.Namespace, model: str, context: int | None) -> tuple[Send, dict[str, Any]]:
+    """The same of a profile.
+
+    Raises:
+        ConfigError: its conversations may be longer than the server's context.
+    """
     from bench.serving.client import run_sessions
     from bench.serving.profiles import make_profile, make_sessions
 
     profile = make_profile(arguments)
+    if context is not None and profile.longest > context:
+        raise ConfigError(
+            f"--profile {arguments.profile} has conversations of up to {profile.longest} tokens, and the server's context ends "
+            f"at {context}: --scale {math.floor(98 * arguments.scale * context / profile.longest) / 100:g}, or fewer --turns"
+        )
     sessions = make_sessions(profile, arguments, model)
 
     def send(endpoint: "Endpoint") -> Coroutine[Any, Any, "list[Outcome]"]:
@@ -243,7 +253,9 @@ def measure(endpoint: "Endpoint", arguments: argparse.Namespace, model: str) -> 
     """One run against a server that is ready."""
     from bench.serving.endpoint import acceptance
 
-    send, load = _profile_load(arguments, model) if arguments.profile else _random_load(arguments, model)
+    send, load = (
+        _profile_load(arguments, model, endpoint.context()) if arguments.profile else _random_load(arguments, model)
+    )
     before, hits_before = endpoint.counters(), [endpoint.value(name) for name in _PREFIX_COUNTERS]
     outcomes = asyncio.run(send(endpoint))
     accepted = acceptance(before, endpoint.counters())

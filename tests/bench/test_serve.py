@@ -1,6 +1,7 @@
 """`bench serve` against the real server with the mock engine, and against one that refuses and breaks streams."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from bench.harness import record
 from bench.serving import endpoint
 from bench.serving.client import BROKEN, Session, StreamReader, Turn, run_sessions
 from bench.serving.endpoint import acceptance, read_counters
+from bench.serving.profiles import PROFILES
 from bench.serving.serve import make_arrivals
 from tests.serve.conftest import start_server  # noqa: F401 - a fixture
 from tests.serve.mock_engine import MockEngine, byte_tokenizer, served
@@ -182,6 +184,14 @@ def test_sessions_send_the_whole_conversation(start_server, tmp_path, capsys):  
     assert len(begins) == 1
     later = [r for r in engine.finished if any(r.tokens[: len(t)] == list(t) for t in tokens if len(t) < r.prompt_len)]
     assert len(later) == 2 * result["sessions"]  # each but the first sends the prompt and the answer before it
+
+    # What does not fit is refused before anything is sent, with what would.
+    assert bench(tmp_path, "--url", server.base_url, *options[:2], *options[4:], "--turns", "3") == (1, {})
+    refused = capsys.readouterr().err
+    assert f"and the server's context ends at {engine.max_model_len}: --scale" in refused
+    scale = refused.partition("--scale ")[2].partition(",")[0]
+    fits = PROFILES["agentic"].scaled(float(scale))
+    assert 0.8 * engine.max_model_len < dataclasses.replace(fits, turns=3).longest <= engine.max_model_len
 
 
 def test_a_session_goes_on_with_what_was_answered_only(start_server):  # noqa: F811
