@@ -139,6 +139,7 @@ class LLM:
         progress: called with (done, total, what) while weights load and steps compile; see `jaxspec.progress`.
         use_tqdm: show bars meanwhile, on standard error (default: if that is a terminal, and `progress` is not given).
         wait_for_all: False: on a GPU some buckets may still compile when this returns, and larger ones serve until then.
+        prepare_grammars: True: structured outputs are made ready too, so that the first one need not wait a second or two.
         probe, observer: see `Runner` and `Engine`; for `compare`.
         group: of processes that load and serve this model together, of which this is rank 0.
 
@@ -158,6 +159,7 @@ class LLM:
         progress: Progress | None = None,
         use_tqdm: bool | None = None,
         wait_for_all: bool = True,
+        prepare_grammars: bool = False,
         probe: bool = False,
         observer: Any = None,
         group: "Leader | None" = None,
@@ -201,7 +203,12 @@ class LLM:
             raise
         self.grammars = GrammarCompiler(self.tokenizer, self.engine.vocab_size, self.engine.eos_token_ids)
         compiling = _Compiling(progress)
-        self.engine.warm_up(compiling.finished, announce=compiling.begins, wait_for_all=wait_for_all)
+        with ThreadPoolExecutor(1, "vocabulary") as thread:
+            # Beside the steps, which wait for the device more than for Python.
+            prepared = thread.submit(self.grammars.prepare) if prepare_grammars else None
+            self.engine.warm_up(compiling.finished, announce=compiling.begins, wait_for_all=wait_for_all)
+        if prepared is not None:
+            prepared.result()
         seconds = time.monotonic() - started
         logger.info("init engine (load weights, create kv cache, warmup model) took %.2f seconds", seconds)
         kernels = (f"{name} {'/'.join(sorted(ran))}" for name, ran in sorted(self.engine.runner.kernels.items()))

@@ -90,9 +90,10 @@ def load_model(
     from jaxspec.compat import compiles
     from jaxspec.llm import LLM
 
-    llm = LLM(model, config, revision=revision, progress=progress, wait_for_all=False, **defaults)
-    # Here, because it keeps all else that is Python waiting. Where no request runs, the engine thread builds more of it.
-    llm.grammars.prepare()
+    # Where no request runs, the engine thread makes more ready for grammars.
+    llm = LLM(
+        model, config, revision=revision, progress=progress, wait_for_all=False, prepare_grammars=True, **defaults
+    )
     return ServedModel(
         llm.engine,
         llm.tokenizer,
