@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from jaxspec import EngineConfig
+from jaxspec.grammar.compiler import GrammarCompiler
 from serve.model import load_model
 from tests.conftest import few_buckets
 from tests.convert.quantised_checkpoints import quantise
@@ -56,9 +57,12 @@ def folders(request, tmp_path):
 def answers(start_server, folder, **options):
     """The tokens of each choice, and the engine's figures."""
     config = EngineConfig(dtype="float32", max_model_len=128, enable_prefix_caching=False, **RETRACTING, **options)
+    prepare, prepared = GrammarCompiler.prepare, []
     with pytest.MonkeyPatch.context() as patch:
         few_buckets(patch, decode=False)
+        patch.setattr(GrammarCompiler, "prepare", lambda grammars: prepared.append(prepare(grammars)))
         server = start_server(load_model(folder, config, None, lambda *_: None))
+        assert len(prepared) == 1, "before the server is ready"
         reply = server.post("/v1/chat/completions", CHAT | {"model": "mock"})
     assert reply.status_code == 200, reply.text
     choices = reply.json()["choices"]
