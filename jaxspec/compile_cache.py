@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxspec.errors import ConfigError
 
 OFF = "off"
-# All files together. Steps of a large model are about 14 MB each, and a table has at most 32.
+# All files together. Steps of a large model are about 14 MB each, and a server has at most 32, with those in two parts.
 LIMIT_BYTES = 4 << 30
 _MAGIC = b"jaxspec executable 1\n"
 _DIGEST_BYTES = hashlib.sha256().digest_size

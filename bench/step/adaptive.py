@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=_loads, default=list(LOADS), metavar="L,L,...", help=lengths)
     parser.add_argument("--prompt", type=int, metavar="N", help="mean tokens of a prompt (default: 256; CPU: 24)")
     parser.add_argument("--output", type=int, metavar="N", help="mean tokens of an answer (default: 256; CPU: 32)")
-    parser.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of a measurement (default: 4)")
+    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="of a measurement (default: 6)")
     repeats = f"of each measurement (default: 3 of {_listed(REPEATED_ROWS)} requests, else 1)"
     parser.add_argument("--repeats", type=int, metavar="N", help=repeats)
     prepare = "only compile the steps of these engines: plain, numbers of drafts, adaptive"

@@ -141,7 +141,7 @@ class AdaptiveDrafts:
             self._probe.add(counts, all_hits)
             self._allowance += GAIN_SHARE * self._probe.gained(all_hits)
             self._judge(self._probe)
-        elif self._change.is_evident:
+        if self._change.is_evident:
             self._start_anew()
         self._shared = self._shared_estimate()
 
@@ -150,6 +150,7 @@ class AdaptiveDrafts:
         self._all_reached, self._all_hits = self._change.reached.copy(), self._change.hits.copy()
         self._reached[:] = self._hits[:] = 0.0
         self._change.accept()
+        self._probe = None
 
     def _shared_estimate(self) -> np.ndarray:
         """Probabilities [most] of a request of which nothing is known."""

@@ -96,18 +96,15 @@ SIZES: dict[Variant, Sizes] = {
     "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (2048, None), (None, None))),
 }
 # The same where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as
-# `SIZES` has would be too many three times. These lose little against it, with and without prompts, by what steps of an H200
-# were measured to take (tests/engine/test_adaptive_table.py): the full sampler alone serves where it costs little, and beside
-# prompts there are hardly any steps for few rows. With 24 in all, the best that a search found loses 4 % somewhere.
+# `SIZES` has would be too many three times. These lose at most 2 % against it, with and without prompts, by what steps of an
+# H200 were measured to take (tests/engine/test_adaptive_table.py): the full sampler costs 30 us, which only single rows notice,
+# and rows of padding cost hardly anything.
 ADAPTIVE_SIZES: tuple[dict[Variant, Sizes], dict[Variant, Sizes], dict[Variant, Sizes]] = (
+    {"lean": Sizes((1,)), "full": Sizes((32, 64, None), ((256, None), (1024, None), (None, None)))},
+    {"lean": Sizes((1,)), "full": Sizes((16, 32, 64, None), ((256, None), (1024, None), (None, None)))},
     {
-        "lean": Sizes((1, 4, 16, 32, 64)),
-        "full": Sizes((16, None), ((256, None), (512, None), (1024, None), (None, None))),
-    },
-    {"lean": Sizes((1, 4, 16, 32, 64, None), ((512, None), (1024, None), (None, None)))},
-    {
-        "lean": Sizes((1, 4, 16, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
-        "full": Sizes((1, 32, None)),
+        "lean": Sizes(()),
+        "full": Sizes((1, 16, 32, 64, None), ((256, None), (512, 16), (1024, None), (None, None))),
     },
 )
 # The same where no model drafts: what is looked up is mostly right at every position or at none, so there is no single draft,
@@ -144,8 +141,8 @@ def _sizes_by_drafts(settings: Settings) -> dict[int, dict[Variant, Sizes]]:
 
 
 def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
-    """All buckets of an engine, smallest first; on a GPU at most 24 up to 128 requests (above 25), or 32 where the number of
-    drafts changes; on a CPU at most 4 unless it does.
+    """All buckets of an engine, smallest first; on a GPU at most 24 up to 128 requests (above 25), on a CPU at most 4 unless
+    the number of drafts changes.
 
     A CPU compiles for seconds a bucket and gains little from an exact fit or a lean sampler, so it gets few.
     """
@@ -168,8 +165,8 @@ def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
     )
 
 
-# Of each number of drafts, so many sizes of decode steps also exist in two parts.
-SPLIT_SIZES_FIXED, SPLIT_SIZES_ADAPTIVE = 3, 2
+# Of each number of drafts, so many sizes of decode steps also exist in two parts, from the largest on: each, or every other.
+SPLIT_SIZES_FIXED, SPLIT_SIZES_ADAPTIVE = (3, 1), (2, 2)
 
 
 def split_table(settings: Settings) -> tuple[Bucket, ...]:
@@ -181,9 +178,9 @@ def split_table(settings: Settings) -> tuple[Bucket, ...]:
     if not settings.readout_depth or settings.synthetic_acceptance_length is not None:
         return ()
     counts = draft_counts(settings)
-    sizes = (SPLIT_SIZES_FIXED if len(counts) == 1 else SPLIT_SIZES_ADAPTIVE) if settings.on_gpu else 1
+    sizes, every = (SPLIT_SIZES_FIXED if len(counts) == 1 else SPLIT_SIZES_ADAPTIVE) if settings.on_gpu else (1, 1)
     decode = [b for b in bucket_table(settings) if not b.prefill_tokens and b.variant == "full"]
-    chosen = [[b for b in decode if b.drafts == k][-sizes:] for k in {counts[0], counts[-1]}]
+    chosen = [[b for b in decode if b.drafts == k][::-every][:sizes] for k in {counts[0], counts[-1]}]
     return tuple(sorted(b for each in chosen for b in each))
 
 

@@ -133,10 +133,10 @@ def _size(bucket: Bucket) -> tuple[bool, int, bool]:
 def numbers_of_rows(bucket: Bucket) -> list[int]:
     """How many busy rows a bucket is measured with, fewest first.
 
-    Fewer rows reach fewer experts, and windows cost more beside that: of decode steps also a half and a quarter.
+    Fewer rows reach fewer experts, and windows cost more beside that: of decode steps also a half, a quarter and an eighth.
     """
     rows = bucket.decode_rows
-    return [rows] if bucket.prefill_tokens else sorted({-(-rows // part) for part in (1, 2, 4)})
+    return [rows] if bucket.prefill_tokens else sorted({-(-rows // part) for part in (1, 2, 4, 8)})
 
 
 def step_seconds(

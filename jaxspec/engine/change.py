@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 # Windows after which what was seen counts for 1/e.
-LATELY = 24.0
+LATELY = 64.0
 # By how many standard deviations, and one draft, more or fewer must have been accepted than was expected.
 SURPRISE = 4.0
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# Windows that decide a probe.
-ENOUGH = 12
+# Windows that decide a probe: those in which the first draft past `base` was verified, or, where it hardly ever is, all.
+ENOUGH, ENOUGH_OF_ALL = 12, 48
 
 
 class Probe:
@@ -48,11 +48,12 @@ class Probe:
     def verdict(self) -> bool | None:
         """Whether more drafts pay; None until enough has been seen. It is soon clear where hardly any is accepted."""
         windows = self.reached[self.base]
+        is_enough = windows >= ENOUGH or self.reached[0] >= ENOUGH_OF_ALL
         if not windows:
-            return None
+            return False if is_enough else None
         if not self._pays(1.0):
             return False
-        return self._pays(0.5) if windows >= ENOUGH else None
+        return self._pays(0.5) if is_enough else None
 
     def _pays(self, optimism: float) -> bool:
         """Whether some number of drafts gives more tokens a second, if one window more had accepted so much of a draft."""

@@ -85,7 +85,7 @@ def test_parts_of_different_runs_are_refused(tmp_path, capsys, second, message):
 def test_requests_without_rules_run_where_a_server_runs_them(drafts):
     table = bucket_table(replace(GPU, **drafts))
     some = without_rules(table)
-    assert len(some) < len(table)
+    assert len(some) < len(table) or "adaptive_drafts" in drafts, "there is one sampler"
     for rows, tokens, k in itertools.product(
         (0, 1, 5, 8, 9, 30, 100), (0, 100, 300, 900, 2000), {b.drafts for b in table}
     ):

@@ -4,6 +4,9 @@ A padding row reaches no expert and reads one page. So a step takes what was mea
 in which the bytes of the rows that are not live would be read; the record has both for plain steps and for cycles of three
 drafts. Other numbers of drafts k: a window of k + 1 tokens costs the target what as many rows of one token do (a cycle's
 time beyond that is nearly the same at 1, 4, 16 and 32 rows: three passes of the draft), and k of the three passes.
+
+Steps with prompts: what they take beyond their decode rows, by prompt tokens, beside 16 rows and 120; of windows as of plain
+rows.
 """
 
 import json
@@ -15,17 +18,19 @@ import numpy as np
 
 from jaxspec.engine.buckets import Bucket
 
-RECORD = Path(__file__).parents[2] / "bench" / "results" / "step_vllm_h200.json"
+RECORD = Path(__file__).parents[2] / "bench" / "results" / "step_vllm_2b92d68_h200.json"
 DRAFTED = 3
-# What a full sampler costs rows that need none, at 128 rows of logits: of a trace's parts those that all rows still pass
-# through (docs/kernels/sampling.md: rules of the logits 87 us, two selections 66). Fewer rows take launches instead.
-FULL_MS, FULL_ROWS = 0.153, 128
+# What a full sampler costs rows that need none: 5 alternatives in every row cost 89 and 172 us at 128 and 512 rows
+# (sampling_moonlight_h200.json beside the record), of which `likeliest` takes 60 and 141 (docs/kernels/sampling.md).
+FULL_MS = 0.03
+# The part of what a prompt token costs that one of padding costs too: 4.5 of 9.4 us, by 1 and 4 prompts in a bucket (020cef3).
+PADDED = 0.47
 
 # Milliseconds of a whole step, and of reading its bytes.
 Figures = np.ndarray
 
 
-def _read(figures: dict[str, Any]) -> Figures:
+def _figures_of(figures: dict[str, Any]) -> Figures:
     return np.array([figures["step_ms"], figures["floor_ms"]])
 
 
@@ -47,16 +52,20 @@ class MeasuredSteps:
         self.seconds = cache(self._seconds)
 
     @cached_property
+    def _read(self) -> dict[str, Any]:
+        return json.loads(RECORD.read_text())
+
+    @cached_property
     def _record(self) -> dict[int, dict[str, Any]]:
-        return {row["rows"]: row for row in json.loads(RECORD.read_text())["rows"]}
+        return {row["rows"]: row for row in self._read["rows"]}
 
     @cached_property
     def _plain(self) -> dict[int, Figures]:
-        return {rows: _read(row) for rows, row in self._record.items()}
+        return {rows: _figures_of(row) for rows, row in self._record.items()}
 
     @cached_property
     def _cycle(self) -> dict[int, Figures]:
-        return {rows: _read(row["cycle"]) for rows, row in self._record.items()}
+        return {rows: _figures_of(row["cycle"]) for rows, row in self._record.items()}
 
     @cached_property
     def _draft(self) -> Figures:
@@ -71,16 +80,19 @@ class MeasuredSteps:
         return windows | self._plain
 
     @cached_property
-    def _prompt_ms(self) -> tuple[float, float]:
-        """Of a token of a bucket for prompts, and what a live one costs more.
+    def _prompts(self) -> dict[int, tuple[list[int], list[float]]]:
+        """By decode rows beside them: prompt tokens of buckets, and the milliseconds of full ones beyond those rows'."""
+        found: dict[int, dict[int, float]] = {}
+        for step in self._read["prompt_steps"]["plain"]:
+            rows, tokens = step["decode_rows"], step["prompt_tokens"]
+            extra = step["step_ms"] - self._decode_ms(rows, rows, 0)
+            of_rows = found.setdefault(rows, {0: 0.0})
+            of_rows[tokens] = min(extra, of_rows.get(tokens, extra))
+        return {rows: (sorted(of_rows), [of_rows[n] for n in sorted(of_rows)]) for rows, of_rows in found.items()}
 
-        From the prompt rates of 1 and 4 prompts that run in the record's one bucket, beside rows of which none is live.
-        """
-        budget = json.loads(RECORD.read_text())["max_num_batched_tokens"]["plain"]
-        context = json.loads(RECORD.read_text())["context"]
-        one, four = (1e3 * n * context / self._record[n]["prefill_tokens_per_s"] for n in (1, 4))
-        live = (four - one) / (3 * context)
-        return (one - live * context - self._decode_ms(max(self._record), 1, 0)) / budget, live
+    def _prompt_ms(self, tokens: int, rows: int) -> float:
+        known = sorted(self._prompts)
+        return float(np.interp(rows, known, [np.interp(tokens, *self._prompts[n]) for n in known]))
 
     def _figures(self, rows: int, drafts: int) -> Figures:
         if self.factors is not None:
@@ -96,8 +108,9 @@ class MeasuredSteps:
     def _seconds(self, bucket: Bucket, rows: int | None = None, prompt_tokens: int | None = None) -> float:
         """Of a step with so many live decode rows and prompt tokens; by default with all that the bucket holds."""
         ms = self._decode_ms(bucket.decode_rows, bucket.decode_rows if rows is None else rows, bucket.drafts)
-        token, live = self._prompt_ms
-        ms += token * bucket.prefill_tokens + live * (bucket.prefill_tokens if prompt_tokens is None else prompt_tokens)
+        if whole := bucket.prefill_tokens:
+            live = whole if prompt_tokens is None else prompt_tokens
+            ms += self._prompt_ms(whole, bucket.decode_rows) * (PADDED + (1 - PADDED) * live / whole)
         if bucket.variant == "full":
-            ms += FULL_MS * max(1.0, (bucket.prefill_rows + bucket.decode_rows * bucket.window) / FULL_ROWS)
+            ms += FULL_MS
         return 1e-3 * ms

@@ -101,10 +101,10 @@ def shares(table):
 
 
 def test_little_is_lost():
-    """The best of 24 steps that a search found had 0.963 and 0.987."""
-    assert len(ADAPTIVE) <= 32
+    """The best of 24 steps that a search found (simulated annealing, not kept) had 0.980."""
+    assert len(ADAPTIVE) <= 24
     of_best = shares(ADAPTIVE)
-    assert of_best.min() >= 0.98
+    assert of_best.min() >= 0.979
     assert np.minimum(of_best, 1).mean() >= 0.99
 
 
@@ -124,12 +124,7 @@ def candidates():
     """Steps that a table might have."""
     rows = (*ROWS[:-1], GPU.max_num_seqs)
     decode = [Bucket(0, 0, n, variant, k) for n in rows for variant in ("lean", "full") for k in COUNTS]
-    prompts = [
-        Bucket(P, 8, n, "lean" if k else "full", k)
-        for P in (256, 512, 1024, 2048)
-        for n in (16, rows[-1])
-        for k in COUNTS
-    ]
+    prompts = [Bucket(P, 8, n, "full", k) for P in (256, 512, 1024, 2048) for n in (16, rows[-1]) for k in COUNTS]
     return [*decode, *prompts]
 
 
