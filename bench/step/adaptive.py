@@ -138,7 +138,10 @@ class Traffic:
         # Sampled, because greedy and sampled steps are the same executable and a seed of its own makes rows differ.
         params = SamplingParams(temperature=1, max_tokens=output, ignore_eos=True)
         self._engine.accept_probability = self._probabilities[self._begun % len(self._probabilities)]
-        self._engine.add(Request(f"t{self._begun}", ids, params))
+        request = Request(f"t{self._begun}", ids, params)
+        self._engine.add(request)
+        # Every engine's n-th request has the same luck at a position of its text, or chance would move small loads by percents.
+        request.seed = self._begun
         self._begun += 1
 
     def step(self) -> None:

@@ -40,7 +40,7 @@ OPTIMISM = 0.7
 MARGIN = 0.01
 # The part of all time that probes may cost, and the steps that a probe usually takes: one that proposes, one that verifies,
 # and what is in flight by then.
-PROBE_SHARE, PROBE_STEPS = 0.006, 3
+PROBE_SHARE, PROBE_STEPS = 0.004, 3
 # The part of a probe's gains that the next one may cost. With all of it, probes would change drafts that pay alike in turn.
 GAIN_SHARE = 0.5
 # Windows that what a probe saw counts for at most.
