@@ -11,8 +11,8 @@ from pallas_kernels.tuning import current
 M = 64  # Rows of a wgmma, of which hidden and expert sizes are multiples.
 GRANULE = 8  # Columns of a wgmma are multiples of this.
 
-# Shared memory of a matmul's ring, of 227 KiB; the rest is for barriers and the staged output.
-RING_BYTES = 192 * 1024
+# Shared memory of a matmul's ring, and of the ring with the staged output; the rest of 227 KiB is for barriers.
+RING_BYTES, STAGED_BYTES = 192 * 1024, 226 * 1024
 
 # Up to this many tokens every slot has all of them, and one block of the routing kernel makes all tables.
 ALL_TOKENS_ROWS = ROWS
@@ -74,13 +74,14 @@ def tiles(rows: int, columns: int, out_rows: int, *, gated: bool, piece_rows: in
         piece_rows: token rows of a piece, 0 without pieces.
     """
     wide = rows >= WIDE_ROWS
-    # For one accumulator a stage of one warpgroup is short: on an H200 two are 1 to 3 % faster. More rows of pieces need the
-    # shared memory for what is stored.
-    pairs = wide or (not gated and piece_rows <= WIDE_ROWS)
-    consumers = 2 if pairs and out_rows % (2 * M) == 0 else 1
+    # For one accumulator a stage of one warpgroup is short: on an H200 two are 1 to 3 % faster.
+    consumers = 2 if (wide or not gated) and out_rows % (2 * M) == 0 else 1
     blocks = 2 if gated or (wide and out_rows % (2 * consumers * M) == 0) else 1
-    depth = 128 if not wide and columns % 128 == 0 else 64
-    stages = RING_BYTES // ((consumers * blocks * M + max(rows, piece_rows)) * depth * 2)
+    # What many rows of pieces, and what two warpgroups store, leave of the memory is two stages, or five short ones.
+    crowded = consumers == 2 and piece_rows > WIDE_ROWS
+    depth = 128 if not (wide or crowded) and columns % 128 == 0 else 64
+    staged = consumers * M * (rows + piece_rows) * 2
+    stages = min(RING_BYTES, STAGED_BYTES - staged) // ((consumers * blocks * M + max(rows, piece_rows)) * depth * 2)
     return Tiles(depth, stages, consumers, blocks)
 
 
