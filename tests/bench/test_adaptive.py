@@ -6,11 +6,13 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
 from bench.__main__ import main
+from bench.step.adaptive import Sizes, Traffic
 from bench.step.engines import without_rules
 from jaxspec.engine.buckets import bucket_table, choose_bucket
 from tests.engine.test_buckets import GPU
@@ -118,3 +120,19 @@ def test_loads_have_their_lengths(tmp_path, capsys):
     assert before == 1
     assert after == pytest.approx(3, abs=0.5)
     assert "of the best" in capsys.readouterr().out
+
+
+def test_every_engine_has_the_same_luck():
+    """The n-th request's seed decides what is accepted at each position, whatever an engine has given out before."""
+    given = itertools.count(1000)
+    seeds = []
+    for _ in range(2):
+        requests = []
+
+        def add(request, requests=requests):
+            request.seed = next(given)  # as an engine does
+            requests.append(request)
+
+        Traffic(SimpleNamespace(vocab_size=100, add=add), Sizes(3, 4, 4), 3, [1.5])
+        seeds.append([request.seed for request in requests])
+    assert seeds[0] == seeds[1] == [0, 1, 2]

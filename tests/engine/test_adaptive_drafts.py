@@ -18,6 +18,7 @@ from jaxspec.engine.calibration import numbers_of_rows
 from jaxspec.engine.change import Change
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.draft_control import FixedDrafts, Load
+from jaxspec.engine.probe import ENOUGH_OF_ALL, Probe
 from jaxspec.engine.step_pace import FIRST, StepPace
 from tests.engine.measured_steps import MeasuredSteps
 from tests.engine.test_buckets import GPU
@@ -193,6 +194,15 @@ def test_a_fall_is_noticed_in_a_few_windows(rows, most):
             drafted += 1
     assert 0 < drafted <= most
     assert control.choose(load(slots)) == 0
+
+
+def test_a_probe_ends_where_no_window_reaches_its_drafts():
+    """Three drafts beside one, where the first ones are refused by now: nothing is ever seen of the second."""
+    probe = Probe(1, K, np.full(K, 0.5), {1: 1.0, K: 1.2}, 0.01, 1.0)
+    for _ in range(ENOUGH_OF_ALL):
+        assert probe.verdict is None
+        probe.add(np.array([1, 0, 0]), np.zeros(K, int))
+    assert probe.verdict is False
 
 
 @given(st.floats(0.02, 0.98), st.sampled_from([1, 8, 64]), st.integers(0, 99))
