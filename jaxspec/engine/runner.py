@@ -115,6 +115,9 @@ class Runner:
         probe: also return a `Probe` of every token (slower).
         files: where compiled steps stay for later starts; None: nowhere.
         group: of processes that share the mesh. Those of rank 0 run as one alone does, the others `follow`.
+        compile_ahead: threads get the executables of the `first_buckets` while the state takes its memory and the parameters
+            are on their way, and those others that an earlier start compiled; `warm_up` waits for them. Only on a GPU: a CPU
+            has no cores to spare.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Runner:
         probe: bool = False,
         files: FileStore | None = None,
         group: Leader | Follower | None = None,
+        compile_ahead: bool = False,
     ):
         assert settings.model_drafts == (draft is not None)
         assert settings.data_parallel_size == num_ranks(mesh)
@@ -172,17 +176,23 @@ class Runner:
         self._count = CountUpload(shapes.counts, settings.max_model_len, mesh)
         most = max(bucket.prefill_rows for bucket in self.buckets)
         self._copies = StateCopies(shapes, specs, draft[0].cache_spec if draft else None, most, mesh)
-        with naming_what_does_not_fit(settings):
-            state = zeros()
-            self.mailboxes = {axis: open_mailboxes(mesh, axis) for axis in shapes.mailboxes}
-            if self.mailboxes:
-                state = state._replace(mailboxes={axis: each.addresses for axis, each in self.mailboxes.items()})
+        beside = functools.partial(compile_beside, self.compiler) if settings.on_gpu and not group and files else None
+        self._preparation = Preparation(self._load, self.compiler.compile, self._save, beside)
+        if compile_ahead:
+            self._compile_ahead()
+        try:
+            with naming_what_does_not_fit(settings):
+                state = zeros()
+                self.mailboxes = {axis: open_mailboxes(mesh, axis) for axis in shapes.mailboxes}
+                if self.mailboxes:
+                    state = state._replace(mailboxes={axis: each.addresses for axis, each in self.mailboxes.items()})
+        except BaseException:
+            self.stop()
+            raise
         self.launcher = Launcher(
             self.executables, state, self._upload, self._count, self._copies, self.compiler.reads_parameters
         )
         self.use_params((target, drafter))
-        beside = functools.partial(compile_beside, self.compiler) if settings.on_gpu and not group and files else None
-        self._preparation = Preparation(self._load, self.compiler.compile, self._save, beside)
         self._queue: collections.deque[_Dispatched] = collections.deque()
         self._begun: _Begun | None = None
         self.kernels: dict[str, set[str]] = {}
@@ -229,9 +239,7 @@ class Runner:
         """Buckets that do not serve yet; larger ones do in their place."""
         return self._preparation.num_pending
 
-    def compile_ahead(self) -> None:
-        """Threads get the executables of the `first_buckets` while the parameters are still on their way, and those others
-        that an earlier start compiled; `warm_up` waits for them. Only on a GPU: a CPU has no cores to spare."""
+    def _compile_ahead(self) -> None:
         first = first_buckets(self.buckets)
         others = [bucket for bucket in self.executables if bucket not in first]
         self.compiler.key("step", first[0])  # what all keys have in common is described here, once, not by each thread
@@ -250,7 +258,7 @@ class Runner:
             progress: called when a bucket is ready.
             announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
                 at the same time as `progress`.
-            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and what `compile_ahead` has found kept; the
+            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and those found kept ahead; the
                 rest follow after `go_on`. Their first runs are `install_prepared`'s, or steps of requests that never pause.
                 (A CPU has few buckets, and no cores to spare.)
 

@@ -131,10 +131,13 @@ def _build(
     for module in (model, *(draft[:1] if draft else ())):
         cache_stored_as(module, config.kv_cache_dtype)
 
-    def make_runner(params: Params, settings: Settings, buckets: tuple[Bucket, ...] | None = None) -> Runner:
+    def make_runner(
+        params: Params, settings: Settings, buckets: tuple[Bucket, ...] | None = None, *, compile_ahead: bool = False
+    ) -> Runner:
         return Runner(
-            model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe, files=plan.files, group=group
-        )
+            model, params, settings, plan.mesh, draft=draft, buckets=buckets, probe=probe, files=plan.files, group=group,
+            compile_ahead=compile_ahead,
+        )  # fmt: skip
 
     def load() -> Params:
         params = load_params(plan.checkpoint, plan.mesh, plan.dtype, context=plan.context, progress=progress)[1]
@@ -146,8 +149,7 @@ def _build(
     state = state_shapes(model, settings, plan.mesh, draft=draft[0] if draft else None)
     if plan.on_gpu and group is None and evidently_fits(state, free):
         _log_pool(plan, settings)
-        runner = make_runner(shapes, settings)
-        runner.compile_ahead()
+        runner = make_runner(shapes, settings, compile_ahead=True)
         try:
             params = load()
         except BaseException:

@@ -20,7 +20,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
 from jaxspec.engine.warmup import Preparation
-from jaxspec.errors import ModelFormatError
+from jaxspec.errors import ConfigError, ModelFormatError
 from jaxspec.loading.checkpoint import load_params, open_checkpoint
 from tests.conftest import few_buckets
 from tests.engine.tiny import run
@@ -123,3 +123,18 @@ def test_a_folder_that_does_not_load(source: Callable[[str], Path], gpu: Path, m
     with pytest.raises(ModelFormatError, match="part 001 is damaged"):
         loading.build_engine(source("llama"), CONFIG)
     assert len(stopped) == 1
+
+
+def test_a_pool_that_does_not_fit(source: Callable[[str], Path], gpu: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: ARG001
+    """Threads have begun by then, and are told."""
+    told: list[str] = []
+
+    def out_of_memory():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: pages")
+
+    monkeypatch.setattr("jaxspec.engine.runner.compile_zeros", lambda _: out_of_memory)
+    monkeypatch.setattr(Preparation, "begin", lambda *_: told.append("begin"))
+    monkeypatch.setattr(Preparation, "stop", lambda _: told.append("stop"))
+    with pytest.raises(ConfigError, match="leave too little memory"):
+        loading.build_engine(source("llama"), CONFIG)
+    assert told == ["begin", "stop"]
