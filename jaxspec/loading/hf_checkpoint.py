@@ -117,7 +117,7 @@ class HFCheckpoint:
         Host memory holds about as much as the largest part beside what has been placed.
         """
         unread = [
-            Unread(source.nbytes, functools.partial(self._begin, source), target)
+            Unread(source.shape, source.dtype, functools.partial(self._begin, source), target)
             for part, inner in targets.items()
             for path, target in inner.items()
             for source in (self.sources[part][path],)
@@ -129,14 +129,15 @@ class HFCheckpoint:
 
     def assemble(self, part: str, path: ParamPath) -> np.ndarray:
         """One parameter in the dtype that a converted folder stores."""
-        value, work = self._begin(self.sources[part][path])
+        source = self.sources[part][path]
+        value = empty(source.shape, source.dtype)
+        work = self._begin(source, value)
         with ThreadPoolExecutor(THREADS) as pool:
             for filled in [pool.submit(each) for each in work]:
                 filled.result()
         return value
 
-    def _begin(self, source: ParamSource) -> tuple[np.ndarray, Sequence[Work]]:
-        value = empty(source.shape, source.dtype)
+    def _begin(self, source: ParamSource, value: np.ndarray) -> Sequence[Work]:
         out, pieces = value, source.pieces
         read: Read = self.reader.read
         if source.array == "codes":
@@ -147,7 +148,7 @@ class HFCheckpoint:
         elif source.scheme is not None:
             out, read = source.scheme.as_blocks(value), self.reader.read_scale
             pieces = tuple(scale_piece(piece, source.scheme) for piece in pieces)
-        return value, [functools.partial(fill, piece, out, read) for piece in pieces]
+        return [functools.partial(fill, piece, out, read) for piece in pieces]
 
     def rounding(self, part: str) -> dict[str, float]:
         """What quantising changed in each weight of a part that was read, by its place in a layer: see `relative_error`."""
