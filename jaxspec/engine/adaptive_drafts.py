@@ -73,7 +73,6 @@ class AdaptiveDrafts:
         self._current: int | None = None  # drafts of decode steps, probes left out
         self._probe: Probe | None = None
         self._allowance = 0.0  # seconds that the next probe may cost
-        self._prompt_share = 0.0  # of steps lately
         self._pace = StepPace()
         self._chosen = 0  # steps
         # Of a check: its drafts and the steps that are left of it; and of each bucket the step of its latest one.
@@ -85,9 +84,8 @@ class AdaptiveDrafts:
     def choose(self, load: Load) -> int:
         ceiling = at_least(load.most, load.choices)
         choices = [k for k in load.choices if k <= ceiling]
-        self._prompt_share += (load.prompts - self._prompt_share) / 32
         self._chosen += 1
-        seconds = {k: self._seconds(load, k, prompts=load.prompts) for k in choices}
+        seconds = {k: self._seconds(load, k) for k in choices}
         if len(choices) == 1 or not all(seconds.values()):
             return choices[-1]
         known: dict[int, float] = {k: value for k, value in seconds.items() if value}
@@ -106,19 +104,20 @@ class AdaptiveDrafts:
         if expected and seconds > 0:  # a clock may be coarse
             self._pace.observe(bucket, seconds / expected)
 
-    def _seconds(self, load: Load, drafts: int, *, prompts: bool) -> float | None:
-        """Of such a step, as steps in its bucket are lately; None where that is not known."""
-        bucket = self._bucket(load, drafts, prompts=prompts)
+    def _seconds(self, load: Load, drafts: int) -> float | None:
+        """Of such a step, as steps in its bucket are lately; None where that is not known.
+
+        Prompts beside its decode rows are left out, whatever drafts cost: windows add as much beside them as alone.
+        """
+        bucket = self._bucket(load, drafts)
         if self.costs is None or bucket is None:
             return None
-        seconds = self.costs.seconds(max(load.rows, 1), drafts, tokens=load.tokens, prompts=prompts, full=load.full)
+        seconds = self.costs.seconds(max(load.rows, 1), drafts, tokens=load.tokens, full=load.full)
         return seconds and seconds * self._pace.factor(bucket)
 
-    def _bucket(self, load: Load, drafts: int, *, prompts: bool) -> Bucket | None:
+    def _bucket(self, load: Load, drafts: int) -> Bucket | None:
         """That such a step runs in, if one was measured."""
-        if self.costs is None:
-            return None
-        return self.costs.bucket(max(load.rows, 1), drafts, prompts=prompts, full=load.full)
+        return None if self.costs is None else self.costs.bucket(max(load.rows, 1), drafts, full=load.full)
 
     def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
         if not windows:
@@ -189,17 +188,8 @@ class AdaptiveDrafts:
     def _best(self, load: Load, tokens: np.ndarray, seconds: dict[int, float]) -> int:
         """The drafts with the most tokens, less what could be had elsewhere in the same time."""
         current = self._current
-        if not load.prompts:
-            rate = max(tokens[k] / value for k, value in seconds.items())
-            worth = {k: tokens[k] - rate * value for k, value in seconds.items()}
-        else:
-            # Time is worth what decode steps make of it. A step with fewer drafts than those around it also leaves the next
-            # one with fewer to verify.
-            alone = {k: self._seconds(load, k, prompts=False) for k in seconds}
-            rate = max(tokens[k] / (alone[k] or value) for k, value in seconds.items())
-            after = tokens[current] if current is not None else 0.0
-            follows = (1 - self._prompt_share) * np.maximum(after - tokens, 0.0)
-            worth = {k: tokens[k] - rate * value - follows[k] for k, value in seconds.items()}
+        rate = max(tokens[k] / value for k, value in seconds.items())
+        worth = {k: tokens[k] - rate * value for k, value in seconds.items()}
         best = max(worth, key=lambda k: worth[k])
         if current in worth and worth[best] - worth[current] < MARGIN * tokens[current]:
             best = current
@@ -220,7 +210,7 @@ class AdaptiveDrafts:
         if not rates or self._probe is not None or not self._pace.is_steady:
             return None
         fewer = max(rates, key=lambda k: rates[k])
-        bucket = self._bucket(load, fewer, prompts=False)
+        bucket = self._bucket(load, fewer)
         if bucket is None or CHECK_WITHIN * rates[fewer] < best:
             return None
         if bucket in self._checked_at and self._chosen - self._checked_at[bucket] < CHECK_EVERY:

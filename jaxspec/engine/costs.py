@@ -34,41 +34,31 @@ class StepCosts:
             measured[bucket][0].append(rows)
             measured[bucket][1].append(value)
         self._measured = dict(measured)
-        # (prompts, full, drafts) -> by decode rows, from one on: the bucket of the cheapest step that holds them.
-        self._cheapest: dict[tuple[bool, bool, int], list[Bucket]] = {}
-        for prompts in (False, True):
-            # Of buckets for prompts the largest: what windows add beside prompts hardly depends on the prompts.
-            tokens = max((b.prefill_tokens for b in measured), default=0) if prompts else 0
-            for full in (False, True):
-                for drafts in {b.drafts for b in measured}:
-                    fitting = [
-                        b
-                        for b in measured
-                        if b.drafts == drafts and b.prefill_tokens >= tokens and (b.variant == "full" or not full)
-                    ]
-                    # Without mixed steps the buckets for prompts have no decode rows at all.
-                    most = max((b.decode_rows for b in fitting), default=0)
-                    self._cheapest[prompts, full, drafts] = [
-                        min((b for b in fitting if b.decode_rows >= n), key=lambda b: self._seconds_in(b, n))
-                        for n in (range(1, most + 1) if most else [0] * bool(fitting))
-                    ]
+        # (full, drafts) -> by decode rows, from one on: the bucket of the cheapest step that holds them.
+        self._cheapest: dict[tuple[bool, int], list[Bucket]] = {}
+        for full in (False, True):
+            for drafts in {b.drafts for b in measured}:
+                fitting = [b for b in measured if b.drafts == drafts and (b.variant == "full" or not full)]
+                # Without mixed steps the buckets for prompts have no decode rows at all.
+                most = max((b.decode_rows for b in fitting), default=0)
+                self._cheapest[full, drafts] = [
+                    min((b for b in fitting if b.decode_rows >= n), key=lambda b: self._seconds_in(b, n))
+                    for n in (range(1, most + 1) if most else [0] * bool(fitting))
+                ]
 
-    def seconds(
-        self, rows: int, drafts: int, *, tokens: int = 0, prompts: bool = False, full: bool = False
-    ) -> float | None:
+    def seconds(self, rows: int, drafts: int, *, tokens: int = 0, full: bool = False) -> float | None:
         """Of a step with so many decode rows; None where no bucket that was measured has these drafts.
 
         Args:
             tokens: of all these rows' contexts together.
-            prompts: prompt tokens run beside them.
             full: with the full sampler.
         """
-        bucket = self.bucket(rows, drafts, prompts=prompts, full=full)
+        bucket = self.bucket(rows, drafts, full=full)
         return None if bucket is None else self.seconds_in(bucket, rows, tokens)
 
-    def bucket(self, rows: int, drafts: int, *, prompts: bool = False, full: bool = False) -> Bucket | None:
+    def bucket(self, rows: int, drafts: int, *, full: bool = False) -> Bucket | None:
         """That such a step runs in."""
-        buckets = self._cheapest.get((prompts, full, drafts))
+        buckets = self._cheapest.get((full, drafts))
         return buckets[min(rows, len(buckets)) - 1] if buckets else None
 
     def seconds_in(self, bucket: Bucket, rows: int, tokens: int = 0) -> float | None:
