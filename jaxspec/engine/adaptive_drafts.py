@@ -16,6 +16,7 @@ where fewer drafts would be about as fast by what is known, a check runs a few s
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -75,11 +76,17 @@ class AdaptiveDrafts:
         self._allowance = 0.0  # seconds that the next probe may cost
         self._pace = StepPace()
         self._chosen = 0  # steps
+        # Where nothing is drafted nothing is learned, and the host has little time: what is expected of requests is kept until
+        # more is known.
+        self._learned = 0
+        self._tokens_of: tuple[Any, ...] = ()
+        self._tokens_known = np.ones(most + 1)
         # Of a check: its drafts and the steps that are left of it; and of each bucket the step of its latest one.
         self._check, self._check_left, self._checked_at = 0, 0, dict[Bucket, int]()
 
     def admitted(self, slot: int) -> None:
         self._reached[slot] = self._hits[slot] = 0.0
+        self._learned += 1
 
     def choose(self, load: Load) -> int:
         ceiling = at_least(load.most, load.choices)
@@ -89,7 +96,10 @@ class AdaptiveDrafts:
         if len(choices) == 1 or not all(seconds.values()):
             return choices[-1]
         known: dict[int, float] = {k: value for k, value in seconds.items() if value}
-        tokens = self._tokens(load)
+        of = (self._learned, self._current, tuple(load.slots), tuple(load.wanted))
+        if of != self._tokens_of:
+            self._tokens_of, self._tokens_known = of, self._tokens(load)
+        tokens = self._tokens_known
         drafts = self._best(load, tokens, known)
         fewer = self._checked(load, drafts, known, tokens)
         return self._probed(load, drafts, choices, known, tokens) if fewer is None else fewer
@@ -122,6 +132,7 @@ class AdaptiveDrafts:
     def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
         if not windows:
             return
+        self._learned += 1
         slots, verified, accepted = np.array(windows).T
         position = np.arange(self._most)
         reached = (verified[:, None] > position) & (accepted[:, None] >= position)

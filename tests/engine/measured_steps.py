@@ -5,8 +5,8 @@ in which the bytes of the rows that are not live would be read; the record has b
 drafts. Other numbers of drafts k: a window of k + 1 tokens costs the target what as many rows of one token do (a cycle's
 time beyond that is nearly the same at 1, 4, 16 and 32 rows: three passes of the draft), and k of the three passes.
 
-Steps with prompts: what they take beyond their decode rows, by prompt tokens, beside 16 rows and 120; of windows as of plain
-rows.
+Steps with prompts: what they take beyond their decode rows, by prompt tokens, beside 16 rows and 120, of plain steps and of
+cycles; of other numbers of drafts in between.
 """
 
 import json
@@ -20,9 +20,10 @@ from jaxspec.engine.buckets import Bucket
 
 RECORD = Path(__file__).parents[2] / "bench" / "results" / "step_vllm_2b92d68_h200.json"
 DRAFTED = 3
-# What a full sampler costs rows that need none: 5 alternatives in every row cost 89 and 172 us at 128 and 512 rows
-# (sampling_moonlight_h200.json beside the record), of which `likeliest` takes 60 and 141 (docs/kernels/sampling.md).
-FULL_MS = 0.03
+# What a full sampler costs rows that need none: about 20 kernels. 5 alternatives in every row cost 72 and 203 us at 128 and
+# 512 rows (sampling_moonlight_128_rows_h200.json beside the record), of which `likeliest` takes 60 and 141
+# (docs/kernels/sampling.md); min_p 89 and 178 more than a temperature without it.
+FULL_MS = 0.06
 # The part of what a prompt token costs that one of padding costs too: 4.5 of 9.4 us, by 1 and 4 prompts in a bucket (020cef3).
 PADDED = 0.47
 
@@ -80,19 +81,25 @@ class MeasuredSteps:
         return windows | self._plain
 
     @cached_property
-    def _prompts(self) -> dict[int, tuple[list[int], list[float]]]:
-        """By decode rows beside them: prompt tokens of buckets, and the milliseconds of full ones beyond those rows'."""
-        found: dict[int, dict[int, float]] = {}
-        for step in self._read["prompt_steps"]["plain"]:
-            rows, tokens = step["decode_rows"], step["prompt_tokens"]
-            extra = step["step_ms"] - self._decode_ms(rows, rows, 0)
-            of_rows = found.setdefault(rows, {0: 0.0})
-            of_rows[tokens] = min(extra, of_rows.get(tokens, extra))
-        return {rows: (sorted(of_rows), [of_rows[n] for n in sorted(of_rows)]) for rows, of_rows in found.items()}
+    def _prompts(self) -> dict[int, dict[int, tuple[list[int], list[float]]]]:
+        """By drafts and decode rows: prompt tokens of buckets, and the milliseconds of full ones beyond those rows'."""
+        out = {}
+        for name, drafts in (("plain", 0), ("cycle", DRAFTED)):
+            found: dict[int, dict[int, float]] = {}
+            for step in self._read["prompt_steps"][name]:
+                rows, tokens = step["decode_rows"], step["prompt_tokens"]
+                extra = step["step_ms"] - self._decode_ms(rows, rows, drafts)
+                of_rows = found.setdefault(rows, {0: 0.0})
+                of_rows[tokens] = min(extra, of_rows.get(tokens, extra))
+            out[drafts] = {rows: (sorted(each), [each[n] for n in sorted(each)]) for rows, each in found.items()}
+        return out
 
-    def _prompt_ms(self, tokens: int, rows: int) -> float:
-        known = sorted(self._prompts)
-        return float(np.interp(rows, known, [np.interp(tokens, *self._prompts[n]) for n in known]))
+    def _prompt_ms(self, tokens: int, rows: int, drafts: int) -> float:
+        of_drafts = [
+            np.interp(rows, sorted(known), [np.interp(tokens, *known[n]) for n in sorted(known)])
+            for _, known in sorted(self._prompts.items())
+        ]
+        return float(np.interp(drafts, sorted(self._prompts), of_drafts))
 
     def _figures(self, rows: int, drafts: int) -> Figures:
         if self.factors is not None:
@@ -110,7 +117,7 @@ class MeasuredSteps:
         ms = self._decode_ms(bucket.decode_rows, bucket.decode_rows if rows is None else rows, bucket.drafts)
         if whole := bucket.prefill_tokens:
             live = whole if prompt_tokens is None else prompt_tokens
-            ms += self._prompt_ms(whole, bucket.decode_rows) * (PADDED + (1 - PADDED) * live / whole)
+            ms += self._prompt_ms(whole, bucket.decode_rows, bucket.drafts) * (PADDED + (1 - PADDED) * live / whole)
         if bucket.variant == "full":
             ms += FULL_MS
         return 1e-3 * ms

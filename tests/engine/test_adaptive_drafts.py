@@ -254,6 +254,30 @@ def test_prompts_beside_rows_change_nothing(p, rows, seed):
     assert drafts[0] == drafts[1]
 
 
+EVENTS = ("step", "step", "blind", "admit", "leave", "few")
+
+
+@given(st.lists(st.sampled_from(EVENTS), min_size=20, max_size=60), st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_what_is_kept_is_what_would_be_expected(events, seed):
+    """Two controls see the same; one forgets what it has worked out before every step."""
+    rng, slots = np.random.default_rng(seed), [1, 2, 3]
+    first, second = controls = [AdaptiveDrafts(K, 5, costs("cheap")) for _ in range(2)]
+    for event in events:
+        second._tokens_of = ()
+        k, other = (control.choose(load(slots, wanted=1 if event == "few" else K)) for control in controls)
+        assert k == other
+        np.testing.assert_array_equal(first._tokens_known, second._tokens_known)
+        windows = [(slot, k, int(rng.integers(0, k, endpoint=True))) for slot in slots]
+        for control in controls:
+            if event == "step" and k:
+                control.observe(windows)
+            if event == "admit":
+                control.admitted(slots[0])
+        if event == "leave":
+            slots = slots[1:] or [1, 2, 3]
+
+
 def test_choices_are_kept_to():
     """Never a number of drafts that the step cannot have, nor more than any request wants; without costs the most."""
     slots = list(range(1, 33))

@@ -101,10 +101,10 @@ def shares(table):
 
 
 def test_little_is_lost():
-    """The best of 24 steps that a search found (simulated annealing, not kept) had 0.980."""
-    assert len(ADAPTIVE) <= 24
+    """The best of 24, 26 and 28 steps that a search found (simulated annealing, not kept) had 0.976, 0.985 and 0.987."""
+    assert len(ADAPTIVE) <= 26
     of_best = shares(ADAPTIVE)
-    assert of_best.min() >= 0.979
+    assert of_best.min() >= 0.984
     assert np.minimum(of_best, 1).mean() >= 0.99
 
 
