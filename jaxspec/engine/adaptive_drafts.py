@@ -15,7 +15,7 @@ What steps cost was measured once, with texts of its own, on a host that did not
 where fewer drafts would be about as fast by what is known, a check runs a few steps with them (`StepPace`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,20 @@ PROBE_WEIGHT = 32.0
 CHECK_WITHIN, CHECK_EVERY = 1.25, 256
 
 
+class Latest:
+    """Keeps what follows from the latest key."""
+
+    def __init__(self) -> None:
+        self._key: Hashable = None
+        self._value: Any = None
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` returns, or returned if the key is the latest one."""
+        if key != self._key:
+            self._key, self._value = key, make()
+        return self._value
+
+
 class AdaptiveDrafts:
     """A `DraftControl` that maximises expected tokens a second.
 
@@ -78,9 +92,7 @@ class AdaptiveDrafts:
         self._chosen = 0  # steps
         # Where nothing is drafted nothing is learned, and the host has little time: what is expected of requests is kept until
         # more is known.
-        self._learned = 0
-        self._tokens_of: tuple[Any, ...] = ()
-        self._tokens_known = np.ones(most + 1)
+        self._learned, self._expected = 0, Latest()
         # Of a check: its drafts and the steps that are left of it; and of each bucket the step of its latest one.
         self._check, self._check_left, self._checked_at = 0, 0, dict[Bucket, int]()
 
@@ -96,10 +108,8 @@ class AdaptiveDrafts:
         if len(choices) == 1 or not all(seconds.values()):
             return choices[-1]
         known: dict[int, float] = {k: value for k, value in seconds.items() if value}
-        of = (self._learned, self._current, tuple(load.slots), tuple(load.wanted))
-        if of != self._tokens_of:
-            self._tokens_of, self._tokens_known = of, self._tokens(load)
-        tokens = self._tokens_known
+        follows_from = (self._learned, self._current, tuple(load.slots), tuple(load.wanted))
+        tokens = self._expected.get(follows_from, lambda: self._tokens(load))
         drafts = self._best(load, tokens, known)
         fewer = self._checked(load, drafts, known, tokens)
         return self._probed(load, drafts, choices, known, tokens) if fewer is None else fewer
