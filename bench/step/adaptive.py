@@ -4,7 +4,8 @@ Drafts are accepted one by one with one probability (`synthetic_acceptance_patte
 would yield the given lengths on average. Each engine keeps a number of requests running, with prompts and answers of
 random length, and the tokens that it generates in some seconds are counted, prompts being part of the load. Three more
 loads: "mixed", where every other request has length 1 and the others length 3; and "switched", where all have length 1 in
-the first half of the time and length 3 in the second, those that run included.
+the first half of the time and length 3 in the second, those that run included. Each has run for a fifth of that time before:
+what it takes to follow a change is measured in "switched".
 
 Engines: plain (no draft model at all), a fixed engine for each of --fixed, and the adaptive one. Each has the steps that a
 server has for requests without rules of sampling, at the server's most requests; what steps cost is measured once nothing
@@ -59,7 +60,8 @@ LOW, HIGH = 1.0, 3.0
 ROWS, REPEATED_ROWS = (1, 4, 8, 16, 32, 64, 128), (1, 32, 128)
 # The adaptive engine's share of the best of the others, at every load.
 GATE, GOAL = 0.97, 0.985
-WARMUP_STEPS = 8
+# Of a measurement's time, before it.
+WARMUP_PART = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,8 +181,7 @@ def measure(engine: Engine, sizes: Sizes, drafts: int, load: float | str, second
     traffic = Traffic(engine, sizes, drafts, [float(length) for length in lengths])
     while engine.stats().num_running < sizes.rows:
         traffic.step()
-    for _ in range(WARMUP_STEPS):
-        traffic.step()
+    traffic.run(WARMUP_PART * seconds)
     marks, parts = [engine.stats()], []
     for part in range(2 if load == SWITCHED else 1):
         if part:
