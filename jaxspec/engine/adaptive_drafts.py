@@ -127,7 +127,7 @@ class AdaptiveDrafts:
     def _seconds(self, load: Load, drafts: int) -> float | None:
         """Of such a step, as steps in its bucket are lately; None where that is not known.
 
-        Prompts beside its decode rows are left out, whatever drafts cost: windows add as much beside them as alone.
+        Prompts beside its decode rows are left out: they take about as long beside any number of drafts.
         """
         bucket = self._bucket(load, drafts)
         if self.costs is None or bucket is None:

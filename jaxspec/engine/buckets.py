@@ -96,11 +96,11 @@ SIZES: dict[Variant, Sizes] = {
     "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (2048, None), (None, None))),
 }
 # The same where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as
-# `SIZES` has would be too many three times. These 26 lose at most 1.6 % against it, with and without prompts, by what steps of
+# `SIZES` has would be too many three times. These 27 lose at most 1.6 % against it, with and without prompts, by what steps of
 # an H200 were measured to take (tests/engine/test_adaptive_table.py); the best 24 that were found lose 2.4 %. The full sampler
 # costs 60 us, which few rows notice, rows of padding cost hardly anything, but tokens of padding half of what a prompt's do.
 ADAPTIVE_SIZES: tuple[dict[Variant, Sizes], dict[Variant, Sizes], dict[Variant, Sizes]] = (
-    {"lean": Sizes((1, 8)), "full": Sizes((32, 64, None), ((256, None), (1024, None), (None, None)))},
+    {"lean": Sizes((1, 8)), "full": Sizes((32, 64, None), ((256, None), (512, None), (1024, None), (None, None)))},
     {"lean": Sizes((1,)), "full": Sizes((16, 32, 64, None), ((512, None), (1024, None), (None, None)))},
     {
         "lean": Sizes((8,)),
@@ -141,7 +141,7 @@ def _sizes_by_drafts(settings: Settings) -> dict[int, dict[Variant, Sizes]]:
 
 
 def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
-    """All buckets of an engine, smallest first; on a GPU at most 24 up to 128 requests (above 25), 26 where the number of
+    """All buckets of an engine, smallest first; on a GPU at most 24 up to 128 requests (above 25), 27 where the number of
     drafts changes; on a CPU at most 4 unless it changes.
 
     A CPU compiles for seconds a bucket and gains little from an exact fit or a lean sampler, so it gets few.

@@ -258,7 +258,7 @@ class Runner:
             progress: called when a bucket is ready.
             announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
                 at the same time as `progress`.
-            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and those found kept ahead; the
+            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and those that were found kept; the
                 rest follow after `go_on`. Their first runs are `install_prepared`'s, or steps of requests that never pause.
                 (A CPU has few buckets, and no cores to spare.)
 

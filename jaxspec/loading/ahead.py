@@ -46,7 +46,7 @@ class Unread:
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array for `Unread.begin`, C-contiguous."""
+    """An array of any values, aligned and C-contiguous."""
     return _shaped(_aligned(math.prod(shape) * np.dtype(dtype).itemsize), shape, dtype)
 
 

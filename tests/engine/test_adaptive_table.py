@@ -101,8 +101,11 @@ def shares(table):
 
 
 def test_little_is_lost():
-    """The best of 24, 26 and 28 steps that a search found (simulated annealing, not kept) had 0.976, 0.985 and 0.987."""
-    assert len(ADAPTIVE) <= 26
+    """The best of 24, 26 and 28 steps that a search found (simulated annealing, not kept) had 0.976, 0.985 and 0.987.
+
+    The 26, and one of 512 prompt tokens without drafts, which plain decoding at many rows wants (`test_adaptive_drafts`).
+    """
+    assert len(ADAPTIVE) <= 27
     of_best = shares(ADAPTIVE)
     assert of_best.min() >= 0.984
     assert np.minimum(of_best, 1).mean() >= 0.99
