@@ -333,6 +333,7 @@ class Settings:
     prefix_caching: bool = True
     state_snapshots: int = 0
     state_interval: int = DEFAULT_STATE_INTERVAL
+    tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     expert_load_metrics: bool = False
     page_size: int = PAGE_SIZE
@@ -442,6 +443,7 @@ def resolve(
         prefix_caching=prefix_caching,
         state_snapshots=(config.state_snapshots or max_num_seqs) if prefix_caching and not paged else 0,
         state_interval=config.state_interval or DEFAULT_STATE_INTERVAL,
+        tensor_parallel_size=config.tensor_parallel_size,
         data_parallel_size=config.data_parallel_size,
         expert_load_metrics=config.expert_load_metrics,
         on_gpu=on_gpu,
@@ -470,9 +472,7 @@ def _check_speculation(config: EngineConfig, max_num_seqs: int, max_num_batched_
             f"{config.speculative_method} drafts where it finds something: leave one of them out"
         )
     if synthetic is None and config.synthetic_acceptance_pattern != "first":
-        raise ConfigError(
-            f"{flagged('synthetic_acceptance_pattern')} needs a length: {flagged('synthetic_acceptance_length')}"
-        )
+        raise ConfigError(f"{flagged('synthetic_acceptance_pattern')} needs {flagged('synthetic_acceptance_length')}")
     if synthetic is not None and not (window > 1 and 1 <= synthetic <= window):
         raise ConfigError(
             f"{flagged('synthetic_acceptance_length')} must be between 1 and {window} (num_speculative_tokens and the "

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Generator:
-    """An engine as `LLM` builds it, for greedy requests: where the bucket table has lean buckets, only those.
+    """An engine as `LLM` builds it, for greedy requests.
 
     Args:
         observer: with one, the steps return logits, and it sees them.
@@ -90,8 +90,6 @@ class Generator:
         self.choice = choice
         probe = observer is not None
         self.engine = build_engine(resolve_model("demo"), config, probe=probe, observer=observer)[0]
-        runner = self.engine.runner
-        runner.buckets = tuple(b for b in runner.buckets if b.variant == "lean") or runner.buckets
         self.engine.warm_up()
         self._runs = 0
 

@@ -8,9 +8,9 @@ the first half of the time and length 3 in the second, those that run included. 
 what it takes to follow a change is measured in "switched".
 
 Engines: plain (no draft model at all), a fixed engine for each of --fixed, and the adaptive one. Each has the steps that a
-server has for requests without rules of sampling, at the server's most requests; what steps cost is measured once nothing
-compiles. Engines take turns, and medians of the repeats are compared. The last column is the adaptive engine's throughput
-over the best of the others at that load, which is judged at every load.
+server has at the server's most requests; what steps cost is measured once nothing compiles. Engines take turns, and medians of
+the repeats are compared. The last column is the adaptive engine's throughput over the best of the others at that load, which is
+judged at every load.
 
 One command need not do it all: --rows and --lengths choose a part, --prepare compiles some engines' steps, which the next
 commands on the machine find, and --merge makes one record and picture of the parts' records:
@@ -40,11 +40,10 @@ from bench.harness import models, record
 from bench.harness.arguments import numbers
 from bench.harness.models import SHAPES, Weights, mesh_of_one
 from bench.step.adaptive_svg import draw
-from bench.step.engines import executables, warm_up, without_rules
+from bench.step.engines import executables, warm_up
 from jaxspec.compile_cache import open_store
 from jaxspec.config import EngineConfig, Settings, np_dtype, pages_for, resolve, resolve_dtype
 from jaxspec.engine.acceptance import probability_for
-from jaxspec.engine.buckets import bucket_table
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -219,10 +218,7 @@ def build_engines(
             continue
         settings = _settings(weights, sizes, k, dtype, adaptive=adaptive)
         draft = weights.draft if k else None
-        buckets = without_rules(bucket_table(settings))
-        runner = Runner(
-            weights.model, weights.params, settings, mesh_of_one(), draft=draft, buckets=buckets, files=open_store(None)
-        )
+        runner = Runner(weights.model, weights.params, settings, mesh_of_one(), draft=draft, files=open_store(None))
         out[name] = Engine(runner, vocab_size=weights.model.config.vocab_size)
     return out
 

@@ -1,8 +1,9 @@
 """`bench compiled`: the kernels of a step, counted where there is no GPU.
 
 XLA compiles a step for a GPU that is only described, an H200 of the sizes below, from shapes alone. What is listed is
-the compiled module's schedule: our kernels, and those that XLA makes of the rest; loops are not looked into. Nothing runs, so
-XLA chooses matmuls without timing them: on a device it may split one that it leaves whole here, or the other way round.
+the compiled module's schedule: our kernels, and those that XLA makes of the rest; loops are not looked into. A full step has
+the kernels for rows without rules of sampling. Nothing runs, so XLA chooses matmuls without timing them: on a device it may
+split one that it leaves whole here, or the other way round.
 
 It needs jax's CUDA plugin without its libraries: `pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt`, of the version of
 jaxlib.
@@ -48,7 +49,8 @@ gpu_device_info {{
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535 memory_bandwidth: 4916000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
   device_memory_size: 150000000000 shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 minor: 0 }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 driver_version: "13.0.0" runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 patch: 0 }} device_description_str: "{KIND}"
 """
@@ -56,6 +58,7 @@ PROMPTS = 8
 _KERNELS = ("fusion", "custom-call", "copy", "sort", "scatter", "reduce", "dynamic-update-slice")
 _INSTRUCTION = re.compile(rf"\s+(?:ROOT )?%?([\w.\-]+) = .*? ({'|'.join(_KERNELS)})\(")
 _OP_NAME, _CALLED = re.compile(r'op_name="([^"]*)"'), re.compile(r"calls=%?([\w.\-]+)")
+_BRANCH = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
 
 
 class Kernel(NamedTuple):
@@ -88,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=0, metavar="K", help=tokens)
     quantization = "put its weights into this scheme, as `jaxspec convert` would (default: bf16)"
     parser.add_argument("--quantization", choices=["bf16", "fp8", "int4"], default="bf16", help=quantization)
-    parser.add_argument("--variant", choices=["lean", "full"], default="lean", help="of the sampler (default: lean)")
+    parser.add_argument("--variant", choices=["lean", "full"], default="full", help="of the sampler (default: full)")
     parser.add_argument("--list", action="store_true", help="each kernel")
     record.add_arguments(parser)
 
@@ -112,7 +115,7 @@ def compiled_text(model: CausalLM, draft: NextN | None, settings: Settings, buck
         traced = jax.jit(flat_step, donate_argnums=1).trace(leaves, state, inputs)
         lowered = traced.lower(lowering_platforms=("cuda",))
     # When kernels run does not change which there are.
-    return lowered.compile(xla_options(bucket, concurrent=False)).as_text()
+    return lowered.compile(xla_options(bucket, branches=bucket.variant == "full", concurrent=False)).as_text()
 
 
 class _Described:
@@ -121,21 +124,29 @@ class _Described:
 
 def kernels(text: str) -> list[Kernel]:
     """Of a compiled module, in the order in which they run."""
-    places: dict[str, str] = {}
-    computation = ""
+    lines: dict[str, list[str]] = {}  # of each computation
     for line in text.splitlines():
         if line and not line[0].isspace():
-            computation = line.removeprefix("%").split(" ", 1)[0]
-        elif computation not in places and (found := _OP_NAME.search(line)):
-            places[computation] = found[1]
-    out = []
-    for line in text[text.index("\nENTRY") :].splitlines():
-        if (found := _INSTRUCTION.match(line)) is None:
-            continue
-        called, own = _CALLED.search(line), _OP_NAME.search(line)
-        place = own[1] if own else places.get(called[1], "") if called else ""
-        out.append(Kernel(found[1], "mosaic_gpu" in line, place.split("/", 1)[-1]))
-    return out
+            computation = lines.setdefault(line.removeprefix("%").split(" ", 1)[0], [])
+        else:
+            computation.append(line)
+    named = {name: map(_OP_NAME.search, each) for name, each in lines.items()}
+    places = {name: next((found[1] for found in each if found), "") for name, each in named.items()}
+
+    def listed(computation: str) -> list[Kernel]:
+        out: list[Kernel] = []
+        for line in lines[computation]:
+            if ways := [listed(branch) for branch in _BRANCH.findall(line)]:
+                without_rules: list[Kernel] = min(ways, key=len)
+                out += without_rules
+            if (found := _INSTRUCTION.match(line)) is None:
+                continue
+            called, own = _CALLED.search(line), _OP_NAME.search(line)
+            place = own[1] if own else places.get(called[1], "") if called else ""
+            out.append(Kernel(found[1], "mosaic_gpu" in line, place.split("/", 1)[-1]))
+        return out
+
+    return listed("ENTRY")
 
 
 def per_layer(found: Iterable[Kernel]) -> Mapping[int, int]:

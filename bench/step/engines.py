@@ -1,6 +1,5 @@
 """Engines with a pool for exactly one load, and their compilation."""
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from jaxspec.config import EngineConfig, pages_for, resolve
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.runner import Runner
-from jaxspec.models.params import num_ranks
+from jaxspec.models.params import TENSOR_AXIS, num_ranks
 
 
 def build_engine(
@@ -64,6 +63,7 @@ def build_engine(
             adaptive_speculation=adaptive,
             readout_depth=0,
             enable_prefix_caching=False,  # measurements start again from the same tokens
+            tensor_parallel_size=mesh.shape[TENSOR_AXIS],
             data_parallel_size=ranks,
             enable_expert_parallel=ranks > 1,
         ),
@@ -97,11 +97,6 @@ def decode_bucket(buckets: tuple[Bucket, ...], rows: int, *, full: bool = False)
     return choose_bucket(
         buckets, prefill_tokens=0, prefill_rows=0, decode_rows=rows, full=full, drafts=buckets[0].drafts
     )
-
-
-def without_rules(table: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """The buckets that requests without rules of sampling may run in: of two of one size the lean one."""
-    return tuple(b for b in table if b.variant == "lean" or dataclasses.replace(b, variant="lean") not in table)
 
 
 def measured_buckets(

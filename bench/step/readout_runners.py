@@ -105,11 +105,11 @@ class Runners:
 
 
 def needed_buckets(buckets: Sequence[Bucket], rows: Iterable[int]) -> tuple[Bucket, ...]:
-    """The lean buckets for prompts, and for each row count the smallest that holds it."""
-    lean = [b for b in buckets if b.variant == "lean"] or list(buckets)
-    decode = {min((b for b in lean if not b.prefill_tokens and b.decode_rows >= n), key=lambda b: b.rows) for n in rows}
-    largest = max((b for b in lean if not b.prefill_tokens), key=lambda b: b.rows)
-    return tuple(sorted({*decode, largest, *(b for b in lean if b.prefill_tokens)}))
+    """The buckets for prompts, and for each row count the smallest that holds it."""
+    alone = [b for b in buckets if not b.prefill_tokens]
+    decode = {min((b for b in alone if b.decode_rows >= n), key=lambda b: b.rows) for n in rows}
+    largest = max(alone, key=lambda b: b.rows)
+    return tuple(sorted({*decode, largest, *(b for b in buckets if b.prefill_tokens)}))
 
 
 def end(engine: Engine, requests: Sequence[Request]) -> None:

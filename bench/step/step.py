@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lean",
         action="store_true",
-        help="compile only what is measured: a lean bucket for each row count, and one for prompts",
+        help="compile only what is measured: a bucket for each row count, and one for prompts",
     )
     parser.add_argument("--no-expert-count", action="store_true", help="do not count the experts that steps touch")
     parser.add_argument(

@@ -39,7 +39,8 @@ class StepInputs(NamedTuple):
     """The unpacked array. Padding rows have slot 0; padding deltas and resets too.
 
     Attributes:
-        readback: int32 [READBACK_FIELDS], begins with `Entry.words` of where the step writes its output, or with zeros.
+        readback: int32 [READBACK_FIELDS], begins with `Entry.words` of where the step writes its output, or with zeros; then
+            whether a row needs a "full" sampler.
         chunk_ids: int32 [P].
         prefill: int32 [E, PREFILL_FIELDS]; its columns are `PrefillRow`'s fields, by the names below.
         decode_slots: int32 [D].
@@ -56,6 +57,10 @@ class StepInputs(NamedTuple):
     deltas: jax.Array
     resets: jax.Array
     biases: jax.Array
+
+    @property
+    def needs_full(self) -> jax.Array:  # bool []
+        return self.readback[ENTRY_WORDS] > 0
 
     @property
     def slots(self) -> jax.Array:  # [E], as all of a prompt row's fields
@@ -122,7 +127,7 @@ class StepInputs(NamedTuple):
         return self.biases[:, MAX_LOGIT_BIAS:]
 
 
-# Three are used. With these what follows begins at a multiple of 256 bytes, as Mosaic GPU's kernels want their operands.
+# Four are used. With these what follows begins at a multiple of 256 bytes, as Mosaic GPU's kernels want their operands.
 READBACK_FIELDS = 64
 PREFILL_FIELDS = 7
 # Where a reset record's parts begin.
@@ -189,6 +194,7 @@ class InputLayout:
         views = self.split(flat)
         if readback is not None:
             views.readback[:ENTRY_WORDS] = readback
+        views.readback[ENTRY_WORDS] = plan.needs_full
         offset = 0
         for e, row in enumerate(plan.prefill):
             slot = row.request.slot - first_slot

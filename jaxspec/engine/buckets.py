@@ -16,8 +16,9 @@ class Bucket:
 
     A decode row has a window of `drafts` + 1 tokens; a step verifies at most so many drafts a row, and proposes so many
     for the next one. Variant "lean" samples greedily or by temperature; "full" knows every sampling parameter and the likeliest
-    alternatives. The tokens of a row that needs no more than "lean" are the same in both. An executable runs the whole step,
-    or one of the two parts of it that a `StepPlan` may ask for.
+    alternatives. The tokens of a row that needs no more than "lean" are the same in both. On one device "full" has both
+    samplers, and a step whose rows need no more than "lean" runs that one. An executable runs the whole step, or one of the two
+    parts of it that a `StepPlan` may ask for.
     """
 
     prefill_tokens: int
@@ -75,49 +76,32 @@ class Sizes:
     prompts: tuple[tuple[int | None, int | None], ...] = ()
 
 
-# A prompt of any length, with few decode rows or many, should find a step that is not much larger. Up to eight rows there is
-# no lean sampler between four and eight: the full one costs little there, and its executable is better spent on a single row
-# with every rule.
-SIZES: dict[Variant, Sizes] = {
-    "lean": Sizes(
-        (1, 4, 16, 32, 64, 128, None),
-        (
-            (256, 16),
-            (512, 16),
-            (1024, 16),
-            (None, 16),
-            (256, None),
-            (512, None),
-            (1024, None),
-            (2048, None),
-            (None, None),
-        ),
-    ),
+# A prompt of any length, with few decode rows or many, should find a step that is not much larger.
+PROMPT_SIZES: tuple[tuple[int | None, int | None], ...] = (
+    (256, 16), (512, 16), (1024, 16), (None, 16), (256, None), (512, None), (1024, None), (2048, None), (None, None),
+)  # fmt: skip
+SIZES = Sizes((1, 4, 8, 16, 32, 64, 128, None), PROMPT_SIZES)
+# Several devices tell each other numbers while they sample, which no branch of a graph can do: each sampler has executables of
+# its own. Up to eight rows there is no lean sampler between four and eight: the full one costs little there, and its executable
+# is better spent on a single row with every rule.
+SIZES_OF_SEVERAL: dict[Variant, Sizes] = {
+    "lean": Sizes((1, 4, 16, 32, 64, 128, None), PROMPT_SIZES),
     "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (2048, None), (None, None))),
 }
-# The same where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as
-# `SIZES` has would be too many three times. These 27 lose at most 1.6 % against it, with and without prompts, by what steps of
-# an H200 were measured to take (tests/engine/test_adaptive_table.py); the best 24 that were found lose 2.4 %. The full sampler
-# costs 60 us, which few rows notice, rows of padding cost hardly anything, but tokens of padding half of what a prompt's do.
-ADAPTIVE_SIZES: tuple[dict[Variant, Sizes], dict[Variant, Sizes], dict[Variant, Sizes]] = (
-    {"lean": Sizes((1, 8)), "full": Sizes((32, 64, None), ((256, None), (512, None), (1024, None), (None, None)))},
-    {"lean": Sizes((1,)), "full": Sizes((16, 32, 64, None), ((512, None), (1024, None), (None, None)))},
-    {
-        "lean": Sizes((8,)),
-        "full": Sizes((1, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
-    },
+# Where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as `SIZES` has
+# would be too many three times. These 24 lose at most 1.7 % against it, with and without prompts, by what steps of an H200 were
+# measured to take (tests/engine/test_adaptive_table.py): rows of padding cost hardly anything, but tokens of padding half of
+# what a prompt's do.
+ADAPTIVE_SIZES = (
+    Sizes((1, 32, 64, None), ((256, None), (512, None), (None, None))),
+    Sizes((1, 16, 32, 64, None), ((512, None), (1024, None), (None, None))),
+    Sizes((1, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
 )
-# The same where no model drafts: what is looked up is mostly right at every position or at none, so there is no single draft,
-# and steps with none, which all rows have where nothing is found, are as near to a plain engine's as with none to change to.
-LOOKED_UP_SIZES: tuple[dict[Variant, Sizes], dict[Variant, Sizes]] = (
-    {
-        "lean": Sizes((1, 4, 32, 64, None)),
-        "full": Sizes((16, None), ((256, None), (512, None), (1024, None), (None, None))),
-    },
-    {
-        "lean": Sizes((1, 4, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
-        "full": Sizes((1, 32, None)),
-    },
+# Where no model drafts: what is looked up is mostly right at every position or at none, so there is no single draft, and steps
+# with none, which all rows have where nothing is found, are as near to a plain engine's as with none to change to.
+LOOKED_UP_SIZES = (
+    Sizes((1, 4, 8, 16, 32, 64, None), ((256, None), (512, None), (1024, None), (None, None))),
+    Sizes((1, 4, 8, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
 )
 
 
@@ -132,19 +116,19 @@ def draft_counts(settings: Settings) -> tuple[int, ...]:
 def _sizes_by_drafts(settings: Settings) -> dict[int, dict[Variant, Sizes]]:
     counts = draft_counts(settings)
     if len(counts) == 1:
-        return {counts[0]: SIZES}
+        return {counts[0]: SIZES_OF_SEVERAL if settings.tensor_parallel_size > 1 else {"full": SIZES}}
     if settings.model_drafts:
         none, one, most = ADAPTIVE_SIZES
-        return {0: none, 1: one, counts[-1]: most}
+        return {0: {"full": none}, 1: {"full": one}, counts[-1]: {"full": most}}
     none, most = LOOKED_UP_SIZES
-    return {0: none, counts[-1]: most}
+    return {0: {"full": none}, counts[-1]: {"full": most}}
 
 
 def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
-    """All buckets of an engine, smallest first; on a GPU at most 24 up to 128 requests (above 25), 27 where the number of
-    drafts changes; on a CPU at most 4 unless it changes.
+    """All buckets of an engine, smallest first: on a GPU 16 up to 128 requests, above them 17, at most 24 where the number of
+    drafts changes and 25 on several GPUs; on a CPU at most 4 unless it changes.
 
-    A CPU compiles for seconds a bucket and gains little from an exact fit or a lean sampler, so it gets few.
+    A CPU compiles for seconds a bucket and gains little from an exact fit, so it gets few.
     """
     most_rows = settings.max_num_seqs
     budget = settings.max_num_batched_tokens
@@ -165,8 +149,8 @@ def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
     )
 
 
-# Of each number of drafts, so many sizes of decode steps also exist in two parts, from the largest on: each, or every other.
-SPLIT_SIZES_FIXED, SPLIT_SIZES_ADAPTIVE = (3, 1), (2, 2)
+# Of each number of drafts, so many sizes of decode steps also exist in two parts: of the largest every other one.
+SPLIT_SIZES_FIXED, SPLIT_SIZES_ADAPTIVE = 3, 2
 
 
 def split_table(settings: Settings) -> tuple[Bucket, ...]:
@@ -178,9 +162,9 @@ def split_table(settings: Settings) -> tuple[Bucket, ...]:
     if not settings.readout_depth or settings.synthetic_acceptance_length is not None:
         return ()
     counts = draft_counts(settings)
-    sizes, every = (SPLIT_SIZES_FIXED if len(counts) == 1 else SPLIT_SIZES_ADAPTIVE) if settings.on_gpu else (1, 1)
+    sizes = (SPLIT_SIZES_FIXED if len(counts) == 1 else SPLIT_SIZES_ADAPTIVE) if settings.on_gpu else 1
     decode = [b for b in bucket_table(settings) if not b.prefill_tokens and b.variant == "full"]
-    chosen = [[b for b in decode if b.drafts == k][::-every][:sizes] for k in {counts[0], counts[-1]}]
+    chosen = [[b for b in decode if b.drafts == k][::-2][:sizes] for k in {counts[0], counts[-1]}]
     return tuple(sorted(b for each in chosen for b in each))
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec import comm
 from jaxspec.engine.batch import StepInputs
 from jaxspec.engine.handoff import FLAG_DONE, FLAG_NAN, Chosen
 from jaxspec.engine.rules import count_chosen, ruled_logits
@@ -72,10 +73,36 @@ def choose(
     Args:
         logits_RV: [E + D * n, V], of these columns.
         n: tokens of a decode window.
-        full: apply every sampling parameter, and find the likeliest alternatives of rows that asked for them.
+        full: apply every sampling parameter, and find the likeliest alternatives of rows that asked for them. On one device
+            only in steps that need it: the others choose the same without rules, with fewer kernels.
         synthetic_length: see `verify`.
         one_by_one: with such a length, drafts are accepted with their request's probability instead (static).
     """
+    by_rules, without = (
+        functools.partial(
+            _choose, logits_RV, state, inputs, columns,
+            n=n, full=rules, synthetic_length=synthetic_length, one_by_one=one_by_one,
+        )
+        for rules in (True, False)
+    )  # fmt: skip
+    if not full or comm.is_split():
+        return by_rules() if full else without()
+    no_top = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(by_rules).top)
+    return lax.cond(inputs.needs_full, by_rules, lambda: without()._replace(top=no_top))
+
+
+def _choose(
+    logits_RV: jax.Array,
+    state: StepState,
+    inputs: StepInputs,
+    columns: Columns,
+    *,
+    n: int,
+    full: bool,
+    synthetic_length: float | None,
+    one_by_one: bool,
+) -> Chosen:
+    """As `choose`, in every step alike."""
     E, D = inputs.slots.shape[0], inputs.decode_slots.shape[0]
     rows = _rows(state, inputs)
     # The row R that each row of logits belongs to.

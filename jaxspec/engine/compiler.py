@@ -171,7 +171,11 @@ class Compiler:
     def xla_options(self, bucket: Bucket) -> dict[str, str | bool]:
         """With which XLA compiles a bucket's step, or part of one."""
         one_gpu = self.settings.on_gpu and self.mesh.size == 1
-        return xla_options(bucket, concurrent=one_gpu and (self.quantised or bucket.part == "choose"))
+        return xla_options(
+            bucket,
+            branches=bucket.variant == "full" and self.settings.on_gpu and self.settings.tensor_parallel_size == 1,
+            concurrent=one_gpu and (self.quantised or bucket.part == "choose"),
+        )
 
     def handed_bytes(self, bucket: Bucket) -> int:
         """Bytes on each device of what the first part of a step hands to the second, and keeps for its next run."""
@@ -206,9 +210,14 @@ class Compiler:
         return contextlib.nullcontext()
 
 
-def xla_options(bucket: Bucket, *, concurrent: bool) -> dict[str, str | bool]:
+# What XLA records into graphs unless told otherwise, and branches: a step with rules would be three graphs.
+RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL"
+
+
+def xla_options(bucket: Bucket, *, branches: bool, concurrent: bool) -> dict[str, str | bool]:
     """
     Args:
+        branches: the step has one for rows that need rules, and one for others.
         concurrent: kernels of a recorded graph that do not wait for each other's results may run at the same time. On one GPU
             only: sums over several wait for kernels of the others.
     """
@@ -219,6 +228,8 @@ def xla_options(bucket: Bucket, *, concurrent: bool) -> dict[str, str | bool]:
         # XLA would merge matmuls with the same input, and copy their weights together in every step. The models merge them
         # themselves where it pays: see `worth_merging`.
         options["xla_gpu_dot_merger_threshold_mb"] = "0"
+    if branches:
+        options["xla_gpu_enable_command_buffer"] = RECORDED
     if concurrent:
         options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
     return options

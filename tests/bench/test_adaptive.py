@@ -5,7 +5,6 @@ every load, and windows have the lengths that were asked for.
 import itertools
 import json
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -13,9 +12,6 @@ import pytest
 
 from bench.__main__ import main
 from bench.step.adaptive import Sizes, Traffic
-from bench.step.engines import without_rules
-from jaxspec.engine.buckets import bucket_table, choose_bucket
-from tests.engine.test_buckets import GPU
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -79,21 +75,6 @@ def test_parts_of_different_runs_are_refused(tmp_path, capsys, second, message):
     assert merge(tmp_path, record([1], [1.0]), second) == 1
     assert not (tmp_path / "whole.json").exists()
     assert re.search(message, capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    "drafts", [{}, {"num_speculative_tokens": 3}, {"num_speculative_tokens": 3, "adaptive_drafts": True}]
-)
-def test_requests_without_rules_run_where_a_server_runs_them(drafts):
-    table = bucket_table(replace(GPU, **drafts))
-    some = without_rules(table)
-    assert len(some) < len(table) or "adaptive_drafts" in drafts, "there is one sampler"
-    for rows, tokens, k in itertools.product(
-        (0, 1, 5, 8, 9, 30, 100), (0, 100, 300, 900, 2000), {b.drafts for b in table}
-    ):
-        if (rows or tokens) and (not tokens or any(b.drafts == k and b.prefill_tokens >= tokens for b in table)):
-            plan = {"prefill_tokens": tokens, "prefill_rows": int(tokens > 0), "decode_rows": rows, "drafts": k}
-            assert choose_bucket(some, **plan, full=False) == choose_bucket(table, **plan, full=False)
 
 
 @pytest.mark.full

@@ -20,10 +20,8 @@ from jaxspec.engine.buckets import Bucket
 
 RECORD = Path(__file__).parents[2] / "bench" / "results" / "step_vllm_2b92d68_h200.json"
 DRAFTED = 3
-# What a full sampler costs rows that need none: about 20 kernels. 5 alternatives in every row cost 72 and 203 us at 128 and
-# 512 rows (sampling_moonlight_128_rows_h200.json beside the record), of which `likeliest` takes 60 and 141
-# (docs/kernels/sampling.md); min_p 89 and 178 more than a temperature without it.
-FULL_MS = 0.06
+# What a sampler that also knows rules costs rows that need none, beside one that knows none as those of the record do.
+FULL_MS = 0.03
 # The part of what a prompt token costs that one of padding costs too: 4.5 of 9.4 us, by 1 and 4 prompts in a bucket (020cef3).
 PADDED = 0.47
 

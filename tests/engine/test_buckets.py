@@ -101,7 +101,7 @@ def test_prompts_find_steps_among_those_of_several_numbers_of_drafts():
 def test_one_row_with_a_rule_has_a_step_of_its_own(drafts):
     settings = replace(GPU, **drafts)
     table = bucket_table(settings)
-    assert len(table) <= (27 if settings.adaptive_drafts else 24)
+    assert len(table) <= 24
     decode = [plan for plan in plans(settings, 1, (100, 100), FULL) if not plan.prefill]
     assert {bucket(table, plan).decode_rows for plan in decode} == {1}
 

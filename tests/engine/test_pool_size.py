@@ -157,7 +157,7 @@ def test_nothing_is_measured_where_plenty_is_left(pages, free):
         ({"readout_depth": -1}, "between 0 and 3"),
         ({"num_speculative_tokens": 8}, "between 0 and 7"),
         ({"num_speculative_tokens": -1}, "between 0 and 7"),
-        ({"synthetic_acceptance_pattern": "each"}, "needs a length"),
+        ({"synthetic_acceptance_pattern": "each"}, r"needs synthetic_acceptance_length \(--synth"),
         ({"synthetic_acceptance_length": 2.0}, "needs speculation"),
         ({"num_speculative_tokens": 3, "synthetic_acceptance_length": 4.5}, "between 1 and 4 .* got 4.5"),
         ({"num_speculative_tokens": 3, "synthetic_acceptance_length": 0.9}, "between 1 and 4"),

@@ -20,7 +20,6 @@ from jaxspec.sampling.params import SamplingParams
 from tests.engine.test_engine import assert_equal_runs, requests
 from tests.engine.test_schedules import options
 from tests.engine.tiny import EOS, HF_CONFIG, SETTINGS, VOCAB, fill_cache, run
-from tests.gpu.conftest import only_buckets_of
 
 pytestmark = pytest.mark.gpu
 
@@ -55,8 +54,8 @@ def solo():
 
 
 def test_the_buckets_are_those_of_a_gpu():
-    assert {b.variant for b in runner().buckets} == {"lean", "full"}
-    assert len(runner().buckets) <= 24
+    assert {b.variant for b in runner().buckets} == {"full"}
+    assert len(runner().buckets) <= 16
 
 
 def test_batched_equals_solo(solo):
@@ -106,12 +105,11 @@ def test_state_is_donated_and_keeps_its_addresses():
 
 
 def test_no_bucket_needs_more_memory_than_the_largest(tmp_path, monkeypatch):
-    """The pool was sized by running the largest one; then all were run. Lean ones need less than their full twins."""
+    """The pool was sized by running the largest one; then all were run."""
     from jaxspec.llm import LLM
     from jaxspec.loading import engine as loading_engine
 
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
-    only_buckets_of(monkeypatch, "full")
     measured = []
 
     def measure(make_runner, settings, page_bytes, devices):
@@ -139,7 +137,6 @@ def test_demo_model_says_what_pytorch_said(draft, tmp_path, monkeypatch):
     if not RECORD.exists():
         pytest.skip(f"{RECORD.name} is not there: the demo model's PyTorch run has not been recorded")
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path))
-    only_buckets_of(monkeypatch, "lean")
     reference = read_record(RECORD)
     options = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128}
     k = 0 if draft == "none" else 3

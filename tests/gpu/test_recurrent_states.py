@@ -13,7 +13,6 @@ from pallas_kernels import tuning
 from pallas_kernels.gated_delta import chunk_walk
 from pallas_kernels.gated_delta.chunks import CHUNK, chunked, cut
 from tests.engine.test_recurrent_states import GREEDY, REAL_WIDTHS, VARIANTS, check_replayed, write_folder
-from tests.gpu.conftest import only_buckets_of
 from tests.models.test_gated_delta import both_decays, plain, random_states, random_tokens
 
 pytestmark = pytest.mark.gpu
@@ -38,15 +37,9 @@ def test_replayed_windows_are_plain_decoding(variant):
     check_replayed("pattern", variant)
 
 
-@pytest.fixture
-def lean(monkeypatch):
-    only_buckets_of(monkeypatch, "lean")
-
-
 OPTIONS = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 128, "num_gpu_blocks_override": 8}
 
 
-@pytest.mark.usefixtures("lean")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_plain_xla_has_to_be_asked_for(tmp_path, variant):
     folder = write_folder(tmp_path, variant)
@@ -57,7 +50,6 @@ def test_plain_xla_has_to_be_asked_for(tmp_path, variant):
     assert len(completion.ids) == GREEDY.max_tokens
 
 
-@pytest.mark.usefixtures("lean")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_decode_kernel_gives_the_text_of_plain_xla(tmp_path, variant):
     """In float32, with n-grams, so that windows are replayed. The rest of the layers is plain XLA in both."""
@@ -70,7 +62,6 @@ def test_the_decode_kernel_gives_the_text_of_plain_xla(tmp_path, variant):
     assert got == want
 
 
-@pytest.mark.usefixtures("lean")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_kernel_of_prompts_gives_the_text_of_plain_xla(tmp_path, variant, monkeypatch):
     """In float32, over prompts that take several steps, the last of one chunk or less."""
