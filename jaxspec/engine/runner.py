@@ -245,7 +245,7 @@ class Runner:
         self.compiler.key("step", first[0])  # what all keys have in common is described here, once, not by each thread
         # Where drafts adapt, what steps cost is measured first.
         self._preparation.begin_beside(() if self.settings.adaptive_drafts else others)
-        self._preparation.begin(first, others)
+        self._preparation.begin(first)
 
     def warm_up(
         self, progress: Progress | None = None, *, announce: Progress | None = None, wait_for_all: bool = True
@@ -258,8 +258,8 @@ class Runner:
             progress: called when a bucket is ready.
             announce: called before a bucket compiles: the how manieth of how many it is, and which one, in words. Never
                 at the same time as `progress`.
-            wait_for_all: False: on a GPU only the `first_buckets` are ready then, and those that were found kept; the
-                rest follow after `go_on`. Their first runs are `install_prepared`'s, or steps of requests that never pause.
+            wait_for_all: False: on a GPU only the `first_buckets` are ready then, kept or not; the rest follow after `go_on`.
+                Their first runs are `install_prepared`'s, or steps of requests that never pause.
                 (A CPU has few buckets, and no cores to spare.)
 
         Raises:
@@ -278,7 +278,7 @@ class Runner:
             self.state = self._copies.warm_up(self.state, self.store)
         every = self.executables
         all_first = wait_for_all or self._group or not self.settings.on_gpu
-        first = every if all_first else (*first_buckets(self.buckets), *self._preparation.found())
+        first = every if all_first else first_buckets(self.buckets)
         self._late = tuple(bucket for bucket in every if bucket not in first)
 
         def use(bucket: Bucket, executable: Executable) -> None:

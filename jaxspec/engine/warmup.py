@@ -119,7 +119,6 @@ class Preparation:
         self._unsaved: list[tuple[Bucket, Executable]] = []
         self._threads: list[threading.Thread] = []
         self._begun: dict[concurrent.futures.Future[tuple[Executable, bool]], Bucket] = {}
-        self._sought: dict[Bucket, concurrent.futures.Future[Executable | None]] = {}
         self.num_kept = self._num_preparing = 0
         # Since when no request runs, None while one does; and when an executable was last got, or taken, under load.
         self._quiet_since: float | None = time.monotonic()
@@ -138,32 +137,16 @@ class Preparation:
         elif self._quiet_since is None:
             self._quiet_since = time.monotonic()
 
-    def begin(self, buckets: Sequence[Bucket], others: Sequence[Bucket] = ()) -> None:
-        """Threads get these already; `run` takes them when they are there. Not on a CPU: see `run`.
-
-        Args:
-            others: of these, what is kept; see `found`.
-        """
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """Threads get these already; `run` takes them when they are there. Not on a CPU: see `run`."""
         pool = concurrent.futures.ThreadPoolExecutor(max(1, len(buckets)), "ahead")
         self._begun = {pool.submit(self._get, bucket): bucket for bucket in _longest_first(buckets)}
         pool.shutdown(wait=False)
-        loading = concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2), "kept")
-        self._sought = {bucket: loading.submit(self._load, bucket) for bucket in others}
-        loading.shutdown(wait=False)
 
     def begin_beside(self, buckets: Sequence[Bucket]) -> None:
         """Another process begins to compile those that are not kept, where there may be one; `go_on` has what it keeps."""
         if self._compile_beside is not None and self._beside is None and not self._stopping.is_set():
             self._beside = self._compile_beside(_longest_first(buckets))
-
-    def found(self) -> list[Bucket]:
-        """Those of the others that an earlier start had compiled. Waits until all have been looked for."""
-        return [bucket for bucket, future in self._sought.items() if future.result() is not None]
-
-    def _find(self, bucket: Bucket) -> Executable | None:
-        """What is kept, looked for once."""
-        sought = self._sought.pop(bucket, None)
-        return self._load(bucket) if sought is None else sought.result()
 
     def _get(self, bucket: Bucket) -> tuple[Executable, bool]:
         """An executable, and whether it was kept."""
@@ -196,7 +179,7 @@ class Preparation:
                     progress(next(done), len(buckets), f"{bucket}: {time.monotonic() - started:.1f} s")
 
         missing, self.num_kept = [], 0
-        for bucket, kept in _in_threads(self._find, [b for b in buckets if b not in begun.values()]):
+        for bucket, kept in _in_threads(self._load, [b for b in buckets if b not in begun.values()]):
             if kept is None:
                 missing.append(bucket)
             else:
@@ -336,8 +319,6 @@ class Preparation:
             self._beside.stop()
         for future in self._begun:
             future.cancel()
-        for sought in self._sought.values():
-            sought.cancel()
         deadline = time.monotonic() + _STOP_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

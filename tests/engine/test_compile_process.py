@@ -143,7 +143,7 @@ def test_a_start_that_waits_for_all_takes_what_another_process_compiles():
         functools.partial(Beside, kept, [B]),
     )
     preparation.begin_beside((B, C))
-    preparation.begin((), (A, B, C))
+    preparation.begin(())
     preparation.run((A,), used.__setitem__)
     assert list(used) == [A]  # others are not waited for
     preparation.run((A, B, C), used.__setitem__, announce=lambda number, *_: announced.append(number))

@@ -197,28 +197,9 @@ def test_what_was_begun_is_taken_when_it_is_there():
     assert preparation.num_kept == 1
 
 
-def test_what_an_earlier_start_compiled_is_looked_for_once():
-    """Of the others: what is kept can be used at once, what is not is made like any other."""
-    kept, looked_for, used = {B: "kept b"}, [], {}
-
-    def load(bucket):
-        looked_for.append(bucket)
-        return kept.get(bucket)
-
-    preparation = Preparation(load, lambda bucket, *_: f"made {bucket.decode_rows}", kept.__setitem__)
-    preparation.begin((A,), (B, C))
-    assert preparation.found() == [B]
-    preparation.run((A, B), used.__setitem__)
-    assert used == {A: "made 1", B: "kept b"}
-    preparation.run((C,), used.__setitem__)
-    assert used[C] == "made 3"
-    assert sorted(looked_for, key=lambda bucket: bucket.decode_rows) == [A, B, C]
-    assert preparation.found() == []
-
-
 def test_nothing_is_left_of_a_start_that_failed():
     preparation = Preparation({}.get, lambda bucket: bucket, lambda *_: None)
-    preparation.begin((A, B), (C,))
+    preparation.begin((A, B))
     preparation.stop()
     preparation.save()
 
