@@ -93,7 +93,7 @@ SIZES_OF_SEVERAL: dict[Variant, Sizes] = {
 # measured to take (tests/engine/test_adaptive_table.py): rows of padding cost hardly anything, but tokens of padding half of
 # what a prompt's do.
 ADAPTIVE_SIZES = (
-    Sizes((1, 32, 64, None), ((256, None), (512, None), (None, None))),
+    Sizes((1, 32, 64, None), ((512, None), (1024, None), (None, None))),
     Sizes((1, 16, 32, 64, None), ((512, None), (1024, None), (None, None))),
     Sizes((1, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
 )
