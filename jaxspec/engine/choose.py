@@ -33,7 +33,7 @@ from jaxspec.engine.state import (
     drafts_that_count,
 )
 from jaxspec.sampling.columns import Columns
-from jaxspec.sampling.logprobs import TopLogprobs, logprobs_of, top_logprobs
+from jaxspec.sampling.logprobs import logprobs_of, top_logprobs
 from jaxspec.sampling.params import MAX_LOGPROBS
 from jaxspec.sampling.rejection import DraftLogits, verify
 from jaxspec.sampling.sampler import LogitsStats, SamplingRows, sample, temperatures
@@ -78,20 +78,52 @@ def choose(
         synthetic_length: see `verify`.
         one_by_one: with such a length, drafts are accepted with their request's probability instead (static).
     """
+    E, D = inputs.slots.shape[0], inputs.decode_slots.shape[0]
     by_rules, without = (
         functools.partial(
-            _choose, logits_RV, state, inputs, columns,
+            _read, logits_RV, state, inputs, columns,
             n=n, full=rules, synthetic_length=synthetic_length, one_by_one=one_by_one,
         )
         for rules in (True, False)
     )  # fmt: skip
     if not full or comm.is_split():
-        return by_rules() if full else without()
-    no_top = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(by_rules).top)
-    return lax.cond(inputs.needs_full, by_rules, lambda: without()._replace(top=no_top))
+        found = by_rules() if full else without()
+    else:
+        no_top = jnp.zeros((E + D, n, 2 * _most_logprobs(columns)), jnp.int32)
+        found = lax.cond(inputs.needs_full, by_rules, lambda: without()._replace(top=no_top))
+    rows, ids_Rn, accepted_R = _rows(state, inputs), found.ids, found.accepted
+    is_forced_R = jnp.concatenate([inputs.forced >= 0, jnp.zeros(D, bool)])
+    live_R = (rows.slots > 0) & ~state.done[rows.slots]
+    produces_R = live_R & jnp.concatenate([inputs.final, jnp.ones(D, bool)])
+    nan_R = ~found.finite & live_R
+    count_R, stopped_R = _first_stop(ids_Rn, accepted_R, rows, state.stop_ids[rows.slots])
+    done_R = (produces_R & ~is_forced_R & stopped_R) | nan_R
+    verified_D = drafts_that_count(state, rows.slots[E:], n)
+    return Chosen(
+        ids=ids_Rn,
+        logprobs=found.logprobs,
+        emitted=jnp.where(produces_R & ~is_forced_R & ~nan_R, count_R, 0),
+        verified=jnp.concatenate([jnp.zeros(E, jnp.int32), verified_D]),
+        accepted=accepted_R,
+        flags=(FLAG_DONE * done_R + FLAG_NAN * nan_R).astype(jnp.int32),
+        lengths=rows.positions + accepted_R,
+        last=jnp.take_along_axis(ids_Rn, accepted_R[:, None], axis=1)[:, 0],
+        rows=rows.sampling,
+        top=found.top,
+    )
 
 
-def _choose(
+class _Read(NamedTuple):
+    """What is read from the logits. `finite` bool [R]: all rows of them are. Others as in `Chosen`."""
+
+    ids: jax.Array
+    logprobs: jax.Array
+    accepted: jax.Array
+    finite: jax.Array
+    top: jax.Array | None
+
+
+def _read(
     logits_RV: jax.Array,
     state: StepState,
     inputs: StepInputs,
@@ -101,16 +133,15 @@ def _choose(
     full: bool,
     synthetic_length: float | None,
     one_by_one: bool,
-) -> Chosen:
-    """As `choose`, in every step alike."""
+) -> _Read:
+    """The tokens of each row. Arguments as of `choose`, of which `full` holds in any step."""
     E, D = inputs.slots.shape[0], inputs.decode_slots.shape[0]
     rows = _rows(state, inputs)
     # The row R that each row of logits belongs to.
     row_R = jnp.concatenate([jnp.arange(E), E + jnp.repeat(jnp.arange(D), n)])
     temperature = temperatures(rows.sampling)[row_R]
     stats = columns.stats(logits_RV, temperature)
-    bad_rows = ~stats.finite
-    nan_R = jnp.concatenate([bad_rows[:E], bad_rows[E:].reshape(D, n).any(axis=1)])
+    finite_R = jnp.concatenate([stats.finite[:E], stats.finite[E:].reshape(D, n).all(axis=1)])
     parts = [
         _ruled(logits_RV, stats, temperature, rows, state, part, full, columns)
         for part in _parts(E, D, n)
@@ -123,29 +154,10 @@ def _choose(
         n=n, full=full, synthetic_length=synthetic_length, one_by_one=one_by_one,
     )  # fmt: skip
     forced_E = inputs.forced
-    is_forced_R = jnp.concatenate([forced_E >= 0, jnp.zeros(D, bool)])
     ids_Rn = ids_Rn.at[:E, 0].set(jnp.where(forced_E >= 0, forced_E, ids_Rn[:E, 0]))
-
-    live_R = (rows.slots > 0) & ~state.done[rows.slots]
-    produces_R = live_R & jnp.concatenate([inputs.final, jnp.ones(D, bool)])
-    nan_R &= live_R
-    count_R, stopped_R = _first_stop(ids_Rn, accepted_R, rows, state.stop_ids[rows.slots])
-    done_R = (produces_R & ~is_forced_R & stopped_R) | nan_R
-
-    wanted = (rows.params_i[row_R, ALTERNATIVES] > 0) & ~bad_rows if full else None
+    wanted = (rows.params_i[row_R, ALTERNATIVES] > 0) & stats.finite if full else None
     logprobs_Rn, top = _logprobs(logits_RV, ids_Rn, stats.log_z, E, wanted, columns)
-    return Chosen(
-        ids=ids_Rn,
-        logprobs=logprobs_Rn,
-        emitted=jnp.where(produces_R & ~is_forced_R & ~nan_R, count_R, 0),
-        verified=jnp.concatenate([jnp.zeros(E, jnp.int32), verified_D]),
-        accepted=accepted_R,
-        flags=(FLAG_DONE * done_R + FLAG_NAN * nan_R).astype(jnp.int32),
-        lengths=rows.positions + accepted_R,
-        last=jnp.take_along_axis(ids_Rn, accepted_R[:, None], axis=1)[:, 0],
-        rows=rows.sampling,
-        top=top,
-    )
+    return _Read(ids_Rn, logprobs_Rn, accepted_R, finite_R, top)
 
 
 def advance(state: StepState, inputs: StepInputs, chosen: Chosen, columns: Columns, *, full: bool) -> StepState:
@@ -303,6 +315,10 @@ def _first_stop(
     return jnp.where(stopped_R, jnp.argmax(stops_Rn, axis=1).astype(jnp.int32), accepted_R) + 1, stopped_R
 
 
+def _most_logprobs(columns: Columns) -> int:
+    return min(MAX_LOGPROBS, columns.vocab)
+
+
 def _logprobs(
     logits_RV: jax.Array,
     ids_Rn: jax.Array,
@@ -310,8 +326,8 @@ def _logprobs(
     E: int,
     wanted: jax.Array | None,
     columns: Columns,
-) -> tuple[jax.Array, TopLogprobs | None]:
-    """Raw log-probabilities [R, n] of the chosen ids, and the likeliest ids at their positions.
+) -> tuple[jax.Array, jax.Array | None]:
+    """Raw log-probabilities [R, n] of the chosen ids, and `Chosen.top`.
 
     A prompt row has one row of logits for all n columns, of which only the first is ever read.
 
@@ -323,7 +339,7 @@ def _logprobs(
     token_Rn = jnp.concatenate([jnp.repeat(jnp.arange(E)[:, None], n, axis=1), E + jnp.arange(D * n).reshape(D, n)])
     top = None
     if wanted is not None:
-        of_token = top_logprobs(logits_RV, log_z, min(MAX_LOGPROBS, columns.vocab), wanted, columns)
-        top = TopLogprobs(*(values[token_Rn] for values in of_token))
+        ids, values = top_logprobs(logits_RV, log_z, _most_logprobs(columns), wanted, columns)
+        top = jnp.concatenate([ids, lax.bitcast_convert_type(values, jnp.int32)], axis=1)[token_Rn]
     of_logits = jnp.concatenate([ids_Rn[:E, :1], ids_Rn[E:].reshape(D * n, 1)])
     return logprobs_of(logits_RV, of_logits, log_z, columns)[token_Rn, 0], top

@@ -8,7 +8,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxspec.models.metadata import StepMetadata
 from jaxspec.models.params import num_ranks, of_ranks, partition_spec
-from jaxspec.sampling.logprobs import TopLogprobs
 from jaxspec.sampling.sampler import SamplingRows
 
 # Bits of a row's flags: a stop that the device knows was met; the row's logits held a NaN.
@@ -60,7 +59,8 @@ class Chosen(NamedTuple):
         flags: int32 [R] of FLAG_DONE and FLAG_NAN.
         lengths: int32 [R] tokens whose KV is valid after the step; `last` int32 [R], the token that follows them.
         rows: the sampling parameters [R].
-        top: [R, n, N] the likeliest ids at the position of each of `ids`; None in a "lean" bucket.
+        top: int32 [R, n, 2N]: the N likeliest ids at the position of each of `ids`, then the bits of their log-probabilities;
+            None in a "lean" bucket.
     """
 
     ids: jax.Array
@@ -72,7 +72,7 @@ class Chosen(NamedTuple):
     lengths: jax.Array
     last: jax.Array
     rows: SamplingRows
-    top: TopLogprobs | None
+    top: jax.Array | None
 
 
 class Drafted(NamedTuple):

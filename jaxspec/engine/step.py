@@ -163,7 +163,7 @@ def make_parts(
             seen = Probe(residuals, logits_TV, forwarded.experts, drafted)
         P = layout.bucket.prefill_tokens
         hidden = forwarded.hidden[:P] if P and full else None
-        packed, top = pack_output(chosen, drafts_of(state, inputs)), pack_top(chosen)
+        packed, top = pack_output(chosen, drafts_of(state, inputs)), chosen.top
         if readback:
             state = state._replace(written=write_to_host(packed, top, flat_inputs, state.written))
             return state, StepArrays(None, None, hidden, seen, state.expert_load)
@@ -210,10 +210,3 @@ def pack_output(chosen: Chosen, drafts_Rk: jax.Array) -> jax.Array:
     bits_Rn = lax.bitcast_convert_type(chosen.logprobs, jnp.int32)
     flags_R = chosen.flags + (chosen.accepted << ACCEPTED_SHIFT) + (chosen.verified << VERIFIED_SHIFT)
     return jnp.concatenate([chosen.emitted[:, None], flags_R[:, None], chosen.ids, bits_Rn, drafts_Rk], axis=1)
-
-
-def pack_top(chosen: Chosen) -> jax.Array | None:
-    """int32 [rows, n, 2 * MAX_LOGPROBS]: likeliest ids, then log-probability bits."""
-    if chosen.top is None:
-        return None
-    return jnp.concatenate([chosen.top.ids, lax.bitcast_convert_type(chosen.top.values, jnp.int32)], axis=2)
