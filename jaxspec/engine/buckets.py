@@ -149,7 +149,7 @@ def bucket_table(settings: Settings) -> tuple[Bucket, ...]:
     )
 
 
-# Of each number of drafts, so many sizes of decode steps also exist in two parts: of the largest every other one.
+# Of each number of drafts, so many sizes of decode steps also exist in two parts: the largest, and others evenly between.
 SPLIT_SIZES_FIXED, SPLIT_SIZES_ADAPTIVE = 3, 2
 
 
@@ -164,8 +164,8 @@ def split_table(settings: Settings) -> tuple[Bucket, ...]:
     counts = draft_counts(settings)
     sizes = (SPLIT_SIZES_FIXED if len(counts) == 1 else SPLIT_SIZES_ADAPTIVE) if settings.on_gpu else 1
     decode = [b for b in bucket_table(settings) if not b.prefill_tokens and b.variant == "full"]
-    chosen = [[b for b in decode if b.drafts == k][::-2][:sizes] for k in {counts[0], counts[-1]}]
-    return tuple(sorted(b for each in chosen for b in each))
+    of_counts = [[b for b in decode if b.drafts == k] for k in {counts[0], counts[-1]}]
+    return tuple(sorted(b for each in of_counts for b in each[:: -(len(each) // min(sizes, len(each)))][:sizes]))
 
 
 def parts(bucket: Bucket) -> tuple[Bucket, Bucket]:
