@@ -113,6 +113,8 @@ class MockRunner:
         self.drafts = layout.bucket.drafts
         inputs = layout.split(packed)
         self.full = layout.bucket.variant == "full"
+        # A step that is told of no rules has none.
+        assert inputs.needs_full or not any(request.needs_full for request in plan.requests)
         self._requests = {self.slot_of(request): request for request in plan.requests}
         self._decoding = {self.slot_of(request) for request in plan.decode}
         for fields, record in zip(inputs.prefill, inputs.resets, strict=True):
