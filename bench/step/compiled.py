@@ -139,6 +139,8 @@ def kernels(text: str) -> list[Kernel]:
             if ways := [listed(branch) for branch in _BRANCH.findall(line)]:
                 without_rules: list[Kernel] = min(ways, key=len)
                 out += without_rules
+            elif " conditional(" in line:
+                raise ValueError(f"branches of an unknown form: {line.strip()[:200]}")
             if (found := _INSTRUCTION.match(line)) is None:
                 continue
             called, own = _CALLED.search(line), _OP_NAME.search(line)

@@ -81,9 +81,9 @@ PROMPT_SIZES: tuple[tuple[int | None, int | None], ...] = (
     (256, 16), (512, 16), (1024, 16), (None, 16), (256, None), (512, None), (1024, None), (2048, None), (None, None),
 )  # fmt: skip
 SIZES = Sizes((1, 4, 8, 16, 32, 64, 128, None), PROMPT_SIZES)
-# Several devices tell each other numbers while they sample, which no branch of a graph can do: each sampler has executables of
-# its own. Up to eight rows there is no lean sampler between four and eight: the full one costs little there, and its executable
-# is better spent on a single row with every rule.
+# Several devices tell each other numbers while they sample, which has not been tried in a branch of a graph: each sampler has
+# executables of its own. Up to eight rows there is no lean sampler between four and eight: the full one costs little there, and
+# its executable is better spent on a single row with every rule.
 SIZES_OF_SEVERAL: dict[Variant, Sizes] = {
     "lean": Sizes((1, 4, 16, 32, 64, 128, None), PROMPT_SIZES),
     "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (2048, None), (None, None))),
@@ -165,7 +165,13 @@ def split_table(settings: Settings) -> tuple[Bucket, ...]:
     sizes = (SPLIT_SIZES_FIXED if len(counts) == 1 else SPLIT_SIZES_ADAPTIVE) if settings.on_gpu else 1
     decode = [b for b in bucket_table(settings) if not b.prefill_tokens and b.variant == "full"]
     of_counts = [[b for b in decode if b.drafts == k] for k in {counts[0], counts[-1]}]
-    return tuple(sorted(b for each in of_counts for b in each[:: -(len(each) // min(sizes, len(each)))][:sizes]))
+    return tuple(sorted(b for each in of_counts for b in _spread(each, sizes)))
+
+
+def _spread(decode: list[Bucket], count: int) -> list[Bucket]:
+    """So many of them, or all: the largest, and each time as many between two."""
+    step = max(1, len(decode) // count)
+    return decode[::-step][:count]
 
 
 def parts(bucket: Bucket) -> tuple[Bucket, Bucket]:

@@ -134,7 +134,7 @@ def _read(
     synthetic_length: float | None,
     one_by_one: bool,
 ) -> _Read:
-    """The tokens of each row. Arguments as of `choose`, of which `full` holds in any step."""
+    """The tokens of each row. Arguments as of `choose`, but with `full` rules apply in every step."""
     E, D = inputs.slots.shape[0], inputs.decode_slots.shape[0]
     rows = _rows(state, inputs)
     # The row R that each row of logits belongs to.

@@ -210,7 +210,7 @@ class Compiler:
         return contextlib.nullcontext()
 
 
-# What XLA records into graphs unless told otherwise, and branches: a step with rules would be three graphs.
+# What XLA records into graphs unless told otherwise, and branches: without them a step that has one would be three graphs.
 RECORDED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL"
 
 

@@ -101,7 +101,7 @@ def shares(table):
 
 
 def test_little_is_lost():
-    """They are the best 24 that a search found (simulated annealing, not kept); 26 had 0.992."""
+    """The least is that of the best 24 that a search found (simulated annealing, not kept); 26 had 0.992."""
     assert len(ADAPTIVE) == 24
     of_best = shares(ADAPTIVE)
     assert of_best.min() >= 0.983
