@@ -15,10 +15,10 @@ from pallas_kernels.norm_linear.ring_linear import (
     DEPTH,
     MOST_BLOCKS,
     M,
-    N,
     ring_linear,
     ring_stages,
     token_blocks,
+    token_rows,
     tokens_unsupported_reason,
 )
 
@@ -43,12 +43,13 @@ def unsupported_reason(x: jax.Array, weights: tuple[jax.Array, ...]) -> str | No
 
 
 def worthwhile(T: int, H: int, outputs: int) -> bool:
-    """Whether the blocks, one for each M outputs of N tokens, take in what they need about as fast as memory has the weights.
+    """Whether blocks, each with M outputs of a block's tokens, take in what they need about as fast as memory has the weights.
 
     Few blocks do not, as with the 2112 outputs of DeepSeek-V3's 7168 columns; XLA splits the columns there.
     """
-    of_a_multiprocessor = -(-outputs // M * token_blocks(T) // MOST_BLOCKS)
-    arrival = of_a_multiprocessor * (M + min(T, N)) * H * 2 / BLOCK_BYTES_PER_US
+    tiles = -(-outputs // M)
+    of_a_multiprocessor = -(-tiles * token_blocks(T) // MOST_BLOCKS)
+    arrival = of_a_multiprocessor * (M + token_rows(T, tiles)) * H * 2 / BLOCK_BYTES_PER_US
     return arrival <= max(1.2 * outputs * H * 2 / MEMORY_BYTES_PER_US, SHORT_US)
 
 

@@ -2,7 +2,9 @@
 
 A block has 64 outputs, the rows of a wgmma, up to 128 tokens, and all columns, or a part of them. It streams weights and tokens
 through a ring of shared memory: one warpgroup copies, the other multiplies, as in the experts' kernels
-(`moe/grouped_matmul.py`). Where 64 outputs a block share the weights unevenly, `stream_linear.py` may be faster.
+(`moe/grouped_matmul.py`). Of 64 to 128 tokens two blocks have a half each, if there are multiprocessors for both: a cluster, in
+which each copies a half of the weights for both. Where 64 outputs a block share the weights unevenly, `stream_linear.py` may be
+faster.
 """
 
 import itertools
@@ -21,6 +23,7 @@ from pallas_kernels.stream_linear import GRANULE, TERMS
 M = 64  # Rows of a wgmma: outputs of a block.
 N = 128  # Its columns: tokens of a block, at most.
 MOST_TOKENS = 4 * N
+PAIRED_TOKENS = 64  # From so many on to N, a pair of blocks may share them.
 DEPTH = 128  # Columns of a stage of the ring.
 MOST_BLOCKS = 132  # That run at once, one a multiprocessor.
 RING_BYTES = 192 * 1024  # Of a multiprocessor.
@@ -34,21 +37,28 @@ def tokens_unsupported_reason(T: int) -> str | None:
     return None
 
 
+def paired(T: int, blocks: int) -> bool:
+    """Whether, instead of each of so many blocks for the same tokens, two have a half of the tokens each."""
+    return PAIRED_TOKENS <= T <= N and 2 * blocks <= MOST_BLOCKS
+
+
 def token_blocks(T: int) -> int:
-    """Blocks that share the tokens; each reads the same weights."""
+    """Blocks, or pairs of them, that share the tokens; each reads the same weights."""
     return -(-T // N)
 
 
 def ring_stages(blocks: int, T: int) -> int:
-    """Stages of a block's ring, with so many blocks for the same tokens.
+    """Stages of a block's ring, with so many blocks, or pairs of them, for the same tokens.
 
     More than MOST_BLOCKS blocks in all share multiprocessors and their memory.
     """
-    return RING_BYTES // -(-blocks * token_blocks(T) // MOST_BLOCKS) // ((M + _rows(T)) * DEPTH * 2)
+    return RING_BYTES // -(-blocks * token_blocks(T) // MOST_BLOCKS) // ((M + token_rows(T, blocks)) * DEPTH * 2)
 
 
-def _rows(T: int) -> int:
-    return -(-min(T, N) // GRANULE) * GRANULE
+def token_rows(T: int, blocks: int) -> int:
+    """Tokens of a block, with so many blocks, or pairs of them, for the same tokens."""
+    tokens = -(-T // 2) if paired(T, blocks) else min(T, N)
+    return -(-tokens // GRANULE) * GRANULE
 
 
 def ring_linear(name: str, x: jax.Array, weights: Sequence[jax.Array], parts: int | None, interpret: Any) -> jax.Array:
@@ -63,15 +73,15 @@ def ring_linear(name: str, x: jax.Array, weights: Sequence[jax.Array], parts: in
     """
     T, H = x.shape
     tiles = [0, *itertools.accumulate(weight.shape[0] // M for weight in weights)]
-    depths, rows, terms = H // DEPTH // (parts or 1), _rows(T), TERMS if parts else 1
-    stages = min(ring_stages(tiles[-1] * (parts or 1), T), depths)
+    depths, terms, blocks = H // DEPTH // (parts or 1), TERMS if parts else 1, tiles[-1] * (parts or 1)
+    pair, rows, stages = 1 + paired(T, blocks), token_rows(T, blocks), min(ring_stages(blocks, T), depths)
 
     def body(x, *refs, w_s, x_s, out_s, full, free):
         *w, out = refs
         warpgroup, tile, part = (lax.axis_index(axis) for axis in ("warpgroup", "tile", "part"))
         # A dynamic index, because a static one must not reach past the last token. Past it TMA reads zeros and drops what
         # is stored.
-        tokens = pl.ds(lax.axis_index("tokens") * rows, rows)
+        tokens = pl.ds((lax.axis_index("tokens") * pair + lax.axis_index("half")) * rows, rows)
 
         def stage(step):
             return lax.rem(step, i32(stages))
@@ -84,7 +94,8 @@ def ring_linear(name: str, x: jax.Array, weights: Sequence[jax.Array], parts: in
 
                     @pl.when((tile >= first) & (tile < end))
                     def _copy(weight=weight, first=first):
-                        plgpu.copy_gmem_to_smem(weight.at[pl.ds((tile - first) * M, M), at], w_s.at[s], full.at[s])
+                        source = weight.at[pl.ds((tile - first) * M, M), at]
+                        plgpu.copy_gmem_to_smem(source, w_s.at[s], full.at[s], collective_axes="half")
 
                 plgpu.copy_gmem_to_smem(x.at[tokens, at], x_s.at[s], full.at[s])
 
@@ -138,10 +149,13 @@ def ring_linear(name: str, x: jax.Array, weights: Sequence[jax.Array], parts: in
             "x_s": matrix(stages, rows, DEPTH),
             "out_s": matrix(terms, rows, M),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            "free": plgpu.Barrier(num_barriers=stages),
+            # Both blocks of a pair write into a stage.
+            "free": plgpu.ClusterBarrier(collective_axes=("half",), num_barriers=stages),
         },
         grid=(token_blocks(T), tiles[-1], parts or 1),
         grid_names=("tokens", "tile", "part"),
+        cluster=(pair,),
+        cluster_names=("half",),
         num_threads=2,
         thread_name="warpgroup",
         interpret=interpret,

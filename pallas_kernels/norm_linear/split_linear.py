@@ -15,6 +15,7 @@ from pallas_kernels.norm_linear.ring_linear import (
     DEPTH,
     MOST_BLOCKS,
     M,
+    paired,
     ring_linear,
     token_blocks,
     tokens_unsupported_reason,
@@ -23,6 +24,8 @@ from pallas_kernels.stream_linear import MOST_PARTS, cut_in_parts, stream_linear
 
 # Where `ring_linear` would have blocks for fewer multiprocessors, and no more tokens than this, blocks have other sizes.
 FEW_BLOCKS, FEW_TOKENS = 120, 64
+# Pairs of blocks have half of the parts, and less to store. But each takes in more, which is measured for this many columns.
+PAIRED_COLUMNS = 2048
 
 
 def unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
@@ -37,7 +40,9 @@ def unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
 
 def parts_of(outputs: int, columns: int, T: int) -> int:
     """Parts of the columns: as many as blocks for all of them, and for all tokens, run at once."""
-    parts, blocks = range(1, MOST_PARTS + 1), outputs // M * token_blocks(T)
+    parts, tiles = range(1, MOST_PARTS + 1), outputs // M
+    pairs = T > FEW_TOKENS and columns <= PAIRED_COLUMNS and paired(T, tiles)
+    blocks = tiles * (2 if pairs else token_blocks(T))
     return max(n for n in parts if columns // DEPTH % n == 0 and blocks * n <= MOST_BLOCKS)
 
 

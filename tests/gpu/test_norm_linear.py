@@ -63,7 +63,7 @@ def test_sum_and_norm(H, centred, T):
     np.testing.assert_allclose(normed.astype(jnp.float32), want_norm.astype(jnp.float32), rtol=1.6e-2)
 
 
-@pytest.mark.parametrize("T", [2, 4, 32, 128, 256])
+@pytest.mark.parametrize("T", [2, 4, 32, 72, 128, 256])
 @pytest.mark.parametrize(("H", "columns"), [(2048, 2048), (128, 512), (2048, 5120), (3072, 6144)])
 def test_parts_of_a_linear_map(H, columns, T):
     x, _, (weight,), delta = inputs(T, columns, ((H,),))
@@ -84,7 +84,7 @@ def test_parts_of_a_linear_map(H, columns, T):
         np.testing.assert_array_equal(of_parts, of_whole)
 
 
-@pytest.mark.parametrize("T", [2, 4, 32, 128, 200, 256])
+@pytest.mark.parametrize("T", [2, 4, 32, 64, 72, 128, 200, 256])
 @pytest.mark.parametrize(
     ("H", "outs"),
     [READERS["moonlight, attention"][:2], (768, ((20, 256),)), (3072, ((8, 8, 128),)), (4096, ((8, 14, 128),))],

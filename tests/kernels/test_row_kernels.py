@@ -46,7 +46,7 @@ def test_add_norm():
 
 
 @interpreted
-@pytest.mark.parametrize(("T", "columns"), [(4, 256), (16, 256), (16, 1280), (136, 256)])
+@pytest.mark.parametrize(("T", "columns"), [(4, 256), (16, 256), (16, 1280), (72, 512), (136, 256)])
 def test_split_linear(T, columns):
     """The sum of the parts is the linear map, to 16 bits of each; `add_norm` adds it as it adds the whole."""
     rng = np.random.default_rng(T)
@@ -70,7 +70,7 @@ def test_split_linear(T, columns):
 
 
 @interpreted
-@pytest.mark.parametrize("T", [4, 16, 136])
+@pytest.mark.parametrize("T", [4, 16, 72, 128, 136])
 def test_joined_linear(T):
     """More stages than the ring has, more tokens than a block, and a NaN that stays in its token."""
     rng = np.random.default_rng(T)
