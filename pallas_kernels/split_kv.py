@@ -36,13 +36,13 @@ def num_items(requests: int, blocks: int, sms: int) -> int:
     return parts if requests <= parts else requests + parts
 
 
-def page_limits(max_pages: int) -> np.ndarray:
-    """Candidates for the most pages of an item, about 9 % apart: int32, ascending."""
+def page_limits(max_pages: int, least: int = 1) -> np.ndarray:
+    """Candidates for the most pages of an item, `least` or more, about 9 % apart: int32, ascending."""
     powers = 2 ** np.arange(0, math.log2(max_pages) + 0.125, 0.125)
-    return np.unique(np.minimum(np.round(powers), max_pages).astype(np.int32))
+    return np.unique(np.clip(np.round(powers), min(least, max_pages), max_pages).astype(np.int32))
 
 
-def make_schedule(bounds: jax.Array, max_pages: int, blocks: int, sms: int) -> Schedule:
+def make_schedule(bounds: jax.Array, max_pages: int, blocks: int, sms: int, least: int = 1) -> Schedule:
     """Splits long contexts so that the thread blocks end together.
 
     The cost of letting an item have up to c pages is taken as rounds of thread blocks times (c + overhead); the
@@ -53,11 +53,12 @@ def make_schedule(bounds: jax.Array, max_pages: int, blocks: int, sms: int) -> S
         max_pages: columns of the page table.
         blocks: thread blocks of an item, which share its pages but have different query rows.
         sms: thread blocks that run at once.
+        least: candidates are as many pages or more: of a kernel to which fewer are no faster.
     """
     B = bounds.shape[0]
     items_count = num_items(B, blocks, sms)
     pages_B = -(-bounds.max(axis=1) // PAGE)
-    limits_C = jnp.asarray(page_limits(max_pages))
+    limits_C = jnp.asarray(page_limits(max_pages, least))
     count_C = (-(-pages_B[None] // limits_C[:, None])).sum(axis=1)
     rounds_C = -(-count_C * blocks // sms)
     cost_C = jnp.where(

@@ -68,6 +68,7 @@ def split_schedule(
     row_blocks: int,
     page_tables: jax.Array | None = None,
     multiple: int = 1,
+    least: int = 1,
     all_masked: bool = False,
     interpret: Any = False,
 ) -> Plan:
@@ -78,15 +79,16 @@ def split_schedule(
         row_blocks: blocks of ROWS rows that hold the window's.
         page_tables: int32 [B, max_pages], for the items' first pages.
         multiple: a power of two, of which the number of items is a multiple; those past the schedule's have no pages.
+        least: see `split_kv.make_schedule`.
         all_masked: every page of an item counts as one that needs a mask.
     """
     if not current().schedule_kernel:
-        schedule = make_schedule(bounds, max_pages, blocks, sms)
+        schedule = make_schedule(bounds, max_pages, blocks, sms, least)
         return _plan_of(*schedule, bounds, page_tables, heads, row_blocks, multiple, all_masked=all_masked)
     B, n = bounds.shape
     count = num_items(B, blocks, sms)
     sizes = _Sizes(B, n, max_pages, blocks, sms, heads, row_blocks, current().split_overhead_pages, all_masked)
-    limits = page_limits(max_pages)
+    limits = page_limits(max_pages, least)
     limits = np.pad(limits, (0, -len(limits) % WARPGROUP), mode="edge")
     tables = [] if page_tables is None else [page_tables]
     kernel = _kernel(sizes, len(limits), bool(tables), interpret)

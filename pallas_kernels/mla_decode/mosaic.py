@@ -113,6 +113,8 @@ def mla_decode(
         # An item that holds its first page waits for one load less before it can begin.
         page_tables=None if gathered else page_tables,
         multiple=at_once,
+        # Two pages take a block hardly longer than one, whose items are twice as many to merge.
+        least=1 if at_once > 1 else 2,
         interpret=interpret,
     )
 

@@ -1,10 +1,11 @@
 """As `values.py`, for some tokens more: merging split requests and the up-projection of values in one kernel, on tensor cores.
 
-A block has one head, one granule of tokens or two, and 64 rows of the head's weights, which TMA brings while it merges. The
-tokens of a granule are merged at the same time, AT_ONCE items of each in flight. Blocks of the same tokens repeat the merge,
+A block has one head, one granule of tokens or two, and 64 rows of the head's weights, which TMA brings while it merges. Its
+warpgroups share the tokens, of each of which they have several items in flight. Blocks of the same tokens repeat the merge,
 from the L2 cache.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -20,10 +21,11 @@ from pallas_kernels.tuning import current
 
 M = 64  # Rows of a wgmma: rows of the weights.
 GRANULE = 8  # Of a wgmma's columns, the tokens.
-# Items of a token that are loaded at once, about as many as a request of a step of 32 rows has.
-AT_ONCE = 4
-# Blocks that run at once. With more of them merging apart, once for all of a head's rows, and then `head_values` are faster.
-MOST_BLOCKS, MOST_GRANULES = 264, 2
+GRANULES = 1, 2  # Of a block.
+# By the tokens that a warpgroup merges at the same time: items of each that are in flight, as many as registers hold.
+ITEMS = {2: 16, 4: 8, 8: 4}
+# Warpgroups that share a block's tokens, where each multiprocessor has one block, and where it has two.
+MULTIPROCESSORS, WARPGROUPS = 132, (4, 1)
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -31,18 +33,22 @@ def supports(tokens: int, w_uv: jax.Array) -> bool:
     """Whether the kernel runs this many tokens and these weights [H, V, L], and is the faster one."""
     H, V, L = w_uv.shape
     fits = tokens % GRANULE == 0 and V % M == 0 and L % WARPGROUP == 0 and w_uv.dtype == bf16
-    return fits and tokens <= current().wide_values_tokens and granules_of_a_block(tokens, H * V // M) is not None
+    return fits and tokens <= current().wide_values_tokens and granules_and_warpgroups(tokens, H * V // M) is not None
 
 
-def granules_of_a_block(tokens: int, blocks: int) -> int | None:
-    """The fewest with which at most MOST_BLOCKS blocks have these tokens; None if that are more than MOST_GRANULES.
+def granules_and_warpgroups(tokens: int, blocks: int) -> tuple[int, int] | None:
+    """Of a block: granules, the fewest with which each multiprocessor has one block at most, or else two, and warpgroups.
+
+    None if the blocks are more than that: merging apart, once for all of a head's rows, and then `head_values` are faster.
 
     Args:
         blocks: for the same tokens.
     """
-    for granules in range(1, MOST_GRANULES + 1):
-        if tokens % (granules * GRANULE) == 0 and blocks * tokens // (granules * GRANULE) <= MOST_BLOCKS:
-            return granules
+    for of_a_multiprocessor, warpgroups in enumerate(WARPGROUPS, 1):
+        for granules in GRANULES:
+            groups, rest = divmod(tokens, granules * GRANULE)
+            if rest == 0 and blocks * groups <= of_a_multiprocessor * MULTIPROCESSORS:
+                return granules, warpgroups
     return None
 
 
@@ -59,16 +65,24 @@ def merged_values(
     B, L = out.shape[0], out.shape[2]
     (H, V, _), (tokens, head_rows) = w_uv.shape, window
     block_rows = partial.shape[0] * ROWS // lse.shape[0]
-    granules = granules_of_a_block(B * tokens, H * V // M)
-    assert granules is not None
+    of_a_block = granules_and_warpgroups(B * tokens, H * V // M)
+    assert of_a_block is not None
+    granules, warpgroups = of_a_block
     own = granules * GRANULE  # tokens of a block
+    warpgroups = math.gcd(warpgroups, L // M)  # each turns at least 64 of the columns
+    at_once = min(own // warpgroups, GRANULE)  # tokens of a warpgroup that it merges at the same time
+    # No more items than a request has, where the device's share of each is one.
+    items_at_once = min(ITEMS[at_once], max(2, 1 << (MULTIPROCESSORS // B).bit_length()))
     row_layout = plgpu.Layout.WG_STRIDED((L,), vec_size=L // WARPGROUP)
 
-    def mla_decode_wide_values(whole, partial, lse, runs, w_uv, values, w_s, rows_s, x_s, out_s, arrived):
-        def merge_granule(first_token, to_s):
-            """Merges a granule of tokens of this block's head into rows of a wgmma's operand."""
-            requests = [lax.div(first_token + i, i32(tokens)) for i in range(GRANULE)]
-            rows = [lax.rem(first_token + i, i32(tokens)) * head_rows + head for i in range(GRANULE)]
+    def mla_decode_wide_values(
+        whole, partial, lse, runs, w_uv, values, w_s, rows_s, x_s, out_s, arrived, merged, turned
+    ):
+        def merge_some(first):
+            """Merges tokens of this block's head, from the block's token `first` on, into shared memory."""
+            tokens_here = [first_token + first + i for i in range(at_once)]
+            requests = [lax.div(token, i32(tokens)) for token in tokens_here]
+            rows = [lax.rem(token, i32(tokens)) * head_rows + head for token in tokens_here]
             lse_rows = [lax.div(row, i32(block_rows)) * ROWS + lax.rem(row, i32(block_rows)) for row in rows]
             firsts, counts = ([runs[request, j] for request in requests] for j in range(2))
             # Of requests in one piece; for others uninitialised, and not used.
@@ -82,9 +96,9 @@ def merged_values(
             def merge(step, carry):
                 # All loads come first, so that they are in flight together. Past the last item they repeat it.
                 loaded = []
-                for row, lse_row, first, count in zip(rows, lse_rows, firsts, counts, strict=True):
-                    places = [step * AT_ONCE + j for j in range(AT_ONCE)]
-                    at = [first + lax.max(lax.min(place, count - 1), i32(0)) for place in places]
+                for row, lse_row, first_item, count in zip(rows, lse_rows, firsts, counts, strict=True):
+                    places = [step * items_at_once + j for j in range(items_at_once)]
+                    at = [first_item + lax.max(lax.min(place, count - 1), i32(0)) for place in places]
                     sizes = [
                         jnp.where(place < count, lse[lse_row, i], MASKED) for place, i in zip(places, at, strict=True)
                     ]
@@ -103,48 +117,62 @@ def merged_values(
                 return tuple(merged)
 
             nothing = plgpu.layout_cast(jnp.zeros((L,), f32), row_layout)
-            carry = tuple((f32(UNSEEN), f32(0), nothing) for _ in range(GRANULE))
-            merged = lax.fori_loop(i32(0), lax.div(most + (AT_ONCE - 1), i32(AT_ONCE)), merge, carry)
-            for i, (count, each, (_, total, acc)) in enumerate(zip(counts, wholes, merged, strict=True)):
+            carry = tuple((f32(UNSEEN), f32(0), nothing) for _ in range(at_once))
+            rounds = lax.div(most + (items_at_once - 1), i32(items_at_once))
+            sums = lax.fori_loop(i32(0), rounds, merge, carry)
+            for i, (count, each, (_, total, acc)) in enumerate(zip(counts, wholes, sums, strict=True)):
 
                 @pl.when(count > 0)
                 def _(i=i, total=total, acc=acc):
-                    rows_s[i, :] = acc * (1.0 / total)
+                    rows_s[first + i, :] = (acc * (1.0 / total)).astype(bf16)
 
                 @pl.when(count == 0)
                 def _(i=i, each=each):
-                    rows_s[i, :] = each.astype(f32)
+                    rows_s[first + i, :] = each
 
-            # Tokens become columns, and from there the rows of a wgmma's operand.
-            column = plgpu.broadcasted_iota(i32, (L, GRANULE), 1, layout=WGMMA)
+        def turn(granule, mine):
+            """Tokens become columns, and from there the rows of a wgmma's operand: some columns of the latents."""
+            column = plgpu.broadcasted_iota(i32, (L // warpgroups, GRANULE), 1, layout=WGMMA)
             first, *others = (
-                over_columns(load(rows_s, (i, slice(None)), layout=WGMMA.reduce(1)), (L, GRANULE))
+                over_columns(load(rows_s, (granule * GRANULE + i, mine), layout=WGMMA.reduce(1)), column.shape)
                 for i in range(GRANULE)
             )
             tile = first
-            for i, mine in enumerate(others, 1):
-                tile = jnp.where(column == i, mine, tile)
-            transpose_ref(to_s, (1, 0))[...] = plgpu.layout_cast(tile.astype(bf16), plgpu.Layout.WGMMA_TRANSPOSED)
+            for i, each in enumerate(others, 1):
+                tile = jnp.where(column == i, each, tile)
+            to_s = transpose_ref(x_s.at[pl.ds(granule * GRANULE, GRANULE), mine], (1, 0))
+            to_s[...] = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
 
-        head, part, first_token = lax.axis_index("head"), lax.axis_index("part"), lax.axis_index("group") * own
-        plgpu.copy_gmem_to_smem(w_uv.at[head, pl.ds(part * M, M)], w_s, arrived)
+        head, part, warpgroup = (lax.axis_index(axis) for axis in ("head", "part", "warpgroup"))
+        first_token = lax.axis_index("group") * own
 
-        @pl.loop(0, granules)
-        def _granule(granule):
-            merge_granule(first_token + granule * GRANULE, x_s.at[pl.ds(granule * GRANULE, GRANULE)])
+        @pl.when(warpgroup == 0)
+        def _copy():
+            plgpu.copy_gmem_to_smem(w_uv.at[head, pl.ds(part * M, M)], w_s, arrived)
 
+        first_of_warpgroup = warpgroup * (own // warpgroups)
+        pl.loop(0, own // warpgroups // at_once)(lambda some: merge_some(first_of_warpgroup + some * at_once))
+        plgpu.barrier_arrive(merged)
+        plgpu.barrier_wait(merged)
+        columns = pl.ds(warpgroup * (L // warpgroups), L // warpgroups)
+        pl.loop(0, granules)(lambda granule: turn(granule, columns))
         plgpu.commit_smem()
-        plgpu.barrier_wait(arrived)
+        plgpu.barrier_arrive(turned)
 
-        def multiply(total):
-            plgpu.wgmma(total, w_s, transpose_ref(x_s, (1, 0)))
-            return total[...]
+        @pl.when(warpgroup == 0)
+        def _multiply():
+            plgpu.barrier_wait(turned)
+            plgpu.barrier_wait(arrived)
 
-        y = pl.run_scoped(multiply, plgpu.ACC((M, own), f32))
-        transpose_ref(out_s, (1, 0))[...] = plgpu.layout_cast(y.astype(bf16), plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, values.at[pl.ds(first_token, own), head, pl.ds(part * M, M)])
-        plgpu.wait_smem_to_gmem(0)
+            def multiply(total):
+                plgpu.wgmma(total, w_s, transpose_ref(x_s, (1, 0)))
+                return total[...]
+
+            y = pl.run_scoped(multiply, plgpu.ACC((M, own), f32))
+            transpose_ref(out_s, (1, 0))[...] = plgpu.layout_cast(y.astype(bf16), plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_s, values.at[pl.ds(first_token, own), head, pl.ds(part * M, M)])
+            plgpu.wait_smem_to_gmem(0)
 
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     values = plgpu.kernel(
@@ -152,13 +180,17 @@ def merged_values(
         out_type=jax.ShapeDtypeStruct((B * tokens, H, V), bf16),
         scratch_types={
             "w_s": plgpu.SMEM((M, L), bf16, transforms=swizzled),
-            "rows_s": plgpu.SMEM((GRANULE, L), f32),
+            "rows_s": plgpu.SMEM((own, L), bf16),
             "x_s": plgpu.SMEM((own, L), bf16, transforms=swizzled),
             "out_s": plgpu.SMEM((own, M), bf16, transforms=swizzled),
             "arrived": plgpu.Barrier(),
+            "merged": plgpu.Barrier(num_arrivals=warpgroups),
+            "turned": plgpu.Barrier(num_arrivals=warpgroups),
         },
         grid=(H, V // M, B * tokens // own),
         grid_names=("head", "part", "group"),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
         compiler_params=params(),
         interpret=interpret,
     )(out, partial, lse, plan.runs, w_uv)

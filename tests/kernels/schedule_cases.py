@@ -18,7 +18,7 @@ from pallas_kernels.split_schedule import Plan, split_schedule
 from tests.kernels.paged_cases import paged_pool, window_bounds
 
 # Requests, tokens of a window, columns of the page table, blocks of an item, blocks that run at once, and of what the number of
-# items is a multiple.
+# items is a multiple, as well as the least limit to their pages.
 CASES = (
     (1, 1, 64, 1, 132, 1),
     (1, 4, 1, 1, 12, 2),  # a single candidate
@@ -46,6 +46,7 @@ def chosen(call: Callable[..., Any], *args: Any, schedule_kernel: bool) -> Any:
 def check_schedules(case: tuple[int, ...], interpret: Any = False) -> list[Plan]:
     """Lengths differ much, or little, or are all the longest. Returns the kernel's plans."""
     B, n, max_pages, blocks, sms, multiple = case
+    least = multiple
     row_blocks = -(-HEADS * n // 64)
     rng = np.random.default_rng(B)
     most = max_pages * PAGE
@@ -60,6 +61,7 @@ def check_schedules(case: tuple[int, ...], interpret: Any = False) -> list[Plan]
             row_blocks=row_blocks,
             page_tables=tables,
             multiple=multiple,
+            least=least,
             all_masked=all_masked,
             interpret=interpret,
         )
@@ -79,7 +81,7 @@ def check_schedules(case: tuple[int, ...], interpret: Any = False) -> list[Plan]
     ):
         check_plan(got, want, count=num_items(B, blocks, sms))
         assert got.num_items % multiple == 0
-        items = np.array(make_schedule(jnp.asarray(bounds), max_pages, blocks, sms).items)
+        items = np.array(make_schedule(jnp.asarray(bounds), max_pages, blocks, sms, least).items)
         items[:, 3] *= not all_masked
         np.testing.assert_array_equal(want.items[: len(items), :5], items)
     return of_kernel
