@@ -16,7 +16,8 @@ from jaxspec.models.keymap import KeyMap, Piece, nested, norm_weight
 from jaxspec.models.layers import RMSNorm, RopeTables, Stream, rope_tables
 from jaxspec.models.metadata import LiveRows, StepMetadata
 from jaxspec.models.params import Declare
-from pallas_kernels.quant.reference import linear
+from pallas_kernels.norm_linear.api import linear_to_add
+from pallas_kernels.norm_linear.reference import whole
 
 
 class NextN(nnx.Module):
@@ -78,7 +79,8 @@ class NextN(nnx.Module):
     ) -> tuple[jax.Array, RopeTables | None]:
         pair_T2H = jnp.concatenate([self.enorm(embedded_TH), self.hnorm(hidden_TH)], axis=-1)
         rope = self.layer.spec.attention.rope
-        return linear(pair_T2H, self.eh_proj[...]), rope_tables(rope, meta.positions) if rope else None
+        x_TH = whole(linear_to_add(pair_T2H, self.eh_proj[...]))
+        return x_TH, rope_tables(rope, meta.positions) if rope else None
 
 
 def nextn_prefix(config: ModelConfig) -> str:
