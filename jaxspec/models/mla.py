@@ -168,6 +168,16 @@ class MLA(nnx.Module):
     ) -> tuple[Attended, LayerCache]:
         """See `Attention`."""
         cos, sin = rope
+        if joins_linears(x_TH, self._input_weights()):
+            # Weights are what is read for long: with those of keys on their way, queries of all tokens cost nothing.
+            q_TX, kv_a_TX = self.project(x_TH)
+            w_uk, kv_norm = self.w_uk[...], self.kv_norm
+            latents, q_TNC = write_and_query(
+                from_arrays(cache), kv_a_TX, kv_norm.factor, q_TX, w_uk, cos, sin, meta.pages, meta.offsets,
+                eps=kv_norm.eps, head_rows=head_rows(1, w_uk.shape[0]),
+            )  # fmt: skip
+            out_RNV = self.attend_decode(q_TNC[live.tokens], latents, live.tables, live.bounds[:, None])
+            return self.project_out(out_RNV), tuple(jax.tree.leaves(latents))
         if self.q_lora_rank:
             q_a_RQ = linear(x_TH[live.tokens], self.qkv_a[: self.q_lora_rank])
             q_RND = linear(self.q_norm(q_a_RQ), self.q_b[...])
@@ -187,6 +197,10 @@ class MLA(nnx.Module):
         latents = write_latent(latents, kv_a_TC, weight, cos, sin, meta.pages, meta.offsets, eps=eps)
         return tuple(jax.tree.leaves(latents))
 
+    def _input_weights(self) -> tuple[jax.Array, ...]:
+        """Of the linear maps that read what attention reads."""
+        return (self.qkv_a[...],) if self.q_lora_rank else (self.q[...], self.kv_a[...])
+
     def project(self, x_TH: jax.Array, norm: RMSNorm | None = None) -> tuple[jax.Array, jax.Array]:
         """Queries [T, X], not yet rotated, and the raw down-projection [T, X], as matmuls leave them.
 
@@ -194,7 +208,7 @@ class MLA(nnx.Module):
         which may be the same array.
         """
         T, inputs = x_TH.shape
-        weights = (self.qkv_a[...],) if self.q_lora_rank else (self.q[...], self.kv_a[...])
+        weights = self._input_weights()
         if joins_linears(x_TH, weights):
             outs: tuple[jax.Array, ...] = (joined_linear(norm(x_TH) if norm else x_TH, weights),)
         else:

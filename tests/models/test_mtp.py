@@ -11,8 +11,14 @@ from convert.convert import convert_checkpoint
 from convert.reference import TorchModel
 from convert.torch_drafts import DraftChoice
 from jaxspec.loading.checkpoint import load_nextn, load_params, open_checkpoint
-from jaxspec.models.metadata import StepMetadata
+from jaxspec.models import mla
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.layers import rope_tables
+from jaxspec.models.metadata import LiveRows, StepMetadata
+from jaxspec.models.mla import MLASpec
+from jaxspec.models.params import Declare
 from tests.caches import empty_cache, single_request
+from tests.engine.scripted import numpy_params
 from tests.tiny_models import tiny_checkpoint
 
 PAGE, T, STEPS = 8, 21, 3
@@ -97,3 +103,30 @@ def test_hidden_states_and_drafts_equal_pytorch(variant, tmp_path):
     for t in range(T + STEPS):
         row, cache = run(embedded[t : t + 1], hidden[t : t + 1], cache, metadata(t, 1, prefill=False))
         np.testing.assert_allclose(row[0], want[t], atol=2e-4)
+
+
+@pytest.mark.parametrize("rank", [16, None])
+def test_catch_up_with_joined_projections(rank, monkeypatch):
+    """Where one kernel projects queries and keys of all tokens, as where each is a matmul of the tokens that need it."""
+    hidden, T = 32, 12
+    spec = MLASpec(4, 16, rank, nope_dim=12, rope_dim=8, v_dim=8, softmax_scale=0.2, rope=RopeConfig(8, 1e4))
+    attention = spec.build(hidden, Declare(np.dtype("float32")))
+    attention = bound(attention, numpy_params(attention, 0))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((T, hidden)), jnp.float32)
+    meta = metadata(0, T, prefill=True)
+    live = LiveRows(jnp.asarray([T - 1, 4]), jnp.repeat(meta.prefill_tables, 2, axis=0), jnp.asarray([T, 5]))
+    rope = rope_tables(spec.rope, meta.positions)
+    apart = attention.catch_up(x, live, empty_cache(attention.cache_spec, 4, PAGE), meta, rope)
+    joined = []
+
+    def project(x, weights):
+        joined.append(len(weights))
+        return jnp.concatenate([x @ weight.reshape(-1, weight.shape[-1]).T for weight in weights], axis=1)
+
+    monkeypatch.setattr(mla, "joins_linears", lambda *_: True)
+    monkeypatch.setattr(mla, "joined_linear", project)
+    got = attention.catch_up(x, live, empty_cache(attention.cache_spec, 4, PAGE), meta, rope)
+    assert joined == ([1, 1] if rank else [2])
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(apart), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, atol=1e-5)
