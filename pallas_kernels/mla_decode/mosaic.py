@@ -114,7 +114,7 @@ def mla_decode(
         page_tables=None if gathered else page_tables,
         multiple=at_once,
         # Two pages take a block hardly longer than one, whose items are twice as many to merge.
-        least=1 if at_once > 1 else 2,
+        least=2,
         interpret=interpret,
     )
 
