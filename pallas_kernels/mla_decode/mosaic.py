@@ -113,8 +113,8 @@ def mla_decode(
         # An item that holds its first page waits for one load less before it can begin.
         page_tables=None if gathered else page_tables,
         multiple=at_once,
-        # Two pages take a block hardly longer than one, whose items are twice as many to merge.
-        least=2,
+        # Two pages take hardly longer than one, which makes twice as many items to merge; few tokens' are merged at once.
+        least=1 if B * n <= values.MOST_TOKENS else 2,
         interpret=interpret,
     )
 
