@@ -41,7 +41,7 @@ OPTIMISM = 0.7
 MARGIN = 0.01
 # The part of all time that probes may cost, and the steps that a probe usually takes: one that proposes, one that verifies,
 # and what is in flight by then.
-PROBE_SHARE, PROBE_STEPS = 0.004, 3
+PROBE_SHARE, PROBE_STEPS = 0.007, 3
 # The part of a probe's gains that the next one may cost. With all of it, probes would change drafts that pay alike in turn.
 GAIN_SHARE = 0.5
 # Windows that what a probe saw counts for at most.
@@ -158,8 +158,11 @@ class AdaptiveDrafts:
         self._all_reached = self._all_reached * kept + added * counts
         self._all_hits = self._all_hits * kept + added * all_hits
         if self._probe is not None:
-            self._probe.add(counts, all_hits)
-            self._allowance += GAIN_SHARE * self._probe.gained(all_hits)
+            # Windows that were on their way when it began verify fewer, and say nothing of its drafts.
+            of_probe = verified > self._probe.base
+            probe_hits = hits[of_probe].sum(axis=0)
+            self._probe.add(reached[of_probe].sum(axis=0), probe_hits)
+            self._allowance += GAIN_SHARE * self._probe.gained(probe_hits)
             self._judge(self._probe)
         if self._change.is_evident:
             self._start_anew()

@@ -71,7 +71,7 @@ def merged_values(
     own = granules * GRANULE  # tokens of a block
     warpgroups = math.gcd(warpgroups, L // M)  # each turns at least 64 of the columns
     at_once = min(own // warpgroups, GRANULE)  # tokens of a warpgroup that it merges at the same time
-    # No more items than a request has, where the device's share of each is one.
+    # A request has about as many, where its context is split over its share of the multiprocessors.
     items_at_once = min(ITEMS[at_once], max(2, 1 << (MULTIPROCESSORS // B).bit_length()))
     row_layout = plgpu.Layout.WG_STRIDED((L,), vec_size=L // WARPGROUP)
 

@@ -206,6 +206,28 @@ def test_a_probe_ends_where_no_window_reaches_its_drafts():
     assert probe.verdict is False
 
 
+@pytest.mark.parametrize("late", [0, 1, 3])
+@pytest.mark.parametrize("rows", [4, 64])
+def test_a_probe_waits_for_its_own_windows(rows, late):
+    """More drafts pay, though one of 16 second drafts was accepted before; what is read late is of windows before the probe."""
+    slots, rng = list(range(1, rows + 1)), np.random.default_rng(0)
+    control = AdaptiveDrafts(K, rows + 1, costs("h200"))
+    for i in range(2000 // rows):
+        control.observe([(slot, K, (slot + i) % 2 + ((slot + i) % 32 == 1)) for slot in slots])
+    assert control.choose(load(slots)) == 1
+    held, unread, chosen = 1, [], []
+    for _ in range(1200):
+        k = control.choose(load(slots))
+        accepted = np.cumprod(rng.random((rows, K)) < (0.5, 0.95, 0.95), axis=1).sum(axis=1)
+        verified = min(k, held)
+        unread.append([(slot, verified, min(verified, int(n))) for slot, n in zip(slots, accepted, strict=True)])
+        held = k
+        chosen.append(k)
+        if len(unread) > late:
+            control.observe([window for window in unread.pop(0) if window[1]])
+    assert chosen[-200:].count(K) > 180
+
+
 @given(st.floats(0.02, 0.98), st.sampled_from([1, 8, 64]), st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
 def test_chance_is_no_change(p, rows, seed):
