@@ -73,7 +73,7 @@ class Watched:
 KERNELS = (
     Watched("norm_linear", "test_norm_linear.py::test_sizes[2048-outs0-0-1]"),
     Watched("add_norm", "test_norm_linear.py::test_sum_and_norm[128-False-2]"),
-    Watched("joined_linear", "test_norm_linear.py::test_linear_maps_side_by_side[2048-outs0-4]"),
+    Watched("joined_linear", "test_norm_linear.py::test_linear_maps_side_by_side[2048-outs0-128]"),
     Watched("split_linear", "test_norm_linear.py::test_parts_of_a_linear_map[2048-2048-4]"),
     Watched("kv_write", "test_kv_write.py::test_rows[8]"),
     Watched("gated_delta", "test_gated_delta.py::test_windows[Qwen3.5-35B-A3B-5-4-4]"),

@@ -169,7 +169,7 @@ class MLA(nnx.Module):
         """See `Attention`."""
         cos, sin = rope
         if joins_linears(x_TH, self._input_weights()):
-            # Weights are what is read for long: with those of keys on their way, queries of all tokens cost nothing.
+            # What takes long is to read the weights, so queries of all tokens cost no more than those of live ones.
             q_TX, kv_a_TX = self.project(x_TH)
             w_uk, kv_norm = self.w_uk[...], self.kv_norm
             latents, q_TNC = write_and_query(
