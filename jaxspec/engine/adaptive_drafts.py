@@ -158,11 +158,7 @@ class AdaptiveDrafts:
         self._all_reached = self._all_reached * kept + added * counts
         self._all_hits = self._all_hits * kept + added * all_hits
         if self._probe is not None:
-            # Windows that were on their way when it began verify fewer, and say nothing of its drafts.
-            of_probe = verified > self._probe.base
-            probe_hits = hits[of_probe].sum(axis=0)
-            self._probe.add(reached[of_probe].sum(axis=0), probe_hits)
-            self._allowance += GAIN_SHARE * self._probe.gained(probe_hits)
+            self._allowance += GAIN_SHARE * self._probe.add(verified, reached, hits)
             self._judge(self._probe)
         if self._change.is_evident:
             self._start_anew()

@@ -6,6 +6,8 @@ import numpy as np
 
 # Windows that decide a probe: those in which the first draft past `base` was verified, or, where it hardly ever is, all.
 ENOUGH, ENOUGH_OF_ALL = 12, 48
+# Steps without windows of its own that end a probe: more than are on their way when it begins.
+MOST_WITHOUT = 8
 
 
 class Probe:
@@ -34,21 +36,30 @@ class Probe:
         self.base, self.drafts, self._token_seconds = base, drafts, token_seconds
         self._shared, self._seconds, self._margin = shared, seconds, margin
         self.reached, self.hits = np.zeros(len(shared), int), np.zeros(len(shared), int)
+        self._without = 0
 
-    def add(self, reached: np.ndarray, hits: np.ndarray) -> None:
-        """Counts [most] of one step."""
-        self.reached += reached
-        self.hits += hits
+    def add(self, verified: np.ndarray, reached: np.ndarray, hits: np.ndarray) -> float:
+        """Counts the windows of one step that verify more than `base` drafts; those on their way when it began do not.
 
-    def gained(self, hits: np.ndarray) -> float:
-        """Seconds that the drafts past `base` have saved in a step in which `hits` [most] were accepted."""
-        return self._token_seconds * float(hits[self.base :].sum())
+        Args:
+            verified: int [windows] drafts.
+            reached, hits: bool [windows, most], see the attributes.
+
+        Returns:
+            Seconds that drafts past `base` have saved in this step.
+        """
+        own = verified > self.base
+        self._without += not own.any()
+        accepted = hits[own].sum(axis=0)
+        self.reached += reached[own].sum(axis=0)
+        self.hits += accepted
+        return self._token_seconds * float(accepted[self.base :].sum())
 
     @property
     def verdict(self) -> bool | None:
         """Whether more drafts pay; None until enough has been seen. It is soon clear where hardly any is accepted."""
         windows = self.reached[self.base]
-        is_enough = windows >= ENOUGH or self.reached[0] >= ENOUGH_OF_ALL
+        is_enough = windows >= ENOUGH or self.reached[0] >= ENOUGH_OF_ALL or self._without >= MOST_WITHOUT
         if not windows:
             return False if is_enough else None
         if not self._pays(1.0):

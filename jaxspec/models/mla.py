@@ -146,10 +146,8 @@ class MLA(nnx.Module):
         kv_norm, w_uk, places = self.kv_norm, self.w_uk[...], (meta.pages, meta.offsets)
         P = meta.num_prefill_tokens
         if P == 0:
-            rows = head_rows(meta.decode_bounds.shape[1], w_uk.shape[0])
-            latents, q_TNC = write_and_query(
-                latents, kv_a_TX, kv_norm.factor, q_TX, w_uk, cos, sin, *places, eps=kv_norm.eps, head_rows=rows
-            )
+            window = meta.decode_bounds.shape[1]
+            latents, q_TNC = self._write_and_query(latents, q_TX, kv_a_TX, meta, rope, window)
             out_TNV = self.attend_decode(q_TNC, latents, meta.decode_tables, meta.decode_bounds)
         else:
             kv_a_TC = kv_a_TX[:, kv_a_TX.shape[1] - self.mla.cache_dim :]
@@ -170,12 +168,8 @@ class MLA(nnx.Module):
         cos, sin = rope
         if joins_linears(x_TH, self._input_weights()):
             # What takes long is to read the weights, so queries of all tokens cost no more than those of live ones.
-            q_TX, kv_a_TX = self.project(x_TH)
-            w_uk, kv_norm = self.w_uk[...], self.kv_norm
-            latents, q_TNC = write_and_query(
-                from_arrays(cache), kv_a_TX, kv_norm.factor, q_TX, w_uk, cos, sin, meta.pages, meta.offsets,
-                eps=kv_norm.eps, head_rows=head_rows(1, w_uk.shape[0]),
-            )  # fmt: skip
+            projected = self.project(x_TH)
+            latents, q_TNC = self._write_and_query(from_arrays(cache), *projected, meta, rope, window=1)
             out_RNV = self.attend_decode(q_TNC[live.tokens], latents, live.tables, live.bounds[:, None])
             return self.project_out(out_RNV), tuple(jax.tree.leaves(latents))
         if self.q_lora_rank:
@@ -196,6 +190,32 @@ class MLA(nnx.Module):
         eps, weight = self.kv_norm.eps, self.kv_norm.factor
         latents = write_latent(latents, kv_a_TC, weight, cos, sin, meta.pages, meta.offsets, eps=eps)
         return tuple(jax.tree.leaves(latents))
+
+    def _write_and_query(
+        self,
+        latents: Latents,
+        q_TX: jax.Array,
+        kv_a_TX: jax.Array,
+        meta: StepMetadata,
+        rope: RopeTables,
+        window: int,
+    ) -> tuple[Latents, jax.Array]:
+        """What `project` gives -> the cache with the tokens written, and queries that attend in windows of so many tokens."""
+        w_uk, kv_norm, (cos, sin) = self.w_uk[...], self.kv_norm, rope
+        rows = head_rows(window, w_uk.shape[0])
+        return write_and_query(
+            latents,
+            kv_a_TX,
+            kv_norm.factor,
+            q_TX,
+            w_uk,
+            cos,
+            sin,
+            meta.pages,
+            meta.offsets,
+            eps=kv_norm.eps,
+            head_rows=rows,
+        )
 
     def _input_weights(self) -> tuple[jax.Array, ...]:
         """Of the linear maps that read what attention reads."""

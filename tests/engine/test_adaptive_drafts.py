@@ -19,7 +19,7 @@ from jaxspec.engine.calibration import numbers_of_rows
 from jaxspec.engine.change import Change
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.draft_control import FixedDrafts, Load
-from jaxspec.engine.probe import ENOUGH_OF_ALL, Probe
+from jaxspec.engine.probe import ENOUGH_OF_ALL, MOST_WITHOUT, Probe
 from jaxspec.engine.step_pace import FIRST, StepPace
 from tests.engine.measured_steps import MeasuredSteps
 from tests.engine.test_buckets import GPU
@@ -202,7 +202,16 @@ def test_a_probe_ends_where_no_window_reaches_its_drafts():
     probe = Probe(1, K, np.full(K, 0.5), {1: 1.0, K: 1.2}, 0.01, 1.0)
     for _ in range(ENOUGH_OF_ALL):
         assert probe.verdict is None
-        probe.add(np.array([1, 0, 0]), np.zeros(K, int))
+        probe.add(np.array([K]), np.array([[True, False, False]]), np.zeros((1, K), bool))
+    assert probe.verdict is False
+
+
+def test_a_probe_ends_where_no_window_verifies_its_drafts():
+    """As of drafts that are looked up, of which there may be fewer."""
+    probe = Probe(1, K, np.full(K, 0.5), {1: 1.0, K: 1.2}, 0.01, 1.0)
+    for _ in range(MOST_WITHOUT):
+        assert probe.verdict is None
+        probe.add(np.ones(64, int), np.tile([True, False, False], (64, 1)), np.zeros((64, K), bool))
     assert probe.verdict is False
 
 
