@@ -323,12 +323,17 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
     }
 
 
+def write(result: dict[str, Any], arguments: argparse.Namespace, *, with_device: bool, announced: bool = True) -> Path:
+    """The record, whose path is returned."""
+    name, gate = f"adaptive_{result['model']}", judged(result["results"])
+    whole = {"benchmark": "adaptive", **result, "gate": gate}
+    return record.write(name, whole, arguments, with_device=with_device, announced=announced)
+
+
 def report(result: dict[str, Any], arguments: argparse.Namespace, *, with_device: bool) -> int:
     """Prints and writes a result with its picture; 1 where the gate is not met."""
     gate = judged(result["results"])
-    name = f"adaptive_{result['model']}"
-    path = record.write(name, {"benchmark": "adaptive", **result, "gate": gate}, arguments, with_device=with_device)
-    picture = path.with_suffix(".svg")
+    picture = write(result, arguments, with_device=with_device).with_suffix(".svg")
     with writing(picture):
         picture.write_text(draw(result["results"], GATE, ADAPTIVE), encoding="utf-8")
     print(f"wrote {picture}\noutput tokens/s\n{table(result['results'])}")
@@ -356,12 +361,7 @@ def run(arguments: argparse.Namespace) -> int:
     warm_up(engines)
     if arguments.prepare:
         return 0
-    results = []
-    for number, load, found in _measurements(engines, sizes, arguments):
-        rates = {name: each["tokens_per_s"] for name, each in found.items()}
-        ratio = rates[ADAPTIVE] / max(rate for name, rate in rates.items() if name != ADAPTIVE)
-        results.append({"requests": number, "load": load, "adaptive_of_best": round(ratio, 4), "engines": found})
-        print(table(results[-1:]), flush=True)
+    results: list[dict[str, Any]] = []
     result = {
         "model": models.as_recorded(arguments.model),
         "sizes": dataclasses.asdict(sizes),
@@ -370,4 +370,10 @@ def run(arguments: argparse.Namespace) -> int:
         **executables(engines.values()),
         "results": results,
     }
+    for number, load, found in _measurements(engines, sizes, arguments):
+        rates = {name: each["tokens_per_s"] for name, each in found.items()}
+        ratio = rates[ADAPTIVE] / max(rate for name, rate in rates.items() if name != ADAPTIVE)
+        results.append({"requests": number, "load": load, "adaptive_of_best": round(ratio, 4), "engines": found})
+        print(table(results[-1:]), flush=True)
+        write(result, arguments, with_device=True, announced=False)  # what is stopped keeps its loads, for --merge
     return report(result, arguments, with_device=True)

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench.__main__ import main
+from bench.step import adaptive
 from bench.step.adaptive import Sizes, Traffic
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -78,13 +79,21 @@ def test_parts_of_different_runs_are_refused(tmp_path, capsys, second, message):
 
 
 @pytest.mark.full
-def test_loads_have_their_lengths(tmp_path, capsys):
+def test_loads_have_their_lengths(tmp_path, capsys, monkeypatch):
     out = tmp_path / "adaptive.json"
+    kept = []
+
+    def measure(*arguments, real=adaptive.measure):
+        kept.append(len(json.loads(out.read_text())["results"]) if out.exists() else 0)
+        return real(*arguments)
+
+    monkeypatch.setattr(adaptive, "measure", measure)
     options = ["--model", "tiny", "--layers", "2", "--rows", "2", "--lengths", "2.2,mixed,switched", "--seconds", "1"]
     code = main(["adaptive", *options, "--repeats", "1", "--out", str(out)])
     assert out.with_suffix(".svg").exists()
     result = json.loads(out.read_text())
     assert code == (0 if result["gate"]["met"] else 1)
+    assert kept == [0] * 4 + [1] * 4 + [2] * 4  # loads that the record had before each measurement
     loads = {each["load"]: each["engines"] for each in result["results"]}
     assert list(loads) == [2.2, "mixed", "switched"]
     for engines in loads.values():
