@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxspec.config import Settings
-from jaxspec.engine.buckets import Bucket, draft_choices
+from jaxspec.engine.buckets import Bucket, DraftChoices
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts, Load
 from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, joined, pages_needed
@@ -64,7 +64,7 @@ class Scheduler:
         admits: False from a preemption until a request ends, lest requests preempt each other in turn.
         snapshots: kept states, of a model that needs them to share prefixes.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
-        draft_choices: numbers of drafts that a step may have, by whether it has prompt tokens and needs the full sampler.
+        draft_choices: numbers of drafts that a step may have.
     """
 
     def __init__(
@@ -94,11 +94,7 @@ class Scheduler:
         prefill = [b for b in buckets if b.prefill_tokens]
         self._max_prefill_rows = min(b.prefill_rows for b in prefill)
         self._max_prefill_tokens = max(b.prefill_tokens for b in prefill)
-        self.draft_choices = {
-            (prompts, full): draft_choices(buckets, prompts=prompts, full=full)
-            for prompts in (False, True)
-            for full in (False, True)
-        }
+        self.draft_choices = DraftChoices(buckets)
 
     @property
     def num_free_slots(self) -> int:
@@ -106,14 +102,20 @@ class Scheduler:
 
     @property
     def prompts(self) -> list[Request]:
-        """Those whose tokens the next step may prefill."""
+        """Those whose tokens the next step may prefill, if there are pages for them."""
         started = [r for r in self.running if r.state is RequestState.PREFILL]
-        return started + self.waiting[: max(self._max_prefill_rows - len(started), 0)]
+        begin = min(self._max_prefill_rows - len(started), len(self._free_slots)) if self.can_begin else 0
+        return started + self.waiting[: max(begin, 0)]
 
     @property
     def can_begin(self) -> bool:
         """Whether a waiting request may get a slot, if there are pages for it."""
         return bool(self.waiting and self._free_slots and (self.admits or not self.running))
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that the next step may have at most, as if none of them were cached."""
+        return min(sum(r.prefill_target - r.computed for r in self.prompts), self._max_prefill_tokens)
 
     def add(self, request: Request) -> None:
         """Queues a request, whether new or preempted."""
@@ -434,12 +436,12 @@ def plan_step(
                 own.decode.extend(waited)
                 late = late or bool(waited)
     planned = [own or _Rows([], []) for own in rows]
-    prompts = any(own.prefill for own in planned)
-    if not prompts and not any(own.decode for own in planned):
+    prompt_tokens = max(sum(row.length for row in own.prefill) for own in planned)
+    if not prompt_tokens and not any(own.decode for own in planned):
         return None
     needs_full = any(r.needs_full for own in planned for r in (*(row.request for row in own.prefill), *own.decode))
     # What prompts turned out to run may need a bucket that has no such windows: fewer drafts are always right.
-    drafts = _at_most(drafts, ranks[0].draft_choices[prompts, needs_full])
+    drafts = _at_most(drafts, ranks[0].draft_choices.of(prefill_tokens=prompt_tokens, full=needs_full))
     return joined(
         [rank.commit(own, drafts, needs_full=needs_full, split=late) for rank, own in zip(ranks, planned, strict=True)]
     )
@@ -453,7 +455,8 @@ def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]], *, pr
     decode = [r for own in ready for r in own]
     requests = [*decode, *begin]
     full = any(r.needs_full for r in requests)
-    choices = ranks[0].draft_choices[bool(begin), full]
+    waiting = max(rank.waiting_tokens for rank in ranks) if begin else 0
+    choices = ranks[0].draft_choices.of(prefill_tokens=waiting, full=full)
     if len(choices) == 1 or not requests:
         return choices[-1]
     return ranks[0].control.choose(

@@ -26,6 +26,10 @@ FULL_MS = 0.03
 # The part of what a prompt token costs that one of padding costs too: 4.5 of 9.4 us, by 1 and 4 prompts in a bucket (020cef3).
 PADDED = 0.47
 
+# What prompts of a load add to steps beside those of the record, which are of equal length and begin together: by the tokens a
+# second of fixed numbers of drafts in `bench adaptive` (78ffa9a), 1.4 to 1.7 at 8 to 128 rows.
+OF_A_LOAD = 1.5
+
 # Milliseconds of a whole step, and of reading its bytes.
 Figures = np.ndarray
 
@@ -87,7 +91,7 @@ class MeasuredSteps:
             found: dict[int, dict[int, float]] = {}
             for step in self._read["prompt_steps"][name]:
                 rows, tokens = step["decode_rows"], step["prompt_tokens"]
-                extra = step["step_ms"] - self._decode_ms(rows, rows, drafts)
+                extra = step["step_ms"] - float(self._measured(rows, drafts)[0])
                 of_rows = found.setdefault(rows, {0: 0.0})
                 of_rows[tokens] = min(extra, of_rows.get(tokens, extra))
             out[drafts] = {rows: (sorted(each), [each[n] for n in sorted(each)]) for rows, each in found.items()}
@@ -103,6 +107,9 @@ class MeasuredSteps:
     def _figures(self, rows: int, drafts: int) -> Figures:
         if self.factors is not None:
             return _between(self._plain, rows) * self.factors[drafts]
+        return self._measured(rows, drafts)
+
+    def _measured(self, rows: int, drafts: int) -> Figures:
         if drafts == DRAFTED:
             return _between(self._cycle, rows)
         return _between(self._target, rows * (drafts + 1)) + self._draft * drafts / DRAFTED
@@ -116,7 +123,8 @@ class MeasuredSteps:
         ms = self._decode_ms(bucket.decode_rows, bucket.decode_rows if rows is None else rows, bucket.drafts)
         if whole := bucket.prefill_tokens:
             live = whole if prompt_tokens is None else prompt_tokens
-            ms += self._prompt_ms(whole, bucket.decode_rows, bucket.drafts) * (PADDED + (1 - PADDED) * live / whole)
+            part = PADDED + (1 - PADDED) * live / whole
+            ms += OF_A_LOAD * part * self._prompt_ms(whole, bucket.decode_rows, bucket.drafts)
         if bucket.variant == "full":
             ms += FULL_MS
         return 1e-3 * ms

@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec.config import Settings
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
+from jaxspec.engine.draft_control import FixedDrafts, Load
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.plan import PrefillRow, StepPlan
 from jaxspec.engine.request import Request
@@ -125,6 +126,43 @@ def test_rows_begin_where_those_of_the_bucket_do():
         arrays = [np.zeros(4, np.int32)] * 7
         prefill, decode = StepOutput(plan, Bucket(tokens, 4, 8, "full", 2), *arrays).token_offsets()
         assert (prefill.tolist(), decode.tolist()) == ([0, 5], [tokens, tokens + 3])
+
+
+class Heard(FixedDrafts):
+    """One draft a step, and the loads that it was told of."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.loads: list[Load] = []
+
+    def choose(self, load: Load) -> int:
+        self.loads.append(load)
+        return super().choose(load)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "drafts"), [([300], 1), ([300, 700], 1), ([300, 800], 3), ([1025], 3), ([5000], 3), ([20] * 9, 1)]
+)
+def test_many_prompt_tokens_have_no_step_with_one_draft(prompts, drafts):
+    """Those that can begin count: neither what waits for a slot, nor what comes after eight prompts."""
+    settings = replace(
+        GPU, num_speculative_tokens=3, adaptive_drafts=True, max_num_seqs=len(prompts), max_model_len=8192
+    )
+    control = Heard()
+    scheduler = Scheduler(settings, bucket_table(settings), control=control)
+    for i, length in enumerate([*prompts, 1000, 1000]):
+        request = Request(str(i), [0] * length, GREEDY, arrival_time=float(i))
+        request.max_total, request.num_drafts = length + OUTPUT, 3
+        scheduler.add(request)
+    plan = scheduler.plan()
+    assert plan is not None
+    assert (plan.drafts, control.loads[-1].choices) == (drafts, (0, 1, 3) if drafts == 1 else (0, 3))
+    assert len(plan.prefill) == min(len(prompts), 8)
+    while any(not row.final for row in plan.prefill) or len(plan.prefill) == 8:
+        plan = scheduler.plan()
+    plan = scheduler.plan()
+    assert [load.prompts for load in control.loads] == [True] * (len(control.loads) - 1) + [False]
+    assert (control.loads[-1].choices, len(plan.decode), plan.drafts) == ((0, 1, 3), len(prompts), 1)
 
 
 def test_texts_do_not_depend_on_the_table():
