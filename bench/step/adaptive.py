@@ -9,8 +9,8 @@ what it takes to follow a change is measured in "switched".
 
 Engines: plain (no draft model at all), a fixed engine for each of --fixed, and the adaptive one. Each has the steps that a
 server has at the server's most requests; what steps cost is measured once nothing compiles. Engines take turns, and medians of
-the repeats are compared. The last column is the adaptive engine's throughput over the best of the others at that load, which is
-judged at every load.
+the repeats are compared; the plain engine, to which all loads are alike, runs the first load of each number of requests. The
+last column is the adaptive engine's throughput over the best of the others at that load, which is judged at every load.
 
 One command need not do it all: --rows and --lengths choose a part, --prepare compiles some engines' steps, which the next
 commands on the machine find, and --merge makes one record and picture of the parts' records:
@@ -249,14 +249,16 @@ def _settings(weights: Weights, sizes: Sizes, k: int, dtype: Any, *, adaptive: b
 def _measurements(
     engines: dict[str, Engine], sizes: Sizes, arguments: argparse.Namespace
 ) -> Iterator[tuple[int, float | str, dict[str, Any]]]:
-    """Of each number of requests and each load: every engine's."""
-    for rows, load in itertools.product(arguments.rows, arguments.lengths):
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
-        for _ in range(arguments.repeats or (3 if rows in REPEATED_ROWS else 1)):
-            for name, engine in engines.items():
-                one = dataclasses.replace(sizes, rows=rows)
-                runs[name].append(measure(engine, one, arguments.tokens, load, arguments.seconds))
-        yield rows, load, {name: _summary(each) for name, each in runs.items()}
+    """Of each number of requests and each load: every engine's. Without drafts loads are alike: that engine runs the first."""
+    for rows in arguments.rows:
+        of_rows, plain = dataclasses.replace(sizes, rows=rows), list[dict[str, Any]]()
+        repeats = arguments.repeats or (3 if rows in REPEATED_ROWS else 1)
+        for load in arguments.lengths:
+            runs: dict[str, list[dict[str, Any]]] = {name: plain if name == PLAIN else [] for name in engines}
+            for repeat, (name, engine) in itertools.product(range(repeats), engines.items()):
+                if len(runs[name]) == repeat:
+                    runs[name].append(measure(engine, of_rows, arguments.tokens, load, arguments.seconds))
+            yield rows, load, {name: _summary(each) for name, each in runs.items()}
 
 
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
