@@ -30,7 +30,7 @@ from jaxspec.engine.step_pace import FIRST, StepPace
 # Windows, and windows of all requests, after which what was seen counts for 1/e.
 HORIZON, SHARED_HORIZON = 128.0, 512.0
 # A request's estimate begins with that of all requests, as if from so many windows of its own.
-SHARED_WEIGHT = 32.0
+SHARED_WEIGHT = 8.0
 # The estimate of all requests begins with this probability, as if from so many windows. At later positions it begins with
 # the estimate one position earlier.
 PRIOR, PRIOR_WEIGHT = 0.7, 4.0

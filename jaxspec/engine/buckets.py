@@ -1,6 +1,5 @@
 """The fixed shapes that a step may have. One table drives the batch builder, the warm-up and the compile cache."""
 
-import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -66,7 +65,7 @@ def _count(number: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of steps with one number of drafts and one sampler; None for the most there may be, as is what is over that.
+    """Of steps with one number of drafts and one sampler; None for the most there may be. What is over that is left out.
 
     Attributes:
         decode: rows of steps without prompts.
@@ -92,11 +91,10 @@ SIZES_OF_SEVERAL: dict[Variant, Sizes] = {
 # Where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as `SIZES` has
 # would be too many three times. These 24 lose at most 1.7 % against it, with and without prompts, by what steps of an H200
 # were measured to take (tests/engine/test_adaptive_table.py): rows of padding cost hardly anything, but tokens of padding half
-# of what a prompt's do. Steps with one draft are those that prompts of any length gain least from: where more than 1024 tokens
-# wait, there are none or the most.
+# of what a prompt's do. The first size of prompts is between the first two of `SIZES`, so that one prompt pads about as much.
 ADAPTIVE_SIZES = (
-    Sizes((1, 32, 64, None), ((512, None), (1024, None), (None, None))),
-    Sizes((1, 16, 32, 64, None), ((256, None), (512, None), (1024, None))),
+    Sizes((1, 32, 64, None), ((384, None), (1024, None), (None, None))),
+    Sizes((1, 16, 32, 64, None), ((384, None), (1024, None), (None, None))),
     Sizes((1, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
 )
 # Where no model drafts: what is looked up is mostly right at every position or at none, so there is no single draft, and steps
@@ -183,14 +181,14 @@ def parts(bucket: Bucket) -> tuple[Bucket, Bucket]:
 
 def _decode(settings: Settings, sizes: Sizes, variant: Variant, drafts: int) -> list[Bucket]:
     most = settings.max_num_seqs
-    rows = {most if size is None else min(size, most) for size in sizes.decode}
+    rows = {most if size is None else size for size in sizes.decode if size is None or size < most}
     return [Bucket(0, 0, each, variant, drafts) for each in rows]
 
 
 def _with_prompts(settings: Settings, sizes: Sizes, variant: Variant, drafts: int) -> set[Bucket]:
     most = settings.max_num_batched_tokens
-    shapes = [(most if tokens is None else min(tokens, most), rows) for tokens, rows in sizes.prompts]
-    return {_beside_prompts(settings, tokens, 8, variant, drafts, rows) for tokens, rows in shapes}
+    shapes = [(most if tokens is None else tokens, rows) for tokens, rows in sizes.prompts]
+    return {_beside_prompts(settings, tokens, 8, variant, drafts, rows) for tokens, rows in shapes if tokens <= most}
 
 
 def _beside_prompts(
@@ -202,32 +200,16 @@ def _beside_prompts(
     return Bucket(tokens, min(prompts, most), decode if settings.mixed else 0, variant, drafts)
 
 
-class DraftChoices:
-    """The numbers of drafts for which a table has a bucket for every plan of a kind, looked up by the kind."""
+def draft_choices(table: tuple[Bucket, ...], *, prompts: bool, full: bool) -> tuple[int, ...]:
+    """For which numbers of drafts there is a bucket for every plan of a kind, fewest first; never empty.
 
-    def __init__(self, table: tuple[Bucket, ...]):
-        self._prompt_sizes = sorted({0} | {b.prefill_tokens for b in table})
-        self._choices = {
-            (tokens, full): _draft_choices(table, prefill_tokens=tokens, full=full)
-            for tokens in self._prompt_sizes
-            for full in (False, True)
-        }
-
-    def of(self, *, prefill_tokens: int, full: bool) -> tuple[int, ...]:
-        """Fewest first; never empty.
-
-        Args:
-            prefill_tokens: most prompt tokens of the plan, no more than a bucket has; 0: it has none.
-            full: it needs the full sampler.
-        """
-        size = self._prompt_sizes[bisect.bisect_left(self._prompt_sizes, prefill_tokens)]
-        return self._choices[size, full]
-
-
-def _draft_choices(table: tuple[Bucket, ...], *, prefill_tokens: int, full: bool) -> tuple[int, ...]:
-    kind = [b for b in table if b.prefill_tokens or not prefill_tokens]
-    rows = max(b.decode_rows for b in kind)
-    holds = (b for b in kind if b.prefill_tokens >= prefill_tokens and b.decode_rows >= rows)
+    Args:
+        prompts: the plan has prompt tokens. full: it needs the full sampler.
+    """
+    kind = [b for b in table if b.prefill_tokens or not prompts]
+    tokens = max(b.prefill_tokens for b in kind) if prompts else 0
+    rows = max(b.decode_rows for b in kind if b.prefill_tokens >= tokens)
+    holds = (b for b in kind if b.prefill_tokens >= tokens and b.decode_rows >= rows)
     return tuple(sorted({b.drafts for b in holds if b.variant == "full" or not full}))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxspec.config import Settings
-from jaxspec.engine.buckets import Bucket, DraftChoices
+from jaxspec.engine.buckets import Bucket, draft_choices
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts, Load
 from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, joined, pages_needed
@@ -64,7 +64,7 @@ class Scheduler:
         admits: False from a preemption until a request ends, lest requests preempt each other in turn.
         snapshots: kept states, of a model that needs them to share prefixes.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
-        draft_choices: numbers of drafts that a step may have.
+        draft_choices: numbers of drafts that a step may have, by whether it has prompt tokens and needs the full sampler.
     """
 
     def __init__(
@@ -89,12 +89,17 @@ class Scheduler:
         self.prefix_hits = 0
         self.admits = True
         self._unread = 0
+        self._refused: tuple[Request | None, int] = None, 0  # who lacked pages lately, and how many were free then
         first = rank * settings.max_slots  # padding
         self._free_slots = list(range(first + settings.max_num_seqs, first, -1))
         prefill = [b for b in buckets if b.prefill_tokens]
         self._max_prefill_rows = min(b.prefill_rows for b in prefill)
         self._max_prefill_tokens = max(b.prefill_tokens for b in prefill)
-        self.draft_choices = DraftChoices(buckets)
+        self.draft_choices = {
+            (prompts, full): draft_choices(buckets, prompts=prompts, full=full)
+            for prompts in (False, True)
+            for full in (False, True)
+        }
 
     @property
     def num_free_slots(self) -> int:
@@ -102,20 +107,16 @@ class Scheduler:
 
     @property
     def prompts(self) -> list[Request]:
-        """Those whose tokens the next step may prefill, if there are pages for them."""
+        """Those whose tokens the next step may prefill. None begins while the first lacks the pages that it lacked before."""
         started = [r for r in self.running if r.state is RequestState.PREFILL]
-        begin = min(self._max_prefill_rows - len(started), len(self._free_slots)) if self.can_begin else 0
-        return started + self.waiting[: max(begin, 0)]
+        if not self.can_begin or (self._refused[0] is self.waiting[0] and self.pages.num_free <= self._refused[1]):
+            return started
+        return started + self.waiting[: max(min(self._max_prefill_rows - len(started), len(self._free_slots)), 0)]
 
     @property
     def can_begin(self) -> bool:
         """Whether a waiting request may get a slot, if there are pages for it."""
         return bool(self.waiting and self._free_slots and (self.admits or not self.running))
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens that the next step may have at most, as if none of them were cached."""
-        return min(sum(r.prefill_target - r.computed for r in self.prompts), self._max_prefill_tokens)
 
     def add(self, request: Request) -> None:
         """Queues a request, whether new or preempted."""
@@ -326,6 +327,7 @@ class Scheduler:
         fresh = self.pages.allocate(pages_needed(self.settings, slots) - len(found))
         if fresh is None:
             self.pages.free(found)
+            self._refused = request, self.pages.num_free
             return False
         request.pages, request.published, request.node = [*found, *fresh], len(found), node
         request.computed, request.parting = len(found) * self.settings.page_size, known * self.settings.page_size
@@ -436,12 +438,12 @@ def plan_step(
                 own.decode.extend(waited)
                 late = late or bool(waited)
     planned = [own or _Rows([], []) for own in rows]
-    prompt_tokens = max(sum(row.length for row in own.prefill) for own in planned)
-    if not prompt_tokens and not any(own.decode for own in planned):
+    prompts = any(own.prefill for own in planned)
+    if not prompts and not any(own.decode for own in planned):
         return None
     needs_full = any(r.needs_full for own in planned for r in (*(row.request for row in own.prefill), *own.decode))
     # What prompts turned out to run may need a bucket that has no such windows: fewer drafts are always right.
-    drafts = _at_most(drafts, ranks[0].draft_choices.of(prefill_tokens=prompt_tokens, full=needs_full))
+    drafts = _at_most(drafts, ranks[0].draft_choices[prompts, needs_full])
     return joined(
         [rank.commit(own, drafts, needs_full=needs_full, split=late) for rank, own in zip(ranks, planned, strict=True)]
     )
@@ -455,8 +457,7 @@ def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]], *, pr
     decode = [r for own in ready for r in own]
     requests = [*decode, *begin]
     full = any(r.needs_full for r in requests)
-    waiting = max(rank.waiting_tokens for rank in ranks) if begin else 0
-    choices = ranks[0].draft_choices.of(prefill_tokens=waiting, full=full)
+    choices = ranks[0].draft_choices[bool(begin), full]
     if len(choices) == 1 or not requests:
         return choices[-1]
     return ranks[0].control.choose(

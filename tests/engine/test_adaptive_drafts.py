@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxspec.engine.acceptance import probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts, Latest
-from jaxspec.engine.buckets import Bucket, DraftChoices, bucket_table, choose_bucket
+from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket, draft_choices
 from jaxspec.engine.calibration import numbers_of_rows
 from jaxspec.engine.change import Change
 from jaxspec.engine.costs import StepCosts
@@ -115,17 +115,15 @@ def throughput(name, table, rows, length_of, control, *, steps, late=1, factors=
 
     requests = Requests(rows, length_of)
     measured = {bucket: seconds_of(bucket) for bucket in table} if isinstance(control, AdaptiveDrafts) else None
-    draft_choices = DraftChoices(table)
+    choices = {prompts: draft_choices(table, prompts=prompts, full=False) for prompts in (False, True)}
     tokens, seconds, unread = 0, 0.0, []
     for step in range(steps):
         if step == steps // 2:
             requests.turn()
         decoding, number, prompts = requests.decoding, requests.number.copy(), bool(requests.waiting)
         slots = (decoding + 1).tolist()
-        begin, budget = sum(n for _, n in requests.waiting[:8]), GPU.max_num_batched_tokens
-        choices = draft_choices.of(prefill_tokens=min(begin, budget), full=False)
-        k = control.choose(Load(slots, [K] * len(slots), K, prompts, False, choices))
-        count, prompt_tokens = prompts_that_fit(requests.waiting, budget - len(slots) * (k + 1))
+        k = control.choose(Load(slots, [K] * len(slots), K, prompts, False, choices[prompts]))
+        count, prompt_tokens = prompts_that_fit(requests.waiting, GPU.max_num_batched_tokens - len(slots) * (k + 1))
         sizes = {"prefill_tokens": prompt_tokens, "prefill_rows": count, "decode_rows": len(slots)}
         bucket = choose_bucket(table, **sizes, full=False, drafts=k, seconds=measured)
         took = seconds_of(bucket, len(slots), prompt_tokens)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxspec.config import Settings
+from jaxspec.config import Settings, pages_for
 from jaxspec.engine.buckets import Bucket, bucket_table, choose_bucket
 from jaxspec.engine.draft_control import FixedDrafts, Load
 from jaxspec.engine.engine import Engine
@@ -140,29 +140,27 @@ class Heard(FixedDrafts):
         return super().choose(load)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "drafts"), [([300], 1), ([300, 700], 1), ([300, 800], 3), ([1025], 3), ([5000], 3), ([20] * 9, 1)]
-)
-def test_many_prompt_tokens_have_no_step_with_one_draft(prompts, drafts):
-    """Those that can begin count: neither what waits for a slot, nor what comes after eight prompts."""
-    settings = replace(
-        GPU, num_speculative_tokens=3, adaptive_drafts=True, max_num_seqs=len(prompts), max_model_len=8192
-    )
+@pytest.mark.parametrize("scarce", [{"max_num_seqs": 2}, {"num_pages": 2 * pages_for(300 + OUTPUT) + 2}])
+def test_what_cannot_begin_is_no_prompt_of_the_next_step(scarce):
+    """For lack of slots, or of pages, once that has been found out; until a request ends."""
+    settings = replace(GPU, num_speculative_tokens=3, adaptive_drafts=True, **scarce)
     control = Heard()
     scheduler = Scheduler(settings, bucket_table(settings), control=control)
-    for i, length in enumerate([*prompts, 1000, 1000]):
-        request = Request(str(i), [0] * length, GREEDY, arrival_time=float(i))
-        request.max_total, request.num_drafts = length + OUTPUT, 3
+    for i in range(5):
+        request = Request(str(i), [0] * 300, GREEDY, arrival_time=float(i))
+        request.max_total, request.num_drafts = 300 + OUTPUT, 3
         scheduler.add(request)
-    plan = scheduler.plan()
-    assert plan is not None
-    assert (plan.drafts, control.loads[-1].choices) == (drafts, (0, 1, 3) if drafts == 1 else (0, 3))
-    assert len(plan.prefill) == min(len(prompts), 8)
-    while any(not row.final for row in plan.prefill) or len(plan.prefill) == 8:
+    rows = []
+    for step in range(4):
         plan = scheduler.plan()
-    plan = scheduler.plan()
-    assert [load.prompts for load in control.loads] == [True] * (len(control.loads) - 1) + [False]
-    assert (control.loads[-1].choices, len(plan.decode), plan.drafts) == ((0, 1, 3), len(prompts), 1)
+        assert plan is not None
+        scheduler.dispatched(plan)
+        scheduler.read(plan)
+        rows.append((len(plan.prefill), len(plan.decode), plan.drafts))
+        if step == 2:
+            scheduler.finish(plan.decode[0])
+    assert rows == [(2, 0, 1), (0, 2, 1), (0, 2, 1), (1, 1, 1)]
+    assert [load.prompts for load in control.loads] == [True, False, False, True]
 
 
 def test_texts_do_not_depend_on_the_table():

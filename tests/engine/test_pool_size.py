@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.config import EngineConfig, Settings, pages_for, resolve
-from jaxspec.engine.buckets import DraftChoices, bucket_table, choose_bucket, parts, split_table
+from jaxspec.engine.buckets import bucket_table, choose_bucket, draft_choices, parts, split_table
 from jaxspec.engine.memory import MARGIN_BYTES, evidently_fits, largest_buckets, measure_free_bytes
 from jaxspec.engine.runner import Runner
 from jaxspec.errors import ConfigError
@@ -51,19 +51,19 @@ def test_tables_of_buckets(seqs, budget, mixed, on_gpu, drafts, adaptive):
             and a.drafts >= b.drafts and (a.variant == "full" or b.variant == "lean")
             for a in largest
         )  # fmt: skip
-    draft_choices = DraftChoices(table)
-    for tokens in {0, 1, min(1024, budget), budget}:
+    for prompts in (False, True):
         for full in (False, True):
-            choices = draft_choices.of(prefill_tokens=tokens, full=full)
+            choices = draft_choices(table, prompts=prompts, full=full)
             for k in choices:  # raises where there is none
-                rows = 0 if tokens and not mixed else seqs
-                sizes = {"prefill_tokens": tokens, "prefill_rows": int(tokens > 0), "decode_rows": rows}
+                rows = 0 if prompts and not mixed else seqs
+                sizes = {"prefill_tokens": budget * prompts, "prefill_rows": int(prompts), "decode_rows": rows}
                 choose_bucket(table, **sizes, full=full, drafts=k)
             if not adaptive:
                 assert choices == (drafts,)
+            elif not prompts and not full:
+                assert choices == tuple(sorted({0, 1, drafts}))
             else:
-                some = set() if on_gpu and tokens > 1024 else {1}
-                assert choices == tuple(sorted({0, drafts} | some))
+                assert choices[0] == 0
 
 
 @dataclass
