@@ -33,7 +33,7 @@ STEPS = {
 }
 LENGTHS = (1.0, 1.5, 2.2, 3.0)
 # The second of hosts that stutter: single steps take 5 % more or less, one in fifty four times as long.
-BOUND, STUTTERING_BOUND = 0.965, 0.94
+BOUND, STUTTERING_BOUND = 0.97, 0.94
 # Tokens of prompts and of answers, as `bench adaptive` has them.
 PROMPT, OUTPUT = (128, 384), (128, 384)
 FIXED = {k: bucket_table(replace(GPU, num_speculative_tokens=k)) for k in COUNTS}
@@ -61,7 +61,7 @@ class Requests:
     def __init__(self, rows, length_of):
         self._rng, self._following, self._length_of, self._half = np.random.default_rng(0), rows, length_of, False
         self.number, self.held = np.arange(rows), np.zeros(rows, int)
-        self._left = self._rng.integers(1, OUTPUT[1], rows)
+        self._left = self._rng.integers(*OUTPUT, rows, endpoint=True)  # all begin together, as in `bench adaptive`
         self._p = np.array([self._probability(n) for n in self.number])
         self.waiting, self.decoding = [], np.arange(rows)  # (slot, prompt tokens); slots
 
