@@ -256,7 +256,7 @@ def _measurements(
         for load in arguments.lengths:
             runs: dict[str, list[dict[str, Any]]] = {name: plain if name == PLAIN else [] for name in engines}
             for repeat, (name, engine) in itertools.product(range(repeats), engines.items()):
-                if len(runs[name]) == repeat:
+                if len(runs[name]) == repeat:  # otherwise an earlier load had it
                     runs[name].append(measure(engine, of_rows, arguments.tokens, load, arguments.seconds))
             yield rows, load, {name: _summary(each) for name, each in runs.items()}
 

@@ -27,7 +27,7 @@ FULL_MS = 0.03
 PADDED = 0.47
 
 # What prompts of a load add to steps beside those of the record, which are of equal length and begin together: by the tokens a
-# second of fixed numbers of drafts in `bench adaptive` (78ffa9a), 1.4 to 1.7 at 8 to 128 rows.
+# second of fixed numbers of drafts in `bench adaptive` (78ffa9a), 1.5 to 1.7 at 128 rows.
 OF_A_LOAD = 1.5
 
 # Milliseconds of a whole step, and of reading its bytes.

@@ -101,7 +101,7 @@ def shares(table):
 
 
 def test_little_is_lost():
-    """The least are four requests with three drafts, which run in steps of 16 rows; 26 steps had 0.992."""
+    """The least are four requests with three drafts, which run in steps of 16 rows."""
     assert len(ADAPTIVE) == 24
     of_best = shares(ADAPTIVE)
     assert of_best.min() >= 0.983
