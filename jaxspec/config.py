@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxspec.budget import default_budget
+from jaxspec.defaults import drafts_by_load, token_budget
 from jaxspec.errors import ConfigError, flagged, shown
 from jaxspec.lookup import LOOKUPS, MAX_LOOKUP, Lookup, lookup_of
 from jaxspec.pool import PAGE_SIZE, pages_for, pool_pages
@@ -100,8 +100,9 @@ class EngineConfig:
     prompt_lookup_min: int | None = _option(
         None, "ngram and suffix: how many of them must be equal there (default: 2 and 1; beside a draft model 3)"
     )
-    adaptive_speculation: bool = _option(
-        False, "choose the tokens drafted in each step, none to num_speculative_tokens, by load and acceptance"
+    adaptive_speculation: bool | None = _option(
+        None,
+        "choose the drafts of a step, none to num_speculative_tokens, by load and acceptance (default: on one GPU)",
     )
     speculative_model: str | None = _option(
         None,
@@ -409,9 +410,11 @@ def resolve(
     """
     max_model_len = context_length(config, model_max_position=model_max_position, index_topk=index_topk, on_gpu=on_gpu)
     max_num_seqs = config.max_num_seqs or (128 if on_gpu else 8)
-    adaptive = config.adaptive_speculation and bool(config.num_speculative_tokens)
-    max_num_batched_tokens = config.max_num_batched_tokens or default_budget(adaptive, on_gpu=on_gpu)
-    _check_speculation(config, max_num_seqs, max_num_batched_tokens, rejects=rejects)
+    k, devices = config.num_speculative_tokens or 0, config.tensor_parallel_size * config.data_parallel_size
+    by_load = config.adaptive_speculation
+    adaptive = k > 0 and (drafts_by_load(devices, on_gpu=on_gpu) if by_load is None else by_load)
+    budget = config.max_num_batched_tokens or token_budget(adaptive, max_num_seqs * (k + 1), on_gpu=on_gpu)
+    _check_speculation(config, max_num_seqs, budget, rejects=rejects)
     prefix_caching = config.enable_prefix_caching is not False
     _check_states(config, prefix_caching, paged)
     if config.max_prefill_delay_steps and config.data_parallel_size == 1:
@@ -420,19 +423,16 @@ def resolve(
             f"{flagged('data_parallel_size')} above 1"
         )
     num_pages = pool_pages(
-        config.num_gpu_blocks_override,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        page_bytes=page_bytes,
+        config.num_gpu_blocks_override, max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_bytes=page_bytes,
         free_bytes=free_bytes,
-    )
+    )  # fmt: skip
     return Settings(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_batched_tokens=budget,
         num_pages=num_pages,
         dtype=resolve_dtype(config, on_gpu=on_gpu),
-        num_speculative_tokens=config.num_speculative_tokens or 0,
+        num_speculative_tokens=k,
         lookup=config.lookup,
         adaptive_drafts=adaptive,
         synthetic_acceptance_length=config.synthetic_acceptance_length,

@@ -24,7 +24,7 @@ _DOTTED = re.compile(rf"({'|'.join(FOLDERS)})(\.\w+)+")
 LAYERS = (
     ("pallas_kernels",),
     ("jaxspec.errors", "jaxspec.compat", "jaxspec.comm", "jaxspec.demo", "jaxspec.progress"),
-    ("jaxspec.pool", "jaxspec.lookup", "jaxspec.budget"),
+    ("jaxspec.pool", "jaxspec.lookup", "jaxspec.defaults"),
     ("jaxspec.config", "jaxspec.compile_cache", "jaxspec.chat_template"),
     ("jaxspec.models", "jaxspec.sampling", "jaxspec.speculative_config", "jaxspec.nodes"),
     ("jaxspec.engine",),

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from jaxspec.config import EngineConfig, Lookup
+from jaxspec.config import EngineConfig, Lookup, resolve
 from jaxspec.errors import ConfigError
 from jaxspec.llm import LLM
 from jaxspec.speculative_config import with_speculative_config
@@ -152,3 +152,25 @@ def test_an_unknown_option_is_named():
         LLM("demo", max_num_seq=4)
     with pytest.raises(ConfigError, match="unknown option 'zzz'"):
         LLM("demo", zzz=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "on_gpu", "by_load", "budget"),
+    [
+        ({}, True, True, 2048),
+        ({"speculative_method": "ngram"}, True, True, 2048),
+        ({"adaptive_speculation": False}, True, False, 4096),
+        ({"num_speculative_tokens": 0}, True, False, 4096),
+        ({"num_speculative_tokens": 0, "adaptive_speculation": True}, True, False, 4096),
+        ({"max_num_seqs": 1000}, True, True, 4096),  # 2048 would not hold their windows
+        ({"tensor_parallel_size": 2}, True, False, 4096),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, True, False, 4096),
+        ({"tensor_parallel_size": 2, "adaptive_speculation": True}, True, True, 2048),
+        ({}, False, False, 256),
+        ({"adaptive_speculation": True}, False, True, 256),
+    ],
+)
+def test_drafts_follow_the_load_by_default_on_one_gpu(options, on_gpu, by_load, budget):
+    config = EngineConfig(**{"num_speculative_tokens": 3, **options})
+    settings = resolve(config, model_max_position=4096, page_bytes=2**20, free_bytes=2**40, on_gpu=on_gpu)
+    assert (settings.adaptive_drafts, settings.max_num_batched_tokens) == (by_load, budget)

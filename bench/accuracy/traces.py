@@ -183,7 +183,8 @@ def run(arguments: argparse.Namespace) -> int:
                 options |= more
             config = EngineConfig(
                 dtype="float32", max_model_len=MOST_PROMPT + MOST_ANSWER, max_num_seqs=ROWS, max_num_batched_tokens=128,
-                num_speculative_tokens=choice.k, readout_depth=0, enable_prefix_caching=False, **options,
+                num_speculative_tokens=choice.k, adaptive_speculation=False, readout_depth=0, enable_prefix_caching=False,
+                **options,
             )  # fmt: skip
             engine, _ = build_engine(folder, config)
             runner = engine.runner

@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = resolve(
         EngineConfig(
             max_model_len=4096, max_num_seqs=most, num_gpu_blocks_override=2048, num_speculative_tokens=k,
-            max_num_batched_tokens=max(2048, arguments.prompt_tokens + most * (k + 1)),
+            adaptive_speculation=False, max_num_batched_tokens=max(2048, arguments.prompt_tokens + most * (k + 1)),
         ),
         model_max_position=model.config.max_position, page_bytes=0, free_bytes=0, on_gpu=True,
     )  # fmt: skip

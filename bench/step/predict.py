@@ -94,6 +94,7 @@ def memory(model: CausalLM, nextn: NextN | None, *, devices: int, max_num_seqs: 
             max_num_batched_tokens=8192,
             num_gpu_blocks_override=2,
             num_speculative_tokens=DRAFTED if nextn else 0,
+            adaptive_speculation=False,
         ),
         model_max_position=model.config.max_position,
         page_bytes=0,

@@ -64,6 +64,7 @@ class Runners:
                     enable_mixed_batch=mixed,
                     enable_prefix_caching=False,
                     num_speculative_tokens=drafts,
+                    adaptive_speculation=False,
                     synthetic_acceptance_length=1.0 if drafts else None,
                 ),
                 model_max_position=model.config.max_position,

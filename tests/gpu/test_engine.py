@@ -127,9 +127,12 @@ def test_no_bucket_needs_more_memory_than_the_largest(tmp_path, monkeypatch):
     assert stats["peak_bytes_in_use"] - pool <= stats["bytes_limit"] - free
 
 
-@pytest.mark.parametrize("draft", ["none", "mtp", "demo/eagle3-llama", "demo/eagle3-mla"])
-def test_demo_model_says_what_pytorch_said(draft, tmp_path, monkeypatch):
-    """Greedy, float32, against the recorded PyTorch run that `jaxspec demo` checks too; drafts with k = 3."""
+@pytest.mark.parametrize(
+    ("draft", "by_load"),
+    [("none", None), ("mtp", None), ("mtp", False), ("demo/eagle3-llama", False), ("demo/eagle3-mla", False)],
+)
+def test_demo_model_says_what_pytorch_said(draft, by_load, tmp_path, monkeypatch):
+    """Greedy, float32, against the recorded PyTorch run that `jaxspec demo` checks too; drafts with k = 3, also by load."""
     from convert.reference import read_record
     from jaxspec.llm import LLM
     from serve.demo import RECORD
@@ -141,11 +144,13 @@ def test_demo_model_says_what_pytorch_said(draft, tmp_path, monkeypatch):
     options = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128}
     k = 0 if draft == "none" else 3
     head = draft if draft.startswith("demo/") else None
-    llm = LLM("demo", dtype="float32", num_speculative_tokens=k, speculative_model=head, **options)
+    options |= {"num_speculative_tokens": k, "speculative_model": head, "adaptive_speculation": by_load}
+    llm = LLM("demo", dtype="float32", **options)
+    assert llm.engine.runner.settings.adaptive_drafts == (k > 0 and by_load is None)
     params = [SamplingParams(max_tokens=len(r.new_ids), temperature=0, ignore_eos=True, logprobs=0) for r in reference]
     completions = llm.generate([r.prompt_ids for r in reference], params)
     assert [c.ids for c in completions] == [r.new_ids for r in reference]
     for completion, r in zip(completions, reference, strict=True):
         np.testing.assert_allclose(completion.logprobs, r.logprobs, atol=1e-3)
-    if k:
+    if k and by_load is False:
         assert llm.engine.stats().acceptance.mean_length > 3.0

@@ -149,8 +149,8 @@ def test_the_demo_model_on_these_kernels(tmp_path, monkeypatch):
     logprobs, lengths = {}, {}
     for cache in ("auto", "fp8"):
         llm = LLM(
-            "demo", dtype="bfloat16", kv_cache_dtype=cache, num_speculative_tokens=3, max_model_len=512, max_num_seqs=4,
-            max_num_batched_tokens=256, enable_prefix_caching=False,
+            "demo", dtype="bfloat16", kv_cache_dtype=cache, num_speculative_tokens=3, adaptive_speculation=False,
+            max_model_len=512, max_num_seqs=4, max_num_batched_tokens=256, enable_prefix_caching=False,
         )  # fmt: skip
         engine = llm.engine
         for operation in ("kv_write", "mla_decode", "mla_prefill"):
