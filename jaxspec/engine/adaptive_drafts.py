@@ -46,6 +46,8 @@ PROBE_SHARE, PROBE_STEPS = 0.007, 3
 GAIN_SHARE = 0.5
 # Windows that what a probe saw counts for at most.
 PROBE_WEIGHT = 32.0
+# So many windows are learned from at once, unless a probe waits for them: it takes the host a part of a step of few rows.
+ENOUGH_TO_LEARN = 8
 # Fewer drafts are checked where they promise a rate within this factor of the best, each bucket of theirs at most once in so
 # many steps: a check costs what drafts would have gained in its steps, and those that the next step would have verified.
 CHECK_WITHIN, CHECK_EVERY = 1.25, 256
@@ -90,13 +92,15 @@ class AdaptiveDrafts:
         self._allowance = 0.0  # seconds that the next probe may cost
         self._pace = StepPace()
         self._chosen = 0  # steps
-        # Where nothing is drafted nothing is learned, and the host has little time: what is expected of requests is kept until
-        # more is known.
+        # The host has little time in steps of few rows: what was seen waits until it is enough, and what is expected of
+        # requests is kept until more is known.
+        self._unlearned = list[tuple[int, int, int]]()
         self._learned, self._expected = 0, Latest()
         # Of a check: its drafts and the steps that are left of it; and of each bucket the step of its latest one.
         self._check, self._check_left, self._checked_at = 0, 0, dict[Bucket, int]()
 
     def admitted(self, slot: int) -> None:
+        self._learn()  # of the slot's last request
         self._reached[slot] = self._hits[slot] = 0.0
         self._learned += 1
 
@@ -108,9 +112,13 @@ class AdaptiveDrafts:
         if len(choices) == 1 or not all(seconds.values()):
             return choices[-1]
         known: dict[int, float] = {k: value for k, value in seconds.items() if value}
+        if self._probe is not None or len(self._unlearned) >= ENOUGH_TO_LEARN:
+            self._learn()
         follows_from = (self._learned, self._current, tuple(load.slots), tuple(load.wanted))
-        tokens = self._expected.get(follows_from, lambda: self._tokens(load))
+        tokens: list[float] = self._expected.get(follows_from, lambda: self._tokens(load).tolist())
         drafts = self._best(load, tokens, known)
+        if load.prompts and drafts != self._current:  # there may be no such step with so many prompt tokens
+            return drafts
         fewer = self._checked(load, drafts, known, tokens)
         return self._probed(load, drafts, choices, known, tokens) if fewer is None else fewer
 
@@ -140,23 +148,24 @@ class AdaptiveDrafts:
         return None if self.costs is None else self.costs.bucket(max(load.rows, 1), drafts, full=load.full)
 
     def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
-        if not windows:
+        self._unlearned += windows
+
+    def _learn(self) -> None:
+        if not self._unlearned:
             return
         self._learned += 1
-        slots, verified, accepted = np.array(windows).T
+        slots, verified, accepted = np.array(self._unlearned).T
+        self._unlearned.clear()
         position = np.arange(self._most)
         reached = (verified[:, None] > position) & (accepted[:, None] >= position)
         hits = reached & (accepted[:, None] > position)
         self._change.add(reached, hits, self._estimates(slots)[:, 0])
-        # Only positions that were reached forget: what is known of the others is all there is.
-        kept = np.where(reached, 1 - 1 / HORIZON, 1.0)
-        self._reached[slots] = self._reached[slots] * kept + reached
-        self._hits[slots] = self._hits[slots] * kept + hits
-        counts, all_hits = reached.sum(axis=0), hits.sum(axis=0)
-        kept = np.exp(-counts / SHARED_HORIZON)
-        added = SHARED_HORIZON * (1 - kept) / np.maximum(counts, 1)
-        self._all_reached = self._all_reached * kept + added * counts
-        self._all_hits = self._all_hits * kept + added * all_hits
+        counts, sums = np.zeros_like(self._reached), np.zeros_like(self._hits)
+        np.add.at(counts, slots, reached)
+        np.add.at(sums, slots, hits)
+        self._reached, self._hits = _counted(self._reached, self._hits, counts, sums, HORIZON)
+        counts, sums = counts.sum(axis=0), sums.sum(axis=0)
+        self._all_reached, self._all_hits = _counted(self._all_reached, self._all_hits, counts, sums, SHARED_HORIZON)
         if self._probe is not None:
             self._allowance += GAIN_SHARE * self._probe.add(verified, reached, hits)
             self._judge(self._probe)
@@ -205,7 +214,7 @@ class AdaptiveDrafts:
         now = each[:, self._current, None]
         return len(slots) * now.sum() / (now / each).sum(axis=0)
 
-    def _best(self, load: Load, tokens: np.ndarray, seconds: dict[int, float]) -> int:
+    def _best(self, load: Load, tokens: Sequence[float], seconds: dict[int, float]) -> int:
         """The drafts with the most tokens, less what could be had elsewhere in the same time."""
         current = self._current
         rate = max(tokens[k] / value for k, value in seconds.items())
@@ -217,7 +226,7 @@ class AdaptiveDrafts:
             self._current = best
         return best
 
-    def _checked(self, load: Load, drafts: int, seconds: dict[int, float], tokens: np.ndarray) -> int | None:
+    def _checked(self, load: Load, drafts: int, seconds: dict[int, float], tokens: Sequence[float]) -> int | None:
         """Fewer drafts than `drafts`, where a check of them runs or begins."""
         if load.prompts or not load.slots:
             return None
@@ -240,7 +249,7 @@ class AdaptiveDrafts:
         return fewer
 
     def _probed(
-        self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float], tokens: np.ndarray
+        self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float], tokens: Sequence[float]
     ) -> int:
         """`drafts`, or more of them where a probe runs or begins."""
         probe = self._probe
@@ -255,6 +264,7 @@ class AdaptiveDrafts:
                 return drafts
             if self._allowance < PROBE_STEPS * (seconds[more[0]] - seconds[drafts]):
                 return drafts
+            self._learn()  # what was seen before is none of the probe's
             later = {k: value for k, value in seconds.items() if k >= drafts}
             token_seconds = seconds[drafts] / tokens[drafts]
             probe = self._probe = Probe(drafts, more[0], self._shared, later, MARGIN, token_seconds)
@@ -275,3 +285,13 @@ class AdaptiveDrafts:
             self._all_reached[at], self._all_hits[at] = scale * probe.reached[at], scale * probe.hits[at]
             self._reached[:, at] = self._hits[:, at] = 0.0
             self._change.accept()
+
+
+def _counted(
+    reached: np.ndarray, hits: np.ndarray, more_reached: np.ndarray, more_hits: np.ndarray, horizon: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both with what was seen since, of one shape. Only positions that were reached forget: what is known of the others is all
+    there is."""
+    kept = np.exp(-more_reached / horizon)
+    weight = horizon * (1 - kept) / np.maximum(more_reached, 1)
+    return reached * kept + weight * more_reached, hits * kept + weight * more_hits

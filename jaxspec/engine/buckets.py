@@ -1,6 +1,6 @@
 """The fixed shapes that a step may have. One table drives the batch builder, the warm-up and the compile cache."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -89,13 +89,15 @@ SIZES_OF_SEVERAL: dict[Variant, Sizes] = {
     "full": Sizes((1, 8, 32, None), ((256, 16), (256, None), (1024, None), (2048, None), (None, None))),
 }
 # Where the number of drafts changes from step to step: for steps with none, with one and with the most. As many as `SIZES` has
-# would be too many three times. These 24 lose at most 1.7 % against it, with and without prompts, by what steps of an H200
-# were measured to take (tests/engine/test_adaptive_table.py): rows of padding cost hardly anything, but tokens of padding half
-# of what a prompt's do. The first size of prompts is between the first two of `SIZES`, so that one prompt pads about as much.
+# would be too many three times. These 24 lose little against it, with and without prompts, by what steps of an H200 were
+# measured to take (tests/engine/test_adaptive_table.py). Many rows of padding cost hardly anything, but beside four rows 12 or
+# 28 of them cost 3 %, and tokens of padding half of what a prompt's do. The first size of prompts is between the first two of
+# `SIZES`, so that one prompt pads about as much. Steps with more prompt tokens take as long with one draft as with none, within
+# 1 %, so there are none without drafts.
 ADAPTIVE_SIZES = (
-    Sizes((1, 32, 64, None), ((384, None), (1024, None), (None, None))),
+    Sizes((1, 4, 32, 64, None), ((384, None),)),
     Sizes((1, 16, 32, 64, None), ((384, None), (1024, None), (None, None))),
-    Sizes((1, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
+    Sizes((1, 4, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
 )
 # Where no model drafts: what is looked up is mostly right at every position or at none, so there is no single draft, and steps
 # with none, which all rows have where nothing is found, are as near to a plain engine's as with none to change to.
@@ -187,8 +189,8 @@ def _decode(settings: Settings, sizes: Sizes, variant: Variant, drafts: int) -> 
 
 def _with_prompts(settings: Settings, sizes: Sizes, variant: Variant, drafts: int) -> set[Bucket]:
     most = settings.max_num_batched_tokens
-    shapes = [(most if tokens is None else tokens, rows) for tokens, rows in sizes.prompts]
-    return {_beside_prompts(settings, tokens, 8, variant, drafts, rows) for tokens, rows in shapes if tokens <= most}
+    shapes = {(most if tokens is None else min(tokens, most), rows) for tokens, rows in sizes.prompts}
+    return {_beside_prompts(settings, tokens, 8, variant, drafts, rows) for tokens, rows in shapes}
 
 
 def _beside_prompts(
@@ -200,17 +202,33 @@ def _beside_prompts(
     return Bucket(tokens, min(prompts, most), decode if settings.mixed else 0, variant, drafts)
 
 
-def draft_choices(table: tuple[Bucket, ...], *, prompts: bool, full: bool) -> tuple[int, ...]:
+def draft_choices(table: tuple[Bucket, ...], *, prompt_tokens: int, full: bool) -> tuple[int, ...]:
     """For which numbers of drafts there is a bucket for every plan of a kind, fewest first; never empty.
 
     Args:
-        prompts: the plan has prompt tokens. full: it needs the full sampler.
+        prompt_tokens: that the plan has at most. full: it needs the full sampler.
     """
-    kind = [b for b in table if b.prefill_tokens or not prompts]
-    tokens = max(b.prefill_tokens for b in kind) if prompts else 0
-    rows = max(b.decode_rows for b in kind if b.prefill_tokens >= tokens)
-    holds = (b for b in kind if b.prefill_tokens >= tokens and b.decode_rows >= rows)
-    return tuple(sorted({b.drafts for b in holds if b.variant == "full" or not full}))
+    holding = {k: tokens for k, tokens in most_prompt_tokens(table, full=full).items() if tokens or not prompt_tokens}
+    tokens = min(prompt_tokens, max(holding.values()))
+    return tuple(sorted(k for k, most in holding.items() if most >= tokens))
+
+
+def most_prompt_tokens(table: tuple[Bucket, ...], *, full: bool) -> dict[int, int]:
+    """By number of drafts, for those with a bucket for every plan without prompts: the most prompt tokens of a plan, which may
+    be 0, for which there always is one."""
+    usable = [b for b in table if b.variant == "full" or not full]
+    out = {}
+    for k in {b.drafts for b in usable}:
+        if not any(b.drafts == k and b.decode_rows >= _most_rows(table) for b in usable):
+            continue
+        beside = _most_rows([b for b in table if b.prefill_tokens])
+        tokens = (b.prefill_tokens for b in usable if b.drafts == k and b.prefill_tokens and b.decode_rows >= beside)
+        out[k] = max(tokens, default=0)
+    return out
+
+
+def _most_rows(table: Sequence[Bucket]) -> int:
+    return max((b.decode_rows for b in table), default=0)
 
 
 def choose_bucket(

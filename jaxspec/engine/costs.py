@@ -25,15 +25,20 @@ class StepCosts:
         context: int = 0,
         token_seconds: Mapping[int, float] | None = None,
     ):
-        self._context, self._token_seconds = context, dict(token_seconds or {})
+        self._context, token_seconds = context, token_seconds or {}
         assert all(value > 0 for value in seconds.values())
-        assert all(value >= 0 for value in self._token_seconds.values())
-        # Of each bucket: numbers of rows, ascending, and seconds.
+        assert all(value >= 0 for value in token_seconds.values())
         measured: dict[Bucket, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         for (bucket, rows), value in sorted(seconds.items()):
             measured[bucket][0].append(rows)
             measured[bucket][1].append(value)
-        self._measured = dict(measured)
+        # Every step asks: of each bucket the seconds by its busy rows, from none on, and what a token adds.
+        self._seconds: dict[Bucket, list[float]] = {
+            bucket: np.interp(np.arange(max(bucket.decode_rows, rows[-1]) + 1), rows, values).tolist()
+            for bucket, (rows, values) in measured.items()
+        }
+        unknown = max(token_seconds.values(), default=0.0)
+        self._token_seconds = {b.drafts: token_seconds.get(b.drafts, unknown) for b in measured}
         # (full, drafts) -> by decode rows, from one on: the bucket of the cheapest step that holds them.
         self._cheapest: dict[tuple[bool, int], list[Bucket]] = {}
         for full in (False, True):
@@ -63,11 +68,11 @@ class StepCosts:
 
     def seconds_in(self, bucket: Bucket, rows: int, tokens: int = 0) -> float | None:
         """Of a step in this bucket, if it was measured."""
-        if bucket not in self._measured:
+        if bucket not in self._seconds:
             return None
         further = max(tokens - rows * self._context, 0)
-        most = max(self._token_seconds.values(), default=0.0)
-        return self._seconds_in(bucket, rows) + self._token_seconds.get(bucket.drafts, most) * further
+        return self._seconds_in(bucket, rows) + self._token_seconds[bucket.drafts] * further
 
     def _seconds_in(self, bucket: Bucket, rows: int) -> float:
-        return float(np.interp(rows, *self._measured[bucket]))
+        by_rows = self._seconds[bucket]
+        return by_rows[min(rows, len(by_rows) - 1)]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxspec.config import Settings
-from jaxspec.engine.buckets import Bucket, draft_choices
+from jaxspec.engine.buckets import Bucket, draft_choices, most_prompt_tokens
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts, Load
 from jaxspec.engine.pages import PageAllocator
 from jaxspec.engine.plan import NO_ID, PrefillRow, StepPlan, joined, pages_needed
@@ -64,7 +64,6 @@ class Scheduler:
         admits: False from a preemption until a request ends, lest requests preempt each other in turn.
         snapshots: kept states, of a model that needs them to share prefixes.
         prefix_queries, prefix_hits: tokens looked up in the prefix cache, and found there.
-        draft_choices: numbers of drafts that a step may have, by whether it has prompt tokens and needs the full sampler.
     """
 
     def __init__(
@@ -94,16 +93,19 @@ class Scheduler:
         self._free_slots = list(range(first + settings.max_num_seqs, first, -1))
         prefill = [b for b in buckets if b.prefill_tokens]
         self._max_prefill_rows = min(b.prefill_rows for b in prefill)
-        self._max_prefill_tokens = max(b.prefill_tokens for b in prefill)
-        self.draft_choices = {
-            (prompts, full): draft_choices(buckets, prompts=prompts, full=full)
-            for prompts in (False, True)
-            for full in (False, True)
-        }
+        self._max_prefill_tokens = most_prompt_tokens(buckets, full=False)  # by drafts
+        self._buckets, self._draft_choices = buckets, dict[tuple[int, bool], tuple[int, ...]]()
 
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
+
+    def draft_choices(self, prompt_tokens: int, *, full: bool) -> tuple[int, ...]:
+        """The numbers of drafts that a step of so many prompt tokens, or fewer, may have."""
+        kind = min(prompt_tokens, self.settings.max_num_batched_tokens), full
+        if kind not in self._draft_choices:
+            self._draft_choices[kind] = draft_choices(self._buckets, prompt_tokens=kind[0], full=full)
+        return self._draft_choices[kind]
 
     @property
     def prompts(self) -> list[Request]:
@@ -143,13 +145,13 @@ class Scheduler:
 
         None where one lacks a page while steps are unread: the victim is known once all are read.
         """
-        budget = self.settings.max_num_batched_tokens
-        prefill = [] if self.settings.mixed or not prompts else self._plan_prefill(budget)
+        budget, most = self.settings.max_num_batched_tokens, self._max_prefill_tokens[drafts]
+        prefill = [] if self.settings.mixed or not prompts else self._plan_prefill(min(budget, most))
         decode = [] if prefill else self._plan_decode(ready, budget, drafts)
         if decode is None:
             return None
         if self.settings.mixed and prompts:
-            prefill = self._plan_prefill(budget - len(decode) * (drafts + 1))
+            prefill = self._plan_prefill(min(budget - len(decode) * (drafts + 1), most))
         return _Rows(prefill, decode)
 
     def commit(self, rows: "_Rows", drafts: int, *, needs_full: bool, split: bool) -> StepPlan:
@@ -269,7 +271,6 @@ class Scheduler:
 
     def _plan_prefill(self, budget: int) -> list[PrefillRow]:
         rows: list[PrefillRow] = []
-        budget = min(budget, self._max_prefill_tokens)
         found_pages = self.settings.max_pages  # that a step can tell the device of: see `InputLayout`
         started = sorted((r for r in self.running if r.state is RequestState.PREFILL), key=lambda r: r.order)
         for request in [*started, *self.waiting]:
@@ -438,12 +439,12 @@ def plan_step(
                 own.decode.extend(waited)
                 late = late or bool(waited)
     planned = [own or _Rows([], []) for own in rows]
-    prompts = any(own.prefill for own in planned)
-    if not prompts and not any(own.decode for own in planned):
+    if not any(own.prefill or own.decode for own in planned):
         return None
     needs_full = any(r.needs_full for own in planned for r in (*(row.request for row in own.prefill), *own.decode))
     # What prompts turned out to run may need a bucket that has no such windows: fewer drafts are always right.
-    drafts = _at_most(drafts, ranks[0].draft_choices[prompts, needs_full])
+    prompt_tokens = max(sum(row.length for row in own.prefill) for own in planned)
+    drafts = _at_most(drafts, ranks[0].draft_choices(prompt_tokens, full=needs_full))
     return joined(
         [rank.commit(own, drafts, needs_full=needs_full, split=late) for rank, own in zip(ranks, planned, strict=True)]
     )
@@ -451,13 +452,16 @@ def plan_step(
 
 def _choose_drafts(ranks: Sequence[Scheduler], ready: list[list[Request]], *, prompts: bool) -> int:
     """The number of drafts of the next step, of each rank's rows that may decode and, unless they wait, of prompts."""
-    begin = [r for rank in ranks for r in rank.prompts] if prompts else []
+    of_ranks = [rank.prompts if prompts else [] for rank in ranks]
+    begin = [r for own in of_ranks for r in own]
     if begin and not ranks[0].settings.mixed:
         ready = [[] for _ in ranks]
     decode = [r for own in ready for r in own]
     requests = [*decode, *begin]
     full = any(r.needs_full for r in requests)
-    choices = ranks[0].draft_choices[bool(begin), full]
+    # At most: the prefix cache may have some of them.
+    prompt_tokens = max(sum(r.prefill_target - r.computed for r in own) for own in of_ranks)
+    choices = ranks[0].draft_choices(prompt_tokens, full=full)
     if len(choices) == 1 or not requests:
         return choices[-1]
     return ranks[0].control.choose(

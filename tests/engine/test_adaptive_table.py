@@ -43,22 +43,26 @@ def seconds(bucket, rows, prompt_tokens):
 
 
 @cache
-def times(buckets, rows):
-    """Of buckets with one number of drafts: seconds of a step with so many prompts, from none on; None: of none at all.
+def times(table, k, rows):
+    """Seconds of a step with k drafts and so many prompts, from none on; None: where there is none at all.
 
-    Prompts of which some may need the largest step need one that holds any.
+    Prompts that are too many for such a step run in one with more drafts, whose tokens are not counted.
     """
-    holding = [b for b in buckets if b.decode_rows >= rows]
-    if not holding:
+    holding = sorted((b for b in table if b.drafts >= k and b.decode_rows >= rows), key=lambda b: b.drafts)
+    if not holding or holding[0].drafts != k:
         return None
-    out = [min(seconds(b, rows, 0) for b in holding)]
+    out = [min(seconds(b, rows, 0) for b in holding if b.drafts == k)]
     if max(b.prefill_tokens for b in holding) < GPU.max_num_batched_tokens:
         return out
     for sums in PROMPTS[1:]:
-        fitting = np.minimum(sums, GPU.max_num_batched_tokens - rows * holding[0].window).tolist()
-        each = [min(seconds(b, rows, n) for b in holding if b.prefill_tokens >= n) for n in fitting]
-        out.append(sum(each) / len(each))
+        fitting = np.minimum(sums, GPU.max_num_batched_tokens - rows * (k + 1)).tolist()
+        out.append(sum(_least(holding, rows, n) for n in fitting) / len(fitting))
     return out
+
+
+def _least(holding, rows, prompt_tokens):
+    fitting = [b for b in holding if b.prefill_tokens >= prompt_tokens]
+    return min(seconds(b, rows, prompt_tokens) for b in fitting if b.drafts == fitting[0].drafts)
 
 
 def rate(decode, mixed, rows, p, k, k_mixed):
@@ -76,10 +80,9 @@ def rate(decode, mixed, rows, p, k, k_mixed):
 
 def best(table, counts, *, prompts):
     """Tokens a second by rows and by probability, with the best of the numbers of drafts; 0 where none can run."""
-    of_counts = {k: tuple(b for b in table if b.drafts == k) for k in counts}
     out = np.zeros((len(ROWS), len(PROBABILITIES)))
     for (i, rows), (j, p) in itertools.product(enumerate(ROWS), enumerate(PROBABILITIES)):
-        known = {k: times(buckets, rows) for k, buckets in of_counts.items()}
+        known = {k: times(table, k, rows) for k in counts}
         alone = {k: each for k, each in known.items() if each}
         beside = {k: each for k, each in alone.items() if len(each) > 1}
         if prompts:
@@ -114,8 +117,7 @@ def test_where_no_model_drafts_steps_without_drafts_are_a_plain_engine_s():
     assert {b.drafts for b in table} == {0, K}
     assert len(table) <= 24
     for k in (0, K):
-        buckets = tuple(b for b in table if b.drafts == k)
-        found = {rows: times(FIXED[k], rows)[0] / times(buckets, rows)[0] for rows in ROWS}
+        found = {rows: times(FIXED[k], k, rows)[0] / times(table, k, rows)[0] for rows in ROWS}
         assert min(found.values()) >= 0.97
         assert min(found[rows] for rows in (1, 4, 32, 64, 128)) == 1
 

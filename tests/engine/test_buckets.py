@@ -163,6 +163,24 @@ def test_what_cannot_begin_is_no_prompt_of_the_next_step(scarce):
     assert [load.prompts for load in control.loads] == [True, False, False, True]
 
 
+def test_prompts_that_no_step_without_drafts_holds_run_beside_one_draft():
+    """Requests that want none. A prompt that comes when the drafts have been chosen is cut to what such a step holds."""
+    settings = replace(GPU, num_speculative_tokens=3, adaptive_drafts=True)
+    scheduler = Scheduler(settings, bucket_table(settings), control=FixedDrafts(0))
+    for i, length in enumerate((300, 100, 300, 300)):
+        request = Request(str(i), [0] * length, GREEDY, arrival_time=float(i))
+        request.max_total = length + OUTPUT
+        scheduler.add(request)
+    assert scheduler.draft_choices(384, full=True) == (0, 1, 3)
+    assert scheduler.draft_choices(385, full=True) == scheduler.draft_choices(10**6, full=True) == (1, 3)
+    late = scheduler.plan_rows([], 0, prompts=True)
+    assert [row.length for row in late.prefill] == [300, 84]
+    scheduler.dispatched(scheduler.commit(late, 0, needs_full=False, split=False))
+    plan = scheduler.plan()
+    assert ([row.length for row in plan.prefill], len(plan.decode), plan.drafts) == ([16, 300, 300], 1, 1)
+    assert plan.verified == (0,)
+
+
 def test_texts_do_not_depend_on_the_table():
     """Many buckets or few: each step's array says the same."""
     few = Settings(

@@ -1,5 +1,6 @@
 """How many KV pages fit: the largest steps run with a small pool, and pages get what they leave."""
 
+import itertools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -51,19 +52,18 @@ def test_tables_of_buckets(seqs, budget, mixed, on_gpu, drafts, adaptive):
             and a.drafts >= b.drafts and (a.variant == "full" or b.variant == "lean")
             for a in largest
         )  # fmt: skip
-    for prompts in (False, True):
-        for full in (False, True):
-            choices = draft_choices(table, prompts=prompts, full=full)
-            for k in choices:  # raises where there is none
-                rows = 0 if prompts and not mixed else seqs
-                sizes = {"prefill_tokens": budget * prompts, "prefill_rows": int(prompts), "decode_rows": rows}
-                choose_bucket(table, **sizes, full=full, drafts=k)
-            if not adaptive:
-                assert choices == (drafts,)
-            elif not prompts and not full:
-                assert choices == tuple(sorted({0, 1, drafts}))
-            else:
-                assert choices[0] == 0
+    for tokens, full in itertools.product({0, 1, min(384, budget), min(385, budget), budget}, (False, True)):
+        choices = draft_choices(table, prompt_tokens=tokens, full=full)
+        for k in choices:  # raises where there is none
+            rows = 0 if tokens and not mixed else seqs
+            sizes = {"prefill_tokens": tokens, "prefill_rows": min(tokens, 1), "decode_rows": rows}
+            choose_bucket(table, **sizes, full=full, drafts=k)
+        if not adaptive:
+            assert choices == (drafts,)
+        elif tokens <= 384 or not on_gpu:
+            assert choices == tuple(sorted({0, 1, drafts}))
+        else:  # with so many prompt tokens steps with one draft take as long as with none
+            assert choices == tuple(sorted({1, drafts}))
 
 
 @dataclass
