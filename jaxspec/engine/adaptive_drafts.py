@@ -48,8 +48,9 @@ GAIN_SHARE = 0.5
 PROBE_WEIGHT = 32.0
 # So many windows are learned from at once, unless a probe waits for them: it takes the host a part of a step of few rows.
 ENOUGH_TO_LEARN = 8
-# Fewer drafts are checked where they promise a rate within this factor of the best, each bucket of theirs at most once in so
-# many steps: a check costs what drafts would have gained in its steps, and those that the next step would have verified.
+# Fewer drafts are checked where they promise a rate within this factor of the best, by what is known or by what was measured,
+# each bucket of theirs at most once in so many steps: a check costs what drafts would have gained in its steps, and those that
+# the next step would have verified.
 CHECK_WITHIN, CHECK_EVERY = 1.25, 256
 
 
@@ -234,19 +235,20 @@ class AdaptiveDrafts:
             self._check_left -= 1
             return self._check
         self._check_left = 0
-        rates = {k: tokens[k] / value for k, value in seconds.items() if k <= drafts}
-        best = rates.pop(drafts)
-        if not rates or self._probe is not None or not self._pace.is_steady:
+        if drafts == min(seconds) or self._probe is not None or not self._pace.is_steady:
             return None
-        fewer = max(rates, key=lambda k: rates[k])
-        bucket = self._bucket(load, fewer)
-        if bucket is None or CHECK_WITHIN * rates[fewer] < best:
+        buckets = {k: self._bucket(load, k) for k in seconds if k <= drafts}
+        rates = {k: tokens[k] / seconds[k] for k in buckets}
+        as_measured = {k: rates[k] * self._pace.factor(bucket) for k, bucket in buckets.items() if bucket}
+        near = [k for k in (_best_of_fewer(drafts, rates), _best_of_fewer(drafts, as_measured)) if k is not None]
+        bucket = buckets[near[0]] if near else None
+        if bucket is None:
             return None
         if bucket in self._checked_at and self._chosen - self._checked_at[bucket] < CHECK_EVERY:
             return None
         self._checked_at[bucket] = self._chosen
-        self._check, self._check_left = fewer, FIRST - 1
-        return fewer
+        self._check, self._check_left = near[0], FIRST - 1
+        return near[0]
 
     def _probed(
         self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float], tokens: Sequence[float]
@@ -295,3 +297,9 @@ def _counted(
     kept = np.exp(-more_reached / horizon)
     weight = horizon * (1 - kept) / np.maximum(more_reached, 1)
     return reached * kept + weight * more_reached, hits * kept + weight * more_hits
+
+
+def _best_of_fewer(drafts: int, rates: dict[int, float]) -> int | None:
+    """The best of fewer than `drafts`, if its rate is near theirs."""
+    fewer = max((k for k in rates if k < drafts), key=lambda k: rates[k])
+    return fewer if CHECK_WITHIN * rates[fewer] >= rates[drafts] else None

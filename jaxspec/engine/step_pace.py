@@ -1,14 +1,15 @@
 """How long steps take beside what they were measured to: on this host, with these texts, as they run."""
 
 import math
-from collections import Counter, deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 
 from jaxspec.engine.buckets import Bucket
 
 # Steps of a bucket in a row that count, and the first of these, which show how it differs from the bucket before it.
 LATEST, FIRST = 16, 4
-# The part of what is known of a bucket's difference that the steps of a later visit replace, at least.
-REPLACED = 0.2
+# Visits of a bucket that count for its difference.
+VISITS = 5
 
 
 class StepPace:
@@ -16,13 +17,14 @@ class StepPace:
 
     What disturbs the host, and which experts tokens reach, change steps of every bucket alike, from one minute to the next;
     what was measured wrongly, or comes with windows only, changes one bucket's. So steps in a row in one bucket show what
-    changes for all, and the first ones after another bucket's in what the two differ.
+    changes for all, and the first ones after another bucket's in what the two differ. Whatever disturbs a few steps makes
+    them longer, never shorter: the shorter half of steps counts, and of an even number of visits the lower middle one.
     """
 
     def __init__(self) -> None:
-        # Logarithms of a factor that all buckets share, and of each one's own.
+        # Logarithms of a factor that all buckets share, and of each one's own: what its latest visits showed, and their middle.
         self._shared, self._own = 0.0, dict[Bucket, float]()
-        self._visits = Counter[Bucket]()
+        self._visits = defaultdict[Bucket, deque[float]](lambda: deque(maxlen=VISITS))
         self._bucket: Bucket | None = None
         self._count = 0  # of steps in a row in this bucket
         self._latest = deque[float](maxlen=LATEST)
@@ -44,18 +46,16 @@ class StepPace:
         self._latest.append(math.log(ratio))
         if self._count < FIRST:
             return
-        level = _middle(self._latest)
+        level = _undisturbed(self._latest)
         if self._count == FIRST and self._own:
-            self._visits[bucket] += 1
-            known = self._own.get(bucket, 0.0)
-            replaced = max(1 / self._visits[bucket], REPLACED)
-            self._own[bucket] = known + replaced * (level - self._shared - known)
+            visits = self._visits[bucket]
+            visits.append(level - self._shared)
+            self._own[bucket] = sorted(visits)[(len(visits) - 1) // 2]
         else:
             self._shared = level - self._own.setdefault(bucket, 0.0)
 
 
-def _middle(values: deque[float]) -> float:
-    """The mean without the lowest and the highest quarter: single steps may be disturbed."""
-    cut = len(values) // 4
-    kept = sorted(values)[cut : len(values) - cut]
+def _undisturbed(values: Sequence[float]) -> float:
+    """The mean of the lower half."""
+    kept = sorted(values)[: (len(values) + 1) // 2]
     return sum(kept) / len(kept)
