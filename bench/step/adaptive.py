@@ -44,6 +44,7 @@ from bench.step.engines import executables, warm_up
 from jaxspec.compile_cache import open_store
 from jaxspec.config import EngineConfig, Settings, np_dtype, pages_for, resolve, resolve_dtype
 from jaxspec.engine.acceptance import probability_for
+from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.request import Request
 from jaxspec.engine.runner import Runner
@@ -269,6 +270,15 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {**runs[rates.index(median)], "tokens_per_s": round(median, 1), "tokens_per_s_of_runs": of_runs}
 
 
+def _measured_costs(engine: Engine) -> dict[str, dict[str, float]]:
+    """Milliseconds by which the adaptive engine chooses, of each bucket by its busy decode rows."""
+    out: dict[str, dict[str, float]] = {}
+    if isinstance(engine.control, AdaptiveDrafts) and engine.control.costs is not None:
+        for (bucket, rows), seconds in sorted(engine.control.costs.measured.items()):
+            out.setdefault(str(bucket), {})[str(rows)] = round(1e3 * seconds, 3)
+    return out
+
+
 def judged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The lowest share of the best, where it is, and whether it reaches the gate."""
     lowest = min(results, key=lambda each: each["adaptive_of_best"])
@@ -320,7 +330,9 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
         raise ConfigError(f"--merge: two parts have {min(map(str, doubled))}")
     kept = {name: parts[0][name] for name in ("model", "sizes", "drafts", "seconds_of_a_measurement")}
     return kept | {
-        "parts": [{name: part[name] for name in ("command", "environment")} for part in parts],
+        "parts": [
+            {name: part[name] for name in ("command", "environment", "step_ms") if name in part} for part in parts
+        ],
         "results": results,
     }
 
@@ -370,6 +382,7 @@ def run(arguments: argparse.Namespace) -> int:
         "drafts": arguments.tokens,
         "seconds_of_a_measurement": arguments.seconds,
         **executables(engines.values()),
+        "step_ms": _measured_costs(engines[ADAPTIVE]),
         "results": results,
     }
     for number, load, found in _measurements(engines, sizes, arguments):

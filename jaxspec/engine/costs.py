@@ -17,6 +17,9 @@ class StepCosts:
         context: tokens of each decode row in these steps.
         token_seconds: what each further one adds to a step, by the number of its drafts: it is read once, but every token of
             a window attends to it. Where that is not known yet it is the most of those that are.
+
+    Attributes:
+        measured: the seconds that it was given.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class StepCosts:
         self._context, token_seconds = context, token_seconds or {}
         assert all(value > 0 for value in seconds.values())
         assert all(value >= 0 for value in token_seconds.values())
+        self.measured = seconds
         measured: dict[Bucket, tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
         for (bucket, rows), value in sorted(seconds.items()):
             measured[bucket][0].append(rows)

@@ -94,6 +94,8 @@ def test_loads_have_their_lengths(tmp_path, capsys, monkeypatch):
     result = json.loads(out.read_text())
     assert code == (0 if result["gate"]["met"] else 1)
     assert kept == [0] * 4 + [1] * 3 + [2] * 3  # loads that the record had before each measurement
+    assert {rows for of_bucket in result["step_ms"].values() for rows in of_bucket} == {"1", "2"}
+    assert all(ms > 0 for of_bucket in result["step_ms"].values() for ms in of_bucket.values())
     loads = {each["load"]: each["engines"] for each in result["results"]}
     assert list(loads) == [2.2, "mixed", "switched"]
     for engines in loads.values():

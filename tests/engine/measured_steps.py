@@ -25,6 +25,9 @@ DRAFTED = 3
 FULL_MS = 0.03
 # The part of what a prompt token costs that one of padding costs too: 4.5 of 9.4 us, by 1 and 4 prompts in a bucket (020cef3).
 PADDED = 0.47
+# What a step of few live rows takes longer in a bucket of more rows: four requests had 0.950 to 0.969 of the fixed engines'
+# tokens a second in steps of 16 and 32 rows, those of eight 0.986 to 1.003 (`bench adaptive`, a9f4546).
+FEW_ROWS, FEW_PADDED_MS = 4, 0.15
 
 # What prompts of a load add to steps beside those of the record, which are of equal length and begin together: by the tokens a
 # second of fixed numbers of drafts in `bench adaptive` (78ffa9a), 1.5 to 1.7 at 128 rows.
@@ -116,7 +119,8 @@ class MeasuredSteps:
 
     def _decode_ms(self, rows: int, live: int, drafts: int) -> float:
         whole, reads = self._figures(rows, drafts)
-        return float(whole - reads + self._figures(max(live, 1), drafts)[1])
+        ms = float(whole - reads + self._figures(max(live, 1), drafts)[1])
+        return ms + FEW_PADDED_MS * (live <= FEW_ROWS < rows)
 
     def _seconds(self, bucket: Bucket, rows: int | None = None, prompt_tokens: int | None = None) -> float:
         """Of a step with so many live decode rows and prompt tokens; by default with all that the bucket holds."""

@@ -33,8 +33,9 @@ STEPS = {
     "dear": MeasuredSteps({0: 1.0, 1: 1.6, 3: 2.8}),
 }
 LENGTHS = (1.0, 1.5, 2.2, 3.0)
-# The second of hosts that stutter: single steps take 5 % more or less, one in fifty four times as long.
-BOUND, STUTTERING_BOUND = 0.97, 0.94
+# The second of hosts that stutter: single steps take 5 % more or less, one in fifty four times as long. The third where one draft
+# takes 1.6 times as long as none, beside prompts too: more than 384 tokens of these have no step without.
+BOUND, STUTTERING_BOUND, DEAR_BOUND = 0.97, 0.94, 0.945
 # Tokens of prompts and of answers, as `bench adaptive` has them.
 PROMPT, OUTPUT = (128, 384), (128, 384)
 FIXED = {k: bucket_table(replace(GPU, num_speculative_tokens=k)) for k in COUNTS}
@@ -178,7 +179,7 @@ def test_throughput(name, rows, case):
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "rows", "case", "late"), EVERY)
 def test_throughput_everywhere(name, rows, case, late):
-    assert ratio(name, rows, case, late=late) >= BOUND
+    assert ratio(name, rows, case, late=late) >= (DEAR_BOUND if name == "dear" else BOUND)
 
 
 @pytest.mark.slow

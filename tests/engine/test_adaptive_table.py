@@ -104,11 +104,11 @@ def shares(table):
 
 
 def test_little_is_lost():
-    """The least are four requests with three drafts, which run in steps of 16 rows."""
+    """The least are four requests with one draft, which run in steps of 16 rows."""
     assert len(ADAPTIVE) == 24
     of_best = shares(ADAPTIVE)
-    assert of_best.min() >= 0.983
-    assert np.minimum(of_best, 1).mean() >= 0.998
+    assert of_best.min() >= 0.979
+    assert np.minimum(of_best, 1).mean() >= 0.9975
 
 
 def test_where_no_model_drafts_steps_without_drafts_are_a_plain_engine_s():
@@ -139,4 +139,4 @@ def test_no_exchange_loses_less():
     for less in set(ADAPTIVE) - kept:
         for more in set(candidates()) - set(ADAPTIVE):
             other = (set(ADAPTIVE) - {less}) | {more}
-            assert shares(tuple(sorted(other))).min() <= worst + 0.002, (less, more)
+            assert shares(tuple(sorted(other))).min() <= worst + 0.004, (less, more)
