@@ -4,9 +4,10 @@
 def drafts_by_load(devices: int, *, on_gpu: bool) -> bool:
     """Whether each step's number of drafts is chosen.
 
-    On one GPU it is within a few percent of the best fixed number of drafts at nearly every load that was measured, where always
-    three can be 40 % slower than none (docs/speculation.md, "Drafting that follows the load"). Several GPUs were not measured,
-    and there all steps would have the sampler that knows every parameter. A CPU would compile three times as many steps.
+    On one GPU it is within a few percent of the best fixed number of drafts at nearly every load that was measured, where
+    always three can be 40 % slower than none (docs/speculation.md, "Drafting that follows the load"). Several GPUs were not
+    measured, and there all steps would have the sampler that knows every parameter. A CPU would compile three times as many
+    steps.
     """
     return on_gpu and devices == 1
 

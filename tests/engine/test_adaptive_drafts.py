@@ -33,8 +33,8 @@ STEPS = {
     "dear": MeasuredSteps({0: 1.0, 1: 1.6, 3: 2.8}),
 }
 LENGTHS = (1.0, 1.5, 2.2, 3.0)
-# The second of hosts that stutter: single steps take 5 % more or less, one in fifty four times as long. The third where one draft
-# takes 1.6 times as long as none, beside prompts too: more than 384 tokens of these have no step without.
+# The second of hosts that stutter: single steps take 5 % more or less, one in fifty four times as long. The third where one
+# draft takes 1.6 times as long as none, beside prompts too: more than 384 tokens of these have no step without.
 BOUND, STUTTERING_BOUND, DEAR_BOUND = 0.97, 0.94, 0.945
 # Tokens of prompts and of answers, as `bench adaptive` has them.
 PROMPT, OUTPUT = (128, 384), (128, 384)
