@@ -27,8 +27,10 @@ RECORD = Path(jaxspec.__file__).parent / "demo" / "reference.npz"
 SHOWN = 2
 RULE = "-" * 80
 # One request at a time: that is what a single user sees, and few rows need few and small buckets. float32, because
-# texts are compared token by token.
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+# texts are compared token by token. Every step has all drafts, which is what is shown.
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 512, "max_num_seqs": 1, "max_num_batched_tokens": 64, "adaptive_speculation": False,
+}  # fmt: skip
 DECODERS: dict[str, dict[str, Any]] = {
     "plain decoding": {"num_speculative_tokens": 0},
     "MTP layer": {"num_speculative_tokens": 3},
