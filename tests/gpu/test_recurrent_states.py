@@ -54,7 +54,12 @@ def test_plain_xla_has_to_be_asked_for(tmp_path, variant):
 def test_the_decode_kernel_gives_the_text_of_plain_xla(tmp_path, variant):
     """In float32, with n-grams, so that windows are replayed. The rest of the layers is plain XLA in both."""
     folder, prompts = write_folder(tmp_path, variant, **REAL_WIDTHS[variant]), [[7, 8, 9] * 5, [11, 12]]
-    drafts = {"num_speculative_tokens": 3, "speculative_method": "ngram", "adaptive_speculation": False, "dtype": "float32"}
+    drafts = {
+        "num_speculative_tokens": 3,
+        "speculative_method": "ngram",
+        "adaptive_speculation": False,
+        "dtype": "float32",
+    }
     want, got = (
         [c.ids for c in LLM(folder, attention_backend=backend, **drafts, **OPTIONS).generate(prompts, GREEDY)]
         for backend in ("reference", "auto")
