@@ -109,19 +109,19 @@ class AdaptiveDrafts:
         ceiling = at_least(load.most, load.choices)
         choices = [k for k in load.choices if k <= ceiling]
         self._chosen += 1
-        seconds = {k: self._seconds(load, k) for k in choices}
-        if len(choices) == 1 or not all(seconds.values()):
-            return choices[-1]
-        known: dict[int, float] = {k: value for k, value in seconds.items() if value}
         if self._probe is not None or len(self._unlearned) >= ENOUGH_TO_LEARN:
             self._learn()
+        buckets = self._buckets(load, choices)
+        if len(choices) == 1 or len(buckets) < len(choices):
+            return choices[-1]
+        seconds = {k: self._seconds(load, bucket) for k, bucket in buckets.items()}
         follows_from = (self._learned, self._current, tuple(load.slots), tuple(load.wanted))
         tokens: list[float] = self._expected.get(follows_from, lambda: self._tokens(load).tolist())
-        drafts = self._best(load, tokens, known)
+        drafts = self._best(load, tokens, seconds)
         if load.prompts and drafts != self._current:  # there may be no such step with so many prompt tokens
             return drafts
-        fewer = self._checked(load, drafts, known, tokens)
-        return self._probed(load, drafts, choices, known, tokens) if fewer is None else fewer
+        fewer = self._checked(load, drafts, buckets, seconds, tokens)
+        return self._probed(load, drafts, choices, seconds, tokens) if fewer is None else fewer
 
     def took(self, bucket: Bucket, rows: int, tokens: int, seconds: float) -> None:
         """A step without prompts was read so long after the one before it, when it had been planned already.
@@ -133,20 +133,21 @@ class AdaptiveDrafts:
         if expected and seconds > 0:  # a clock may be coarse
             self._pace.observe(bucket, seconds / expected)
 
-    def _seconds(self, load: Load, drafts: int) -> float | None:
-        """Of such a step, as steps in its bucket are lately; None where that is not known.
+    def _buckets(self, load: Load, choices: Sequence[int]) -> dict[int, Bucket]:
+        """Those that such steps run in, of the numbers of drafts of which one was measured."""
+        if self.costs is None:
+            return {}
+        found = {k: self.costs.bucket(max(load.rows, 1), k, full=load.full) for k in choices}
+        return {k: bucket for k, bucket in found.items() if bucket is not None}
+
+    def _seconds(self, load: Load, bucket: Bucket) -> float:
+        """Of such a step, as steps in its bucket are lately.
 
         Prompts beside its decode rows are left out: they take about as long beside any number of drafts.
         """
-        bucket = self._bucket(load, drafts)
-        if self.costs is None or bucket is None:
-            return None
-        seconds = self.costs.seconds(max(load.rows, 1), drafts, tokens=load.tokens, full=load.full)
-        return seconds and seconds * self._pace.factor(bucket)
-
-    def _bucket(self, load: Load, drafts: int) -> Bucket | None:
-        """That such a step runs in, if one was measured."""
-        return None if self.costs is None else self.costs.bucket(max(load.rows, 1), drafts, full=load.full)
+        seconds = self.costs and self.costs.seconds_in(bucket, max(load.rows, 1), load.tokens)
+        assert seconds  # it is one of those that were measured
+        return seconds * self._pace.factor(bucket)
 
     def observe(self, windows: Sequence[tuple[int, int, int]]) -> None:
         self._unlearned += windows
@@ -227,7 +228,14 @@ class AdaptiveDrafts:
             self._current = best
         return best
 
-    def _checked(self, load: Load, drafts: int, seconds: dict[int, float], tokens: Sequence[float]) -> int | None:
+    def _checked(
+        self,
+        load: Load,
+        drafts: int,
+        buckets: dict[int, Bucket],
+        seconds: dict[int, float],
+        tokens: Sequence[float],
+    ) -> int | None:
         """Fewer drafts than `drafts`, where a check of them runs or begins."""
         if load.prompts or not load.slots:
             return None
@@ -237,18 +245,19 @@ class AdaptiveDrafts:
         self._check_left = 0
         if drafts == min(seconds) or self._probe is not None or not self._pace.is_steady:
             return None
-        buckets = {k: self._bucket(load, k) for k in seconds if k <= drafts}
-        rates = {k: tokens[k] / seconds[k] for k in buckets}
-        as_measured = {k: rates[k] * self._pace.factor(bucket) for k, bucket in buckets.items() if bucket}
-        near = [k for k in (_best_of_fewer(drafts, rates), _best_of_fewer(drafts, as_measured)) if k is not None]
-        bucket = buckets[near[0]] if near else None
-        if bucket is None:
+        rates = {k: tokens[k] / value for k, value in seconds.items() if k <= drafts}
+        fewer = _best_of_fewer(drafts, rates)
+        if fewer is None:
+            as_measured = {k: rate * self._pace.factor(buckets[k]) for k, rate in rates.items()}
+            fewer = _best_of_fewer(drafts, as_measured)
+        if fewer is None:
             return None
+        bucket = buckets[fewer]
         if bucket in self._checked_at and self._chosen - self._checked_at[bucket] < CHECK_EVERY:
             return None
         self._checked_at[bucket] = self._chosen
-        self._check, self._check_left = near[0], FIRST - 1
-        return near[0]
+        self._check, self._check_left = fewer, FIRST - 1
+        return fewer
 
     def _probed(
         self, load: Load, drafts: int, choices: list[int], seconds: dict[int, float], tokens: Sequence[float]

@@ -444,3 +444,14 @@ def test_what_one_disturbed_check_showed_is_checked_again():
         control.took(bucket, 16, 0, control.costs.seconds_in(bucket, 16) * (3 if disturbed else 1))
         control.observe([(slot, K, (slot + step) % 20 == 0) for slot in slots] if k else [])
     assert len(seen) > CHECK_EVERY  # 1.05 tokens in 1.08 steps' time: none is better
+
+
+@pytest.mark.parametrize("choices", [COUNTS, (K,)])
+def test_what_is_seen_is_learned_without_costs_too(choices):
+    """Nothing piles up while steps are not measured yet, or where there is one number of drafts."""
+    control, slots = AdaptiveDrafts(K, 17), list(range(1, 17))
+    for _ in range(200):
+        assert control.choose(load(slots, choices)) == K
+        control.observe([(slot, K, 0) for slot in slots])
+    control.costs = costs("cheap")
+    assert control.choose(load(slots)) == 0
