@@ -4,31 +4,24 @@ Everything that can be refused is refused before the status line is sent: a stre
 accepted the request.
 """
 
-import asyncio
-import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from serve.admission import Reservation
-from serve.connection import SEND_KEY
+from serve.disconnect import until_disconnect
 from serve.engine_thread import EngineThread
-from serve.errors import ApiError, as_api_error
+from serve.errors import ApiError
+from serve.event_stream import EventStream, StreamWriter
 from serve.generation import Choice, Delta, Generation
 from serve.middleware import CLIENT_GONE
 from serve.protocol import GenerationBody, Usage
 
-T = TypeVar("T")
-logger = logging.getLogger("jaxspec.serve")
-
-# Proxies close idle connections, and a long prompt may take longer than they wait.
-PING_SECONDS = 15.0
+_DONE = b"data: [DONE]\n\n"
 
 
 class Format(Protocol):
@@ -68,9 +61,7 @@ async def answer(
     """
     if body.stream:
         head = {**form.head(chunk=True), **synthetic_mark(engine)}
-        return await stream_answer(
-            engine, request, choices, reservation, lambda generation: _events(generation, body, form, head)
-        )
+        return await stream_answer(engine, request, choices, reservation, _ChunkWriter(choices, body, form, head))
 
     def written(whole: list[Delta]) -> dict[str, Any]:
         head = {**form.head(chunk=False), **synthetic_mark(engine)}
@@ -98,13 +89,13 @@ async def stream_answer(
     request: Request,
     choices: Sequence[Choice],
     reservation: Reservation,
-    events: Callable[[Generation], AsyncGenerator[bytes, None]],
+    writer: StreamWriter,
 ) -> Response:
-    """Starts the choices, and answers with the events that `events` makes of their output."""
+    """Starts the choices, and answers with the events that `writer` makes of their output."""
     generation = await _accepted(engine, request, choices, reservation)
     if generation is None:
         return Response(status_code=CLIENT_GONE)
-    return EventStream(engine, generation, events(generation))
+    return EventStream(engine, generation, writer)
 
 
 async def _accepted(
@@ -132,24 +123,6 @@ def synthetic_mark(engine: EngineThread) -> dict[str, Any]:
     return {} if length is None else {"synthetic_acceptance_length": length}
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Runs `work` while the client is there; cancels it and returns None as soon as the client has gone."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _collect(engine: EngineThread, choices: Sequence[Choice], reservation: Reservation) -> list[Delta]:
     generation = await engine.submit(choices, reservation)
     try:
@@ -158,76 +131,43 @@ async def _collect(engine: EngineThread, choices: Sequence[Choice], reservation:
         engine.release(generation)
 
 
-class EventStream(Response):
-    """Server-sent events. Sending waits for the client's side, and meanwhile the engine's output is merged."""
+class _ChunkWriter:
+    """A `StreamWriter` in OpenAI's form.
 
-    media_type = "text/event-stream"
+    Args:
+        head: fields of every chunk.
+    """
 
-    def __init__(self, engine: EngineThread, generation: Generation, events: AsyncGenerator[bytes, None]):
-        self.status_code = 200
-        self.background = None
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._engine = engine
-        self._generation = generation
-        self._events = events
+    ping = b": ping\n\n"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await until_disconnect(receive, self._send_events(send, scope.get(SEND_KEY)))
-        finally:
-            self._engine.release(self._generation)
-            await self._events.aclose()
+    def __init__(self, choices: Sequence[Choice], body: GenerationBody, form: Format, head: dict[str, Any]):
+        self._choices, self._form, self._choices_per_prompt = choices, form, body.choices
+        self._options, self._head = body.stream_options, to_json(head)[:-1]
+        self._continuous = bool(self._options and self._options.continuous_usage_stats)
 
-    async def _send_events(self, send: Send, send_event: Callable[[bytes], Coroutine[Any, Any, None]] | None) -> None:
-        async def through_send(event: bytes) -> None:  # where the connection is another server's
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+    def opening(self) -> Iterator[bytes]:
+        for choice in self._choices:
+            if (first := self._form.opening(choice)) is not None:
+                yield self._chunk([first], with_usage=self._continuous)
 
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        send_event = send_event or through_send
-        async for event in self._events:
-            await send_event(event)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    def add(self, choice: Choice, delta: Delta) -> Iterator[bytes]:
+        for written in self._form.chunks(choice, delta):
+            yield self._chunk([written], with_usage=self._continuous)
 
+    def ending(self) -> Iterator[bytes]:
+        if self._options and self._options.include_usage:
+            yield self._chunk([], with_usage=True)
+        yield _DONE
 
-async def _events(
-    generation: Generation, body: GenerationBody, form: Format, head: dict[str, Any]
-) -> AsyncGenerator[bytes, None]:
-    options, opening = body.stream_options, to_json(head)[:-1]
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield b"data: %b\n\n" % to_json(error.body())
+        yield _DONE
 
-    def chunk(choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
+    def _chunk(self, choices: list[dict[str, Any]], *, with_usage: bool) -> bytes:
         usage = b""
-        if options:
-            usage = b',"usage":%b' % to_json(_usage(generation.choices, body.choices) if with_usage else None)
-        return b'data: %b,"choices":%b%b}\n\n' % (opening, to_json(choices), usage)
-
-    continuous = bool(options and options.continuous_usage_stats)
-    try:
-        for choice in generation.choices:
-            if (first := form.opening(choice)) is not None:
-                yield chunk([first], with_usage=continuous)
-        async with aclosing(with_pings(generation)) as deltas:
-            async for news in deltas:
-                if news is None:
-                    yield b": ping\n\n"
-                    continue
-                for written in form.chunks(*news):
-                    yield chunk([written], with_usage=continuous)
-        if options and options.include_usage:
-            yield chunk([], with_usage=True)
-    except Exception as e:
-        if not isinstance(e, ApiError):
-            logger.exception("bug in a stream")
-        yield _event(as_api_error(e).body())
-    yield b"data: [DONE]\n\n"
-
-
-def with_pings(generation: Generation) -> AsyncGenerator[tuple[Choice, Delta] | None, None]:
-    """Its new output, and None whenever there was none for a while."""
-    return generation.deltas(PING_SECONDS)
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: %b\n\n" % to_json(content)
+        if self._options:
+            usage = b',"usage":%b' % to_json(_usage(self._choices, self._choices_per_prompt) if with_usage else None)
+        return b'data: %b,"choices":%b%b}\n\n' % (self._head, to_json(choices), usage)
 
 
 def _usage(choices: Sequence[Choice], choices_per_prompt: int) -> Usage:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -69,13 +69,7 @@ class _Format:
     def chunks(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         """The end of an answer with calls has a chunk of its own: openai-python would miss the end of a call otherwise."""
         events = self._run.events(choice, delta)
-        written: dict[str, Any] = {}
-        if text := _joined(events, Content):
-            written["content"] = text
-        if thought := _joined(events, Reasoning):
-            written |= {"reasoning": thought, "reasoning_content": thought}
-        if calls := _calls(events):
-            written["tool_calls"] = calls
+        written, calls = _delta_of(events)
         if not (written or delta.finish_reason or self._shows_tokens):
             return []
         whole = self._choice(choice, delta, {"delta": written})
@@ -107,6 +101,20 @@ class _Format:
         if self._body.return_metrics and delta.finish_reason and choice.stats:
             written["metrics"] = request_metrics(choice.stats)
         return written
+
+
+def _delta_of(events: Sequence[Event]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a chunk says of the events, and the calls among that."""
+    if len(events) == 1 and isinstance(events[0], Content):  # as it mostly is
+        return {"content": events[0].text}, []
+    written: dict[str, Any] = {}
+    if text := _joined(events, Content):
+        written["content"] = text
+    if thought := _joined(events, Reasoning):
+        written |= {"reasoning": thought, "reasoning_content": thought}
+    if calls := _calls(events):
+        written["tool_calls"] = calls
+    return written, calls
 
 
 def _joined(events: Iterable[Event], kind: type[Content] | type[Reasoning]) -> str:

@@ -29,9 +29,9 @@ _CLOSING_SECONDS = 1.0
 _REFUSED_SECONDS = 1.0
 
 
-# In an ASGI scope: the task of the handler, which is cancelled when its connection ends; and `Connection.send_event`, for
-# the events of a stream, which no middleware looks at.
-TASK_KEY, SEND_KEY = "jaxspec.task", "jaxspec.send"
+# In an ASGI scope: the task of the handler, which is cancelled when its connection ends; and the `Connection`, for the events
+# of a stream, which no middleware looks at.
+TASK_KEY, EVENTS_KEY = "jaxspec.task", "jaxspec.events"
 
 
 class StrictH11(h11.Connection):
@@ -162,16 +162,18 @@ class Connection(H11Protocol):
 
     # --- what a stream calls ---
 
-    async def send_event(self, event: bytes) -> None:
-        """Sends a part of the body of the answer that runs; waits while its client takes nothing.
+    @property
+    def keeps_up(self) -> bool:
+        """The client has taken what was sent to it, but for what the system and a small buffer hold, or has gone."""
+        return not self.flow.write_paused or self.cycle.disconnected
+
+    def write_event(self, event: bytes) -> None:
+        """Sends a part of the body of the answer that runs; nothing if the client has gone.
 
         Where nothing else waits to be sent, the socket is written to here. uvloop's own write keeps Python's lock during the
         system call, which is half of what an event costs, and the engine's thread would wait for it.
         """
-        cycle = self.cycle
-        if self.flow.write_paused and not cycle.disconnected:
-            await self.flow.drain()
-        if cycle.disconnected:
+        if self.cycle.disconnected:
             return
         framed = self._parser.frame(event)
         transport = self.transport
@@ -181,6 +183,11 @@ class Connection(H11Protocol):
                 framed = framed[os.write(self._descriptor, framed) :]
         if framed:
             transport.write(framed)
+
+    async def drain(self) -> None:
+        """Waits until the client keeps up."""
+        if not self.keeps_up:
+            await self.flow.drain()
 
     # --- what the table calls ---
 
@@ -240,7 +247,7 @@ class Connection(H11Protocol):
     # --- ---
 
     async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        scope[SEND_KEY] = self.send_event
+        scope[EVENTS_KEY] = self
         await self._app(scope, receive, send)
 
     @property

@@ -213,7 +213,7 @@ class EngineThread:
         waited = [choice for _, choice, _ in outputs if not choice.scheduled]
         behind: set[Generation] = set()
         for generation, choice, output in outputs:
-            if choice.pending.ids:
+            if choice.pending is not None:
                 behind.add(generation)
             self._metrics.record(choice, output)
             if output.finish_reason is FinishReason.ERROR:

@@ -1,8 +1,9 @@
 """The outputs of one HTTP request on their way from the engine thread to the client."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from jaxspec.engine.host_rule import HostRule
 from jaxspec.engine.output import Alternatives, FinishReason, PromptLogprob, RequestOutput, RequestStats
@@ -48,6 +49,20 @@ class Delta:
     prompt_logprobs: tuple[PromptLogprob, ...] | None = None  # told once
     finish_reason: FinishReason | None = None
 
+    @classmethod
+    def of(cls, output: RequestOutput) -> "Delta":
+        count, accepted = len(output.new_ids), output.num_accepted
+        return cls(
+            output.new_text,
+            list(output.new_ids),
+            list(output.new_logprobs),
+            list(output.new_alternatives),
+            list(output.new_text_offsets) or [0] * count,
+            [True] * accepted + [False] * (count - accepted),
+            output.prompt_logprobs,
+            output.finish_reason,
+        )
+
     @property
     def size(self) -> int:
         """About how many bytes of memory it takes."""
@@ -56,17 +71,6 @@ class Delta:
         alternatives += len(scores[0].alternatives) * len(scores) if scores else 0
         tokens = len(self.ids) + len(scores)
         return len(self.text) + _BYTES_OF_A_TOKEN * tokens + _BYTES_OF_AN_ALTERNATIVE * alternatives
-
-    def add(self, output: RequestOutput) -> None:
-        self.text += output.new_text
-        self.ids += output.new_ids
-        self.logprobs += output.new_logprobs
-        self.alternatives += output.new_alternatives
-        self.offsets += output.new_text_offsets or [0] * len(output.new_ids)
-        count, accepted = len(output.new_ids), output.num_accepted
-        self.accepted += [True] * accepted + [False] * (count - accepted)
-        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-        self.finish_reason = output.finish_reason
 
     def extend(self, other: "Delta") -> None:
         self.text += other.text
@@ -85,6 +89,7 @@ class Choice:
     New output is merged into the one pending delta, so a slow reader holds at most one output's worth of memory.
 
     Attributes:
+        pending: that delta; None where there is none.
         scheduled: the engine has planned its first step.
         stats: the engine's figures, once the choice has ended.
         draft_runs: cuts the text that goes to the client, where it asked for that.
@@ -93,7 +98,7 @@ class Choice:
     def __init__(self, index: int, submission: Submission):
         self.index = index
         self.submission = submission
-        self.pending = Delta()
+        self.pending: Delta | None = None
         self.num_ids = 0
         self.num_cached_tokens = 0
         self.scheduled = False
@@ -105,18 +110,58 @@ class Choice:
     def has_news(self) -> bool:
         """Something to show. Ids whose text is held back wait for it, unless the model has no text at all."""
         pending = self.pending
-        return bool(pending.text or pending.finish_reason or (self.submission.rule is None and pending.ids))
+        return pending is not None and bool(
+            pending.text or pending.finish_reason or (self.submission.rule is None and pending.ids)
+        )
 
     def put(self, output: RequestOutput) -> None:
-        self.pending.add(output)
+        if self.pending is None:
+            self.pending = Delta.of(output)
+        else:
+            self.pending.extend(Delta.of(output))
         self.num_ids += len(output.new_ids)
         self.num_cached_tokens = output.num_cached_tokens
         self.scheduled = output.first_scheduled_time is not None
         self.stats = output.stats
 
 
-def _with_news(choices: Sequence[Choice]) -> list[Choice]:
-    return [choice for choice in choices if choice.has_news]
+class Taker(Protocol):
+    """What a generation's output goes to."""
+
+    @property
+    def keeps_up(self) -> bool:
+        """More may be taken at once."""
+        ...
+
+    def take(self, choice: Choice, delta: Delta) -> None:
+        """Must not wait."""
+        ...
+
+    def ping(self) -> None:
+        """Nothing has been taken for a while."""
+        ...
+
+    async def drain(self) -> None:
+        """Waits until it keeps up."""
+        ...
+
+
+class _Collected:
+    """The whole output of each choice."""
+
+    keeps_up = True
+
+    def __init__(self, choices: Sequence[Choice]):
+        self.whole = {choice.index: Delta() for choice in choices}
+
+    def take(self, choice: Choice, delta: Delta) -> None:
+        self.whole[choice.index].extend(delta)
+
+    def ping(self) -> None:
+        """Nobody sees it."""
+
+    async def drain(self) -> None:
+        """There is nothing to wait for."""
 
 
 class Silence:
@@ -170,8 +215,12 @@ class Generation:
         self.timers: list[asyncio.TimerHandle] = []
         self._abort = abort
         self._unfinished = {c.submission.request_id: c for c in choices}
+        self._untaken = list(choices)  # of which more is to be taken
         self._error: ApiError | None = None
         self._changed = asyncio.Event()
+        self._taker: Taker | None = None  # where it has taken all that there is, and keeps up
+        self._taking_failed: Exception | None = None
+        self._silence: Silence | None = None
 
     def put(self, choice: Choice, output: RequestOutput) -> None:
         if output.request_id not in self._unfinished:
@@ -183,7 +232,26 @@ class Generation:
             self.fail(server_error(output.error or "the engine failed this request"))
         elif output.finish_reason is FinishReason.ABORT:
             self.fail(server_error("the request was aborted"))
-        self._changed.set()
+        taker = self._taker
+        if taker is None or self._error is not None:
+            self._changed.set()
+        elif choice.has_news:
+            self._hand_over(choice, taker)
+            if self._taking_failed is not None or not self._untaken or not taker.keeps_up:
+                self._taker = None
+                self._changed.set()
+
+    def _hand_over(self, choice: Choice, taker: Taker) -> None:
+        delta, choice.pending = choice.pending, None
+        assert delta is not None
+        if delta.finish_reason is not None:
+            self._untaken.remove(choice)
+        try:
+            taker.take(choice, delta)
+        except Exception as e:  # it is `feed` that raises, not whoever brings outputs
+            self._taking_failed = e
+        if self._silence is not None:
+            self._silence.end()
 
     def fail(self, error: ApiError) -> None:
         """Ends the whole HTTP request with an error."""
@@ -195,12 +263,12 @@ class Generation:
         self.fail(error)
         self.close()
         for choice in self.choices:
-            choice.pending = Delta()
+            choice.pending = None
 
     @property
     def unread(self) -> int:
         """About how many bytes of output wait for the client."""
-        return sum(c.pending.size for c in self.choices)
+        return sum(c.pending.size for c in self.choices if c.pending is not None)
 
     @property
     def has_started(self) -> bool:
@@ -221,44 +289,47 @@ class Generation:
             self._unfinished = {}
         return unfinished
 
-    async def deltas(self, ping_seconds: float | None = None) -> AsyncGenerator[tuple[Choice, Delta] | None, None]:
-        """New output of any choice as it comes, until all have finished. Output without text waits for its text.
+    async def feed(self, taker: Taker, ping_seconds: float | None = None) -> None:
+        """Hands over the output of all choices as it comes, until all have finished. Output without text waits for its text.
+
+        As long as the taker keeps up it is called by `put`, for every output: a turn of the event loop for each would cost more
+        than writing it. While it does not, outputs are merged.
 
         Args:
-            ping_seconds: None comes whenever nothing else did for so long.
+            ping_seconds: it is pinged whenever it has taken nothing for so long.
 
         Raises:
             ApiError: the engine failed the request.
+            Exception: whatever the taker raises.
         """
-        waiting = list(self.choices)
-        silence = None if ping_seconds is None else Silence(ping_seconds, self._changed.set)
+        silence = self._silence = None if ping_seconds is None else Silence(ping_seconds, self._changed.set)
         try:
-            while waiting:
-                if self._error is None and not _with_news(waiting):
-                    await self._changed.wait()
+            while True:
                 self._changed.clear()
                 if silence is not None and silence.was_long():
-                    yield None
+                    taker.ping()
+                for choice in [choice for choice in self._untaken if choice.has_news]:
+                    if self._error is None and self._taking_failed is None:
+                        self._hand_over(choice, taker)
+                if self._taking_failed is not None:
+                    raise self._taking_failed
                 if self._error is not None:
                     raise self._error
-                for choice in _with_news(waiting):
-                    delta, choice.pending = choice.pending, Delta()
-                    if delta.finish_reason is not None:
-                        waiting.remove(choice)
-                    yield choice, delta
-                    if silence is not None:
-                        silence.end()
-                    if self._error is not None:
-                        break
+                if not self._untaken:
+                    return
+                if taker.keeps_up:
+                    self._taker = taker
+                    await self._changed.wait()
+                    self._taker = None
+                else:
+                    await taker.drain()
         finally:
+            self._taker = self._silence = None
             if silence is not None:
                 silence.close()
 
     async def collect(self) -> list[Delta]:
         """The whole output of each choice."""
-        whole = {c.index: Delta() for c in self.choices}
-        async for news in self.deltas():
-            assert news is not None, "no pings were asked for"
-            choice, delta = news
-            whole[choice.index].extend(delta)
-        return [whole[c.index] for c in self.choices]
+        collected = _Collected(self.choices)
+        await self.feed(collected)
+        return [collected.whole[c.index] for c in self.choices]

@@ -1,17 +1,12 @@
 """Streams whose events have names, as those of the Responses and the Messages API."""
 
-import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-from serve.answer import with_pings
-from serve.errors import ApiError, as_api_error
-from serve.generation import Choice, Delta, Generation
-
-logger = logging.getLogger("jaxspec.serve")
+from serve.errors import ApiError
+from serve.generation import Choice, Delta
 
 NamedEvent = Mapping[str, Any]  # with its name as `type`
 
@@ -30,23 +25,24 @@ class Writer(Protocol):
     def failed(self, error: ApiError) -> Iterable[NamedEvent]: ...
 
 
-async def named_events(generation: Generation, writer: Writer) -> AsyncGenerator[bytes, None]:
-    try:
-        for event in writer.opening():
-            yield written(event)
-        async with aclosing(with_pings(generation)) as deltas:
-            async for news in deltas:
-                if news is None:
-                    yield writer.ping
-                    continue
-                for event in writer.add(*news):
-                    yield written(event)
-    except Exception as e:
-        if not isinstance(e, ApiError):
-            logger.exception("bug in a stream")
-        for event in writer.failed(as_api_error(e)):
-            yield written(event)
+class NamedEvents:
+    """A `StreamWriter` of such a writer's events."""
+
+    def __init__(self, writer: Writer):
+        self._writer, self.ping = writer, writer.ping
+
+    def opening(self) -> Iterable[bytes]:
+        return map(_written, self._writer.opening())
+
+    def add(self, choice: Choice, delta: Delta) -> Iterable[bytes]:
+        return map(_written, self._writer.add(choice, delta))
+
+    def ending(self) -> Iterable[bytes]:
+        return ()
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        return map(_written, self._writer.failed(error))
 
 
-def written(event: NamedEvent) -> bytes:
+def _written(event: NamedEvent) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event))

@@ -365,11 +365,11 @@ class Engine:
             self.observer(step)
         record_scores(step.plan.prefill, step.scores)
         counts = (step.emitted.tolist(), step.verified.tolist(), step.accepted.tolist(), step.flags.tolist())
-        rows = zip(*counts, step.plan.requests, strict=True)
+        rows = zip(*counts, step.ids.tolist(), step.logprobs.tolist(), step.plan.requests, strict=True)
         outputs = []
         first = len(step.plan.prefill)
         seen: list[tuple[int, int, int]] = []  # of each window: slot, drafts wanted, drafts accepted
-        for row, (emitted, verified, accepted, flags, request) in enumerate(rows):
+        for row, (emitted, verified, accepted, flags, ids, logprobs, request) in enumerate(rows):
             if request.state is RequestState.FINISHED:
                 continue
             if flags & FLAG_NAN:
@@ -389,7 +389,10 @@ class Engine:
                 held = min(request.num_drafts, step.plan.drafts)
                 request.drafts = tuple(step.drafts[row, :held].tolist())
             if emitted:
-                outputs.append(self._emit(step, row, request, emitted, accepted, read))
+                alternatives = step.alternatives(row, emitted, request.params.logprobs or 0)
+                output = request.emit(ids[:emitted], logprobs[:emitted], alternatives, num_accepted=accepted, now=read)
+                self._emitted(request, output)
+                outputs.append(output)
         if self.mask_pace is not None and step.plan.split:
             self.mask_pace.observe(step.bucket, read - self._last_read, reading - self._last_read - self._mask_seconds)
         self._note_time(step, planned, read)
@@ -427,21 +430,11 @@ class Engine:
         self._mask_seconds = time.monotonic() - started
         self.runner.choose()
 
-    def _emit(
-        self, step: StepOutput, row: int, request: Request, emitted: int, accepted: int, now: float
-    ) -> RequestOutput:
-        output = request.emit(
-            step.ids[row, :emitted].tolist(),
-            step.logprobs[row, :emitted].tolist(),
-            step.alternatives(row, emitted, request.params.logprobs or 0),
-            num_accepted=accepted,
-            now=now,
-        )
+    def _emitted(self, request: Request, output: RequestOutput) -> None:
         self.ranks[request.rank].publish(request, len(request.tokens) - 1)
         self._generation_tokens += len(output.new_ids)
         if output.finish_reason:
             self._finish(request)
-        return output
 
     def _count_window(self, request: Request, verified: int, accepted: int) -> None:
         request.windows[accepted] += 1

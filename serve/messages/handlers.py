@@ -12,7 +12,7 @@ from serve.chat_run import chat_params, encode_chat, output_format, prepare_chat
 from serve.errors import invalid_body
 from serve.messages.body import CountBody, MessagesBody
 from serve.messages.writer import MessageWriter
-from serve.named_events import named_events
+from serve.named_events import NamedEvents
 from serve.protocol import ChatBody
 from serve.service import Service
 
@@ -35,9 +35,7 @@ async def create_message(service: Service, request: Request, body: MessagesBody)
         engine = service.engine_thread
         writer = MessageWriter(name, run, body.stop_sequences or [], synthetic_mark(engine))
         if body.stream:
-            return await stream_answer(
-                engine, request, run.choices, reservation, lambda generation: named_events(generation, writer)
-            )
+            return await stream_answer(engine, request, run.choices, reservation, NamedEvents(writer))
         return await whole_answer(
             engine, request, run.choices, reservation, lambda whole: writer.whole(run.choices[0], whole[0])
         )

@@ -25,8 +25,14 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(tag) for tag in sorted(tags, key=len, reverse=True)) or r"(?!)")
 
 
+@lru_cache(maxsize=256)
 def _longest(tags: tuple[str, ...]) -> int:
     return max(map(len, tags), default=0)
+
+
+@lru_cache(maxsize=256)
+def _first_characters(tags: tuple[str, ...]) -> str:
+    return "".join({tag[0] for tag in tags})
 
 
 class Source:
@@ -46,6 +52,9 @@ class Source:
     # --- whoever has the text ---
 
     def add(self, text: str) -> None:
+        if self._at == len(self._text) and not self._marks:  # as it is with most pieces
+            self._dropped, self._text, self._at = self._dropped + self._at, text, 0
+            return
         start = min([self._at, *self._marks])
         self._text = self._text[start:] + text
         self._at -= start
@@ -84,7 +93,16 @@ class Source:
 
     def until(self, emit: Callable[[str], None], *tags: str) -> Parsing[str | None]:
         """Passes text on up to the first of the tags, which it consumes and returns; None at the end of the text."""
+        firsts = _first_characters(tags)
         while True:
+            if not any(character in self._text for character in firsts):  # as it is with most pieces
+                if self._at < len(self._text):
+                    emit(self._text[self._at :])
+                    self._at = len(self._text)
+                if self._ended:
+                    return None
+                yield
+                continue
             hit = self._first(tags)
             open_from = self._open_from(tags)
             end = min(hit.start() if hit else len(self._text), open_from)

@@ -10,7 +10,7 @@ from jaxspec.errors import InvalidRequestError
 from serve.answer import stream_answer, synthetic_mark, whole_answer
 from serve.chat_run import chat_params, prepare_chat
 from serve.errors import invalid_body
-from serve.named_events import named_events
+from serve.named_events import NamedEvents
 from serve.responses.body import ResponsesBody
 from serve.responses.writer import ResponseWriter
 from serve.service import Service
@@ -34,9 +34,7 @@ async def create_response(service: Service, request: Request, body: ResponsesBod
         engine = service.engine_thread
         writer = ResponseWriter(name, body, run, synthetic_mark(engine))
         if body.stream:
-            return await stream_answer(
-                engine, request, run.choices, reservation, lambda generation: named_events(generation, writer)
-            )
+            return await stream_answer(engine, request, run.choices, reservation, NamedEvents(writer))
         return await whole_answer(
             engine, request, run.choices, reservation, lambda whole: writer.whole(run.choices[0], whole[0])
         )

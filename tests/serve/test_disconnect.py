@@ -81,13 +81,35 @@ def test_the_openai_client_may_close_a_stream(start_server):
     assert len(engine.aborted) == 1
 
 
-def test_output_that_nobody_reads_yet_is_merged():
+class Taken:
+    """What a client got, that keeps up where it is told to."""
+
+    def __init__(self, *, keeps_up: bool):
+        self.keeps_up = keeps_up
+        self.deltas: list[Delta] = []
+        self.drained = asyncio.Event()
+
+    def take(self, _choice: Choice, delta: Delta) -> None:
+        self.deltas.append(delta)
+
+    def ping(self) -> None:
+        raise AssertionError("nothing is asked to ping")
+
+    async def drain(self) -> None:
+        await self.drained.wait()
+        self.drained.clear()
+
+
+@pytest.mark.parametrize("keeps_up", [False, True])
+def test_output_that_nobody_reads_yet_is_merged(keeps_up):
+    """And what comes while the client keeps up is taken where it is put."""
+
     async def run() -> list[Delta]:
         params = SamplingParams(ignore_eos=True)
         stream = TextStream(byte_tokenizer(), [1], params)
         choice = Choice(0, Submission("r", [1], params, stream, priority=0, cache_salt="", arrival_time=0.0))
         generation = Generation([choice], lambda _ids: None)
-        deltas = generation.deltas()
+        taken = Taken(keeps_up=keeps_up)
 
         def put(ids: tuple[int, ...], reason: FinishReason | None = None) -> None:
             result = stream.feed(ids, reason)
@@ -101,14 +123,24 @@ def test_output_that_nobody_reads_yet_is_merged():
 
         for part in ((70, 71), (72,), (73, 74)):
             put(part)
-        first = (await anext(deltas))[1]
-        put((75,), FinishReason.LENGTH)
-        return [first, *[delta async for _, delta in deltas]]
+        feeding = asyncio.create_task(generation.feed(taken))
+        await asyncio.sleep(0)
+        assert len(taken.deltas) == 1
+        put((75,))
+        assert len(taken.deltas) == (2 if keeps_up else 1)
+        put((76,), FinishReason.LENGTH)
+        taken.drained.set()
+        await feeding
+        return taken.deltas
 
-    first, last = asyncio.run(run())
+    first, *others = asyncio.run(run())
+    if keeps_up:
+        assert [delta.ids for delta in others] == [[75], [76]]
+        others[0].extend(others.pop())
+    (last,) = others
     assert (first.ids, first.offsets, first.finish_reason) == ([70, 71, 72, 73, 74], [0, 1, 2, 3, 4], None)
     assert first.text == byte_tokenizer().decode(first.ids)
-    assert (last.ids, last.offsets, last.finish_reason) == ([75], [5], FinishReason.LENGTH)
+    assert (last.ids, last.offsets, last.finish_reason) == ([75, 76], [5, 6], FinishReason.LENGTH)
 
 
 def test_a_slow_reader_loses_nothing_and_slows_nobody(start_server):

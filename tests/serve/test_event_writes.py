@@ -10,7 +10,7 @@ import h11
 import pytest
 import uvicorn
 
-from serve.connection import SEND_KEY
+from serve.connection import EVENTS_KEY
 from serve.connection_table import ConnectionLimits, ConnectionTable
 from serve.server import bind
 from tests.serve.raw import connect, head
@@ -37,14 +37,16 @@ class App:
 
     async def __call__(self, scope, _receive, send):
         assert scope["type"] == "http"
-        send_event = scope[SEND_KEY]
+        connection = scope[EVENTS_KEY]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for i, event in enumerate(events()):
             if i % 3 == 2:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             else:
-                await send_event(event)
-            self.waited = max(self.waited, send_event.__self__.unsent)
+                connection.write_event(event)
+            self.waited = max(self.waited, connection.unsent)
+            await connection.drain()
+            assert connection.keeps_up
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         self.ended.set()
 

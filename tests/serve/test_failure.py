@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from jaxspec.errors import ConfigError
-from serve import answer
+from serve import event_stream
 from serve.loop_watch import LoopWatch
 from serve.step_watch import StepWatch
 from tests.serve.client_checks import check_error, client, sse, stream_texts
@@ -266,7 +266,7 @@ def test_all_prompts_of_a_call_are_accepted_or_none(start_server):
 
 
 def test_a_long_wait_is_bridged_by_comments(start_server, monkeypatch):
-    monkeypatch.setattr(answer, "PING_SECONDS", 0.05)
+    monkeypatch.setattr(event_stream, "PING_SECONDS", 0.05)
     server = start_server(served(MockEngine(step_seconds=0.2), byte_tokenizer()))
     response = server.post("/v1/completions", BODY | {"max_tokens": 4, "stream": True})
     assert response.text.count(": ping\n\n") >= 2  # S12
