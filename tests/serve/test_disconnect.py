@@ -143,6 +143,29 @@ def test_output_that_nobody_reads_yet_is_merged(keeps_up):
     assert (last.ids, last.offsets, last.finish_reason) == ([75, 76], [5, 6], FinishReason.LENGTH)
 
 
+def test_what_a_taker_raises_is_its_own_stream_s():
+    """Not whoever brings outputs, which are those of other streams too."""
+
+    class Broken(Taken):
+        def take(self, choice: Choice, delta: Delta) -> None:
+            super().take(choice, delta)
+            raise ValueError("broken")
+
+    async def run() -> None:
+        params = SamplingParams(ignore_eos=True)
+        choice = Choice(0, Submission("r", [1], params, None, priority=0, cache_salt="", arrival_time=0.0))
+        generation, taken = Generation([choice], lambda _ids: None), Broken(keeps_up=True)
+        feeding = asyncio.create_task(generation.feed(taken))
+        await asyncio.sleep(0)
+        for token in (70, 71):
+            generation.put(choice, RequestOutput("r", 0.0, (token,), (-1.0,)))
+        with pytest.raises(ValueError, match="broken"):
+            await feeding
+        assert [delta.ids for delta in taken.deltas] == [[70]]
+
+    asyncio.run(run())
+
+
 def test_a_slow_reader_loses_nothing_and_slows_nobody(start_server):
     engine = MockEngine(max_model_len=MANY_TOKENS)
     server = start_server(served(engine, byte_tokenizer()))
