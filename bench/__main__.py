@@ -34,6 +34,7 @@ ROOMS = {
         "serve": "load on an OpenAI-compatible server: latencies at the client, throughput, refusals, acceptance",
         "load": "throughput and time to first token by how many requests run at once, beside another server's",
         "ready": "a server's start, cold and warm, and what requests sent at once meet",
+        "events": "processor time that an event of a stream costs the event loop and the engine's thread",
         "health": "how fast /health answers, and what memory the server takes, while it reads the biggest bodies",
         "convert": "conversion and loading of a generated checkpoint: MB/s and peak memory",
     },
