@@ -6,14 +6,13 @@ tokens of a step must be less than the step. Machines differ by half, so compare
 """
 
 import argparse
-import gc
 import json
 import multiprocessing
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from typing import Any
@@ -55,7 +54,6 @@ class ConstantEngine:
         thread_seconds: processor time of its thread.
     """
 
-    has_work = property(lambda self: bool(self._requests))
     max_model_len = _MOST_TOKENS + 2048
     steps_in_flight = 0
 
@@ -64,6 +62,10 @@ class ConstantEngine:
         self.thread_seconds = 0.0
         self._step_seconds, self._next = step_seconds, 0.0
         self._requests: dict[str, Request] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
 
     def add(self, *requests: Request) -> None:
         self._requests |= {request.id: request for request in requests}
@@ -120,7 +122,7 @@ def served(engine: ConstantEngine) -> Iterator[tuple[int, threading.Thread]]:
         thread.join(20)
 
 
-def _wait_until(condition: Any) -> None:
+def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _STARTED_SECONDS
     while not condition():
         if time.monotonic() > deadline:
@@ -178,7 +180,6 @@ def run(arguments: argparse.Namespace) -> int:
     results = []
     for kind in PATHS:
         for streams in arguments.streams:
-            gc.collect()
             options = {"step_seconds": arguments.step_ms / 1e3, "seconds": arguments.seconds}
             runs = [measure(kind, streams, **options) for _ in range(arguments.repeats)]
             best = min(runs, key=lambda each: each["loop_us"] + each["engine_thread_us"])

@@ -273,9 +273,10 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _measured_costs(engine: Engine) -> dict[str, dict[str, float]]:
     """Milliseconds by which the adaptive engine chooses, of each bucket by its busy decode rows."""
     out: dict[str, dict[str, float]] = {}
-    if isinstance(engine.control, AdaptiveDrafts) and engine.control.costs is not None:
-        for (bucket, rows), seconds in sorted(engine.control.costs.measured.items()):
-            out.setdefault(str(bucket), {})[str(rows)] = round(1e3 * seconds, 3)
+    assert isinstance(engine.control, AdaptiveDrafts)
+    assert engine.control.costs is not None  # since it is warm
+    for (bucket, rows), seconds in sorted(engine.control.costs.measured.items()):
+        out.setdefault(str(bucket), {})[str(rows)] = round(1e3 * seconds, 3)
     return out
 
 

@@ -92,8 +92,8 @@ SIZES_OF_SEVERAL: dict[Variant, Sizes] = {
 # would be too many three times. These 24 lose little against it, with and without prompts, by what steps of an H200 were
 # measured to take (tests/engine/test_adaptive_table.py). Many rows of padding cost hardly anything, but beside four rows 12 or
 # 28 of them cost 3 %, and tokens of padding half of what a prompt's do. The first size of prompts is between the first two of
-# `SIZES`, so that one prompt pads about as much. Steps with more prompt tokens take as long with one draft as with none, within
-# 1 %, so there are none without drafts.
+# `SIZES`, so that one prompt pads about as much. Steps with more prompt tokens take hardly longer with one draft than with none
+# (docs/speculation.md), so there are none without drafts.
 ADAPTIVE_SIZES = (
     Sizes((1, 4, 32, 64, None), ((384, None),)),
     Sizes((1, 16, 32, 64, None), ((384, None), (1024, None), (None, None))),

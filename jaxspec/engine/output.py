@@ -56,7 +56,7 @@ class RequestStats:
 
 
 class RequestOutput(NamedTuple):
-    """What one engine step added to one request. (A tuple is made in a fourth of a dataclass's time, for every row of a step.)
+    """What one engine step added to one request. (A tuple, as one is made for every row of a step.)
 
     The first output tells that the request has been scheduled; it has no ids while the prompt is still prefilled. The
     last one has a `finish_reason` and `stats`.

@@ -12,7 +12,7 @@ def test_a_run(tmp_path, capsys):
     results = json.loads(out.read_text())["results"]
     assert [(each["endpoint"], each["streams"]) for each in results] == [("completions", 2), ("chat", 2)]
     for each in results:
-        assert each["step_ms"] >= 2
+        assert each["step_ms"] > 1.9  # one step more or less may end in the time
         assert 0 < each["engine_thread_us"] < 1e6
         assert 0 < each["loop_us"] < 1e6
     assert "event loop, us" in capsys.readouterr().out

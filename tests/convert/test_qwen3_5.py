@@ -118,9 +118,8 @@ def test_qwen3_next_holds_the_same_numbers_by_key_head(tmp_path: Path, mesh: Mes
 @pytest.mark.torch
 def test_the_published_layout_equals_pytorch(folders: tuple[Path, Path]):
     _, report = run_compare(folders[1], prompts=2, new_tokens=16)
-    assert (
-        report.logits.maximum <= MAX_ILL_CONDITIONED_ERROR
-    )  # 1.2e-5 on average; the most depends on the CPU, 2.9e-4 on one
+    # The mean error is 1.2e-5; the largest depends on the CPU, 2.9e-4 on one.
+    assert report.logits.maximum <= MAX_ILL_CONDITIONED_ERROR
     assert report.identical == 2
 
 

@@ -143,7 +143,7 @@ def test_output_that_nobody_reads_yet_is_merged(keeps_up):
     assert (last.ids, last.offsets, last.finish_reason) == ([75, 76], [5, 6], FinishReason.LENGTH)
 
 
-def test_what_a_taker_raises_is_its_own_stream_s():
+def test_what_a_taker_raises_fails_its_stream_only():
     """Not whoever brings outputs, which are those of other streams too."""
 
     class Broken(Taken):
