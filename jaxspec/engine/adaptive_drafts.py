@@ -51,7 +51,7 @@ ENOUGH_TO_LEARN = 8
 # Fewer drafts are checked where they promise a rate within this factor of the best, by what is known or by what was measured,
 # each bucket of theirs at most once in so many steps: a check costs what drafts would have gained in its steps, and those that
 # the next step would have verified.
-CHECK_WITHIN, CHECK_EVERY = 1.25, 256
+CHECK_WITHIN, CHECK_EVERY = 1.25, 512
 
 
 class Latest:
@@ -125,6 +125,9 @@ class AdaptiveDrafts:
 
     def took(self, bucket: Bucket, rows: int, tokens: int, seconds: float) -> None:
         """A step without prompts was read so long after the one before it, when it had been planned already.
+
+        The one before must have run in the same bucket: a step verifies what that one proposed, so the first with more drafts
+        takes less than those after it, and prompts keep the host.
 
         Args:
             rows, tokens: its decode rows, and those of their contexts together, of the rank with the most.
@@ -256,7 +259,7 @@ class AdaptiveDrafts:
         if bucket in self._checked_at and self._chosen - self._checked_at[bucket] < CHECK_EVERY:
             return None
         self._checked_at[bucket] = self._chosen
-        self._check, self._check_left = fewer, FIRST - 1
+        self._check, self._check_left = fewer, FIRST  # after the first, which does not count
         return fewer
 
     def _probed(

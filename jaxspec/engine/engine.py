@@ -15,6 +15,7 @@ from jaxspec.config import Settings, pages_for
 from jaxspec.engine.acceptance import Acceptance, acceptance_of, probability_for
 from jaxspec.engine.adaptive_drafts import AdaptiveDrafts
 from jaxspec.engine.batch import bucket_for
+from jaxspec.engine.buckets import Bucket
 from jaxspec.engine.calibration import Calibration
 from jaxspec.engine.draft_control import DraftControl, FixedDrafts
 from jaxspec.engine.expert_load import ExpertLoad
@@ -108,6 +109,7 @@ class Engine:
         # On a CPU it is the step that takes the time, and the same requests should take the same steps.
         self.mask_pace = MaskPace() if runner.settings.on_gpu else None
         self._last_read, self._mask_seconds = -math.inf, 0.0
+        self._last_bucket: Bucket | None = None
         self.ranks = tuple(
             Scheduler(runner.settings, runner.buckets, control=self.control, rank=rank)
             for rank in range(runner.settings.data_parallel_size)
@@ -396,7 +398,7 @@ class Engine:
         if self.mask_pace is not None and step.plan.split:
             self.mask_pace.observe(step.bucket, read - self._last_read, reading - self._last_read - self._mask_seconds)
         self._note_time(step, planned, read)
-        self._last_read = read
+        self._last_read, self._last_bucket = read, step.bucket
         if self.runner.begun and self.runner.in_flight == 1:
             self._choose(self.runner.begun)
         self.control.observe(seen)
@@ -412,7 +414,9 @@ class Engine:
         On a CPU the same requests take the same steps.
         """
         plan = step.plan
-        if not isinstance(self.control, AdaptiveDrafts) or not self.settings.on_gpu or planned > self._last_read:
+        if not isinstance(self.control, AdaptiveDrafts) or not self.settings.on_gpu:
+            return
+        if planned > self._last_read or step.bucket != self._last_bucket:
             return
         if plan.decode and not plan.prefill and not plan.split:
             rows = max(len(part.decode) for part in plan.parts)

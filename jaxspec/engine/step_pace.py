@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from jaxspec.engine.buckets import Bucket
 
 # Steps of a bucket in a row that count, and the first of these, which show how it differs from the bucket before it.
-LATEST, FIRST = 16, 4
-# Visits of a bucket that count for its difference.
-VISITS = 5
+LATEST, FIRST = 16, 3
+# Visits of a bucket that count for its difference, and the part of what they show that is believed: buckets differ little
+# from what was measured.
+VISITS, BELIEVED = 5, 0.8
 
 
 class StepPace:
@@ -19,11 +20,17 @@ class StepPace:
     what was measured wrongly, or comes with windows only, changes one bucket's. So steps in a row in one bucket show what
     changes for all, and the first ones after another bucket's in what the two differ. Whatever disturbs a few steps makes
     them longer, never shorter: the shorter half of steps counts, and of an even number of visits the lower middle one.
+
+    Only differences are seen. If each were believed whole, small errors that have the same sign would add up visit by visit,
+    to factors of two between buckets that are visited and those that are not. So buckets are drawn towards what was measured
+    (`BELIEVED`), and a bucket that is returned to shows no difference if all that is known of the pace is its own.
     """
 
     def __init__(self) -> None:
-        # Logarithms of a factor that all buckets share, and of each one's own: what its latest visits showed, and their middle.
+        # Logarithms of a factor that all buckets share, of which one it is known, and of each one's own: what its latest
+        # visits showed, and what is believed of it.
         self._shared, self._own = 0.0, dict[Bucket, float]()
+        self._shown_by: Bucket | None = None
         self._visits = defaultdict[Bucket, deque[float]](lambda: deque(maxlen=VISITS))
         self._bucket: Bucket | None = None
         self._count = 0  # of steps in a row in this bucket
@@ -38,7 +45,7 @@ class StepPace:
         return math.exp(self._shared + self._own.get(bucket, 0.0))
 
     def observe(self, bucket: Bucket, ratio: float) -> None:
-        """Counts a step that took `ratio` times what was measured."""
+        """Counts a step that took `ratio` times what was measured, and came after another in the same bucket."""
         if bucket != self._bucket:
             self._bucket, self._count = bucket, 0
             self._latest.clear()
@@ -47,12 +54,12 @@ class StepPace:
         if self._count < FIRST:
             return
         level = _undisturbed(self._latest)
-        if self._count == FIRST and self._own:
+        if self._count == FIRST and self._shown_by not in (None, bucket):
             visits = self._visits[bucket]
             visits.append(level - self._shared)
-            self._own[bucket] = sorted(visits)[(len(visits) - 1) // 2]
+            self._own[bucket] = BELIEVED * sorted(visits)[(len(visits) - 1) // 2]
         else:
-            self._shared = level - self._own.setdefault(bucket, 0.0)
+            self._shared, self._shown_by = level - self._own.get(bucket, 0.0), bucket
 
 
 def _undisturbed(values: Sequence[float]) -> float:

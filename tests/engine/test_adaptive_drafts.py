@@ -38,6 +38,9 @@ LENGTHS = (1.0, 1.5, 2.2, 3.0)
 BOUND, STUTTERING_BOUND, DEAR_BOUND = 0.97, 0.94, 0.945
 # Tokens of prompts and of answers, as `bench adaptive` has them.
 PROMPT, OUTPUT = (128, 384), (128, 384)
+# What a step with drafts takes of the time that others take, where the one before it proposed fewer: it has less to verify
+# (0.83 to 0.92 of it at 1 and 8 requests, by a log of every step on an H200).
+AFTER_FEWER = 0.87
 FIXED = {k: bucket_table(replace(GPU, num_speculative_tokens=k)) for k in COUNTS}
 ADAPTIVE = bucket_table(replace(GPU, num_speculative_tokens=K, adaptive_drafts=True))
 
@@ -108,9 +111,9 @@ def throughput(name, table, rows, length_of, control, *, steps, late=1, factors=
     """Tokens a second in simulated time; what a step accepted, and took, is known so many steps late.
 
     Args:
-        factors: of what steps really take, by number of drafts; they are disturbed then too, and told to the control.
+        factors: of what steps really take, by number of drafts; they are disturbed then too.
     """
-    rng = np.random.default_rng(1)
+    rng, before = np.random.default_rng(1), None
 
     def seconds_of(bucket, rows=None, prompt_tokens=None):
         return STEPS[name].seconds(bucket, rows, prompt_tokens) * (factors[bucket.drafts] if factors else 1.0)
@@ -136,13 +139,16 @@ def throughput(name, table, rows, length_of, control, *, steps, late=1, factors=
         sizes = {"prefill_tokens": prompt_tokens, "prefill_rows": count, "decode_rows": len(slots)}
         bucket = choose_bucket(table, **sizes, full=False, drafts=k, seconds=measured)
         took = seconds_of(bucket, len(slots), prompt_tokens)
+        if slots and not count and requests.held[decoding].max() < k:
+            took *= AFTER_FEWER
         if factors:  # hosts stutter, and now and then they halt
             took *= rng.lognormal(sigma=0.05) * (4.0 if rng.random() < 0.02 else 1.0)
         seconds += took
         verified, accepted, ended = requests.step(k, count)
         tokens += count + len(slots) + accepted.sum()
         seen = zip(decoding.tolist(), verified.tolist(), accepted.tolist(), number[decoding].tolist(), strict=True)
-        timed = (bucket, len(slots), 0, took) if factors and slots and not prompts else None
+        timed = (bucket, len(slots), 0, took) if slots and not prompts and bucket == before else None
+        before = bucket
         unread.append(([window for window in seen if window[1]], timed))
         for slot in ended:
             control.admitted(slot + 1)
@@ -154,11 +160,11 @@ def throughput(name, table, rows, length_of, control, *, steps, late=1, factors=
     return tokens / seconds
 
 
-def ratio(name, rows, case, *, late=1, steps=None, factors=None):
+def ratio(name, rows, case, *, late=1, steps=None, factors=None, control=None):
     """To the better of plain decoding and the best fixed number of drafts."""
-    steps, length_of = steps or (3000 if rows <= 8 else 1200), CASES[case]
+    steps, length_of = steps or (1200 if rows > 8 else 3000 if rows > 4 else 6000), CASES[case]
     same = {"steps": steps, "factors": factors}
-    control = AdaptiveDrafts(K, rows + 1, costs(name))
+    control = control or AdaptiveDrafts(K, rows + 1, costs(name))
     got = throughput(name, ADAPTIVE, rows, length_of, control, late=late, **same)
     return got / max(throughput(name, FIXED[k], rows, length_of, FixedDrafts(k), **same) for k in COUNTS)
 
@@ -180,6 +186,15 @@ def test_throughput(name, rows, case):
 @pytest.mark.parametrize(("name", "rows", "case", "late"), EVERY)
 def test_throughput_everywhere(name, rows, case, late):
     assert ratio(name, rows, case, late=late) >= (DEAR_BOUND if name == "dear" else BOUND)
+
+
+@pytest.mark.slow
+def test_what_a_load_taught_does_not_hold_the_next_one_back():
+    """Requests come and go for thousands of steps, few of them and then more, whose drafts are accepted in all ways."""
+    control = AdaptiveDrafts(K, max(ROWS) + 1, costs("h200"))
+    for rows, cases in ((1, ("1.5", "2.2", "3.0", "mixed")), (8, ("1.0", "3.0")), (16, ("2.2",))):
+        for case in cases:
+            assert ratio("h200", rows, case, steps=1500, control=control) >= STUTTERING_BOUND
 
 
 @pytest.mark.slow
@@ -411,6 +426,19 @@ def test_a_pace_knows_what_buckets_differ_in():
     assert pace.factor(drafting) / pace.factor(plain) == pytest.approx(1.2, rel=0.06)
 
 
+@pytest.mark.parametrize("steps", [FIRST, 40])
+def test_small_errors_of_a_pace_do_not_add_up(steps):
+    """First steps of which each seems a little shorter than those after it, in thousands of visits to two of three buckets."""
+    pace, (one, other, third) = StepPace(), (Bucket(0, 0, 4, "lean", k) for k in COUNTS)
+    for _ in range(2000):
+        for bucket, length in ((one, 40), (other, steps)):
+            for step in range(length):
+                pace.observe(bucket, 0.95 if step < FIRST else 1.0)
+    factors = [pace.factor(bucket) for bucket in (one, other, third)]
+    assert factors[0] == pytest.approx(factors[1], rel=0.06)
+    assert factors == pytest.approx([1.0] * 3, rel=0.06 if steps == FIRST else 0.3)
+
+
 def test_a_check_is_short_and_comes_only_where_it_may_pay():
     """A few steps with none of the drafts, once steps have been timed; no other soon after, none where drafts pay by far."""
     slots = list(range(1, 17))
@@ -428,7 +456,7 @@ def test_a_check_is_short_and_comes_only_where_it_may_pay():
 
     first, *others = steps_without_drafts(lambda n: n % 8 == 0)  # 1.125 tokens in 1.08 steps' time
     assert first >= FIRST
-    assert others == list(range(first + 1, first + FIRST))
+    assert others == list(range(first + 1, first + FIRST + 1))  # the first of them has another bucket's before it
     assert not steps_without_drafts(lambda _: K)
 
 
