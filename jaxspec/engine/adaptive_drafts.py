@@ -284,8 +284,9 @@ class AdaptiveDrafts:
             probe = self._probe = Probe(drafts, more[0], self._shared, later, MARGIN, token_seconds)
         if probe.drafts not in choices:
             return drafts
-        self._allowance -= seconds[probe.drafts] - seconds[drafts]
-        return probe.drafts
+        chosen = probe.step(len(load.slots))
+        self._allowance -= seconds[chosen] - seconds[drafts]
+        return chosen
 
     def _judge(self, probe: Probe) -> None:
         """Ends a probe that has seen enough. Where more drafts pay, what it saw takes the place of what was known."""

@@ -97,7 +97,7 @@ SIZES_OF_SEVERAL: dict[Variant, Sizes] = {
 ADAPTIVE_SIZES = (
     Sizes((1, 4, 32, 64, None), ((384, None),)),
     Sizes((1, 16, 32, 64, None), ((384, None), (1024, None), (None, None))),
-    Sizes((1, 4, 16, 32, 64, None), ((512, 16), (512, None), (1024, None), (None, None))),
+    Sizes((1, 4, 16, 32, 64, None), ((384, 16), (512, None), (1024, None), (None, None))),
 )
 # Where no model drafts: what is looked up is mostly right at every position or at none, so there is no single draft, and steps
 # with none, which all rows have where nothing is found, are as near to a plain engine's as with none to change to.

@@ -37,6 +37,21 @@ class Probe:
         self._shared, self._seconds, self._margin = shared, seconds, margin
         self.reached, self.hits = np.zeros(len(shared), int), np.zeros(len(shared), int)
         self._without = 0
+        # Of its steps: windows of theirs that verify its drafts, and steps since there were enough of these.
+        self._sent, self._begun, self._waited = 0, False, 0
+
+    def step(self, rows: int) -> int:
+        """Drafts of the next step, which has so many rows: `base` again once enough windows are on their way."""
+        enough = ENOUGH_OF_ALL if self.base else ENOUGH
+        if self._sent >= enough and self._waited < MOST_WITHOUT:
+            self._waited += 1
+            return self.base
+        if self._sent >= enough:  # some of them never came: their requests are over
+            self._sent, self._begun, self._waited = 0, False, 0
+        if self._begun:  # the first step only proposes
+            self._sent += rows
+        self._begun = True
+        return self.drafts
 
     def add(self, verified: np.ndarray, reached: np.ndarray, hits: np.ndarray) -> float:
         """Counts the windows of one step that verify more than `base` drafts; those on their way when it began do not.

@@ -21,7 +21,7 @@ from jaxspec.engine.change import Change
 from jaxspec.engine.costs import StepCosts
 from jaxspec.engine.draft_control import FixedDrafts, Load
 from jaxspec.engine.probe import ENOUGH_OF_ALL, MOST_WITHOUT, Probe
-from jaxspec.engine.step_pace import FIRST, StepPace
+from jaxspec.engine.step_pace import FIRST
 from tests.engine.measured_steps import MeasuredSteps
 from tests.engine.test_buckets import GPU
 
@@ -240,6 +240,29 @@ def test_a_probe_ends_where_no_window_verifies_its_drafts():
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
+def test_a_probe_of_many_rows_is_two_steps(late):
+    """One that proposes and one that verifies: what is known late needs no further ones. Nothing is ever accepted."""
+    slots, control, held, unread, chosen = list(range(1, 65)), AdaptiveDrafts(K, 65, costs("h200")), K, [], []
+    for _ in range(600):
+        k = control.choose(load(slots))
+        unread.append([(slot, min(k, held), 0) for slot in slots if min(k, held)])
+        held = k
+        chosen.append(k)
+        if len(unread) > late:
+            control.observe(unread.pop(0))
+    steps = [len(list(run)) for drafts, run in itertools.groupby(chosen[200:]) if drafts]
+    assert len(steps) > 3
+    assert set(steps) == {2}
+
+
+def test_a_probe_goes_on_where_its_windows_never_came():
+    """Their requests were over."""
+    probe = Probe(0, 1, np.full(K, 0.5), {0: 1.0, 1: 1.2}, 0.01, 1.0)
+    steps = [probe.step(64) for _ in range(2 * (2 + MOST_WITHOUT))]
+    assert steps == 2 * [1, 1, *[0] * MOST_WITHOUT]
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
 @pytest.mark.parametrize("rows", [4, 64])
 def test_a_probe_waits_for_its_own_windows(rows, late):
     """More drafts pay, though one of 16 second drafts was accepted before; what is read late is of windows before the probe."""
@@ -399,44 +422,6 @@ def test_costs_between_what_was_measured(points, rows):
 def test_steps_that_take_other_times_than_measured(case, factors):
     """Whichever steps the measurement got wrong, and on a host that stutters: near the best that there is."""
     assert ratio("h200", 1, case, factors=factors) >= STUTTERING_BOUND
-
-
-def test_a_pace_knows_what_buckets_differ_in():
-    """Of a bucket that is left, its difference to the others; what has changed since then has changed for all."""
-    rng, (plain, drafting) = np.random.default_rng(0), (Bucket(0, 0, 4, "lean", k) for k in (0, K))
-    pace = StepPace()
-
-    def run(bucket, ratio, steps=40):
-        for _ in range(steps):
-            pace.observe(bucket, ratio * rng.lognormal(sigma=0.02) * (5.0 if rng.random() < 0.03 else 1.0))
-
-    assert pace.factor(plain) == pace.factor(drafting) == 1.0
-    run(drafting, 1.2)
-    assert pace.factor(plain) == pytest.approx(pace.factor(drafting)) == pytest.approx(1.2, rel=0.03)
-    run(plain, 1.0, FIRST)
-    assert pace.factor(drafting) / pace.factor(plain) == pytest.approx(1.2, rel=0.06)
-    run(plain, 0.8)
-    assert pace.factor(plain) == pytest.approx(0.8, rel=0.03)
-    assert pace.factor(drafting) == pytest.approx(0.96, rel=0.06)
-    run(drafting, 9.0, FIRST - 1)  # too few to say
-    assert pace.factor(plain) == pytest.approx(0.8, rel=0.03)
-    for disturbed in (False, False, True):
-        run(plain, 0.8)
-        run(drafting, 2.0 if disturbed else 0.96, FIRST)
-    assert pace.factor(drafting) / pace.factor(plain) == pytest.approx(1.2, rel=0.06)
-
-
-@pytest.mark.parametrize("steps", [FIRST, 40])
-def test_small_errors_of_a_pace_do_not_add_up(steps):
-    """First steps of which each seems a little shorter than those after it, in thousands of visits to two of three buckets."""
-    pace, (one, other, third) = StepPace(), (Bucket(0, 0, 4, "lean", k) for k in COUNTS)
-    for _ in range(2000):
-        for bucket, length in ((one, 40), (other, steps)):
-            for step in range(length):
-                pace.observe(bucket, 0.95 if step < FIRST else 1.0)
-    factors = [pace.factor(bucket) for bucket in (one, other, third)]
-    assert factors[0] == pytest.approx(factors[1], rel=0.06)
-    assert factors == pytest.approx([1.0] * 3, rel=0.06 if steps == FIRST else 0.3)
 
 
 def test_a_check_is_short_and_comes_only_where_it_may_pay():
