@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from bench.__main__ import main
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path, capsys):
     out = tmp_path / "events.json"
     options = ["--streams", "2", "--step-ms", "2", "--seconds", "0.3", "--repeats", "1", "--out", str(out)]

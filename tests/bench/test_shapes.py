@@ -308,6 +308,7 @@ def test_every_kernel_lowers_in_shard_map(name, rows, prompt, request, monkeypat
     assert told(text, "all_reduce") == (prompt + windows) * config.hidden_size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "ranks", "rows"),
     [("moonlight", 1, 32), *(pytest.param("moonlight", *c, marks=pytest.mark.full) for c in ((1, 1), (2, 32)))],
@@ -402,7 +403,7 @@ def test_random_checkpoints_of_every_shape_load(name, tmp_path, monkeypatch):
         load_nextn(open_checkpoint(tmp_path), mesh, "bfloat16")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_our_kernel_writes_the_logits_of_drafts(request):
     """To the state's array, where it is, once a draft; and nothing makes an array of several drafts' logits for it."""
     rows, model = 32, target("glm-4.7-flash", 2)

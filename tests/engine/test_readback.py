@@ -73,7 +73,10 @@ def test_every_text_is_that_of_plain_decoding(k, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "ranks"), [(MTP, 1), (SPLIT, 2)], ids=["a rank", "two ranks"])
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [pytest.param(MTP, 1, id="a rank"), pytest.param(SPLIT, 2, id="two ranks", marks=pytest.mark.long)],
+)
 def test_two_devices_write_what_one_copies(case, ranks, request):
     """Of the devices of a rank one writes; each rank has a place of its own. Some requests want alternatives."""
     one, want, want_logprobs = served(case, 1)

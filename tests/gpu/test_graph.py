@@ -2,6 +2,7 @@
 
 import dataclasses
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,7 +163,9 @@ def launches_of(step: Callable[[], Any]) -> tuple[int, int]:
                 step()
         (trace,) = Path(folder).glob("**/*.xplane.pb")
         events = list(compute_events(jax.profiler.ProfileData.from_file(str(trace))))
-    return len(events), len({launch for _, _, launch in events})
+    by_launch = Counter(launch for _, _, launch in events)
+    print("kernels of each launch:", *by_launch.values())
+    return len(events), len(by_launch)
 
 
 def test_large_arrays_lie_where_they_lay():
