@@ -1,6 +1,7 @@
 """How long steps take beside what they were measured to: on this host, with these texts, as they run."""
 
 import math
+import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -8,9 +9,10 @@ from jaxspec.engine.buckets import Bucket
 
 # Steps of a bucket in a row that count, and the first of these, which show how it differs from the bucket before it.
 LATEST, FIRST = 16, 3
-# Visits of a bucket that count for its difference, and the part of what they show that is believed: buckets differ little
-# from what was measured.
-VISITS, BELIEVED = 5, 0.8
+# Visits of a bucket that count for its difference, of which the middle one is taken: before the first there have been so many
+# that showed none. The most that one counts for, as a logarithm, and the part of what they show that is believed: buckets
+# differ little from what was measured.
+VISITS, MOST, BELIEVED = 5, 0.25, 0.8
 
 
 class StepPace:
@@ -19,7 +21,7 @@ class StepPace:
     What disturbs the host, and which experts tokens reach, change steps of every bucket alike, from one minute to the next;
     what was measured wrongly, or comes with windows only, changes one bucket's. So steps in a row in one bucket show what
     changes for all, and the first ones after another bucket's in what the two differ. Whatever disturbs a few steps makes
-    them longer, never shorter: the shorter half of steps counts, and of an even number of visits the lower middle one.
+    them longer, never shorter: the shorter half of steps counts.
 
     Only differences are seen. If each were believed whole, small errors that have the same sign would add up visit by visit,
     to factors of two between buckets that are visited and those that are not. So buckets are drawn towards what was measured
@@ -31,7 +33,7 @@ class StepPace:
         # visits showed, and what is believed of it.
         self._shared, self._own = 0.0, dict[Bucket, float]()
         self._shown_by: Bucket | None = None
-        self._visits = defaultdict[Bucket, deque[float]](lambda: deque(maxlen=VISITS))
+        self._visits = defaultdict[Bucket, deque[float]](lambda: deque([0.0] * VISITS, VISITS))
         self._bucket: Bucket | None = None
         self._count = 0  # of steps in a row in this bucket
         self._latest = deque[float](maxlen=LATEST)
@@ -56,8 +58,8 @@ class StepPace:
         level = _undisturbed(self._latest)
         if self._count == FIRST and self._shown_by not in (None, bucket):
             visits = self._visits[bucket]
-            visits.append(level - self._shared)
-            self._own[bucket] = BELIEVED * sorted(visits)[(len(visits) - 1) // 2]
+            visits.append(min(max(level - self._shared, -MOST), MOST))
+            self._own[bucket] = BELIEVED * statistics.median(visits)
         else:
             self._shared, self._shown_by = level - self._own.get(bucket, 0.0), bucket
 
