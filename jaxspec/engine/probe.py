@@ -37,8 +37,8 @@ class Probe:
         self._shared, self._seconds, self._margin = shared, seconds, margin
         self.reached, self.hits = np.zeros(len(shared), int), np.zeros(len(shared), int)
         self._without = 0
-        # Of its steps: windows of theirs that verify its drafts, and steps since there were enough of these.
-        self._sent, self._begun, self._waited = 0, False, 0
+        # Windows of its steps that will verify its drafts, whether one has proposed any, and steps since there were enough.
+        self._sent, self._proposed, self._waited = 0, False, 0
 
     def step(self, rows: int) -> int:
         """Drafts of the next step, which has so many rows: `base` again once enough windows are on their way."""
@@ -47,10 +47,10 @@ class Probe:
             self._waited += 1
             return self.base
         if self._sent >= enough:  # some of them never came: their requests are over
-            self._sent, self._begun, self._waited = 0, False, 0
-        if self._begun:  # the first step only proposes
+            self._sent, self._proposed, self._waited = 0, False, 0
+        if self._proposed:  # the first step only proposes
             self._sent += rows
-        self._begun = True
+        self._proposed = True
         return self.drafts
 
     def add(self, verified: np.ndarray, reached: np.ndarray, hits: np.ndarray) -> float:
