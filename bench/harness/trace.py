@@ -1,11 +1,12 @@
 """Traces of the device: its kernels, the launches that started them, and the time that they take."""
 
+import bisect
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -48,14 +49,45 @@ def kernel_seconds(trace: Any) -> dict[str, float]:
     return dict(out)
 
 
-def compute_events(trace: Any) -> Iterator[tuple[float, float, str]]:
-    """Start and stop in nanoseconds, and the launch, of each kernel on a GPU; kernels of one graph share a launch."""
+class KernelRun(NamedTuple):
+    """One run of a kernel: start and stop in nanoseconds, and the number of the launch that started it."""
+
+    start: float
+    stop: float
+    launch: str
+
+
+def compute_events(trace: Any) -> Iterator[KernelRun]:
+    """Each kernel on a GPU; kernels of one graph share a launch."""
     for plane in trace.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
-        for line in plane.lines:
-            if not (line.name.startswith("Stream") and "Compute" in line.name):
-                continue
-            for event in line.events:
-                launch = str(dict(event.stats)["correlation_id"])
-                yield event.start_ns, event.start_ns + event.duration_ns, launch
+        kernels = [
+            KernelRun(event.start_ns, event.start_ns + event.duration_ns, str(dict(event.stats)["correlation_id"]))
+            for line in plane.lines
+            if line.name.startswith("Stream") and "Compute" in line.name
+            for event in line.events
+        ]
+        yield from in_launches(kernels)
+
+
+def in_launches(kernels: Sequence[KernelRun]) -> Iterator[KernelRun]:
+    """The kernels of one device, those of graphs' branches with the number of their graph's launch.
+
+    A branch's kernels may all carry one number that is no launch of the trace, whichever launch ran them (driver 580.159).
+    An engine's launches follow each other, so a number in whose time others begin and end is none.
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    for start, stop, launch in kernels:
+        first, last = spans.get(launch, (start, stop))
+        spans[launch] = min(first, start), max(last, stop)
+    launches = sorted(
+        (first, launch)
+        for launch, (first, last) in spans.items()
+        if not any(first < start and stop < last for start, stop in spans.values())
+    )
+    numbers = {launch for _, launch in launches}
+    for kernel in kernels:
+        begun = bisect.bisect_right(launches, kernel.start, key=lambda each: each[0])
+        launch = kernel.launch if kernel.launch in numbers else launches[max(0, begun - 1)][1]
+        yield kernel._replace(launch=launch)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.__main__ import main
+from bench.harness.trace import KernelRun, in_launches
 from bench.step.idle import idle_part, idle_parts
 
 
@@ -42,6 +43,17 @@ def test_idle_parts_of_a_trace():
     assert idle_parts(trace, 2) == {"idle_between_steps": 0.1, "idle_between_kernels": 0.2}
     assert idle_parts(trace, 1) == {"idle_between_steps": None, "idle_between_kernels": 0.2}
     assert idle_parts(SimpleNamespace(planes=[host]), 2)["idle_between_kernels"] is None
+
+
+def test_kernels_of_a_branch_are_of_the_launch_that_ran_them():
+    """A branch's kernels have one number in all steps; a launch too many, which lies in no other, stays one."""
+    graphs = [KernelRun(100 * i + start, 100 * i + start + 5, f"graph {i}") for i in range(3) for start in (10, 20, 90)]
+    branches = [KernelRun(100 * i + start, 100 * i + start + 5, "7") for i in range(3) for start in (30, 50, 80)]
+    found = list(in_launches(branches + graphs))
+    assert [kernel[:2] for kernel in found] == [kernel[:2] for kernel in branches + graphs]
+    assert [kernel.launch for kernel in found] == [f"graph {kernel.start // 100}" for kernel in branches + graphs]
+    extra = KernelRun(95, 96, "extra")
+    assert {kernel.launch for kernel in in_launches([*graphs, extra])} == {"graph 0", "graph 1", "graph 2", "extra"}
 
 
 @pytest.mark.full

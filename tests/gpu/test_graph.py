@@ -68,7 +68,7 @@ def test_a_decode_step_is_one_launch(k, drafts, lookup, rows):
         runner.dispatch(padding)
         runner.read()
 
-    events, launches = launches_of(step)
+    events, launches = launches_of(runner, step)
     assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
     assert events > 10 * STEPS
 
@@ -99,7 +99,7 @@ def test_a_decode_step_of_grouped_queries_is_one_launch(variant, k, lookup, rows
         runner.dispatch(padding)
         runner.read()
 
-    events, launches = launches_of(step)
+    events, launches = launches_of(runner, step)
     assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
 
 
@@ -121,7 +121,7 @@ def test_a_decode_step_over_chosen_keys_is_one_launch(k, rows):
         runner.dispatch(padding)
         runner.read()
 
-    events, launches = launches_of(step)
+    events, launches = launches_of(runner, step)
     assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
 
 
@@ -150,21 +150,24 @@ def test_a_step_of_live_rows_is_one_launch(variant, prompt, k):
         engine.add(Request("long", [11] * prompt, params))
         engine.step()
     del plans[:]
-    events, launches = launches_of(engine.step)
+    events, launches = launches_of(runner, engine.step)
     assert all(plan.decode and bool(plan.prefill) == bool(prompt) for plan in plans)
     assert launches == STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
 
 
-def launches_of(step: Callable[[], Any]) -> tuple[int, int]:
-    """Kernels of `STEPS` calls, and the launches that started them."""
+def launches_of(runner: Runner, step: Callable[[], Any]) -> tuple[int, int]:
+    """Kernels of `STEPS` calls, and the launches that started them. Steps are read before their last kernel has run."""
+    runner.wait()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
                 step()
-        (trace,) = Path(folder).glob("**/*.xplane.pb")
-        events = list(compute_events(jax.profiler.ProfileData.from_file(str(trace))))
-    by_launch = Counter(launch for _, _, launch in events)
-    print("kernels of each launch:", *by_launch.values())
+            runner.wait()
+        (file,) = Path(folder).glob("**/*.xplane.pb")
+        trace = jax.profiler.ProfileData.from_file(str(file))
+        events = list(compute_events(trace))
+    by_launch = Counter(event.launch for event in events)
+    print("kernels of each launch:", dict(by_launch))
     return len(events), len(by_launch)
 
 

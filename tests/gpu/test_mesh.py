@@ -83,7 +83,7 @@ def test_decode_is_one_graph_on_two_devices(k):
         runner.dispatch(padding)
         runner.read()
 
-    events, launches = launches_of(step)
+    events, launches = launches_of(runner, step)
     assert launches == 2 * STEPS, f"{events} kernels in {launches} launches of {STEPS} steps"
 
 
