@@ -109,6 +109,11 @@ CHOICES: dict[str, Choice] = {
         (0, 1, 2, 4), tuple(NormLinear(T) for T in (1, 2, 4)), (NormLinear(3, 32, (8, 4), 3),)
     ),
     "one_token_experts": Choice((False, True), (Moe(1), MoeShared(1)), (MoeShared(1, 32, 8, 2, 16, 2, 4),)),
+    "one_token_fp8": Choice(
+        (False, True),
+        (MoeQuantised(1, scheme="fp8_block"),),
+        (MoeQuantised(1, 32, 8, 2, 32, 2, 4, scheme="fp8_block"),),
+    ),
     "row_kernel_tokens": Choice((0, 512), BLOCKS, TINY_BLOCKS),
     "copying_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
     "route_plan_tokens": Choice((8, 32, 128), BLOCKS, TINY_BLOCKS),

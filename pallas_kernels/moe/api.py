@@ -14,7 +14,8 @@ Which files run, by the tokens T of a call:
 | any, if no kernel supports the call | `reference.py`      | none                | `reference.py`     |
 
 Weights with codes of four bits have matmuls of their own in `mosaic.py`, also for one token: `packed_matmul.py`. So have
-those in FP8, whose activations are FP8 too: `fp8_matmul.py`. Quantised shared experts and dense MLPs run on these matmuls too:
+those in FP8, whose activations are FP8 too: `fp8_matmul.py`; in blocks, if `Tuning.one_token_fp8`, `one_token.py`
+runs for one token too. Quantised shared experts and dense MLPs run on these matmuls too:
 `quantised_mlp.py`; the bfloat16 MLPs of a decode step's dense layers on the experts': `dense_mlp.py`.
 
 `dispatch_meet.py` needs a counter, which the router's kernel (`logit_parts`) makes; without one two kernels run.
@@ -168,7 +169,7 @@ def routed_experts(
     backend = _experts_backend(x, parameters)
     route_backend = _route_backend(logits, options)
     kernels = backend == route_backend == "mosaic"
-    if kernels and one_token.supports(x, parameters):
+    if kernels and one_token.supports(x, parameters, top_k):
         if parameters.first is None:
             return one_token.routed_experts(x, parameters, logits, bias, live, residual, zero, routing=options)
         # With their padding: to cut them to k would be two launches.
@@ -285,7 +286,7 @@ def _experts(
 ) -> jax.Array:
     if backend != "mosaic":
         out = reference.experts(x, parameters, weights, ids, live, w8a8=backend == W8A8)
-    elif one_token.supports(x, parameters):
+    elif one_token.supports(x, parameters, ids.shape[1]):
         return one_token.experts(x, parameters, weights, ids, live, residual, k=ids.shape[1])
     else:
         out = mosaic.experts(x, parameters, weights, ids, live)

@@ -9,13 +9,13 @@ dealt out by eight: tiles of 64 rows for a tensor core would leave some multipro
 The producer also chooses the experts, in every block again, once the first rows of the shared ones are on their way: a kernel
 before this one would take longer than they do.
 
+Weights in FP8 come as codes; what else they need is in `one_token_fp8.py`.
+
 Blocks that wait for each other must all be on the device at once, which one block a multiprocessor is. The interpreter
 has no such wait: it runs the two halves as two kernels, one after the other.
 """
 
 import functools
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,78 +27,27 @@ from jax import lax
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 from pallas_kernels.meet import meet
+from pallas_kernels.moe import one_token_fp8
+from pallas_kernels.moe.one_token_config import CONSUMERS, ROWS, Sizes, values_of
+from pallas_kernels.moe.one_token_fp8 import SCALE_ROWS, scales_ahead, write_values
 from pallas_kernels.moe.selection import COLUMNS, Routing, kernel_inputs, live_flags, read_block, select_experts
 from pallas_kernels.moe.selection import ROWS as ROUTED_ROWS
 from pallas_kernels.moe.weights import ExpertWeights
+from pallas_kernels.quant.activations import GROUP
+from pallas_kernels.quant.values import Quantised
 from pallas_kernels.tuning import current
 
-# Warpgroups that multiply; each has its own rows of a stage.
-CONSUMERS = 2
-ROWS = CONSUMERS * WARPS
-# Shared memory of the two rings, of 227 KiB, and of a stage at most.
-UP_BYTES, UP_STAGE = 96 * 1024, 16 * 1024
-DOWN_BYTES, DOWN_STAGE = 112 * 1024, 24 * 1024
-MOST_STAGES = 16
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
 
 
-def supports(x: jax.Array, parameters: ExpertWeights) -> bool:
-    """Whether this kernel runs a call that `mosaic.unsupported_reason` allows."""
+def supports(x: jax.Array, parameters: ExpertWeights, k: int) -> bool:
+    """Whether this kernel runs a call with k experts of a token that `mosaic.unsupported_reason` allows."""
     T, H = x.shape
-    inner, S = parameters.gate_up.shape[2], parameters.shared_inner
-    fits = T == 1 and inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
-    plain = not parameters.special and not parameters.quantised
-    return current().one_token_experts and fits and plain
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How rows of weights are cut.
-
-    Attributes:
-        columns: of one load, 16 bytes a lane or less.
-        parts: loads of a stage.
-        stages: of the ring.
-    """
-
-    columns: int
-    parts: int
-    stages: int
-
-    @property
-    def depth(self) -> int:
-        """Columns of a stage."""
-        return self.parts * self.columns
-
-
-def cut(length: int, rows: int, stage_bytes: int, ring_bytes: int) -> Cut:
-    """The deepest stages of `rows` rows, of `length` columns each, that fit."""
-    columns = math.gcd(length, 256)
-    loads = length // columns
-    most = max(stage_bytes // (2 * rows * columns), 1)
-    parts = max(n for n in range(1, min(loads, most) + 1) if loads % n == 0)
-    return Cut(columns, parts, min(ring_bytes // (2 * rows * columns * parts), MOST_STAGES))
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a call: k of E experts, hidden and inner size, joint inner size S of the shared experts, blocks."""
-
-    E: int
-    k: int
-    H: int
-    inner: int
-    S: int
-    grid: int
-
-    @property
-    def up_cut(self) -> Cut:
-        return cut(self.H, 2 * ROWS, UP_STAGE, UP_BYTES)
-
-    @property
-    def down_cut(self) -> Cut:
-        """A stage lies within one expert."""
-        return cut(math.gcd(self.inner, self.S), ROWS, DOWN_STAGE, DOWN_BYTES)
+    inner, S, choices = parameters.gate_up.shape[2], parameters.shared_inner, current()
+    fits = inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
+    if parameters.quantised:
+        fits = choices.one_token_fp8 and one_token_fp8.supports(parameters, k)
+    return choices.one_token_experts and T == 1 and fits and not parameters.special
 
 
 @functools.partial(jax.jit, static_argnames=("k", "blocks", "interpret"))
@@ -162,18 +111,22 @@ def _run(
     blocks: int | None,
     interpret: Any,
 ) -> jax.Array:
-    gate_up, down, shared = parameters.arrays()
-    E, _, inner, H = gate_up.shape
+    E, _, inner, H = parameters.gate_up.shape
     first = parameters.first
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).
     grid = blocks or getattr(jax.devices()[0], "core_count", None) or 132
-    z = Sizes(E, k, H, inner, parameters.shared_inner, grid)
-    inputs = [*choice, x, *([] if residual is None else [residual])]
+    z = Sizes(E, k, H, inner, parameters.shared_inner, grid, parameters.quantised)
+    weights = [parameters.gate_up, parameters.down, *(parameters.shared or ())]
+    inputs = [*choice, x.reshape(-1, GROUP) if z.fp8 else x, *([] if residual is None else [residual])]
     inputs += [] if first is None else [first.reshape(1)]
-    inputs += [gate_up.reshape(E, 2, inner, -1, z.up_cut.columns), down.reshape(E, H, -1, z.down_cut.columns)]
-    if shared is not None:
-        inputs += [shared[0].reshape(2, z.S, -1, z.up_cut.columns), shared[1].reshape(H, -1, z.down_cut.columns)]
-    h, out = (jax.ShapeDtypeStruct(shape, bf16) for shape in ((z.S + k * inner,), (1, H)))
+    for weight, cut in zip(
+        weights, (z.up_cut, z.down_cut) * 2, strict=False
+    ):  # of shared experts as well, if there are any
+        codes = weight.codes if isinstance(weight, Quantised) else weight
+        inputs.append(codes.reshape(*codes.shape[:-1], -1, cut.columns))
+    inputs += [weight.scale for weight in weights if isinstance(weight, Quantised)]
+    h = jax.ShapeDtypeStruct((z.products // GROUP, GROUP), f32) if z.fp8 else jax.ShapeDtypeStruct((z.products,), bf16)
+    out = jax.ShapeDtypeStruct((1, H), bf16)
     kernel = functools.partial(_kernel, z, len(choice), routing, residual is not None, first is not None, interpret)
     if interpret:
         h_up = plgpu.kernel(out_type=h, **kernel("up"))(*inputs)
@@ -208,9 +161,10 @@ def _kernel(
     The body's first references, `choice_inputs` of them, are the token's choice: ids, weights and live flags, or with `routing`
     what `selection.read_block` reads to make it. Then x; the residual [1, H] if `adds`; the first expert's id [1] if some
     are `elsewhere`; gate_up [E, 2, inner, parts, columns] and down [E, H, parts, columns]; if S, the shared experts' [2, S,
-    parts, columns] and [H, parts, columns]; then h for "up", h and out for "down", and the counter, h and out for both.
+    parts, columns] and [H, parts, columns]; in FP8 these are codes, and the scales of all four follow; then h for "up", h and
+    out for "down", and the counter, h and out for both. In FP8 x and h are [groups, GROUP], h in float32.
     """
-    E, k, H, inner, S, grid, up_cut, down_cut = z.E, z.k, z.H, z.inner, z.S, z.grid, z.up_cut, z.down_cut
+    E, k, H, inner, S, grid, fp8, up_cut, down_cut = z.E, z.k, z.H, z.inner, z.S, z.grid, z.fp8, z.up_cut, z.down_cut
     # Stages of a row of gate and up; and of a row of down those that are shared or one expert's.
     up_stages, shared_stages, expert_stages = H // up_cut.depth, S // down_cut.depth, inner // down_cut.depth
 
@@ -222,6 +176,7 @@ def _kernel(
         first, given = (refs[int(adds)], refs[1 + int(adds) :]) if elsewhere else (None, refs[int(adds) :])
         (gate_up, down), given = given[:2], given[2:]
         (shared_gate_up, shared_down), given = (given[:2], given[2:]) if S else ((None, None), given)
+        scales, given = (given[: 4 if S else 2], given[4 if S else 2 :]) if fp8 else ((), given)
         counter, h, out = {"up": (None, *given, None), "down": (None, *given), "updown": given}["".join(halves)]
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
@@ -263,11 +218,18 @@ def _kernel(
                     @pl.when(row < S)
                     def _of_shared():
                         plgpu.copy_gmem_to_smem(shared_gate_up.at[:, pl.ds(row, ROWS), at], up_s.at[s], up_full.at[s])
+                        if fp8:
+                            of_block = scales[2].at[:, pl.ds(lax.div(row, i32(GROUP)), SCALE_ROWS), at]
+                            plgpu.copy_gmem_to_smem(of_block, chosen["scales_s"].at[s], up_full.at[s])
 
                 @pl.when(row >= S)
                 def _of_a_choice():
-                    e, mine = choice(lax.div(row - S, i32(inner)))[1], pl.ds(lax.rem(row - S, i32(inner)), ROWS)
-                    plgpu.copy_gmem_to_smem(gate_up.at[e, :, mine, at], up_s.at[s], up_full.at[s])
+                    e, first_row = choice(lax.div(row - S, i32(inner)))[1], lax.rem(row - S, i32(inner))
+                    own = gate_up.at[e, :, pl.ds(first_row, ROWS), at]
+                    plgpu.copy_gmem_to_smem(own, up_s.at[s], up_full.at[s])
+                    if fp8:
+                        of_block = scales[0].at[e, :, pl.ds(lax.div(first_row, i32(GROUP)), SCALE_ROWS), at]
+                        plgpu.copy_gmem_to_smem(of_block, chosen["scales_s"].at[s], up_full.at[s])
 
             def fill_down(step):
                 mine, s = pl.ds(row_of(lax.div(step, divisor)), ROWS), lax.rem(step, i32(down_cut.stages))
@@ -330,8 +292,24 @@ def _kernel(
                 plgpu.commit_smem()  # reads must have completed before TMA writes there again
                 plgpu.barrier_arrive(free.at[s])
 
+            def values_ready(source, groups):
+                """The token's values of `groups` groups are in shared memory, written by all consumers."""
+                write_values(source, groups, chosen["values_s"], warpgroup, CONSUMERS)
+                plgpu.barrier_arrive(chosen["valued"])
+                plgpu.barrier_wait(chosen["valued"])
+
+            def part_of(source, part, columns, layout):
+                """The token's float32 values of one load of columns: of x, or of h."""
+                if fp8:
+                    return load(chosen["values_s"], (part, slice(None)), layout=layout.reduce(0))
+                at = pl.ds(part * columns, columns)
+                place = (0, at) if source is x else (at,)
+                return load(source, place, layout=layout.reduce(0)).astype(f32)
+
             if "up" in halves:
                 layout = warp_per_row(up_cut.columns)
+                if fp8:
+                    values_ready(x, H // GROUP)
 
                 @pl.loop(0, mine_up)
                 def _up(item):
@@ -340,16 +318,20 @@ def _kernel(
                         s = lax.rem(item * up_stages + stage, i32(up_cut.stages))
                         plgpu.barrier_wait(up_full.at[s])
                         for part in range(up_cut.parts):
-                            at = pl.ds((stage * up_cut.parts + part) * up_cut.columns, up_cut.columns)
-                            vector = load(x, (0, at), layout=layout.reduce(0)).astype(f32)
+                            vector = part_of(x, stage * up_cut.parts + part, up_cut.columns, layout)
                             for half in range(2):
                                 tile = load(up_s, (s, half, my_rows, part, slice(None)), layout=layout)
-                                product = row_products(tile, vector, layout)
+                                factor = chosen["scales_s"][s, half, 0, part] if fp8 else None
+                                product = row_products(tile, vector if factor is None else vector * factor, layout)
                                 totals[half] = product if totals[half] is None else totals[half] + product
                         give_back(up_free, s)
                     gate, up = (total.sum(axis=1) for total in totals)
                     value = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up
-                    h[pl.ds(row_of(item) + warpgroup * WARPS, WARPS)] = value.astype(bf16)
+                    row = row_of(item) + warpgroup * WARPS
+                    if fp8:
+                        h[lax.div(row, i32(GROUP)), pl.ds(lax.rem(row, i32(GROUP)), WARPS)] = value
+                    else:
+                        h[pl.ds(row, WARPS)] = value.astype(bf16)
 
             if routing:
                 plgpu.barrier_wait(chosen["routed"])
@@ -358,40 +340,56 @@ def _kernel(
 
             if "down" in halves:
                 layout = warp_per_row(down_cut.columns)
+                if fp8:
+                    values_ready(h, z.products // GROUP)
 
                 @pl.loop(0, mine_down)
                 def _down(item):
                     mine = pl.ds(row_of(item) + warpgroup * WARPS, WARPS)
 
-                    def piece(stages, first):
+                    def scales_of(j):
+                        """Of the row's blocks, in FP8: those of a choice, or of the shared experts."""
+                        if not fp8:
+                            return None
+                        block_row = lax.div(row_of(item), i32(GROUP))
+                        if j is None:
+                            return [scales[3][block_row, n] for n in range(S // GROUP)]
+                        e = choice(j)[1]
+                        return [scales[1][e, block_row, n] for n in range(inner // GROUP)]
+
+                    def piece(stages, first, factors=None):
                         """Products of `stages` stages of a row, from `first` on, with h; still to be summed over columns."""
                         total: Any = None
                         for stage in range(stages):
                             s = lax.rem(item * down_stages + first + stage, i32(down_cut.stages))
                             plgpu.barrier_wait(down_full.at[s])
                             for part in range(down_cut.parts):
-                                at = ((first + stage) * down_cut.parts + part) * down_cut.columns
-                                at = pl.ds(at, down_cut.columns)
-                                vector = load(h, (at,), layout=layout.reduce(0)).astype(f32)
+                                vector = part_of(h, (first + stage) * down_cut.parts + part, down_cut.columns, layout)
+                                if factors is not None:
+                                    vector = vector * factors[stage * down_cut.parts + part]
                                 tile = load(down_s, (s, my_rows, part, slice(None)), layout=layout)
                                 product = row_products(tile, vector, layout)
                                 total = product if total is None else total + product
                             give_back(down_free, s)
                         return total
 
-                    def of_choice(j):
+                    def of_choice(j, factors):
                         weight = lax.broadcast_in_dim(weights[0, choice(j)[0]], (WARPS, down_cut.columns), ())
-                        each = piece(expert_stages, shared_stages + j * expert_stages)
+                        each = piece(expert_stages, shared_stages + j * expert_stages, factors)
                         return each * plgpu.layout_cast(weight, layout)
 
-                    total: Any = piece(shared_stages, 0) if S else None
+                    # All pieces of a row, if it is known how many there are: the scales of each are read during the one before.
+                    pieces = ([None] if S else []) + ([*range(k)] if first is None else [])
+                    factors = scales_ahead(lambda n: scales_of(pieces[n]), len(pieces))
+                    total: Any = piece(shared_stages, 0, factors(0)) if S else None
                     if first is None:
-                        for j in range(k):
-                            total = of_choice(j) if total is None else total + of_choice(j)
+                        for n, j in enumerate(range(k), start=1 if S else 0):
+                            each = of_choice(j, factors(n))
+                            total = each if total is None else total + each
                     else:
                         if total is None:
                             total = plgpu.layout_cast(jnp.zeros((WARPS, down_cut.columns), f32), layout)
-                        total = lax.fori_loop(0, reached, lambda j, total: total + of_choice(j), total)
+                        total = lax.fori_loop(0, reached, lambda j, total: total + of_choice(j, scales_of(j)), total)
                     # The experts' sum is rounded before the residual is added, as in the reference.
                     routed = total.sum(axis=1)
                     kept = plgpu.layout_cast(jnp.zeros((WARPS,), f32), layout.reduce(1))
@@ -406,6 +404,12 @@ def _kernel(
                     def _():
                         out[0, mine] = kept.astype(bf16)
 
+    dtype = jnp.float8_e4m3fn if fp8 else bf16
+    fp8_scratch = {
+        "scales_s": plgpu.SMEM((up_cut.stages, 2, SCALE_ROWS, up_cut.parts), f32),
+        "values_s": plgpu.SMEM((values_of(H, z.products) // GROUP, GROUP), f32),
+        "valued": plgpu.Barrier(num_arrivals=CONSUMERS),
+    }
     routing_scratch = {
         "ids_s": plgpu.SMEM((ROUTED_ROWS, COLUMNS), i32),
         "weights_s": plgpu.SMEM((ROUTED_ROWS, COLUMNS), f32),
@@ -414,13 +418,14 @@ def _kernel(
     return {
         "body": moe_one_token,
         "scratch_types": {
-            "up_s": plgpu.SMEM((up_cut.stages, 2, ROWS, up_cut.parts, up_cut.columns), bf16),
-            "up_full": plgpu.Barrier(num_barriers=up_cut.stages),
+            "up_s": plgpu.SMEM((up_cut.stages, 2, ROWS, up_cut.parts, up_cut.columns), dtype),
+            "up_full": plgpu.Barrier(num_arrivals=2 if fp8 else 1, num_barriers=up_cut.stages),
             "up_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=up_cut.stages),
-            "down_s": plgpu.SMEM((down_cut.stages, ROWS, down_cut.parts, down_cut.columns), bf16),
+            "down_s": plgpu.SMEM((down_cut.stages, ROWS, down_cut.parts, down_cut.columns), dtype),
             "down_full": plgpu.Barrier(num_barriers=down_cut.stages),
             "down_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=down_cut.stages),
             **(routing_scratch if routing else {}),
+            **(fp8_scratch if fp8 else {}),
         },
         "grid": (grid,),
         "grid_names": ("block",),

@@ -228,7 +228,7 @@ def test_one_token_of_several_devices(shape, shared_inner, devices):
                 gate_up[mine], down[mine], None if shared is None else (shared[0][:, part], shared[1][:, part]),
                 first=jnp.int32(mine.start),
             )  # fmt: skip
-            assert one_token.supports(x, parameters)
+            assert one_token.supports(x, parameters, routing.top_k)
             got = jax.jit(lambda x, p: api.routed_experts(x, p, logits, bias, live, **dataclasses.asdict(routing)))
             total += np.asarray(got(x, parameters), np.float32)
     with jax.default_matmul_precision("highest"):

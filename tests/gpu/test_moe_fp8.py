@@ -21,10 +21,11 @@ from jaxspec.models.registry import read_config
 from jaxspec.sampling.params import SamplingParams
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.moe import api, fp8_matmul, mosaic
+from pallas_kernels.moe import api, fp8_matmul, mosaic, one_token, reference
 from pallas_kernels.moe.dispatch import dispatch
 from pallas_kernels.moe.fp8_config import SCHEMES, configure_fp8
 from pallas_kernels.moe.reference import swiglu
+from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.slots import SlotTables
 from pallas_kernels.moe.weights import ExpertWeights
@@ -33,6 +34,7 @@ from pallas_kernels.quant.activations import Codes
 from pallas_kernels.quant.reference import dequantise
 from pallas_kernels.quant.schemes import FP8_BLOCK, FP8_CHANNEL, Scheme
 from pallas_kernels.quant.values import Quantised
+from pallas_kernels.tuning import Tuning
 
 pytestmark = pytest.mark.gpu
 
@@ -192,6 +194,42 @@ def test_nan_stays_in_its_row_fp8(T: int):
         out = jax.jit(mosaic.experts)(x, ExpertWeights(*pair), jnp.ones((T, k), jnp.float32), ids, jnp.ones(T, bool))
         np.testing.assert_array_equal(np.isfinite(np.asarray(out, np.float32)).all(axis=1), np.arange(T) != 3)
         assert np.isnan(np.asarray(out[3], np.float32)).all()
+
+
+@pytest.mark.parametrize(("shape", "shared_inner"), [("moonlight", 2 * 1408), ("moonlight", 0), ("deepseek-v3", 2048)])
+def test_one_token_fp8(shape: str, shared_inner: int):
+    """By its own kernel, from logits and from a choice: as the reference on the same codes of the token, which is not
+    the other kernels' to the bit; the experts that it did not choose have no numbers."""
+    H, E, k, _ = SHAPES[shape]
+    gate_up, down = experts_of(FP8_BLOCK, shape)
+    sizes = [(2, shared_inner, H), (H, shared_inner)] if shared_inner else []
+    shared = tuple(weight(FP8_BLOCK, size, 3 + i) for i, size in enumerate(sizes)) or None
+    x, residual, alive = normal(1, 1, H), normal(2, 1, H), jnp.ones(1, bool)
+    routing = Routing(k, 1, 1, True, 2.0)
+    logits, bias = normal(3, 1, E).astype(jnp.float32), jnp.zeros(E)
+    weights, ids = reference.route_sigmoid(logits, bias, **dataclasses.asdict(routing))
+    whole = ExpertWeights(gate_up, down, shared)
+    chosen = jnp.isin(jnp.arange(E), ids)[:, None, None]
+    holes = (
+        dataclasses.replace(gate_up, scale=jnp.where(chosen[..., None], gate_up.scale, jnp.nan)),
+        dataclasses.replace(down, scale=jnp.where(chosen, down.scale, jnp.nan)),
+    )
+    parameters = dataclasses.replace(whole, gate_up=holes[0], down=holes[1])
+    with use(Backends(moe="mosaic")), tuning.use(Tuning(one_token_experts=True, one_token_fp8=True)):
+        assert one_token.supports(x, parameters, k)
+        options = dataclasses.asdict(routing)
+        run = jax.jit(lambda x, p, *a: api.routed_experts(x, p, *a, residual, **options))
+        routed = [run(x, parameters, logits, bias, alive) for _ in range(3)]
+        given = jax.jit(api.experts)(x, parameters, weights, ids, alive)
+        poisoned = run(x.at[0, H // 2].set(jnp.nan), parameters, logits, bias, alive)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(reference.experts, w8a8=True))(
+            x.astype(jnp.float32), whole, weights, ids, alive
+        )
+    assert all((each == routed[0]).all() for each in routed)
+    assert ratio(given, in_bf16(want)) < 4e-3
+    assert ratio(routed[0], in_bf16(want + residual.astype(jnp.float32))) < 4e-3
+    assert jnp.isnan(poisoned).all()
 
 
 def lost(part: Quantised, expert: int) -> Quantised:
