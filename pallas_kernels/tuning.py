@@ -34,7 +34,7 @@ class Tuning:
         norm_linear_tokens: up to this many tokens, a norm and the projections that read it are one kernel. Each token costs
             each block a norm and a pass over its rows.
         one_token_experts: whether the experts of a single token have a kernel of their own.
-        one_token_fp8: whether they have it in FP8 too.
+        one_token_fp8, one_token_int4: whether they have it in FP8 and in INT4 too.
         row_kernel_tokens: with more tokens than `norm_linear_tokens` and up to this many, sums into the residual stream and
             the norms that follow them are kernels of ours.
         copying_tokens: up to this many tokens, the kernel that makes the slot tables also copies the tokens to their slots,
@@ -65,6 +65,7 @@ class Tuning:
     norm_linear_tokens: int = 1
     one_token_experts: bool = False
     one_token_fp8: bool = False
+    one_token_int4: bool = False
     row_kernel_tokens: int = 0
     copying_tokens: int = 0
     route_plan_tokens: int = 8

@@ -114,6 +114,7 @@ CHOICES: dict[str, Choice] = {
         (MoeQuantised(1, scheme="fp8_block"),),
         (MoeQuantised(1, 32, 8, 2, 32, 2, 4, scheme="fp8_block"),),
     ),
+    "one_token_int4": Choice((False, True), (MoeQuantised(1),), (MoeQuantised(1, 32, 8, 2, 32, 2, 4),)),
     "row_kernel_tokens": Choice((0, 512), BLOCKS, TINY_BLOCKS),
     "copying_tokens": Choice((0, 128), BLOCKS, TINY_BLOCKS),
     "route_plan_tokens": Choice((8, 32, 128), BLOCKS, TINY_BLOCKS),

@@ -13,9 +13,9 @@ Which files run, by the tokens T of a call:
 | more (prefill)                      | `routing.py`        | `dispatch_large.py` | `mosaic.py`        |
 | any, if no kernel supports the call | `reference.py`      | none                | `reference.py`     |
 
-Weights with codes of four bits have matmuls of their own in `mosaic.py`, also for one token: `packed_matmul.py`. So have
-those in FP8, whose activations are FP8 too: `fp8_matmul.py`; in blocks, if `Tuning.one_token_fp8`, `one_token.py`
-runs for one token too. Quantised shared experts and dense MLPs run on these matmuls too:
+Weights with codes of four bits have matmuls of their own in `mosaic.py`: `packed_matmul.py`. So have those in FP8, whose
+activations are FP8 too: `fp8_matmul.py`. Both also for one token, except INT4 and FP8 in blocks where `Tuning.one_token_int4`
+and `one_token_fp8` say so. Quantised shared experts and dense MLPs run on these matmuls too:
 `quantised_mlp.py`; the bfloat16 MLPs of a decode step's dense layers on the experts': `dense_mlp.py`.
 
 `dispatch_meet.py` needs a counter, which the router's kernel (`logit_parts`) makes; without one two kernels run.

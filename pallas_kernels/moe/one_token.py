@@ -9,7 +9,8 @@ dealt out by eight: tiles of 64 rows for a tensor core would leave some multipro
 The producer also chooses the experts, in every block again, once the first rows of the shared ones are on their way: a kernel
 before this one would take longer than they do.
 
-Weights in FP8 come as codes; what else they need is in `one_token_fp8.py`.
+Weights in FP8 come as codes; what else they need is in `one_token_fp8.py`. Those in INT4 have a kernel like this one
+(`one_token_int4.py`).
 
 Blocks that wait for each other must all be on the device at once, which one block a multiprocessor is. The interpreter
 has no such wait: it runs the two halves as two kernels, one after the other.
@@ -27,14 +28,15 @@ from jax import lax
 from pallas_kernels.compat import load, run_in_place
 from pallas_kernels.matvec import WARPS, row_products, warp_per_row
 from pallas_kernels.meet import meet
-from pallas_kernels.moe import one_token_fp8
+from pallas_kernels.moe import one_token_fp8, one_token_int4
 from pallas_kernels.moe.one_token_config import CONSUMERS, ROWS, Sizes, values_of
 from pallas_kernels.moe.one_token_fp8 import SCALE_ROWS, scales_ahead, write_values
 from pallas_kernels.moe.selection import COLUMNS, Routing, kernel_inputs, live_flags, read_block, select_experts
 from pallas_kernels.moe.selection import ROWS as ROUTED_ROWS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.activations import GROUP
-from pallas_kernels.quant.values import Quantised
+from pallas_kernels.quant.schemes import INT4_G32
+from pallas_kernels.quant.values import Quantised, in_schemes
 from pallas_kernels.tuning import current
 
 f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
@@ -47,6 +49,7 @@ def supports(x: jax.Array, parameters: ExpertWeights, k: int) -> bool:
     fits = inner % 64 == 0 and S % 64 == 0 and H % 64 == 0
     if parameters.quantised:
         fits = choices.one_token_fp8 and one_token_fp8.supports(parameters, k)
+        fits |= choices.one_token_int4 and one_token_int4.supports(parameters)
     return choices.one_token_experts and T == 1 and fits and not parameters.special
 
 
@@ -111,6 +114,8 @@ def _run(
     blocks: int | None,
     interpret: Any,
 ) -> jax.Array:
+    if in_schemes((INT4_G32,), parameters.gate_up):
+        return one_token_int4.run(x, parameters, choice, routing, k, residual, counter, blocks, interpret)
     E, _, inner, H = parameters.gate_up.shape
     first = parameters.first
     # The number of an H200, where there is no GPU to ask (lowering on a CPU).

@@ -37,13 +37,11 @@ class Cut:
         return self.parts * self.columns
 
 
-def cut(length: int, rows: int, stage_bytes: int, ring_bytes: int, *, fp8: bool, unit: int = 1) -> Cut:
-    """The deepest stages of `rows` rows, of `length` columns each, that fit, in multiples of `unit` loads."""
-    columns = GROUP if fp8 else math.gcd(length, 256)
-    of_a_load = (1 if fp8 else 2) * rows * columns
-    loads, most = length // columns, max(stage_bytes // of_a_load, unit)
+def cut(columns: int, load_bytes: int, length: int, stage_bytes: int, ring_bytes: int, unit: int = 1) -> Cut:
+    """The deepest stages, of a multiple of `unit` loads of so many columns and bytes, that divide `length` columns and fit."""
+    loads, most = length // columns, max(stage_bytes // load_bytes, unit)
     parts = max(n for n in range(unit, min(loads, most) + 1, unit) if loads % n == 0)
-    return Cut(columns, parts, min(ring_bytes // (of_a_load * parts), MOST_STAGES))
+    return Cut(columns, parts, min(ring_bytes // (load_bytes * parts), MOST_STAGES))
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,19 @@ class Sizes:
 
     @property
     def up_cut(self) -> Cut:
-        """TMA copies four scales at a time."""
-        ring = FP8_UP_BYTES if self.fp8 else UP_BYTES
-        return cut(self.H, 2 * ROWS, UP_STAGE, ring, fp8=self.fp8, unit=WARPS if self.fp8 else 1)
+        if self.fp8:  # TMA copies four scales at a time
+            return cut(GROUP, 2 * ROWS * GROUP, self.H, UP_STAGE, FP8_UP_BYTES, unit=4)
+        columns = math.gcd(self.H, 256)
+        return cut(columns, 2 * 2 * ROWS * columns, self.H, UP_STAGE, UP_BYTES)
 
     @property
     def down_cut(self) -> Cut:
         """A stage lies within one expert."""
-        ring = FP8_DOWN_BYTES if self.fp8 else DOWN_BYTES
-        return cut(math.gcd(self.inner, self.S), ROWS, DOWN_STAGE, ring, fp8=self.fp8)
+        length = math.gcd(self.inner, self.S)
+        if self.fp8:
+            return cut(GROUP, ROWS * GROUP, length, DOWN_STAGE, FP8_DOWN_BYTES)
+        columns = math.gcd(length, 256)
+        return cut(columns, 2 * ROWS * columns, length, DOWN_STAGE, DOWN_BYTES)
 
     @property
     def products(self) -> int:

@@ -10,11 +10,12 @@ import pytest
 
 from pallas_kernels import tuning
 from pallas_kernels.backend import Backends, use
-from pallas_kernels.moe import api, mosaic, packed_matmul, reference
+from pallas_kernels.moe import api, mosaic, one_token, packed_matmul, reference
 from pallas_kernels.moe.activation import Clamp
 from pallas_kernels.moe.dispatch import dispatch
 from pallas_kernels.moe.packed_codes import SCHEMES, fragment_order
 from pallas_kernels.moe.packed_config import configure_packed
+from pallas_kernels.moe.selection import Routing
 from pallas_kernels.moe.shapes import LAYERS
 from pallas_kernels.moe.weights import ExpertWeights
 from pallas_kernels.quant.reference import dequantise
@@ -188,3 +189,41 @@ def test_experts(scheme: Scheme, special: bool, T: int):
     np.testing.assert_array_equal(got[~live], 0)
     assert np.isnan(got[live & ~sound]).all()
     assert ratio(jnp.asarray(got[sound]), want[sound]) < 5e-3
+
+
+@pytest.mark.parametrize(("shape", "shared_inner"), [("moonlight", 2 * 1408), ("moonlight", 0), ("kimi-k2", 2048)])
+def test_one_token_int4(shape: str, shared_inner: int):
+    """By its own kernel, from logits and from a choice, beside bfloat16's shared experts; unused experts have no numbers."""
+    H, E, k, _ = SHAPES[shape]
+    gate_up, down = experts_of(INT4_G32, shape)
+    sizes = [(2, shared_inner, H), (H, shared_inner)] if shared_inner else []
+    keys = jax.random.split(jax.random.key(4, impl="rbg"), 5)
+    shared = tuple(
+        jax.random.normal(key, size, jnp.bfloat16) * size[-1] ** -0.5 for key, size in zip(keys, sizes, strict=False)
+    )
+    x, residual = (jax.random.normal(key, (1, H), jnp.bfloat16) for key in keys[2:4])
+    logits, bias, alive = jax.random.normal(keys[4], (1, E)), jnp.zeros(E), jnp.ones(1, bool)
+    routing = Routing(k, 1, 1, True, 2.0)
+    weights, ids = reference.route_sigmoid(logits, bias, **dataclasses.asdict(routing))
+    chosen = jnp.isin(jnp.arange(E), ids)[:, None, None]
+    holes = (
+        dataclasses.replace(gate_up, scale=jnp.where(chosen[..., None], gate_up.scale, jnp.nan)),
+        dataclasses.replace(down, scale=jnp.where(chosen, down.scale, jnp.nan)),
+    )
+    parameters = ExpertWeights(*holes, shared or None)
+    with use(Backends(moe="mosaic")), tuning.use(tuning.Tuning(one_token_experts=True, one_token_int4=True)):
+        assert one_token.supports(x, parameters, k)
+        options = dataclasses.asdict(routing)
+        run = jax.jit(lambda x, p, *a: api.routed_experts(x, p, *a, residual, **options))
+        routed = [run(x, parameters, logits, bias, alive) for _ in range(3)]
+        given = jax.jit(api.experts)(x, parameters, weights, ids, alive)
+        poisoned = run(x.at[0, H // 2].set(jnp.nan), parameters, logits, bias, alive)
+    picked = jnp.asarray(ids)[0]
+    with jax.default_matmul_precision("highest"):
+        mine = [numbers(part_of(part, picked)) for part in (gate_up, down)]
+        exact = ExpertWeights(*mine, tuple(part.astype(jnp.float32) for part in shared) or None)
+        want = reference.experts(x.astype(jnp.float32), exact, weights, jnp.arange(k, dtype=jnp.int32)[None], alive)
+    assert all((each == routed[0]).all() for each in routed)
+    assert ratio(given, want) < 4e-3
+    assert ratio(routed[0], want + residual.astype(jnp.float32)) < 4e-3
+    assert jnp.isnan(poisoned).all()
