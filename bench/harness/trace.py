@@ -1,6 +1,7 @@
 """Traces of the device: its kernels, the launches that started them, and the time that they take."""
 
 import bisect
+import math
 import os
 import tempfile
 from collections import defaultdict
@@ -74,18 +75,20 @@ def compute_events(trace: Any) -> Iterator[KernelRun]:
 def in_launches(kernels: Sequence[KernelRun]) -> Iterator[KernelRun]:
     """The kernels of one device, those of graphs' branches with the number of their graph's launch.
 
-    A branch's kernels may all carry one number that is no launch of the trace, whichever launch ran them (driver 580.159).
-    An engine's launches follow each other, so a number in whose time others begin and end is none.
+    A branch's kernels may all carry one number that is no launch of the trace, whichever launch ran them (inferred from
+    counts, driver 580.159). An engine's launches follow each other, so a number in whose time another begins and ends is none.
     """
     spans: dict[str, tuple[float, float]] = {}
     for start, stop, launch in kernels:
         first, last = spans.get(launch, (start, stop))
         spans[launch] = min(first, start), max(last, stop)
-    launches = sorted(
-        (first, launch)
-        for launch, (first, last) in spans.items()
-        if not any(first < start and stop < last for start, stop in spans.values())
-    )
+    launches: list[tuple[float, str]] = []
+    earliest = math.inf  # end of those that begin later
+    for launch, (first, last) in sorted(spans.items(), key=lambda each: each[1], reverse=True):
+        if last <= earliest:
+            launches.append((first, launch))
+        earliest = min(earliest, last)
+    launches.reverse()
     numbers = {launch for _, launch in launches}
     for kernel in kernels:
         begun = bisect.bisect_right(launches, kernel.start, key=lambda each: each[0])

@@ -113,6 +113,7 @@ KERNELS = (
     Watched("moe_fp8_down", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
     Watched("moe_combine", "test_moe.py::test_routing_and_experts_together[moonlight-8]"),
     Watched("moe_one_token", "test_moe.py::test_one_token[odd-1344-True]"),
+    Watched("moe_one_token_int4", "test_moe_packed.py::test_one_token_int4[moonlight-0]"),
     Watched("logits_stats", "test_sampling.py::test_stats[6-1024-bfloat16]"),
     Watched("cutoffs", "test_sampling.py::test_truncation[6-1024-bfloat16]"),
     Watched("logit_rules", "test_logit_rules.py::test_against_plain_xla[3-1-1024-bfloat16]"),

@@ -46,7 +46,11 @@ def cut(columns: int, load_bytes: int, length: int, stage_bytes: int, ring_bytes
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a call: k of E experts, hidden and inner size, joint inner size S of the shared experts, blocks; or in FP8."""
+    """Sizes of a call: k of E experts, hidden and inner size, joint inner size S of the shared experts, blocks of the grid.
+
+    Attributes:
+        fp8: whether the weights are codes of FP8.
+    """
 
     E: int
     k: int

@@ -66,7 +66,7 @@ class Sizes:
 
     @property
     def shared_down(self) -> Cut:
-        columns = math.gcd(self.S, 256) if self.S % 128 else 128
+        columns = math.gcd(self.S, 128)
         return _cut(columns, 2 * ROWS * columns, self.S)
 
     @property
@@ -232,13 +232,15 @@ def _kernel(
                     plgpu.copy_gmem_to_smem(own, down_scale_s.at[s], ring.full.at[s])
 
             begun = lax.min(steps["shared_up"], i32(z.shared_up.stages))
-            pl.loop(0, begun)(fill_shared_up) if S else None
+            if S:
+                pl.loop(0, begun)(fill_shared_up)
             if routing:
                 logits, bias, _ = read_block(chooses, 0, 1)
                 _, ids[...], weights[...] = select_experts(logits, bias, E, routing)
                 plgpu.barrier_arrive(scratch["routed"])
                 plgpu.barrier_wait(scratch["routed"])
-            pl.loop(begun, steps["shared_up"])(fill_shared_up) if S else None
+            if S:
+                pl.loop(begun, steps["shared_up"])(fill_shared_up)
             pl.loop(0, steps["up"])(fill_up)
             pl.loop(0, rows["down"])(fill_row)
             for name, ring in rings.items():
@@ -248,14 +250,11 @@ def _kernel(
         def _consume():
             my_rows = pl.ds(warpgroup * WARPS, WARPS)
 
-            def plain_tile(name, s, half, part, layout):
-                place = (s, half, my_rows, part) if name == "shared_up" else (s, my_rows, part)
-                return load(smem[name], (*place, slice(None)), layout=layout)
-
             def tile_of(name, s, half, part, layout):
                 """The weights of this warpgroup's rows in one load of columns."""
                 if name.startswith("shared"):
-                    return plain_tile(name, s, half, part, layout)
+                    place = (s, half, my_rows, part) if name == "shared_up" else (s, my_rows, part)
+                    return load(smem[name], (*place, slice(None)), layout=layout)
                 scale_s = up_scale_s if name == "up" else down_scale_s
                 if interpret:
                     return int4_rows.interpreted(smem[name].at[s], scale_s.at[s], half, part, warpgroup * WARPS)
