@@ -146,11 +146,10 @@ def _kernel(
     scales, and if S the shared experts' [2, S, parts, columns] and [H, parts, columns].
     """
     E, k, H, inner, S, grid = z.E, z.k, z.H, z.inner, z.S, z.grid
-    cuts = {"shared_up": z.shared_up, "up": z.up, "shared_down": z.shared_down if S else z.down, "down": z.down}
-    stages_of_row = {
-        "shared_up": H // z.shared_up.depth, "up": H // z.up.depth,
-        "shared_down": S // cuts["shared_down"].depth, "down": inner // z.down.depth,
-    }  # fmt: skip
+    cuts, stages_of_row = {"up": z.up, "down": z.down}, {"up": H // z.up.depth, "down": inner // z.down.depth}
+    if S:
+        cuts |= {"shared_up": z.shared_up, "shared_down": z.shared_down}
+        stages_of_row |= {"shared_up": H // z.shared_up.depth, "shared_down": S // z.shared_down.depth}
 
     def moe_one_token_int4(*inputs, up_scale_s, down_scale_s, **scratch):
         chooses, x, refs = inputs[:choice_inputs], inputs[choice_inputs], inputs[choice_inputs + 1 :]
@@ -174,13 +173,12 @@ def _kernel(
 
         is_up, is_down = "up" in halves, "down" in halves
         rows = {
-            "shared_up": share(i32(S // ROWS)) if is_up and S else i32(0),
+            "shared_up": share(i32(S // ROWS)) if is_up else i32(0),
             "up": share(i32(k * inner // ROWS)) if is_up else i32(0),
             "down": share(i32(H // ROWS)) if is_down else i32(0),
         }
-        steps = {name: rows[name] * stages_of_row[name] for name in ("shared_up", "up")}
-        steps["shared_down"] = rows["down"] * stages_of_row["shared_down"]
-        steps["down"] = rows["down"] * (k * stages_of_row["down"])
+        rows["shared_down"] = rows["down"]
+        steps = {name: rows[name] * (stages * (k if name == "down" else 1)) for name, stages in stages_of_row.items()}
 
         def row_of(item):
             return (block + item * grid) * ROWS
@@ -211,7 +209,7 @@ def _kernel(
                 """Of `down`: the shared experts' columns, then the choices'."""
                 first_row = row_of(item)
                 at = pl.ds(first_row, ROWS)
-                for stage in range(stages_of_row["shared_down"]):
+                for stage in range(stages_of_row["shared_down"] if S else 0):
                     ring, step = rings["shared_down"], item * stages_of_row["shared_down"] + stage
                     s = ring.slot(step)
                     ring.await_free(step)
@@ -231,7 +229,7 @@ def _kernel(
                     own = down_scale.at[e, pl.ds(stage * groups, groups), pl.ds(first_row, DOWN_SCALE_ROWS)]
                     plgpu.copy_gmem_to_smem(own, down_scale_s.at[s], ring.full.at[s])
 
-            begun = lax.min(steps["shared_up"], i32(z.shared_up.stages))
+            begun = lax.min(steps["shared_up"], i32(z.shared_up.stages)) if S else i32(0)
             if S:
                 pl.loop(0, begun)(fill_shared_up)
             if routing:
@@ -317,8 +315,11 @@ def _kernel(
                 @pl.loop(0, rows["down"])
                 def _down(item):
                     mine = pl.ds(row_of(item) + warpgroup * WARPS, WARPS)
-                    per_row, per_expert = stages_of_row["shared_down"], stages_of_row["down"]
-                    total: Any = projected("shared_down", 0, item * per_row, per_row) if S else None
+                    total: Any = None
+                    if S:
+                        per_row = stages_of_row["shared_down"]
+                        total = projected("shared_down", 0, item * per_row, per_row)
+                    per_expert = stages_of_row["down"]
                     for j in range(k):
                         n = item * (k * per_expert) + j * per_expert
                         each = weights[0, j] * projected("down", S + j * inner, n, per_expert)
@@ -336,15 +337,18 @@ def _kernel(
                     def _():
                         out[0, mine] = kept.astype(bf16)
 
-    def barriers(name: str, copies: int) -> dict[str, Any]:
-        stages = cuts[name].stages
+    def ring(name: str, halves_of: tuple[int, ...], width: int, dtype: Any, copies: int) -> dict[str, Any]:
+        c = cuts[name]
         return {
-            f"{name}_full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            f"{name}_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+            f"{name}_s": plgpu.SMEM((c.stages, *halves_of, ROWS, c.parts, width), dtype),
+            f"{name}_full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages),
+            f"{name}_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages),
         }
 
-    def ring(name: str, halves_of: tuple[int, ...], width: int, dtype: Any) -> Any:
-        return plgpu.SMEM((cuts[name].stages, *halves_of, ROWS, cuts[name].parts, width), dtype)
+    rings_of_shared = {}
+    if S:
+        rings_of_shared = ring("shared_up", (2,), z.shared_up.columns, bf16, 1)
+        rings_of_shared |= ring("shared_down", (), z.shared_down.columns, bf16, 1)
 
     routing_scratch = {
         "ids_s": plgpu.SMEM((ROUTED_ROWS, COLUMNS), i32),
@@ -354,13 +358,11 @@ def _kernel(
     return {
         "body": moe_one_token_int4,
         "scratch_types": {
-            "shared_up_s": ring("shared_up", (2,), z.shared_up.columns, bf16),
-            "up_s": ring("up", (2,), z.up.columns // 2, jnp.uint8),
-            "shared_down_s": ring("shared_down", (), cuts["shared_down"].columns, bf16),
-            "down_s": ring("down", (), z.down.columns // 2, jnp.uint8),
+            **rings_of_shared,
+            **ring("up", (2,), z.up.columns // 2, jnp.uint8, 2),
+            **ring("down", (), z.down.columns // 2, jnp.uint8, 2),
             "up_scale_s": plgpu.SMEM((z.up.stages, 2, z.up.depth // GROUP, ROWS), bf16),
             "down_scale_s": plgpu.SMEM((z.down.stages, z.down.depth // GROUP, DOWN_SCALE_ROWS), bf16),
-            **barriers("shared_up", 1), **barriers("up", 2), **barriers("shared_down", 1), **barriers("down", 2),
             **(routing_scratch if routing else {}),
         },
         "grid": (z.grid,),

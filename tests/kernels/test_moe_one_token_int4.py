@@ -23,7 +23,11 @@ from tests.kernels.mosaic_interpreter import assert_no_races, detect_races, inte
 from tests.kernels.test_moe_packed import sized, without
 
 ON = Tuning(one_token_experts=True, one_token_int4=True)
-SHAPES = {"moonlight": LAYERS["moonlight"], "kimi-k2": (7168, 384, 8, 2048, 2048)}
+SHAPES = {
+    "moonlight": LAYERS["moonlight"],
+    "kimi-k2": (7168, 384, 8, 2048, 2048),
+    "no shared experts": LAYERS["moonlight"]._replace(shared=0),
+}
 
 
 def layer(H: int, E: int, inner: int, S: int) -> ExpertWeights:
@@ -121,7 +125,9 @@ def test_rings_fit(model):
     """Into a block's 227 KiB, beside its barriers; stages end where rows and experts do."""
     H, E, k, inner, S = SHAPES[model]
     z = one_token_int4.Sizes(E, k, H, inner, S, 132)
-    cuts = {z.shared_up: (H, 4 * ROWS), z.up: (H, ROWS), z.shared_down: (S, 2 * ROWS), z.down: (inner, ROWS / 2)}
+    cuts = {z.up: (H, ROWS), z.down: (inner, ROWS / 2)}
+    if S:
+        cuts |= {z.shared_up: (H, 4 * ROWS), z.shared_down: (S, 2 * ROWS)}
     assert all(length % each.depth == 0 and each.stages >= 2 for each, (length, _) in cuts.items())
     rings = sum(each.stages * each.depth * row_bytes for each, (_, row_bytes) in cuts.items())
     scales = z.up.stages * z.up.depth * ROWS // 8 + z.down.stages * z.down.depth
