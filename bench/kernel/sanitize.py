@@ -108,7 +108,7 @@ KERNELS = (
     Watched("moe_down", "test_moe.py::test_balanced_routing[odd-3]"),
     Watched("moe_packed_up", "test_moe_packed.py::test_experts[int4_g32-False-9]"),
     Watched("moe_packed_down", "test_moe_packed.py::test_experts[int4_g32-False-9]"),
-    Watched("quantise_tokens", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
+    Watched("quantise_tokens", "test_moe_fp8.py::test_products[fp8_block-moonlight-5]"),
     Watched("moe_fp8_up", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
     Watched("moe_fp8_down", "test_moe_fp8.py::test_experts[fp8_block-8-True]"),
     Watched("moe_combine", "test_moe.py::test_routing_and_experts_together[moonlight-8]"),
