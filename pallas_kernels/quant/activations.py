@@ -52,7 +52,7 @@ def quantise(x: jax.Array) -> Codes:
 
 def dequantise(x: Codes) -> jax.Array:
     """What codes stand for: float32 [..., tokens, columns]."""
-    # XLA would leave out a rounding to codes and back on a GPU, as precision that nobody asked it to lose.
+    # Without the barrier XLA removes a conversion to codes and back on a GPU, where it may keep more precision than asked for.
     x = jax.lax.optimization_barrier(x)
     scale = jnp.repeat(x.scale.swapaxes(-1, -2), GROUP, axis=-1)
     return x.codes.astype(jnp.float32) * scale[..., : x.codes.shape[-1]]
